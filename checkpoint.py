@@ -1,0 +1,280 @@
+"""Checkpoints: weights in safetensors with the mode and plan in the header, training state beside them, no pickle.
+
+A run's folder holds, per saved step,
+
+    step_00000400.safetensors          weights; header: format, step, val_loss, mode, config, plan, tokenizer (hash)
+    step_00000400.state.safetensors    optimizer, random generator, loss scaler: what only --resume needs
+
+The weights are written last, each file atomically: a step whose .safetensors exists is complete, whatever happened.
+"""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from configurator import UserError
+from data import read_json, write_atomic
+from model import GPT, ModelConfig, ValueMode, mode_name, plan_layers
+
+FORMAT = "nanoresformer/1"
+
+
+def _write(path, tensors, metadata):
+    def save(temporary):
+        try:
+            save_file(tensors, temporary, metadata={k: json.dumps(v) for k, v in metadata.items()})
+        except SafetensorError as e:
+            raise UserError(
+                f"cannot write {path}: {e}; free some space, the checkpoints before it are intact"
+            ) from None
+
+    write_atomic(path, save)
+
+
+def _read(path, reader):
+    """reader(open safetensors file); raises UserError if the file is missing, cut short or something else."""
+    try:
+        with safe_open(path, "pt") as f:
+            return reader(f)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except (SafetensorError, OSError) as e:
+        raise UserError(f"{path} is truncated or not a safetensors file ({e})") from None
+
+
+def plan_dict(cfg):
+    """The layer plan as JSON-able values."""
+    return json.loads(json.dumps([dataclasses.asdict(layer) for layer in plan_layers(cfg)]))
+
+
+def read_header(path):
+    """What a weights file says of itself: format, step, val_loss (or None), mode, config, plan, tokenizer (its hash).
+    Raises UserError if it is not one of ours or its plan is not what this code makes of its config."""
+    metadata = _read(path, lambda f: f.metadata()) or {}
+    try:
+        header = {k: json.loads(v) for k, v in metadata.items()}
+    except ValueError:
+        header = {}
+    if header.get("format") != FORMAT:
+        raise UserError(
+            f"{path} has no {FORMAT} header: it is not a checkpoint of train.py (for Hugging Face folders: load_hf)"
+        )
+    if header["plan"] != plan_dict(ModelConfig.from_dict(header["config"])):
+        raise UserError(
+            f"{path} was trained with another layer plan than this model.py makes of its config; use that version"
+        )
+    return header
+
+
+def steps(run):
+    """{step: weights file} of a run's folder, in rising order."""
+    found = {int(m[1]): p for p in Path(run).glob("step_*.safetensors") if (m := re.fullmatch(r"step_(\d+)", p.stem))}
+    return dict(sorted(found.items()))
+
+
+def find(run_or_file, which="last"):
+    """The weights file that is meant: a file itself, or the "last" or "best" (lowest validation loss) one of a run."""
+    path = Path(run_or_file)
+    if path.is_file():
+        return path
+    files = steps(path)
+    if not files:
+        raise UserError(
+            f"{path} holds no checkpoint (step_*.safetensors); train one with `python train.py --out_dir={path}`"
+        )
+    return (best(path) if which == "best" else None) or list(files.values())[-1]
+
+
+def best(run):
+    """The weights file of a run with the lowest validation loss, or None if none was evaluated."""
+    losses = {path: read_header(path)["val_loss"] for path in steps(run).values()}
+    return min((p for p, loss in losses.items() if loss is not None), key=losses.get, default=None)
+
+
+def state_file(weights_file):
+    return weights_file.with_suffix(".state.safetensors")
+
+
+def load(run_or_file, which="last", device="cpu", attn="sdpa"):
+    """The model of a checkpoint, in eval mode, fp32, on `device`. run_or_file, which: see `find`."""
+    path = find(run_or_file, which)
+    cfg = ModelConfig.from_dict(read_header(path)["config"])
+    model = GPT(cfg, attn=attn, init=False)
+    load_weights(model, path)
+    return model.to(device).eval()
+
+
+def load_weights(model, path):
+    """Fill `model` from a weights file; raises UserError unless names and shapes are the model's own."""
+    tensors = _read(path, lambda f: {k: f.get_tensor(k) for k in f.keys()})
+    mine = {k: v.shape for k, v in model.state_dict().items()}
+    wrong = sorted(k for k in mine.keys() | tensors.keys() if k not in tensors or mine.get(k) != tensors[k].shape)
+    if wrong:
+        raise UserError(f"{path} does not fit the model: tensors {', '.join(wrong[:3])} differ ({len(wrong)} in all)")
+    model.load_state_dict(tensors)
+
+
+def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler=None, keep=2):
+    """Write step's weights and training state into folder `run`, then delete all but the last `keep` and the best."""
+    weights_file = Path(run) / f"step_{step:08d}.safetensors"
+    if optimizer is not None:
+        tensors, metadata = training_state(model, optimizer, scaler)
+        _write(state_file(weights_file), tensors, metadata)
+    header = dict(format=FORMAT, step=step, val_loss=val_loss, mode=mode_name(model.cfg.value_mode))
+    header |= dict(config=model.cfg.to_dict(), plan=plan_dict(model.cfg), tokenizer=tokenizer_hash)
+    _write(weights_file, {k: v.contiguous() for k, v in model.state_dict().items()}, header)
+    files = list(steps(run).values())
+    for old in files[: -keep or None]:
+        if old != best(run):
+            old.unlink()  # first the file that says the step is there
+            state_file(old).unlink(missing_ok=True)
+    return weights_file
+
+
+def training_state(model, optimizer, scaler):
+    """(tensors, metadata): the optimizer's state by parameter name, the random generators, the scaler's numbers."""
+    tensors = {"rng": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["rng_cuda"] = torch.cuda.get_rng_state()
+    for name, p in model.named_parameters():
+        tensors |= {f"{key}/{name}": value.contiguous() for key, value in optimizer.state[p].items()}
+    return tensors, {"scaler": scaler.state_dict() if scaler else {}}
+
+
+def resume(weights_file, model, optimizer, scaler, tokenizer_hash):
+    """Put model, optimizer, scaler and random generators back as `save` found them; returns the header.
+
+    Raises UserError if the checkpoint is of another model (mode or shape) or another tokenizer.
+    """
+    header = read_header(weights_file)
+    mine = json.loads(json.dumps(model.cfg.to_dict()))
+    differ = {k: (v, mine[k]) for k, v in header["config"].items() if v != mine[k]}
+    if "value_mode" in differ:
+        asked = mode_name(model.cfg.value_mode)
+        raise UserError(f"{weights_file} is a {header['mode']} model, not {asked}; set value_mode or another out_dir")
+    if differ:
+        what = ", ".join(f"{k} {old} instead of {new}" for k, (old, new) in differ.items())
+        raise UserError(f"{weights_file} is another model: {what}; use its settings or another out_dir")
+    if header["tokenizer"] != tokenizer_hash:
+        raise UserError(
+            f"{weights_file} was trained with another tokenizer than this data; use its data or another out_dir"
+        )
+    load_weights(model, weights_file)
+    tensors = _read(state_file(weights_file), lambda f: {k: f.get_tensor(k) for k in f.keys()} | {"": f.metadata()})
+    metadata = tensors.pop("")
+    state = {
+        i: {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+        for i, name in enumerate(name_order(model, optimizer))
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    if scaler and (numbers := json.loads(metadata["scaler"])):
+        scaler.load_state_dict(numbers)
+    torch.set_rng_state(tensors["rng"])
+    if torch.cuda.is_available() and "rng_cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng_cuda"])
+    return header
+
+
+def name_order(model, optimizer):
+    """Parameter names in the order in which the optimizer numbers its parameters."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+HF_NAMES = {  # our module and part -> Hugging Face's name of the tensor, for Llama's architecture
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "head.head": "lm_head",
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+    "attn.proj.q": "self_attn.q_proj",
+    "attn.proj.k": "self_attn.k_proj",
+    "attn.proj.v": "self_attn.v_proj",
+    "attn.out.o": "self_attn.o_proj",
+    "mlp.up.gate": "mlp.gate_proj",
+    "mlp.up.up": "mlp.up_proj",
+    "mlp.down.down": "mlp.down_proj",
+}
+
+
+def hf_parts(model):
+    """Yields (name in a Hugging Face Llama file, our parameter, rows of it): our fused products, taken apart."""
+    for name, module in model.named_modules():
+        parts = getattr(module, "parts", None) or ({"": None} if hasattr(module, "weight") else {})
+        row = 0
+        for part, rows in parts.items():
+            full = f"{name}.{part}".rstrip(".")
+            block, _, inner = (
+                full.removeprefix("blocks.").partition(".") if full.startswith("blocks.") else ("", "", full)
+            )
+            prefix = f"model.layers.{block}." if block else ""
+            rows = rows or module.weight.size(0)
+            yield f"{prefix}{HF_NAMES[inner]}.weight", module.weight, slice(row, row + rows)
+            row += rows
+
+
+def hf_config(folder):
+    """ModelConfig of a Hugging Face Llama folder's config.json (plus "value_mode", if it has one)."""
+    c = read_json(Path(folder) / "config.json", "the config of a Hugging Face model")
+    kind = c.get("model_type", c.get("architecture"))
+    if kind != "llama":
+        raise UserError(f"{folder}/config.json: model type {kind!r} is not supported, only 'llama'")
+    odd = [k for k in ("rope_scaling", "attention_bias", "mlp_bias") if c.get(k)]
+    if c.get("hidden_act", "silu") != "silu":
+        odd.append("hidden_act")
+    if odd:
+        raise UserError(f"{folder}/config.json: {', '.join(f'{k}={c[k]}' for k in odd)} is not supported")
+    # the authors' code and ours name this combination in opposite orders
+    mode = {"neutreno_resformer": "resformer_neutreno"}.get(c.get("value_mode"), c.get("value_mode", "vanilla"))
+    try:
+        cfg = ModelConfig(
+            vocab_size=c["vocab_size"],
+            block_size=c["max_position_embeddings"],
+            n_layer=c["num_hidden_layers"],
+            n_head=c["num_attention_heads"],
+            n_kv_head=c.get("num_key_value_heads", 0),
+            n_embd=c["hidden_size"],
+            n_hidden=c["intermediate_size"],
+            rope_theta=c.get("rope_theta", 10000.0),
+            norm_eps=c["rms_norm_eps"],
+            value_mode=ValueMode.from_dict(mode) if isinstance(mode, dict) else mode,
+        )
+    except KeyError as e:
+        raise UserError(f"{folder}/config.json has no {e}") from None
+    except ValueError as e:
+        raise UserError(f"{folder}/config.json: {e}") from None
+    if cfg.value_mode.dense:
+        raise UserError(f"{folder}/config.json: this layout has no names for DenseFormer's weights")
+    return cfg
+
+
+def load_hf(folder, device="cpu", attn="sdpa"):
+    """A Llama-type model in Hugging Face layout (config.json, model.safetensors) as ours, in eval mode, fp32.
+
+    Our modes are read too: "value_mode" in config.json, and no tensor for what a layer does not own.
+    """
+    cfg = hf_config(folder)
+    path = Path(folder) / "model.safetensors"
+    tensors = _read(path, lambda f: {k: f.get_tensor(k) for k in f.keys()})
+    if read_json(Path(folder) / "config.json", "a config").get("tie_word_embeddings"):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    model = GPT(cfg, attn=attn, init=False)
+    for name, parameter, rows in hf_parts(model):
+        if name not in tensors:
+            raise UserError(f"{path} has no tensor {name}")
+        part = tensors.pop(name)
+        if part.shape != parameter[rows].shape:
+            raise UserError(
+                f"{path}: {name} is {tuple(part.shape)}, its config.json makes it {tuple(parameter[rows].shape)}"
+            )
+        with torch.no_grad():
+            parameter[rows] = part
+    if tensors:
+        extra, mode = ", ".join(sorted(tensors)[:3]), mode_name(cfg.value_mode)
+        raise UserError(f"{path} has tensors that mode {mode} has no place for: {extra}")
+    return model.to(device).eval()

@@ -1,0 +1,2 @@
+# The Transformer that every variant is compared with.
+value_mode = "vanilla"

@@ -1,0 +1,73 @@
+"""Shared by the tests: modes, a small model, the reference folder, and running our scripts as a user does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"
+sys.path.insert(0, str(ROOT))
+
+from model import GPT, VALUE_MODES, ModelConfig, Residual, ValueMode  # noqa: E402
+
+# The rows of the table, and combinations of its axes that no row uses yet: the frame has to carry them all.
+MODES = VALUE_MODES | {
+    "constant": ValueMode((Residual(lam=(1.0, 2.0)),)),
+    "sparse": ValueMode((Residual(lam=(1.0, 5.0), layers=(2, 3)),)),
+    "previous": ValueMode((Residual(source="prev"),)),
+    "all": ValueMode((Residual(source="all"),)),
+    "identity": ValueMode((Residual(map="identity", source="all", lam=(1.0, 1.0)),)),
+    "key": ValueMode((Residual(of="k"),)),
+    "query": ValueMode((Residual(of="q"),)),
+    "share_k": ValueMode(share_k=0),
+    "share_q": ValueMode(share_q=0),
+    "anchors": ValueMode(share_v=(0, 2)),
+    "cla2": ValueMode(share_k=2, share_v=2),
+    "cla2_svformer": ValueMode(share_k=2, share_v=0),
+    "resformer_share_k": ValueMode((Residual(),), share_k=2),
+    "dense22": ValueMode((Residual(),), dense=(2, 2)),
+}
+
+
+def config(mode="vanilla", **kw):
+    """A model small enough for float64 on two cores: 4 layers, 4 heads of 8, 61 tokens of vocabulary."""
+    return ModelConfig(
+        **dict(vocab_size=61, block_size=32, n_layer=4, n_head=4, n_embd=32, value_mode=MODES.get(mode, mode)) | kw
+    )
+
+
+def tiny(mode="vanilla", seed=0, std=0.2, attn="sdpa", **kw):
+    """A float64 model whose weights are large enough that nothing hides in rounding, and no vector is at its init."""
+    model = GPT(config(mode, init_std=std, **kw), seed=seed, attn=attn).double().eval()
+    g = torch.Generator().manual_seed(seed + 1)
+    for p in model.parameters():
+        if p.ndim == 1:
+            p.data += 0.1 * torch.randn(p.shape, generator=g, dtype=p.dtype)
+    return model
+
+
+def tokens(shape, vocab=61, seed=0):
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def script(*words, cwd=None, env=None, **kw):
+    """Run one of our scripts; the completed process, with stdout and stderr as text."""
+    env = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="") | (env or {})
+    command = [sys.executable, str(ROOT / words[0]), *map(str, words[1:])]
+    return subprocess.run(command, cwd=cwd or ROOT, env=env, capture_output=True, text=True, timeout=300, **kw)
+
+
+def refused(result, *fragments):
+    """Assert that a run ended as bad input should: exit code 2, one line on stderr that holds all fragments."""
+    assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "Traceback" not in result.stderr, result.stderr
+    for fragment in fragments:
+        assert fragment in lines[0], (fragment, lines[0])
+
+
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared is not there")

@@ -1,0 +1,390 @@
+"""The model against naive float64 transcriptions of the paper's equations, and what must hold in every mode."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import MODES, config, script, tiny, tokens
+
+import model as m
+from model import GPT, KVCache, LinearCrossEntropy, ModelConfig, Residual, ValueMode
+
+EXACT = dict(rtol=0, atol=1e-10)
+
+
+# ---- naive transcriptions: loops over heads and positions, weights taken apart by hand, nothing shared with model.py
+
+
+def weight(model, n, t):
+    """W of tensor t in layer n, cut from the fused projection, or None where the layer has none."""
+    attn, row = model.blocks[n].attn, 0
+    for name, rows in getattr(getattr(attn, "proj", None), "parts", {}).items():
+        if name == t:
+            return attn.proj.weight[row : row + rows]
+        row += rows
+
+
+def rms(x, norm):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * norm.weight
+
+
+def heads(x, cfg):  # (T, h D) -> h matrices (T, D)
+    return [x[:, i : i + cfg.head_dim] for i in range(0, x.size(1), cfg.head_dim)]
+
+
+def rotate(x, turn):  # one head, (T, D): pairs (i, i + D/2) as complex numbers, times turn (T, D/2)
+    T, D = x.shape
+    out = torch.empty_like(x)
+    for i in range(D // 2):
+        turned = torch.complex(x[:, i], x[:, i + D // 2]) * turn[:T, i]
+        out[:, i], out[:, i + D // 2] = turned.real, turned.imag
+    return out
+
+
+def probabilities(q, k):  # one head: the causal softmax matrix A (T, T), row by row
+    T, D = q.shape
+    A = torch.zeros(T, T, dtype=q.dtype)
+    for i in range(T):
+        A[i, : i + 1] = torch.softmax(q[i] @ k[: i + 1].T / math.sqrt(D), dim=0)
+    return A
+
+
+def naive(model, idx, output, value_owner=lambda n: n):
+    """Logits (T, V) of one sequence. output(n, A, [V_0..V_n]) -> U_n, for one head, is the equation under test."""
+    cfg, x, turn = model.cfg, model.embed.weight[idx], torch.complex(model.rope.cos, model.rope.sin)
+    group, seen, averaged = cfg.n_head // cfg.n_kv_head, [], [x]
+    for n, block in enumerate(model.blocks):
+        h = rms(x, block.norm1)
+        q = [rotate(t, turn) for t in heads(h @ weight(model, n, "q").T, cfg)]
+        k = [rotate(t, turn) for t in heads(h @ weight(model, n, "k").T, cfg)]
+        own = weight(model, n, "v")
+        seen.append(heads(h @ own.T, cfg) if own is not None else seen[value_owner(n)])
+        u = [output(n, probabilities(q[i], k[i // group]), [v[i // group] for v in seen]) for i in range(cfg.n_head)]
+        x = x + torch.cat(u, dim=1) @ block.attn.out.weight.T
+        h = rms(x, block.norm2)
+        gate, up = (h @ block.mlp.up.weight.T).chunk(2, dim=1)
+        x = x + (gate / (1 + torch.exp(-gate)) * up) @ block.mlp.down.weight.T
+        if model.dense:
+            averaged.append(x)
+            x = sum(a * y for a, y in zip(model.dense.alphas[n].tolist(), averaged, strict=True))
+    return rms(x, model.norm) @ model.head.weight.T
+
+
+EQUATIONS = {  # mode -> U_n from layer n (0 = the paper's 1), A_n and the raw values V[0..n]
+    "vanilla": lambda n, A, V: A @ V[n],
+    "resformer": lambda n, A, V: A @ V[0] if n == 0 else 0.5 * A @ (V[n] + V[0]),
+    "svformer": lambda n, A, V: A @ V[0],
+    "neutreno": lambda n, A, V: A @ V[n] + 0.4 * (V[0] - V[n]),
+    "resformer_neutreno": lambda n, A, V: (
+        A @ V[0] if n == 0 else 0.5 * A @ (V[0] + V[n]) + 0.2 * (V[0] - 0.5 * (V[0] + V[n]))
+    ),
+    "denseformer": lambda n, A, V: A @ V[n],
+    "constant": lambda n, A, V: A @ V[0] if n == 0 else A @ (V[n] + 2 * V[0]),
+    "sparse": lambda n, A, V: A @ V[n] if n < 2 else A @ (V[n] + 5 * V[0]),
+    "previous": lambda n, A, V: A @ V[0] if n == 0 else 0.5 * A @ (V[n] + V[n - 1]),
+    "all": lambda n, A, V: A @ (sum(V) / (n + 1)),
+    "identity": lambda n, A, V: A @ V[0] if n == 0 else A @ V[n] + sum(V[:n]) / n,
+    "anchors": lambda n, A, V: A @ V[0 if n < 2 else 2],
+}
+
+
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+@pytest.mark.parametrize("mode", EQUATIONS)
+def test_mode_equals_its_equation(mode, n_kv_head):
+    model, idx = tiny(mode, n_kv_head=n_kv_head), tokens((12,))
+    right = naive(model, idx, EQUATIONS[mode], value_owner=lambda n: 0 if mode == "svformer" or n < 2 else 2)
+    torch.testing.assert_close(model(idx[None])[0][0], right, **EXACT)
+    assert right.std() > 0.1  # the comparison is of something
+
+
+def test_rope_table():
+    """Position t turns pair i by t * theta^(-2i/D): the fp32 tables against float64."""
+    rope = m.Rope(8, 2048, 10000.0)
+    angle = torch.arange(2048).double()[:, None] * 10000.0 ** (-torch.arange(4).double() / 4)
+    torch.testing.assert_close(torch.complex(rope.cos, rope.sin), torch.exp(1j * angle).cfloat(), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("mode", ["resformer", "svformer", "neutreno"])
+def test_equations_tell_modes_apart(mode):
+    idx = tokens((1, 12))
+    assert (tiny(mode)(idx)[0] - tiny("vanilla")(idx)[0]).abs().max() > 1e-2
+
+
+# ---- every mode
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_causal(mode):
+    model, idx = tiny(mode), tokens((1, 12))
+    other = idx.clone()
+    other[0, 7] = (idx[0, 7] + 1) % 61
+    before, after = model(idx)[0], model(other)[0]
+    torch.testing.assert_close(before[:, :7], after[:, :7], **EXACT)
+    assert (before[:, 7:] - after[:, 7:]).abs().amax(dim=(0, 2)).min() > 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n_kv_head", [4, 1])
+def test_every_parameter_gets_gradient(mode, n_kv_head):
+    model, idx = tiny(mode, n_kv_head=n_kv_head), tokens((2, 13))
+    model(idx[:, :-1], idx[:, 1:])[1].backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and (p.grad.abs().sum(-1) > 0).any(), name
+        if name.endswith("proj.weight"):  # every fused part by itself
+            row = 0
+            for part, rows in model.get_submodule(name.removesuffix(".weight")).parts.items():
+                assert p.grad[row : row + rows].abs().max() > 0, (name, part)
+                row += rows
+
+
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_cached_decoding_equals_the_full_forward(mode, n_kv_head):
+    model, idx = tiny(mode, n_kv_head=n_kv_head), tokens((2, 14))
+    full = model(idx)[0]
+    cache = KVCache(model.cfg, 2, 16, dtype=torch.float64)
+    cuts = [0, 5, 6, 7, 11, 14]  # a prompt, single tokens, and pieces behind a filled cache
+    pieces = [model(idx[:, a:b], cache=cache)[0] for a, b in zip(cuts, cuts[1:], strict=False)]
+    torch.testing.assert_close(torch.cat(pieces, 1), full, **EXACT)
+    assert cache.nbytes == 2 * 16 * 8 * m.kv_floats_per_token(model.cfg)
+
+
+def test_cache_has_an_end():
+    model = tiny()
+    with pytest.raises(ValueError, match="holds 4 tokens"):
+        model(tokens((1, 5)), cache=KVCache(model.cfg, 1, 4, dtype=torch.float64))
+    with pytest.raises(ValueError, match="block_size=32"):
+        model(tokens((1, 33)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_attention_kinds_agree(mode):
+    idx = tokens((2, 12))
+    torch.testing.assert_close(tiny(mode)(idx)[0], tiny(mode, attn="eager")(idx)[0], **EXACT)
+
+
+@pytest.mark.parametrize("mode", m.VALUE_MODES)
+def test_compiled_equals_eager_without_graph_breaks(mode):
+    model, idx = tiny(mode), tokens((2, 13))
+    plain = model(idx[:, :-1], idx[:, 1:])[1]
+    plain.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch.compiler.reset()
+    loss = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")(idx[:, :-1], idx[:, 1:])[1]
+    loss.backward()
+    torch.testing.assert_close(loss, plain, rtol=0, atol=1e-6)
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_config_survives_json(mode):
+    import json
+
+    cfg = config(mode)
+    assert ModelConfig.from_dict(json.loads(json.dumps(cfg.to_dict()))) == cfg
+
+
+# ---- reductions
+
+
+@pytest.mark.parametrize(
+    "mode,same",
+    [
+        (ValueMode((Residual(lam=(1.0, 0.0)),)), "vanilla"),
+        (ValueMode((Residual(map="delta", lam=(1.0, 0.0)),)), "vanilla"),
+        (ValueMode(share_v=(0, 1, 2, 3)), "vanilla"),
+        (ValueMode((Residual(lam=(0.0, 1.0)),)), "svformer"),
+    ],
+)
+def test_reduction(mode, same):
+    idx = tokens((2, 12))
+    torch.testing.assert_close(tiny(mode)(idx)[0], tiny(same)(idx)[0], **EXACT)
+
+
+def test_denseformer_starts_as_vanilla():
+    idx = tokens((2, 12))
+    dense, vanilla = (GPT(config(mode)) for mode in ("denseformer", "vanilla"))
+    torch.testing.assert_close(dense(idx)[0], vanilla(idx)[0], rtol=0, atol=1e-6)
+    assert [len(a) for a in dense.dense.alphas] == [2, 3, 4, 5]
+
+
+def test_v1_depends_on_the_token_alone():
+    model, idx = tiny("svformer"), tokens((1, 12))
+    seen = []
+    model.blocks[0].register_forward_hook(lambda module, args, out: seen.append(out[1]["v"]))
+    model(idx)
+    model(idx.flip(1))
+    torch.testing.assert_close(seen[0], seen[1].flip(2), **EXACT)
+
+
+def test_v1_is_not_detached():
+    model, idx = tiny("svformer"), tokens((1, 12))
+    raws = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, out: raws.append(out[2]["v"]))
+    model(idx)
+    assert all(r is raws[0] for r in raws)  # one tensor, not a copy per layer
+    model = tiny("resformer")
+    model.blocks[3].attn.register_forward_hook(lambda module, args, out: raws.append(out[2]["v"]))
+    model(idx)
+    (grad,) = torch.autograd.grad(raws[-1].square().sum(), model.blocks[0].attn.proj.weight)
+    assert grad[-32:].abs().max() > 0  # the rows of W_v of layer 1
+
+
+# ---- initialisation and sizes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_share_their_common_weights(mode):
+    vanilla, other = GPT(config("vanilla"), seed=3), GPT(config(mode), seed=3)
+    for n in range(4):
+        for t in "qkv":
+            w = weight(other, n, t)
+            assert w is None or torch.equal(w, weight(vanilla, n, t))
+    common = {k: v for k, v in other.state_dict().items() if not k.endswith("proj.weight") and "alphas" not in k}
+    assert len(common) == 4 * 5 + 3
+    assert all(torch.equal(v, vanilla.state_dict()[k]) for k, v in common.items())
+
+
+def test_initial_values():
+    model = GPT(config(n_embd=64, vocab_size=500), seed=1)
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            assert (p == 1).all()
+        else:
+            assert abs(p.std() / 0.02 - 1) < 0.05 and abs(p.mean()) < 1e-3, name
+    assert not torch.equal(model.embed.weight, GPT(model.cfg, seed=2).embed.weight)
+    assert not torch.equal(weight(model, 0, "q"), weight(model, 0, "k"))
+
+
+SIZES = {  # paper, Table 4: layers, heads, width, parameters
+    "2m": (4, 2, 16, 1_623_856),
+    "82m": (8, 8, 512, 81_901_056),
+    "180m": (12, 12, 768, 179_874_048),
+    "468m": (24, 16, 1024, 467_921_920),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parameter_counts(size):
+    n_layer, n_head, n_embd, right = SIZES[size]
+    cfg = ModelConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+    assert m.count_parameters(cfg)[0] == right
+    sv = ModelConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, value_mode="svformer")
+    assert m.count_parameters(sv)[0] == right - (n_layer - 1) * n_embd**2
+    assert m.kv_floats_per_token(cfg) == 2 * n_layer * n_embd
+    assert m.kv_floats_per_token(sv) == (n_layer + 1) * n_embd
+    d, ffn, V = n_embd, 7 * n_embd // 2, 50277
+    multiply = n_layer * (4 * d * d + 3 * d * ffn) + d * V
+    assert m.flops_per_token(cfg) == 6 * multiply + 12 * n_layer * d * 2048
+
+
+def test_svformer_82m():
+    assert m.count_parameters(ModelConfig(value_mode="svformer"))[0] == 80_066_048
+
+
+@pytest.mark.parametrize(
+    "make,says",
+    [
+        (lambda: ModelConfig(n_embd=510), "n_embd=510"),
+        (lambda: ModelConfig(n_kv_head=3), "n_kv_head=3"),
+        (lambda: ModelConfig(n_layer=0), "n_layer=0"),
+        (lambda: ModelConfig(value_mode="resfromer"), "did you mean 'resformer'"),
+        (lambda: ModelConfig(n_layer=4, value_mode=ValueMode(share_v=(0, 7))), "only 0..3"),
+        (lambda: ValueMode(share_v=(1, 2)), "begin with 0"),
+        (lambda: ValueMode(dense=(0, 1)), "at least 1"),
+        (lambda: Residual(of="k", map="delta"), "of must be 'v'"),
+        (lambda: ModelConfig(value_mode=ValueMode(share_q=0, share_k=0, share_v=0)), "layer 1 would own none"),
+    ],
+)
+def test_impossible_models_are_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+def test_plan_is_printed():
+    out = script("model.py", "--value_mode=svformer", "--n_layer=4").stdout
+    assert "layer  3  q own         k own         v of layer 0" in out and "0.6250 of full" in out
+    assert "0.5 here + 0.5 of 0" in script("model.py", "--value_mode=resformer").stdout
+
+
+# ---- the loss
+
+
+def naive_loss(x, w, target):
+    return F.cross_entropy((x @ w.T).float(), target, ignore_index=-1)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 1000])
+def test_chunked_loss_equals_the_naive_one(rows):
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(50, 16, generator=g), torch.randn(97, 16, generator=g)
+    target = torch.randint(97, (50,), generator=g)
+    target[[0, 13, 49]] = -1
+    results = []
+    for loss_of in (naive_loss, lambda *a: LinearCrossEntropy.apply(*a, rows)):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        loss = loss_of(a, b, target)
+        (3 * loss).backward()  # an upstream gradient that is not 1, as accumulation and GradScaler have
+        results.append((loss, a.grad, b.grad))
+    for ours, right in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-6)
+
+
+def test_chunked_loss_passes_gradcheck():
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 5, generator=g, dtype=torch.float64, requires_grad=True) for n in (6, 11))
+    target = torch.tensor([1, 0, -1, 10, 3, 3])
+    assert torch.autograd.gradcheck(lambda x, w: LinearCrossEntropy.apply(x, w, target, 4), (x, w))
+    right = F.cross_entropy(x @ w.T, target, ignore_index=-1)
+    torch.testing.assert_close(LinearCrossEntropy.apply(x, w, target, 4), right, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_chunked_loss_under_autocast_and_scaler(dtype, how):
+    """Products in half precision, the loss in fp32; gradients under a loss scale of 65,536 neither clip nor vanish."""
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(512, 32, generator=g), torch.randn(1009, 32, generator=g) * 0.1
+    target = torch.randint(1009, (512,), generator=g)
+    exact = x.clone().requires_grad_(), w.clone().requires_grad_()
+    naive_loss(*exact, target).backward()
+    torch.compiler.reset()
+
+    def step(a, b):
+        return LinearCrossEntropy.apply(a, b, target, 128)
+
+    step = torch.compile(step, fullgraph=True, backend="aot_eager") if how == "compiled" else step
+    a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+    with torch.autocast("cpu", dtype):
+        loss = step(a, b)
+    (loss * 65536).backward()
+    assert loss.dtype == torch.float32 and abs(loss - naive_loss(x, w, target)) < 2e-3
+    for ours, right in zip((a, b), exact, strict=True):
+        error = (ours.grad / 65536 - right.grad).norm() / right.grad.norm()
+        assert error < (8e-3 if dtype == torch.bfloat16 else 2e-3)
+
+
+def test_loss_without_gradient_needs_none():
+    model, idx = tiny(), tokens((2, 13))
+    with torch.no_grad():
+        loss = model(idx[:, :-1], idx[:, 1:])[1]
+    torch.testing.assert_close(loss, model(idx[:, :-1], idx[:, 1:])[1].detach())
+    logits = model(idx[:, :-1])[0]
+    right = F.cross_entropy(logits.flatten(0, 1), idx[:, 1:].flatten())
+    torch.testing.assert_close(loss, right, **EXACT)
+
+
+def test_loss_survives_several_backwards_of_one_model():
+    """Gradient accumulation: two halves of a batch add up to the whole."""
+    model, idx = tiny(), tokens((4, 13))
+    whole = copy.deepcopy(model)
+    whole(idx[:, :-1], idx[:, 1:])[1].backward()
+    for half in idx.chunk(2):
+        (model(half[:, :-1], half[:, 1:])[1] / 2).backward()
+    for a, b in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-8)

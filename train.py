@@ -1,0 +1,520 @@
+"""Train a model on prepared data, on one CPU or GPU, or on many with torchrun.
+
+    python train.py config/tiny.py config/resformer.py               a laptop, two minutes
+    torchrun --nproc_per_node=8 train.py config/resformer.py         the paper's 82M recipe on 8 GPUs
+    python train.py config/resformer.py --resume=auto                go on where the run stopped
+
+Writes into out_dir: metrics.jsonl (a record for the start, each step and each evaluation), config.json, env.json,
+tokenizer.json and checkpoints (see checkpoint.py).
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import checkpoint
+from configurator import UserError, load, run, setting
+from data import Corpus, write_json
+from model import (
+    GPT,
+    ModelConfig,
+    ValueMode,
+    count_parameters,
+    flops_per_token,
+    get_mode,
+    kv_floats_per_token,
+    mode_name,
+)
+
+LR_START = 1e-7  # where the warmup begins; PAPER: the authors' scripts
+# dense bf16/fp16 peak of a GPU in FLOP/s, by a part of its name, the first that fits (makers' data sheets, no sparsity)
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
+PEAK_FLOPS |= {"L4": 121e12, "V100": 125e12, "T4": 65e12}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Every setting of train.py. The defaults are the paper's 82M recipe (Table 4)."""
+
+    out_dir: str = setting("", "folder of the run; empty = out/<value_mode>")
+    resume: str = setting("never", "never, auto (the last checkpoint in out_dir, if any), or a checkpoint's path")
+    seed: int = setting(42, "of the weights and of the order of the data")
+    data_dir: str = setting("data/slimpajama", "folder made by prepare.py")
+    mixture: dict = setting({}, "sampling weight of each domain, {'C4': 0.5, …}; empty = the data's own")
+    verify: bool = setting(True, "compare the sha256 of the data with the manifest at the start")
+
+    value_mode: str | ValueMode = setting(
+        "vanilla", "a row of VALUE_MODES in model.py, or a ValueMode in a config file"
+    )
+    block_size: int = setting(2048, "tokens per sequence")
+    n_layer: int = setting(8, "layers")
+    n_head: int = setting(8, "query heads")
+    n_kv_head: int = setting(0, "key and value heads; 0 = n_head, fewer = grouped-query attention")
+    n_embd: int = setting(512, "width")
+    n_hidden: int = setting(0, "width of the SwiGLU; 0 = 3.5 n_embd")
+
+    batch_tokens: int = setting(2_097_152, "tokens per optimizer step, over all ranks")
+    micro_batch: int = setting(32, "sequences per rank and forward pass; accumulation follows from batch_tokens")
+    max_steps: int = setting(10_000, "optimizer steps, the length of the schedule")
+    warmup_steps: int = setting(120, "steps of linear warmup from 1e-7")
+    learning_rate: float = setting(6e-4, "peak of the schedule")
+    final_lr: float = setting(0.1, "end of the cosine, as a share of the peak")
+    weight_decay: float = setting(0.1, "of matrices, embeddings included; vectors and scalars have none")
+    beta1: float = setting(0.9, "of AdamW")
+    beta2: float = setting(0.95, "of AdamW")
+    grad_clip: float = setting(1.0, "norm that gradients are clipped to; 0 = no clipping")
+
+    eval_every: int = setting(1000, "steps between evaluations; one more at the end")
+    eval_tokens: int = setting(1_048_576, "validation tokens of each domain; 0 = all")
+    save_every: int = setting(1000, "steps between checkpoints; one more at the end")
+    keep: int = setting(2, "checkpoints kept, besides the best; 0 = all")
+    log_every: int = setting(10, "steps between lines on the screen; metrics.jsonl has every step")
+    log: Literal["none", "wandb", "tensorboard"] = setting("none", "send the metrics there too")
+
+    device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of autocast; auto = bf16 if fast here")
+    compile: bool | None = setting(None, "torch.compile; none = on GPUs only")
+    attn: Literal["sdpa", "flash", "eager"] = setting("sdpa", "attention kernel: torch's, flash-attn's, or plain")
+
+    def __post_init__(self):
+        object.__setattr__(self, "value_mode", get_mode(self.value_mode))
+        object.__setattr__(self, "out_dir", self.out_dir or f"out/{mode_name(self.value_mode)}")
+        least = dict(micro_batch=1, max_steps=1, eval_every=1, save_every=1, log_every=1, batch_tokens=1)
+        least |= dict(eval_tokens=0, keep=0, warmup_steps=0, grad_clip=0, learning_rate=0, seed=0)
+        for name, low in least.items():
+            if not getattr(self, name) >= low:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
+        self.model(vocab_size=1)
+
+    def model(self, vocab_size):
+        """The ModelConfig of these settings; raises ValueError on an impossible shape."""
+        names = ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "value_mode")
+        return ModelConfig(vocab_size=vocab_size, **{k: getattr(self, k) for k in names})
+
+    def accumulation(self, ranks):
+        """Micro-batches per optimizer step and rank; raises UserError, naming what would do, if it is not whole."""
+        unit = self.micro_batch * self.block_size * ranks
+        if self.batch_tokens % unit:
+            near = [n for n in (self.batch_tokens // unit * unit, (self.batch_tokens // unit + 1) * unit) if n]
+            raise UserError(
+                f"batch_tokens={self.batch_tokens} is not a multiple of {unit} = {ranks} ranks x micro_batch="
+                f"{self.micro_batch} x block_size={self.block_size}; nearest: {' or '.join(map(str, near))}"
+            )
+        return self.batch_tokens // unit
+
+
+class World:
+    """The processes of this run: rank, size, this one's device, and sums over all of them."""
+
+    def __init__(self, device):
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        self.first_of_node = local == 0
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda" and self.size > 1:
+            device = f"cuda:{local}"
+        try:
+            self.device = torch.device(device)
+            torch.zeros(1, device=self.device)
+        except (RuntimeError, AssertionError) as e:
+            raise UserError(f"device={device} cannot be used here: {str(e).splitlines()[0]}") from None
+        self.kind = self.device.type
+        if self.kind == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.size > 1:
+            dist.init_process_group("nccl" if self.kind == "cuda" else "gloo")
+
+    def sum(self, values):
+        """Sum over the ranks of a list or array of numbers -> float64 tensor on the CPU."""
+        total = torch.as_tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            total = total.to(self.device)
+            dist.all_reduce(total)
+        return total.cpu()
+
+    def close(self):
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def learning_rate(step, peak, end, warmup, steps):
+    """Rate of step 0, 1, …: linear from 1e-7 to `peak` over `warmup` steps, then a cosine to `end` at `steps`.
+    Source: the authors' train.py."""
+    if step < warmup:
+        return LR_START + (peak - LR_START) * step / warmup
+    progress = min(1, (step - warmup) / max(1, steps - warmup))
+    return end + (peak - end) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def adamw(model, lr, weight_decay, betas, device_type):
+    """AdamW with decay on matrices (embeddings and head included) and none on vectors: norms, mixing weights."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=device_type == "cuda")
+
+
+def pick_dtype(name, kind):
+    """The torch.dtype of autocast: what is asked for, or with "auto" bf16 where the processor computes in it."""
+    if name == "auto":
+        if kind == "cuda":
+            name = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+        else:
+            fast = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+            has = kind == "cpu" and any(getattr(torch.cpu, f, lambda: False)() for f in fast)
+            name = "bfloat16" if has else "float32"
+    return getattr(torch, name)
+
+
+def peak_flops(device, dtype):
+    """FLOP/s that MFU is a share of, or None where we do not know it (then MFU is null, not wrong)."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def environment():
+    """What a reader needs to know to repeat the run: code, versions, machine, command."""
+
+    def git(*words):
+        result = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+        return result.stdout.strip() if result.returncode == 0 else None
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return {
+        "commit": git("rev-parse", "HEAD"),
+        "changed_files": git("status", "--porcelain", "--untracked-files=no"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "machine": f"{platform.system()} {platform.machine()}, {cores}",
+        "ranks": int(os.environ.get("WORLD_SIZE", 1)),
+        "command": " ".join(sys.argv),
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+class Metrics:
+    """metrics.jsonl of a run, and what shows on the screen. Only rank 0 writes."""
+
+    def __init__(self, cfg, world, done):
+        """done: steps finished before; later records, of a run that was cut off after its checkpoint, are dropped."""
+        self.on, self.path, self.log_every = world.rank == 0, Path(cfg.out_dir) / "metrics.jsonl", cfg.log_every
+        self.file = self.bar = self.other = None
+        if not self.on:
+            return
+        kept = read_metrics(self.path) if done and self.path.exists() else []
+        with open(self.path, "w", encoding="utf-8") as f:
+            f.writelines(json.dumps(r) + "\n" for r in kept if r["step"] <= done)
+        self.file = open(self.path, "a", encoding="utf-8")
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=cfg.max_steps, initial=done, unit="step", dynamic_ncols=True)
+        self.other = {"none": None, "wandb": start_wandb, "tensorboard": start_tensorboard}[cfg.log]
+        self.other = self.other and self.other(cfg)
+
+    def write(self, record):
+        if self.on:
+            self.file.write(json.dumps(record, allow_nan=False) + "\n")
+            self.file.flush()
+            if self.other and "event" not in record:
+                self.other({k: v for k, v in record.items() if isinstance(v, (int, float))}, record["step"])
+
+    def say(self, text):
+        if self.on:
+            tqdm.write(text) if self.bar else print(text, flush=True)
+
+    def step(self, record, steps):
+        self.write(record)
+        if self.on and self.bar:
+            self.bar.update()
+        if record["step"] % self.log_every == 0 or record["step"] in (1, steps):
+            left = datetime.timedelta(seconds=round((steps - record["step"]) * record["seconds"]))
+            norm = "overflow" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
+            self.say(
+                f"step {record['step']}/{steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  norm {norm}  "
+                f"{record['tokens_per_s']:,.0f} tok/s"
+                + (f"  mfu {record['mfu']:.1%}" if record["mfu"] else "")
+                + f"  left {left}"
+            )
+
+    def close(self):
+        if self.on:
+            self.file.close()
+            if self.bar:
+                self.bar.close()
+
+
+def read_metrics(path):
+    """Records of a metrics.jsonl; a last line that was cut off in writing is left out."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def start_wandb(cfg):
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("log=wandb needs the wandb package: pip install wandb") from None
+    wandb.init(project="nanoresformer", name=Path(cfg.out_dir).name, dir=cfg.out_dir, config=dataclasses.asdict(cfg))
+    return lambda record, step: wandb.log(record, step=step)
+
+
+def start_tensorboard(cfg):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError("log=tensorboard needs the tensorboard package: pip install tensorboard") from None
+    writer = SummaryWriter(cfg.out_dir)
+    return lambda record, step: [writer.add_scalar(key, value, step) for key, value in record.items()]
+
+
+@torch.no_grad()
+def evaluate(model, corpus, cfg, world, amp):
+    """Validation on the first eval_tokens of each domain, the same windows whatever the number of ranks.
+
+    Returns {val: {domain: nats per token}, val_mean: their plain mean (the paper's "Avg"), val_mixture: weighted by the
+    mixture, bpb: {domain: bits per byte of text}, bpb_mean}.
+    """
+    n_bytes, T = corpus.tokenizer.token_bytes(), cfg.block_size
+    sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes
+    job = 0
+    for d, domain in enumerate(corpus.domains):
+        n = corpus.windows("val", domain)
+        n = min(n, max(1, cfg.eval_tokens // T)) if cfg.eval_tokens else n
+        for first in range(0, n, cfg.micro_batch):
+            job += 1
+            if job % world.size != world.rank:
+                continue
+            x, y = corpus.val_batch(domain, first, min(n, first + cfg.micro_batch))
+            with amp:
+                loss = model(*(torch.from_numpy(t).to(world.device) for t in (x, y)))[1]
+            sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()
+    sums = world.sum(sums).numpy()
+    val = dict(zip(corpus.domains, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
+    bpb = dict(zip(corpus.domains, (sums[:, 0] / sums[:, 2] / math.log(2)).tolist(), strict=True))
+    mixed = sum(corpus.mixture[d] * loss for d, loss in val.items())
+    mean = {"val_mean": sum(val.values()) / len(val), "val_mixture": mixed, "bpb_mean": sum(bpb.values()) / len(bpb)}
+    return {"val": val, "bpb": bpb} | mean
+
+
+def train_step(step, model, raw, corpus, cfg, world, optimizer, scaler, amp):
+    """Steps the weights once; returns (mean loss over the global batch, gradient norm or None if fp16 overflowed).
+
+    Raises UserError before the weights change if the loss is not finite, or the norm without a scaler to skip the step.
+    """
+    accum, size = cfg.accumulation(world.size), cfg.batch_tokens // cfg.block_size
+    total = torch.zeros((), device=world.device)
+    optimizer.zero_grad(set_to_none=True)
+    for i in range(accum):
+        first = (world.rank * accum + i) * cfg.micro_batch
+        x, y = (torch.from_numpy(t) for t in corpus.batch(step, size, first, first + cfg.micro_batch))
+        if world.kind == "cuda":
+            x, y = x.pin_memory(), y.pin_memory()
+        x, y = (t.to(world.device, non_blocking=True) for t in (x, y))
+        if world.size > 1:
+            model.require_backward_grad_sync = i == accum - 1  # must be set before the forward
+        with amp:
+            loss = model(x, y)[1]
+        scaler.scale(loss / accum).backward()
+        total += loss.detach()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), cfg.grad_clip or math.inf)
+    loss = world.sum([total.item() / accum / world.size]).item()
+    norm = norm.item()
+    if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
+        what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
+        raise UserError(
+            f"step {step + 1}: the {what}; the last checkpoint is good, lower learning_rate or use bfloat16"
+        )
+    scaler.step(optimizer)
+    scaler.update()
+    if scaler.is_enabled() and scaler.get_scale() < 2**-10:
+        raise UserError(
+            f"step {step + 1}: fp16 gradients overflow at any loss scale; use bfloat16 or a lower learning_rate"
+        )
+    return loss, norm if math.isfinite(norm) else None
+
+
+def compiled(raw, cfg, world, amp, say):
+    """torch.compile(raw), warmed up, or raw itself, with a line that says why, where it does not work."""
+    if not (world.kind == "cuda" if cfg.compile is None else cfg.compile):
+        return raw
+    start, reason = time.time(), None
+    if world.kind == "cpu" and not any(map(shutil.which, ("g++", "clang++", "cl"))):
+        reason = "there is no C++ compiler"
+    model = torch.compile(raw, dynamic=False, fullgraph=True)
+    if not reason:
+        try:
+            idx = torch.zeros(cfg.micro_batch, cfg.block_size, dtype=torch.int64, device=world.device)
+            with amp:
+                loss = model(idx, idx)[1]
+            loss.backward()
+            raw.zero_grad(set_to_none=True)
+        except Exception as e:  # a compiler's failure can be anything; it must not stop the run
+            reason = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"
+    failed = world.sum([reason is not None]).item()
+    say(
+        f"torch.compile does not work here ({reason}); going on without"
+        if failed
+        else f"compiled in {time.time() - start:.0f} s"
+    )
+    return raw if failed else model
+
+
+def check_attention(cfg, world, dtype):
+    if cfg.attn == "flash":
+        try:
+            import flash_attn  # noqa: F401
+        except ImportError:
+            raise UserError(
+                "attn=flash needs the flash-attn package: pip install flash-attn (or use attn=sdpa)"
+            ) from None
+        if world.kind != "cuda" or dtype == torch.float32:
+            raise UserError("attn=flash needs a GPU and dtype bfloat16 or float16; use attn=sdpa")
+
+
+def start_point(cfg, model, optimizer, scaler, corpus):
+    """Steps already done: 0, or those of the checkpoint to go on from, loaded into model, optimizer and scaler."""
+    files = checkpoint.steps(cfg.out_dir)
+    if cfg.resume == "never":
+        if files:
+            raise UserError(
+                f"{cfg.out_dir} already holds a run; --resume=auto goes on with it, or set another --out_dir"
+            )
+        return 0
+    if cfg.resume == "auto" and not files:
+        return 0
+    path = checkpoint.find(cfg.out_dir if cfg.resume == "auto" else cfg.resume)
+    return checkpoint.resume(path, model, optimizer, scaler, corpus.tokenizer.hash)["step"]
+
+
+def write_run_files(cfg, corpus, say):
+    """config.json, env.json and tokenizer.json in out_dir; says what changed since the run was started, if it was."""
+    out, old = Path(cfg.out_dir), {}
+    new = dataclasses.asdict(cfg) | {"value_mode_name": mode_name(cfg.value_mode)}
+    new["data"] = {d: about["sha256"] for d, about in corpus.manifest["splits"]["train"].items()}
+    new = json.loads(json.dumps(new))
+    if (out / "config.json").exists():
+        old = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    free = ("resume", "verify", "device", "compile", "log", "log_every", "keep")
+    changed = [k for k in new if k not in free and k in old and old[k] != new[k]]
+    if changed:
+        say("note: not what the run was started with: " + ", ".join(f"{k} (was {str(old[k])[:40]})" for k in changed))
+    write_json(out / "config.json", new)
+    write_json(out / "env.json", environment())
+    corpus.tokenizer.save(out / "tokenizer.json")
+
+
+class Stop:
+    """Becomes true on SIGTERM or Ctrl-C, so that the step in hand is finished and saved; a second Ctrl-C kills."""
+
+    def __init__(self):
+        self.asked = False
+        for s in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(s, self)
+
+    def __call__(self, number, frame):
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def train(cfg, world):
+    """The whole run: set up, step, evaluate, save."""
+    dtype = pick_dtype(cfg.dtype, world.kind)
+    check_attention(cfg, world, dtype)
+    accum = cfg.accumulation(world.size)
+    corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify and world.first_of_node)
+    torch.manual_seed(cfg.seed)
+    raw = GPT(cfg.model(corpus.tokenizer.n_vocab), cfg.seed, cfg.attn).to(world.device)
+    optimizer = adamw(raw, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
+    scaler = torch.amp.GradScaler(world.kind, enabled=dtype == torch.float16)
+    amp = contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(world.kind, dtype)
+    done = start_point(cfg, raw, optimizer, scaler, corpus)
+    if done >= cfg.max_steps:
+        return world.rank == 0 and print(f"{cfg.out_dir} is already finished at step {done}")
+    Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
+    metrics, stop = Metrics(cfg, world, done), Stop()
+    if world.rank == 0:
+        write_run_files(cfg, corpus, metrics.say)
+    every, flops, peak = count_parameters(raw.cfg)[0], flops_per_token(raw.cfg), peak_flops(world.device, dtype)
+    start = {"event": "start", "step": done, "value_mode": mode_name(raw.cfg.value_mode), "seed": cfg.seed}
+    start |= {"parameters": every, "kv_bytes_per_token": 2 * kv_floats_per_token(raw.cfg)}  # in bf16
+    metrics.write(
+        start | {"dtype": str(dtype)[6:], "device": world.kind, "ranks": world.size, "max_steps": cfg.max_steps}
+    )
+    metrics.say(
+        f"{start['value_mode']}: {every:,} parameters, {cfg.max_steps - done} steps of {cfg.batch_tokens:,} tokens = "
+        f"{world.size} x {accum} x {cfg.micro_batch} x {cfg.block_size}, {str(dtype)[6:]} on {world.kind}"
+    )
+    model = compiled(raw, cfg, world, amp, metrics.say)
+    if world.size > 1:
+        ids = [world.device.index] if world.kind == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    for step in range(done, cfg.max_steps):
+        began = time.perf_counter()
+        lr = learning_rate(step, cfg.learning_rate, cfg.final_lr * cfg.learning_rate, cfg.warmup_steps, cfg.max_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss, norm = train_step(step, model, raw, corpus, cfg, world, optimizer, scaler, amp)
+        seconds = time.perf_counter() - began
+        rate, n = cfg.batch_tokens / seconds, step + 1
+        record = {
+            "step": n,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens": n * cfg.batch_tokens,
+            "seconds": seconds,
+        }
+        record |= {"tokens_per_s": rate, "mfu": rate * flops / (peak * world.size) if peak else None}
+        metrics.step(record, cfg.max_steps)
+        stopping, val = world.sum([stop.asked]).item() > 0, None
+        if n % cfg.eval_every == 0 or n == cfg.max_steps:
+            val = evaluate(raw, corpus, cfg, world, amp)
+            metrics.write({"event": "eval", "step": n} | val)
+            means = ("val_mean", "val_mixture", "bpb_mean")
+            metrics.say(f"step {n}  " + "  ".join(f"{k} {val[k]:.4f}" for k in means))
+        if world.rank == 0 and (n % cfg.save_every == 0 or n == cfg.max_steps or stopping):
+            val_loss = val and val["val_mean"]
+            checkpoint.save(cfg.out_dir, n, raw, corpus.tokenizer.hash, val_loss, optimizer, scaler, cfg.keep)
+        if stopping and n < cfg.max_steps:
+            metrics.say(f"stopped and saved at step {n}; go on with the same command and --resume=auto")
+            break
+    metrics.close()
+
+
+def main():
+    cfg = load(TrainConfig, usage=__doc__)
+    world = World(cfg.device)
+    try:
+        train(cfg, world)
+    finally:
+        world.close()
+
+
+if __name__ == "__main__":
+    run(main)
