@@ -27,7 +27,8 @@ FORMAT = "nanoresformer/1"
 def _write(path, tensors, metadata):
     def save(temporary):
         try:
-            save_file(tensors, temporary, metadata={k: json.dumps(v) for k, v in metadata.items()})
+            # in one entry: the library writes several in an order that changes from process to process
+            save_file(tensors, temporary, metadata={"nanoresformer": json.dumps(metadata)})
         except SafetensorError as e:
             raise UserError(
                 f"cannot write {path}: {e}; free some space, the checkpoints before it are intact"
@@ -47,6 +48,14 @@ def _read(path, reader):
         raise UserError(f"{path} is truncated or not a safetensors file ({e})") from None
 
 
+def _metadata(path):
+    """The dict that `_write` stored in the header of a file, {} if it is not one of ours."""
+    try:
+        return json.loads((_read(path, lambda f: f.metadata()) or {})["nanoresformer"])
+    except (KeyError, json.JSONDecodeError):
+        return {}
+
+
 def plan_dict(cfg):
     """The layer plan as JSON-able values."""
     return json.loads(json.dumps([dataclasses.asdict(layer) for layer in plan_layers(cfg)]))
@@ -55,15 +64,9 @@ def plan_dict(cfg):
 def read_header(path):
     """What a weights file says of itself: format, step, val_loss (or None), mode, config, plan, tokenizer (its hash).
     Raises UserError if it is not one of ours or its plan is not what this code makes of its config."""
-    metadata = _read(path, lambda f: f.metadata()) or {}
-    try:
-        header = {k: json.loads(v) for k, v in metadata.items()}
-    except ValueError:
-        header = {}
+    header = _metadata(path)
     if header.get("format") != FORMAT:
-        raise UserError(
-            f"{path} has no {FORMAT} header: it is not a checkpoint of train.py (for Hugging Face folders: load_hf)"
-        )
+        raise UserError(f"{path} is not a {FORMAT} checkpoint of train.py (for Hugging Face folders there is load_hf)")
     if header["plan"] != plan_dict(ModelConfig.from_dict(header["config"])):
         raise UserError(
             f"{path} was trained with another layer plan than this model.py makes of its config; use that version"
@@ -129,7 +132,7 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
     header |= dict(config=model.cfg.to_dict(), plan=plan_dict(model.cfg), tokenizer=tokenizer_hash)
     _write(weights_file, {k: v.contiguous() for k, v in model.state_dict().items()}, header)
     files = list(steps(run).values())
-    for old in files[: -keep or None]:
+    for old in files[:-keep] if keep else []:
         if old != best(run):
             old.unlink()  # first the file that says the step is there
             state_file(old).unlink(missing_ok=True)
@@ -165,14 +168,13 @@ def resume(weights_file, model, optimizer, scaler, tokenizer_hash):
             f"{weights_file} was trained with another tokenizer than this data; use its data or another out_dir"
         )
     load_weights(model, weights_file)
-    tensors = _read(state_file(weights_file), lambda f: {k: f.get_tensor(k) for k in f.keys()} | {"": f.metadata()})
-    metadata = tensors.pop("")
+    tensors = _read(state_file(weights_file), lambda f: {k: f.get_tensor(k) for k in f.keys()})
     state = {
         i: {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
         for i, name in enumerate(name_order(model, optimizer))
     }
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    if scaler and (numbers := json.loads(metadata["scaler"])):
+    if scaler and (numbers := _metadata(state_file(weights_file))["scaler"]):
         scaler.load_state_dict(numbers)
     torch.set_rng_state(tensors["rng"])
     if torch.cuda.is_available() and "rng_cuda" in tensors:

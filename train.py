@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import checkpoint
 from configurator import UserError, load, run, setting
-from data import Corpus, write_json
+from data import Corpus, read_json, write_atomic, write_json
 from model import (
     GPT,
     ModelConfig,
@@ -44,7 +44,7 @@ from model import (
     mode_name,
 )
 
-LR_START = 1e-7  # where the warmup begins; PAPER: the authors' scripts
+LR_START = 1e-7  # where the warmup begins, in the authors' scripts
 # dense bf16/fp16 peak of a GPU in FLOP/s, by a part of its name, the first that fits (makers' data sheets, no sparsity)
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 PEAK_FLOPS |= {"L4": 121e12, "V100": 125e12, "T4": 65e12}
@@ -68,7 +68,7 @@ class TrainConfig:
     n_layer: int = setting(8, "layers")
     n_head: int = setting(8, "query heads")
     n_kv_head: int = setting(0, "key and value heads; 0 = n_head, fewer = grouped-query attention")
-    n_embd: int = setting(512, "width")
+    n_embd: int = setting(512, "width of the residual stream")
     n_hidden: int = setting(0, "width of the SwiGLU; 0 = 3.5 n_embd")
 
     batch_tokens: int = setting(2_097_152, "tokens per optimizer step, over all ranks")
@@ -143,6 +143,13 @@ class World:
         if self.size > 1:
             dist.init_process_group("nccl" if self.kind == "cuda" else "gloo")
 
+    def put(self, arrays):
+        """numpy arrays -> tensors on this rank's device; to a GPU without waiting for the copy."""
+        tensors = [torch.from_numpy(a) for a in arrays]
+        if self.kind == "cuda":
+            tensors = [t.pin_memory() for t in tensors]
+        return [t.to(self.device, non_blocking=True) for t in tensors]
+
     def sum(self, values):
         """Sum over the ranks of a list or array of numbers -> float64 tensor on the CPU."""
         total = torch.as_tensor(values, dtype=torch.float64)
@@ -150,6 +157,10 @@ class World:
             total = total.to(self.device)
             dist.all_reduce(total)
         return total.cpu()
+
+    def wait(self):
+        if self.size > 1:
+            dist.barrier()
 
     def close(self):
         if self.size > 1:
@@ -198,7 +209,10 @@ def environment():
     """What a reader needs to know to repeat the run: code, versions, machine, command."""
 
     def git(*words):
-        result = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+        try:
+            result = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+        except OSError:  # no git here
+            return None
         return result.stdout.strip() if result.returncode == 0 else None
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -223,14 +237,14 @@ class Metrics:
 
     def __init__(self, cfg, world, done):
         """done: steps finished before; later records, of a run that was cut off after its checkpoint, are dropped."""
-        self.on, self.path, self.log_every = world.rank == 0, Path(cfg.out_dir) / "metrics.jsonl", cfg.log_every
-        self.file = self.bar = self.other = None
+        self.on, self.log_every, self.max_steps = world.rank == 0, cfg.log_every, cfg.max_steps
+        self.bar = self.other = None
         if not self.on:
             return
-        kept = read_metrics(self.path) if done and self.path.exists() else []
-        with open(self.path, "w", encoding="utf-8") as f:
-            f.writelines(json.dumps(r) + "\n" for r in kept if r["step"] <= done)
-        self.file = open(self.path, "a", encoding="utf-8")
+        path = Path(cfg.out_dir) / "metrics.jsonl"
+        kept = [json.dumps(r) + "\n" for r in read_metrics(path) if r["step"] <= done] if path.exists() else []
+        write_atomic(path, lambda temporary: Path(temporary).write_text("".join(kept), encoding="utf-8"))
+        self.file = open(path, "a", encoding="utf-8")
         if sys.stderr.isatty():
             self.bar = tqdm(total=cfg.max_steps, initial=done, unit="step", dynamic_ncols=True)
         self.other = {"none": None, "wandb": start_wandb, "tensorboard": start_tensorboard}[cfg.log]
@@ -240,26 +254,32 @@ class Metrics:
         if self.on:
             self.file.write(json.dumps(record, allow_nan=False) + "\n")
             self.file.flush()
-            if self.other and "event" not in record:
+            if self.other:
                 self.other({k: v for k, v in record.items() if isinstance(v, (int, float))}, record["step"])
 
     def say(self, text):
         if self.on:
             tqdm.write(text) if self.bar else print(text, flush=True)
 
-    def step(self, record, steps):
+    def step(self, record):
         self.write(record)
-        if self.on and self.bar:
+        if self.bar:
             self.bar.update()
-        if record["step"] % self.log_every == 0 or record["step"] in (1, steps):
-            left = datetime.timedelta(seconds=round((steps - record["step"]) * record["seconds"]))
+        n, steps = record["step"], self.max_steps
+        if n % self.log_every == 0 or n in (1, steps):
             norm = "overflow" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
+            mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] else ""
+            left = datetime.timedelta(seconds=round((steps - n) * record["seconds"]))
             self.say(
-                f"step {record['step']}/{steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  norm {norm}  "
-                f"{record['tokens_per_s']:,.0f} tok/s"
-                + (f"  mfu {record['mfu']:.1%}" if record["mfu"] else "")
-                + f"  left {left}"
+                f"step {n}/{steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  norm {norm}  "
+                f"{record['tokens_per_s']:,.0f} tok/s{mfu}  left {left}"
             )
+
+    def evaluation(self, step, result):
+        """Record an evaluation; returns its val_mean."""
+        self.write({"event": "eval", "step": step} | result)
+        self.say(f"step {step}  " + "  ".join(f"{k} {result[k]:.4f}" for k in ("val_mean", "val_mixture", "bpb_mean")))
+        return result["val_mean"]
 
     def close(self):
         if self.on:
@@ -292,97 +312,36 @@ def start_tensorboard(cfg):
     return lambda record, step: [writer.add_scalar(key, value, step) for key, value in record.items()]
 
 
-@torch.no_grad()
-def evaluate(model, corpus, cfg, world, amp):
-    """Validation on the first eval_tokens of each domain, the same windows whatever the number of ranks.
+@dataclass
+class Run:
+    """What the parts of a run share. `raw` is the model itself; what steps is `raw`, compiled and wrapped."""
 
-    Returns {val: {domain: nats per token}, val_mean: their plain mean (the paper's "Avg"), val_mixture: weighted by the
-    mixture, bpb: {domain: bits per byte of text}, bpb_mean}.
-    """
-    n_bytes, T = corpus.tokenizer.token_bytes(), cfg.block_size
-    sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes
-    job = 0
-    for d, domain in enumerate(corpus.domains):
-        n = corpus.windows("val", domain)
-        n = min(n, max(1, cfg.eval_tokens // T)) if cfg.eval_tokens else n
-        for first in range(0, n, cfg.micro_batch):
-            job += 1
-            if job % world.size != world.rank:
-                continue
-            x, y = corpus.val_batch(domain, first, min(n, first + cfg.micro_batch))
-            with amp:
-                loss = model(*(torch.from_numpy(t).to(world.device) for t in (x, y)))[1]
-            sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()
-    sums = world.sum(sums).numpy()
-    val = dict(zip(corpus.domains, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
-    bpb = dict(zip(corpus.domains, (sums[:, 0] / sums[:, 2] / math.log(2)).tolist(), strict=True))
-    mixed = sum(corpus.mixture[d] * loss for d, loss in val.items())
-    mean = {"val_mean": sum(val.values()) / len(val), "val_mixture": mixed, "bpb_mean": sum(bpb.values()) / len(bpb)}
-    return {"val": val, "bpb": bpb} | mean
+    cfg: TrainConfig
+    world: World
+    corpus: Corpus
+    raw: GPT
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    dtype: torch.dtype
+
+    @property
+    def amp(self):
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.world.kind, self.dtype)
 
 
-def train_step(step, model, raw, corpus, cfg, world, optimizer, scaler, amp):
-    """Steps the weights once; returns (mean loss over the global batch, gradient norm or None if fp16 overflowed).
-
-    Raises UserError before the weights change if the loss is not finite, or the norm without a scaler to skip the step.
-    """
-    accum, size = cfg.accumulation(world.size), cfg.batch_tokens // cfg.block_size
-    total = torch.zeros((), device=world.device)
-    optimizer.zero_grad(set_to_none=True)
-    for i in range(accum):
-        first = (world.rank * accum + i) * cfg.micro_batch
-        x, y = (torch.from_numpy(t) for t in corpus.batch(step, size, first, first + cfg.micro_batch))
-        if world.kind == "cuda":
-            x, y = x.pin_memory(), y.pin_memory()
-        x, y = (t.to(world.device, non_blocking=True) for t in (x, y))
-        if world.size > 1:
-            model.require_backward_grad_sync = i == accum - 1  # must be set before the forward
-        with amp:
-            loss = model(x, y)[1]
-        scaler.scale(loss / accum).backward()
-        total += loss.detach()
-    scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), cfg.grad_clip or math.inf)
-    loss = world.sum([total.item() / accum / world.size]).item()
-    norm = norm.item()
-    if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
-        what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
-        raise UserError(
-            f"step {step + 1}: the {what}; the last checkpoint is good, lower learning_rate or use bfloat16"
-        )
-    scaler.step(optimizer)
-    scaler.update()
-    if scaler.is_enabled() and scaler.get_scale() < 2**-10:
-        raise UserError(
-            f"step {step + 1}: fp16 gradients overflow at any loss scale; use bfloat16 or a lower learning_rate"
-        )
-    return loss, norm if math.isfinite(norm) else None
-
-
-def compiled(raw, cfg, world, amp, say):
-    """torch.compile(raw), warmed up, or raw itself, with a line that says why, where it does not work."""
-    if not (world.kind == "cuda" if cfg.compile is None else cfg.compile):
-        return raw
-    start, reason = time.time(), None
-    if world.kind == "cpu" and not any(map(shutil.which, ("g++", "clang++", "cl"))):
-        reason = "there is no C++ compiler"
-    model = torch.compile(raw, dynamic=False, fullgraph=True)
-    if not reason:
-        try:
-            idx = torch.zeros(cfg.micro_batch, cfg.block_size, dtype=torch.int64, device=world.device)
-            with amp:
-                loss = model(idx, idx)[1]
-            loss.backward()
-            raw.zero_grad(set_to_none=True)
-        except Exception as e:  # a compiler's failure can be anything; it must not stop the run
-            reason = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"
-    failed = world.sum([reason is not None]).item()
-    say(
-        f"torch.compile does not work here ({reason}); going on without"
-        if failed
-        else f"compiled in {time.time() - start:.0f} s"
-    )
-    return raw if failed else model
+def build(cfg, world):
+    """The Run of a config: data checked, model and optimizer on this rank's device."""
+    dtype = pick_dtype(cfg.dtype, world.kind)
+    check_attention(cfg, world, dtype)
+    cfg.accumulation(world.size)
+    corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify and world.first_of_node)
+    torch.manual_seed(cfg.seed)
+    raw = GPT(cfg.model(corpus.tokenizer.n_vocab), cfg.seed, cfg.attn).to(world.device)
+    optimizer = adamw(raw, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
+    scaler = torch.amp.GradScaler(world.kind, enabled=dtype == torch.float16)
+    return Run(cfg, world, corpus, raw, optimizer, scaler, dtype)
 
 
 def check_attention(cfg, world, dtype):
@@ -390,16 +349,14 @@ def check_attention(cfg, world, dtype):
         try:
             import flash_attn  # noqa: F401
         except ImportError:
-            raise UserError(
-                "attn=flash needs the flash-attn package: pip install flash-attn (or use attn=sdpa)"
-            ) from None
+            raise UserError("attn=flash needs flash-attn: pip install flash-attn, or use attn=sdpa") from None
         if world.kind != "cuda" or dtype == torch.float32:
             raise UserError("attn=flash needs a GPU and dtype bfloat16 or float16; use attn=sdpa")
 
 
-def start_point(cfg, model, optimizer, scaler, corpus):
-    """Steps already done: 0, or those of the checkpoint to go on from, loaded into model, optimizer and scaler."""
-    files = checkpoint.steps(cfg.out_dir)
+def start_point(run):
+    """Steps already done: 0, or those of the checkpoint to go on from, which is loaded into the run."""
+    cfg, files = run.cfg, checkpoint.steps(run.cfg.out_dir)
     if cfg.resume == "never":
         if files:
             raise UserError(
@@ -409,7 +366,7 @@ def start_point(cfg, model, optimizer, scaler, corpus):
     if cfg.resume == "auto" and not files:
         return 0
     path = checkpoint.find(cfg.out_dir if cfg.resume == "auto" else cfg.resume)
-    return checkpoint.resume(path, model, optimizer, scaler, corpus.tokenizer.hash)["step"]
+    return checkpoint.resume(path, run.raw, run.optimizer, run.scaler, run.corpus.tokenizer.hash)["step"]
 
 
 def write_run_files(cfg, corpus, say):
@@ -419,14 +376,110 @@ def write_run_files(cfg, corpus, say):
     new["data"] = {d: about["sha256"] for d, about in corpus.manifest["splits"]["train"].items()}
     new = json.loads(json.dumps(new))
     if (out / "config.json").exists():
-        old = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    free = ("resume", "verify", "device", "compile", "log", "log_every", "keep")
+        old = read_json(out / "config.json", "the config of a run")
+    free = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "max_steps")
     changed = [k for k in new if k not in free and k in old and old[k] != new[k]]
     if changed:
         say("note: not what the run was started with: " + ", ".join(f"{k} (was {str(old[k])[:40]})" for k in changed))
     write_json(out / "config.json", new)
     write_json(out / "env.json", environment())
     corpus.tokenizer.save(out / "tokenizer.json")
+
+
+def announce(run, done, metrics):
+    """The start record, and the line that says what is about to run."""
+    cfg, world, model = run.cfg, run.world, run.raw.cfg
+    name, every, dtype = mode_name(model.value_mode), count_parameters(model)[0], str(run.dtype).removeprefix("torch.")
+    record = {"event": "start", "step": done, "value_mode": name, "seed": cfg.seed, "parameters": every}
+    record |= {"kv_bytes_per_token": 2 * kv_floats_per_token(model)}  # in bf16
+    metrics.write(record | {"dtype": dtype, "device": world.kind, "ranks": world.size, "max_steps": cfg.max_steps})
+    metrics.say(
+        f"{name}: {every:,} parameters, {cfg.max_steps - done} steps of {cfg.batch_tokens:,} tokens = {world.size} x "
+        f"{cfg.accumulation(world.size)} x {cfg.micro_batch} x {cfg.block_size}, {dtype} on {world.kind}"
+    )
+
+
+def compiled(run, say):
+    """torch.compile of the model, warmed up, or the model itself, with a line that says why, where that fails."""
+    cfg, world, raw = run.cfg, run.world, run.raw
+    if not (world.kind == "cuda" if cfg.compile is None else cfg.compile):
+        return raw
+    start, reason = time.time(), None
+    model = torch.compile(raw, dynamic=False, fullgraph=True)
+    if world.kind == "cpu" and not any(map(shutil.which, ("g++", "clang++", "cl"))):
+        reason = "there is no C++ compiler"
+    else:
+        try:
+            idx = torch.zeros(cfg.micro_batch, cfg.block_size, dtype=torch.int64, device=world.device)
+            with run.amp:
+                loss = model(idx, idx)[1]
+            loss.backward()
+        except Exception as e:  # a compiler's failure can be anything; it must not stop the run
+            reason = f"{type(e).__name__}: {(str(e).strip() or '?').splitlines()[0]}"
+        raw.zero_grad(set_to_none=True)
+    if world.sum([reason is not None]).item():
+        say(f"torch.compile does not work here ({reason or 'on another rank'}); going on without")
+        return raw
+    say(f"compiled in {time.time() - start:.0f} s")
+    return model
+
+
+def train_step(run, model, step):
+    """Steps the weights once; returns (mean loss over the global batch, gradient norm or None if fp16 overflowed).
+
+    Raises UserError before the weights change if the loss is not finite, or the norm without a scaler to skip the step.
+    """
+    cfg, world, scaler = run.cfg, run.world, run.scaler
+    accum, size = cfg.accumulation(world.size), cfg.batch_tokens // cfg.block_size
+    total = torch.zeros((), device=world.device)
+    run.optimizer.zero_grad(set_to_none=True)
+    for i in range(accum):
+        first = (world.rank * accum + i) * cfg.micro_batch
+        x, y = world.put(run.corpus.batch(step, size, first, first + cfg.micro_batch))
+        if world.size > 1:
+            model.require_backward_grad_sync = i == accum - 1  # must be set before the forward
+        with run.amp:
+            loss = model(x, y)[1]
+        scaler.scale(loss / accum).backward()
+        total += loss.detach()
+    scaler.unscale_(run.optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(run.raw.parameters(), cfg.grad_clip or math.inf).item()
+    loss = world.sum([total.item() / accum]).item() / world.size
+    if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
+        what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
+        raise UserError(f"step {step + 1}: the {what}; the last checkpoint is good, try a lower learning_rate")
+    scaler.step(run.optimizer)
+    scaler.update()
+    if scaler.is_enabled() and scaler.get_scale() < 2**-10:
+        raise UserError(f"step {step + 1}: fp16 gradients overflow at any loss scale; use dtype=bfloat16")
+    return loss, norm if math.isfinite(norm) else None
+
+
+@torch.no_grad()
+def evaluate(run):
+    """Validation on the first eval_tokens of each domain, the same windows whatever the number of ranks.
+
+    Returns {val: {domain: nats per token}, val_mean: their plain mean (the paper's "Avg"), val_mixture: weighted by the
+    mixture, bpb: {domain: bits per byte of text}, bpb_mean}.
+    """
+    cfg, world, corpus = run.cfg, run.world, run.corpus
+    n_bytes, jobs = corpus.tokenizer.token_bytes(), []
+    for d, domain in enumerate(corpus.domains):
+        n = corpus.windows("val", domain)
+        n = min(n, max(1, cfg.eval_tokens // cfg.block_size)) if cfg.eval_tokens else n
+        jobs += [(d, domain, i, min(n, i + cfg.micro_batch)) for i in range(0, n, cfg.micro_batch)]
+    sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes
+    for d, domain, first, last in jobs[world.rank :: world.size]:
+        x, y = corpus.val_batch(domain, first, last)
+        with run.amp:
+            loss = run.raw(*world.put((x, y)))[1]
+        sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()
+    nats, tokens, n_bytes = world.sum(sums).numpy().T
+    val = dict(zip(corpus.domains, (nats / tokens).tolist(), strict=True))
+    bpb = dict(zip(corpus.domains, (nats / n_bytes / math.log(2)).tolist(), strict=True))
+    mixed = sum(corpus.mixture[d] * loss for d, loss in val.items())
+    mean = {"val_mean": sum(val.values()) / len(val), "val_mixture": mixed, "bpb_mean": sum(bpb.values()) / len(bpb)}
+    return {"val": val, "bpb": bpb} | mean
 
 
 class Stop:
@@ -442,76 +495,51 @@ class Stop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def train(cfg, world):
-    """The whole run: set up, step, evaluate, save."""
-    dtype = pick_dtype(cfg.dtype, world.kind)
-    check_attention(cfg, world, dtype)
-    accum = cfg.accumulation(world.size)
-    corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify and world.first_of_node)
-    torch.manual_seed(cfg.seed)
-    raw = GPT(cfg.model(corpus.tokenizer.n_vocab), cfg.seed, cfg.attn).to(world.device)
-    optimizer = adamw(raw, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
-    scaler = torch.amp.GradScaler(world.kind, enabled=dtype == torch.float16)
-    amp = contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(world.kind, dtype)
-    done = start_point(cfg, raw, optimizer, scaler, corpus)
+def train(run):
+    """The whole run: steps, evaluations, checkpoints."""
+    cfg, world = run.cfg, run.world
+    done = start_point(run)
     if done >= cfg.max_steps:
-        return world.rank == 0 and print(f"{cfg.out_dir} is already finished at step {done}")
+        return world.rank == 0 and print(f"{cfg.out_dir} is already finished, at step {done}")
     Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
     metrics, stop = Metrics(cfg, world, done), Stop()
     if world.rank == 0:
-        write_run_files(cfg, corpus, metrics.say)
-    every, flops, peak = count_parameters(raw.cfg)[0], flops_per_token(raw.cfg), peak_flops(world.device, dtype)
-    start = {"event": "start", "step": done, "value_mode": mode_name(raw.cfg.value_mode), "seed": cfg.seed}
-    start |= {"parameters": every, "kv_bytes_per_token": 2 * kv_floats_per_token(raw.cfg)}  # in bf16
-    metrics.write(
-        start | {"dtype": str(dtype)[6:], "device": world.kind, "ranks": world.size, "max_steps": cfg.max_steps}
-    )
-    metrics.say(
-        f"{start['value_mode']}: {every:,} parameters, {cfg.max_steps - done} steps of {cfg.batch_tokens:,} tokens = "
-        f"{world.size} x {accum} x {cfg.micro_batch} x {cfg.block_size}, {str(dtype)[6:]} on {world.kind}"
-    )
-    model = compiled(raw, cfg, world, amp, metrics.say)
-    if world.size > 1:
+        write_run_files(cfg, run.corpus, metrics.say)
+    announce(run, done, metrics)
+    model = compiled(run, metrics.say)
+    if world.size > 1:  # after compiling: one graph, and the gradients of all of it in DDP's buckets
         ids = [world.device.index] if world.kind == "cuda" else None
         model = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    peak, flops = peak_flops(world.device, run.dtype), flops_per_token(run.raw.cfg)
     for step in range(done, cfg.max_steps):
-        began = time.perf_counter()
+        began, n = time.perf_counter(), step + 1
         lr = learning_rate(step, cfg.learning_rate, cfg.final_lr * cfg.learning_rate, cfg.warmup_steps, cfg.max_steps)
-        for group in optimizer.param_groups:
+        for group in run.optimizer.param_groups:
             group["lr"] = lr
-        loss, norm = train_step(step, model, raw, corpus, cfg, world, optimizer, scaler, amp)
+        loss, norm = train_step(run, model, step)
         seconds = time.perf_counter() - began
-        rate, n = cfg.batch_tokens / seconds, step + 1
-        record = {
-            "step": n,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": norm,
-            "tokens": n * cfg.batch_tokens,
-            "seconds": seconds,
-        }
-        record |= {"tokens_per_s": rate, "mfu": rate * flops / (peak * world.size) if peak else None}
-        metrics.step(record, cfg.max_steps)
-        stopping, val = world.sum([stop.asked]).item() > 0, None
+        rate = cfg.batch_tokens / seconds
+        record = {"step": n, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": n * cfg.batch_tokens}
+        mfu = rate * flops / (peak * world.size) if peak else None
+        metrics.step(record | {"seconds": seconds, "tokens_per_s": rate, "mfu": mfu})
+        last, val_loss = n == cfg.max_steps or world.sum([stop.asked]).item() > 0, None
         if n % cfg.eval_every == 0 or n == cfg.max_steps:
-            val = evaluate(raw, corpus, cfg, world, amp)
-            metrics.write({"event": "eval", "step": n} | val)
-            means = ("val_mean", "val_mixture", "bpb_mean")
-            metrics.say(f"step {n}  " + "  ".join(f"{k} {val[k]:.4f}" for k in means))
-        if world.rank == 0 and (n % cfg.save_every == 0 or n == cfg.max_steps or stopping):
-            val_loss = val and val["val_mean"]
-            checkpoint.save(cfg.out_dir, n, raw, corpus.tokenizer.hash, val_loss, optimizer, scaler, cfg.keep)
-        if stopping and n < cfg.max_steps:
-            metrics.say(f"stopped and saved at step {n}; go on with the same command and --resume=auto")
+            val_loss = metrics.evaluation(n, evaluate(run))
+        if world.rank == 0 and (n % cfg.save_every == 0 or last):
+            tokenizer = run.corpus.tokenizer.hash
+            checkpoint.save(cfg.out_dir, n, run.raw, tokenizer, val_loss, run.optimizer, run.scaler, cfg.keep)
+        if last and n < cfg.max_steps:
+            metrics.say(f"stopped and saved at step {n}; the same command with --resume=auto goes on")
             break
     metrics.close()
+    world.wait()  # for rank 0 to save: a rank that leaves early pulls the connections down
 
 
 def main():
     cfg = load(TrainConfig, usage=__doc__)
     world = World(cfg.device)
     try:
-        train(cfg, world)
+        train(build(cfg, world))
     finally:
         world.close()
 

@@ -1,10 +1,12 @@
 """Shared by the tests: modes, a small model, the reference folder, and running our scripts as a user does."""
 
+import base64
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,3 +73,41 @@ def refused(result, *fragments):
 
 
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared is not there")
+
+
+def byte_tokenizer():
+    """One token per byte, and end-of-text as 256."""
+    from data import Tokenizer
+
+    ranks = [[base64.b64encode(bytes([i])).decode(), i] for i in range(256)]
+    special = {"<|endoftext|>": 256}
+    spec = dict(name="bytes", pattern="(?s:.)", ranks=ranks, special=special, normalize=None, n_vocab=257)
+    return Tokenizer(spec)
+
+
+def make_data(folder, sizes=None, mixture=None, seed=0):
+    """A data folder as prepare.py makes it, of letters in a learnable order; sizes: {domain: train tokens}."""
+    from data import sha256, write_json
+
+    tokenizer, splits, rng = byte_tokenizer(), {"train": {}, "val": {}}, np.random.default_rng(seed)
+    sizes = sizes or {"prose": 30_000, "code": 20_000}
+    for d, (domain, size) in enumerate(sizes.items()):
+        for split, n in (("train", size), ("val", 3_000)):
+            ids = np.cumsum(rng.choice([1, 1, 1, 2], n)) % 20 + 97 + d  # mostly the next letter, a to t
+            ids[99::100] = tokenizer.eot
+            file = folder / split / f"{domain}.bin"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            ids.astype("<u2").tofile(file)
+            about = dict(file=f"{split}/{domain}.bin", tokens=n, documents=n // 100, bytes=n - n // 100)
+            splits[split][domain] = about | {"sha256": sha256(file)}
+    tokenizer.save(folder / "tokenizer.json")
+    about = dict(name=tokenizer.name, hash=tokenizer.hash, n_vocab=tokenizer.n_vocab, eot=tokenizer.eot)
+    mixture = mixture or {d: size / sum(sizes.values()) for d, size in sizes.items()}
+    manifest = dict(format=1, source="test", seed=seed, settings={}, tokenizer=about, mixture=mixture, splits=splits)
+    write_json(folder / "manifest.json", manifest)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"))

@@ -1,0 +1,165 @@
+"""Settings: precedence, types in flags and files alike, and one sentence for what is wrong."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+from conftest import ROOT, refused, script
+
+from configurator import UserError, load, setting
+from model import Residual, ValueMode
+
+
+@dataclass
+class Config:
+    learning_rate: float = setting(6e-4, "peak")
+    max_steps: int = setting(10, "steps")
+    compile: bool = setting(False, "compile")
+    maybe: bool | None = setting(None, "three ways")
+    name: str = setting("x", "a name")
+    kind: Literal["sdpa", "flash"] = setting("sdpa", "kernel")
+    layers: tuple[int, ...] = setting((), "some layers")
+    words: tuple[str, ...] = setting((), "runs")
+    mixture: dict = setting({}, "weights")
+    mode: str | ValueMode = setting("vanilla", "mode")
+
+    def __post_init__(self):
+        if self.max_steps < 0:
+            raise ValueError("max_steps must not be negative")
+
+
+def test_left_to_right(tmp_path):
+    a, b = tmp_path / "a.py", tmp_path / "b.py"
+    a.write_text("import math\nfrom dataclasses import dataclass\n_half = .5\nlearning_rate = _half\nmax_steps = 3\n")
+    b.write_text("max_steps = 4\nname = 'b'\n")
+    assert load(Config, []) == Config()
+    got = load(Config, [str(a), "--name=flag", str(b), "--max-steps", "5"])
+    assert (got.learning_rate, got.max_steps, got.name) == (0.5, 5, "b")
+
+
+@pytest.mark.parametrize(
+    "words,field,value",
+    [
+        (["--learning_rate=1"], "learning_rate", 1.0),
+        (["--learning_rate", "-1e-3"], "learning_rate", -1e-3),
+        (["--max_steps=1e3"], "max_steps", 1000),
+        (["--max_steps=2_000"], "max_steps", 2000),
+        (["--compile"], "compile", True),
+        (["--compile=false"], "compile", False),
+        (["--compile", "False"], "compile", False),
+        (["--maybe=none"], "maybe", None),
+        (["--maybe=true"], "maybe", True),
+        (["--name=a=b"], "name", "a=b"),
+        (["--name=12"], "name", "12"),
+        (["--name="], "name", ""),
+        (["--kind", "flash"], "kind", "flash"),
+        (["--layers=(1,2)"], "layers", (1, 2)),
+        (["--layers=1,2"], "layers", (1, 2)),
+        (["--words=a,b"], "words", ("a", "b")),
+        (["--mixture={'a': 1}"], "mixture", {"a": 1}),
+        (["--mode=resformer"], "mode", "resformer"),
+    ],
+)
+def test_flags(words, field, value):
+    got = getattr(load(Config, words), field)
+    assert got == value and type(got) is type(value)
+
+
+def test_positional_words():
+    assert load(Config, ["run1", "--max_steps=2", "run2"], positional="words").words == ("run1", "run2")
+    assert load(Config, ["slimpajama"], positional="name").name == "slimpajama"
+    with pytest.raises(UserError, match="unexpected word 'b'"):
+        load(Config, ["a", "b"], positional="name")
+
+
+@pytest.mark.parametrize(
+    "words,says",
+    [
+        (["--learning_rate=abc"], "--learning_rate=abc: learning_rate takes float, not 'abc'"),
+        (["--learning_rte=1"], "did you mean 'learning_rate'?"),
+        (["--zzz=1"], "--help lists all"),
+        (["--max_steps=1.5"], "max_steps takes int, not 1.5"),
+        (["--max_steps=true"], "max_steps takes int"),
+        (["--max_steps=nan"], "max_steps takes int"),
+        (["--max_steps"], "max_steps takes int, not True"),
+        (["--compile=maybe"], "compile takes bool, not 'maybe'"),
+        (["--kind=eager"], "kind takes 'sdpa' or 'flash', not 'eager'"),
+        (["--layers=(1,'a')"], "layers takes tuple of int"),
+        (["--max_steps=-1"], "max_steps must not be negative"),
+        (["nowhere.py"], "nowhere.py: no such config file"),
+        (["resformer"], "unexpected word 'resformer'"),
+    ],
+)
+def test_bad_flags(words, says):
+    with pytest.raises(UserError) as e:
+        load(Config, words)
+    assert says in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "text,says",
+    [
+        ("learning_rte = 1", "unknown setting 'learning_rte'; did you mean 'learning_rate'?"),
+        ("max_steps = 5.5", "max_steps takes int, not 5.5"),
+        ("max_steps = '5'", "max_steps takes int, not '5'"),
+        ("learning_rate = None", "learning_rate takes float"),
+        ("x = (", "SyntaxError"),
+        ("import nothing_of_this_name", "ModuleNotFoundError"),
+        ("name = 1/0", "ZeroDivisionError"),
+    ],
+)
+def test_bad_files(tmp_path, text, says):
+    path = tmp_path / "bad.py"
+    path.write_text(text)
+    with pytest.raises(UserError) as e:
+        load(Config, [str(path)])
+    assert str(path) in str(e.value) and says in str(e.value)
+
+
+def test_a_file_may_hold_a_mode(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("from model import Residual, ValueMode\nmode = ValueMode((Residual(lam=(1.0, 3.0)),))\n")
+    assert load(Config, [str(path)]).mode == ValueMode((Residual(lam=(1.0, 3.0)),))
+
+
+def test_defaults_are_not_shared():
+    load(Config, []).mixture["a"] = 1
+    assert load(Config, []).mixture == {}
+
+
+def test_help_lists_every_setting_and_its_default():
+    from train import TrainConfig
+
+    result = script("train.py", "--help")
+    assert result.returncode == 0
+    for name, field in TrainConfig.__dataclass_fields__.items():
+        assert f"--{name}=" in result.stdout and len(field.metadata["help"]) > 5, name
+    assert "--learning_rate=0.0006  (float)" in result.stdout and "torchrun --nproc_per_node=8" in result.stdout
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda p: p.name)
+def test_every_config_builds(path):
+    from model import count_parameters
+    from train import TrainConfig
+
+    cfg = load(TrainConfig, [str(path)])
+    cfg.accumulation(1)
+    assert count_parameters(cfg.model(50277))[0] > 0
+
+
+def test_configs_compose():
+    from model import count_parameters, get_mode
+    from train import TrainConfig
+
+    sizes = {"2m": 1_623_856, "82m": 81_901_056, "180m": 179_874_048, "468m": 467_921_920}
+    for size, right in sizes.items():
+        cfg = load(TrainConfig, [f"{ROOT}/config/size_{size}.py", f"{ROOT}/config/resformer.py", "--seed=1"])
+        assert count_parameters(cfg.model(50277))[0] == right
+        assert cfg.value_mode == get_mode("resformer") and cfg.seed == 1 and cfg.out_dir == "out/resformer"
+        assert cfg.accumulation(8) * 8 * cfg.micro_batch == 1024  # the paper's global batch
+
+
+def test_bad_input_of_a_script():
+    refused(script("train.py", "--value_mode=resfomer"), "unknown value_mode 'resfomer'", "did you mean 'resformer'")
+    refused(script("train.py", "--learning_rate=abc"), "learning_rate takes float, not 'abc'")
+    refused(script("train.py", "--n_embd=500", "--n_head=3"), "n_embd=500", "n_head=3")

@@ -1,0 +1,302 @@
+"""train.py as a user runs it: it learns, resumes bit for bit, is the same on two ranks, and refuses what is wrong."""
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, make_data, refused, script
+from safetensors.torch import load_file
+
+import checkpoint
+import train
+from train import TrainConfig, World, build, learning_rate, read_metrics
+
+SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_tokens=128, micro_batch=8, warmup_steps=5, seed=1)
+SMALL |= dict(learning_rate=3e-3, eval_tokens=512, max_steps=12, eval_every=6, save_every=6, dtype="float32")
+
+
+def flags(data, out, **kw):
+    settings = SMALL | dict(data_dir=data, out_dir=out) | kw
+    return [f"--{k}={v}" for k, v in settings.items()]
+
+
+def trained(data, out, env=None, **kw):
+    result = script("train.py", *flags(data, out, **kw), env=env)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def steps_of(out):
+    return [r for r in read_metrics(out / "metrics.jsonl") if "event" not in r]
+
+
+def numbers(out):
+    """What a run computed: everything in metrics.jsonl but the time it took."""
+    records = [r for r in read_metrics(out / "metrics.jsonl") if r.get("event") != "start"]
+    return [{k: v for k, v in r.items() if k not in ("seconds", "tokens_per_s")} for r in records]
+
+
+def weights(out, step):
+    return (out / f"step_{step:08d}.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def base(data_dir, tmp_path_factory):
+    """One finished run that several tests compare with."""
+    out = tmp_path_factory.mktemp("base") / "run"
+    trained(data_dir, out)
+    return out
+
+
+def test_what_a_run_leaves(base, data_dir):
+    records = read_metrics(base / "metrics.jsonl")
+    start, steps = records[0], steps_of(base)
+    assert start["event"] == "start" and start["value_mode"] == "vanilla" and start["seed"] == 1
+    assert start["kv_bytes_per_token"] == 2 * 2 * 2 * 32
+    assert [r["step"] for r in steps] == list(range(1, 13)) and steps[-1]["tokens"] == 12 * 128
+    assert abs(steps[0]["loss"] - math.log(257)) < 0.1 and steps[-1]["loss"] < 0.9 * steps[0]["loss"]
+    assert steps[0]["mfu"] is None and steps[0]["lr"] == 1e-7 and steps[0]["grad_norm"] > 0
+    evals = [r for r in records if r.get("event") == "eval"]
+    assert [r["step"] for r in evals] == [6, 12] and set(evals[0]["val"]) == {"prose", "code"}
+    assert json.loads((base / "config.json").read_text())["learning_rate"] == 3e-3
+    assert json.loads((base / "env.json").read_text())["torch"] == torch.__version__
+    assert (base / "tokenizer.json").read_bytes() == (data_dir / "tokenizer.json").read_bytes()
+    assert [p.name for p in checkpoint.steps(base).values()] == [
+        "step_00000006.safetensors",
+        "step_00000012.safetensors",
+    ]
+
+
+def test_same_seed_same_bytes(base, data_dir, tmp_path):
+    trained(data_dir, tmp_path / "again")
+    assert numbers(tmp_path / "again") == numbers(base)
+    assert weights(tmp_path / "again", 12) == weights(base, 12)
+    trained(data_dir, tmp_path / "other", seed=2)
+    assert numbers(tmp_path / "other") != numbers(base)
+
+
+def test_modes_see_the_same_data_and_common_weights(base, data_dir, tmp_path):
+    """Before the first update ResFormer differs in the mix alone: its data and weights are vanilla's."""
+    trained(data_dir, tmp_path / "r", value_mode="resformer", max_steps=1)
+    model = train.GPT(checkpoint.load(tmp_path / "r").cfg, seed=1)
+    vanilla = train.GPT(checkpoint.load(base).cfg, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), vanilla.parameters(), strict=True))
+
+
+def interrupted(data_dir, out, number, **kw):
+    """Start a run, send it signal `number` after some steps; returns (exit code, stdout)."""
+    command = [sys.executable, str(ROOT / "train.py"), *flags(data_dir, out, **kw)]
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics, deadline = out / "metrics.jsonl", time.time() + 120
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 60:
+        assert process.poll() is None and time.time() < deadline, process.communicate()
+        time.sleep(0.005)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+    assert "Traceback" not in stderr
+    return process.returncode, stdout
+
+
+LONG = dict(max_steps=300, save_every=25, eval_every=100, keep=0)
+
+
+@pytest.mark.parametrize("kw", [{}, dict(dtype="float16", value_mode="resformer"), dict(value_mode="denseformer")])
+def test_resumed_run_equals_an_uninterrupted_one(data_dir, tmp_path, kw):
+    trained(data_dir, tmp_path / "whole", **LONG, **kw)
+    for name, number in (("term", signal.SIGTERM), ("kill", signal.SIGKILL)):
+        out = tmp_path / name
+        code, stdout = interrupted(data_dir, out, number, **LONG, **kw)
+        if number == signal.SIGTERM:
+            assert code == 0 and "stopped and saved at step" in stdout and "--resume=auto" in stdout
+        else:
+            assert code == -signal.SIGKILL
+        assert 0 < max(checkpoint.steps(out)) < 300
+        trained(data_dir, out, **LONG, **kw, resume="auto")
+        assert numbers(out) == numbers(tmp_path / "whole")
+        assert weights(out, 300) == weights(tmp_path / "whole", 300)
+        state = checkpoint.state_file(checkpoint.find(out))
+        assert state.read_bytes() == checkpoint.state_file(checkpoint.find(tmp_path / "whole")).read_bytes()
+    assert "already finished" in trained(data_dir, tmp_path / "term", **LONG, **kw, resume="auto").stdout
+
+
+def torchrun(n, *words):
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", "--master_port=0"]
+    command[-1] = "--standalone"
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    return subprocess.run(
+        [*command, str(ROOT / "train.py"), *words], env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize("mode", ["resformer", "svformer", "denseformer"])
+def test_two_ranks_equal_one(data_dir, tmp_path, mode):
+    trained(data_dir, tmp_path / "one", value_mode=mode)
+    result = torchrun(2, *flags(data_dir, tmp_path / "two", value_mode=mode, micro_batch=2))  # and accumulation of 2
+    assert result.returncode == 0, result.stderr
+    assert "= 2 x 2 x 2 x 16" in result.stdout
+    compare(tmp_path / "one", tmp_path / "two")
+
+
+def compare(one, two):
+    a, b = numbers(one), numbers(two)
+    assert len(a) == len(b) == 14
+    for r, s in zip(a, b, strict=True):
+        for key in ("loss", "grad_norm", "val_mean", "val_mixture", "bpb_mean"):
+            assert key not in r or abs(r[key] - s[key]) < 1e-4 * r[key], (key, r, s)
+
+
+def test_accumulation_equals_the_big_batch(base, data_dir, tmp_path):
+    trained(data_dir, tmp_path / "two", micro_batch=2)
+    compare(base, tmp_path / "two")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_follows_fp32(base, data_dir, tmp_path, dtype):
+    trained(data_dir, tmp_path / "half", dtype=dtype)
+    for a, b in zip(steps_of(base), steps_of(tmp_path / "half"), strict=True):
+        assert abs(a["loss"] - b["loss"]) < 0.02
+    state = checkpoint._metadata(checkpoint.state_file(checkpoint.find(tmp_path / "half")))
+    assert state["scaler"].get("scale") == (65536 if dtype == "float16" else None)
+
+
+def test_fp16_overflow_skips_the_step_and_says_so(data_dir, tmp_path):
+    cfg = TrainConfig(**SMALL | dict(data_dir=str(data_dir), out_dir=str(tmp_path), dtype="float16"))
+    run = build(cfg, World("cpu"))
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    before = [p.clone() for p in run.raw.parameters()]
+    loss, norm = train.train_step(run, run.raw, 0)
+    assert math.isfinite(loss) and norm is None and run.scaler.get_scale() == 2.0**39
+    assert all(torch.equal(a, b) for a, b in zip(before, run.raw.parameters(), strict=True))
+
+
+def test_a_loss_that_explodes_stops_the_run(data_dir, tmp_path):
+    out = tmp_path / "run"
+    trained(data_dir, out, max_steps=4, save_every=2)
+    good = weights(out, 4)
+    kw = dict(resume="auto", max_steps=400, learning_rate=1e30, save_every=1, grad_clip=0)
+    refused(script("train.py", *flags(data_dir, out, **kw)), "is nan", "last checkpoint is good")
+    model = checkpoint.load(out)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert max(checkpoint.steps(out)) > 4 or weights(out, 4) == good
+
+
+def test_evaluation_equals_the_naive_one(data_dir, tmp_path):
+    cfg = TrainConfig(**SMALL | dict(data_dir=str(data_dir), out_dir=str(tmp_path), eval_tokens=0))
+    run = build(cfg, World("cpu"))
+    got = train.evaluate(run)
+    for domain in ("prose", "code"):
+        ids = torch.from_numpy(np.fromfile(data_dir / f"val/{domain}.bin", "<u2").astype(np.int64))
+        n = (len(ids) - 1) // 16 * 16
+        logits = run.raw(ids[:n].view(-1, 16))[0].flatten(0, 1)
+        nats = F.cross_entropy(logits, ids[1 : n + 1], reduction="sum").item()
+        assert abs(got["val"][domain] - nats / n) < 1e-5
+        text_bytes = (ids[1 : n + 1] != 256).sum().item()  # end-of-text is no byte of text
+        assert abs(got["bpb"][domain] - nats / text_bytes / math.log(2)) < 1e-5
+    assert abs(got["val_mean"] - sum(got["val"].values()) / 2) < 1e-9
+    assert abs(got["val_mixture"] - (0.6 * got["val"]["prose"] + 0.4 * got["val"]["code"])) < 1e-9
+    some = train.evaluate(build(TrainConfig(**vars(cfg) | dict(eval_tokens=512)), World("cpu")))
+    assert some["val"] != got["val"]
+
+
+def test_learning_rate():
+    rate = [learning_rate(t, peak=6e-4, end=6e-5, warmup=120, steps=10_000) for t in range(10_001)]
+    assert rate[0] == 1e-7 and abs(rate[60] - (1e-7 + 6e-4) / 2) < 1e-12 and rate[120] == max(rate) == 6e-4
+    assert abs(rate[5060] - 3.3e-4) < 1e-12 and abs(rate[-1] - 6e-5) < 1e-15
+    assert learning_rate(0, 1.0, 0.1, 0, 10) == 1.0
+
+
+def test_optimizer_groups():
+    model = train.GPT(train.ModelConfig(vocab_size=50, n_layer=2, n_head=2, n_embd=16, value_mode="denseformer"))
+    decay, rest = train.adamw(model, 1e-3, 0.1, (0.9, 0.95), "cpu").param_groups
+    assert decay["weight_decay"] == 0.1 and rest["weight_decay"] == 0
+    assert len(decay["params"]) == 2 + 4 * 2 and len(rest["params"]) == 5 + 2
+
+
+def test_batch_that_does_not_divide():
+    says = "batch_tokens=1000 is not a multiple of 256 = 1 ranks x micro_batch=8 x block_size=32; nearest: 768 or 1024"
+    with pytest.raises(train.UserError, match=says):
+        TrainConfig(batch_tokens=1000, micro_batch=8, block_size=32).accumulation(1)
+    with pytest.raises(train.UserError, match="nearest: 512$"):
+        TrainConfig(batch_tokens=200, micro_batch=8, block_size=32).accumulation(2)
+    assert TrainConfig(batch_tokens=2_097_152, micro_batch=32).accumulation(8) == 4
+
+
+def test_compile_without_a_compiler_goes_on(data_dir, tmp_path):
+    result = trained(data_dir, tmp_path / "run", compile="true", env={"PATH": "/nowhere"}, max_steps=2)
+    assert "torch.compile does not work here (there is no C++ compiler); going on without" in result.stdout
+
+
+def test_full_disk_leaves_the_last_checkpoint(base, data_dir, tmp_path):
+    """A limit on the size of files stands in for a full disk: both make a write fail half-way."""
+    out = tmp_path / "run"
+    trained(data_dir, out, max_steps=4, save_every=4)
+    good = weights(out, 4)
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    result = script("train.py", *flags(data_dir, out, resume="auto", max_steps=6, save_every=2), preexec_fn=limit)
+    refused(result, "cannot write", "free")
+    assert weights(out, 4) == good and list(checkpoint.steps(out)) == [4] and not list(out.glob(".*tmp"))
+    trained(data_dir, out, resume="auto", max_steps=6)
+    assert list(checkpoint.steps(out)) == [4, 6]
+
+
+def test_resume_refuses_another_model_or_tokenizer(base, data_dir, tmp_path):
+    def resume(data=data_dir, **kw):
+        return script("train.py", *flags(data, base, resume="auto", **kw))
+
+    refused(resume(value_mode="resformer"), "is a vanilla model, not resformer")
+    refused(resume(n_embd=64), "n_embd 32 instead of 64")
+    folder = make_data(tmp_path / "data")
+    spec = json.loads((folder / "tokenizer.json").read_text()) | {"pattern": "(?s:..?)"}
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["tokenizer"]["hash"] = train.Corpus.__init__.__globals__["Tokenizer"](spec).hash
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    refused(resume(data=folder), "another tokenizer")
+    refused(script("train.py", *flags(data_dir, base)), "already holds a run", "--resume=auto")
+
+
+def test_changed_settings_are_named_on_resume(data_dir, tmp_path):
+    trained(data_dir, tmp_path / "run", max_steps=4)
+    result = trained(data_dir, tmp_path / "run", max_steps=6, weight_decay=0.2, resume="auto")
+    assert "not what the run was started with: weight_decay (was 0.1)" in result.stdout
+    assert [r["step"] for r in steps_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "kw,says",
+    [
+        (dict(data_dir="nowhere"), "no data folder nowhere"),
+        (dict(batch_tokens=100), "nearest: 128"),
+        (dict(attn="flash"), "pip install flash-attn"),
+        (dict(device="cuda"), "device=cuda cannot be used here"),
+        (dict(device="gpu"), "device=gpu cannot be used here"),
+        (dict(max_steps=0), "max_steps=0 must be at least 1"),
+        (dict(resume="nowhere"), "holds no checkpoint"),
+        (dict(block_size=4000, batch_tokens=32_000), "less than one window"),
+        (dict(log="wandb"), "pip install wandb"),
+    ],
+)
+def test_bad_input(data_dir, tmp_path, kw, says):
+    if kw.get("log") == "wandb" and __import__("importlib.util").util.find_spec("wandb"):
+        pytest.skip("wandb is installed")
+    refused(script("train.py", *flags(data_dir, tmp_path / "run", **kw)), says)
+
+
+def test_loaded_checkpoint_is_the_trained_model(base):
+    path = checkpoint.find(base)
+    assert path.name == "step_00000012.safetensors"
+    stored, model = load_file(path), checkpoint.load(base)
+    assert all(torch.equal(stored[k], v) for k, v in model.state_dict().items())
