@@ -77,7 +77,8 @@ class Tokenizer:
     """text <-> token ids through a tiktoken.Encoding built from a JSON-able spec.
 
     spec: name (as prepare.py's --tokenizer), pattern (the regex that cuts text into pieces), ranks (list of
-    [base64 of the token's bytes, id]; ids rise in merge order), special (name -> id, holds '<|endoftext|>'),
+    [base64 of the token's bytes, id]; ids rise in merge order; of two with the same bytes text is encoded with the
+    later), special (name -> id, holds '<|endoftext|>'),
     normalize ('NFC' or null), n_vocab (ids are below it).
     `hash` identifies the vocabulary: data, checkpoints and samples that should go together carry the same one.
     """
@@ -87,10 +88,12 @@ class Tokenizer:
 
         self.spec = spec
         self.name, self.n_vocab, self.eot = spec["name"], spec["n_vocab"], spec["special"][EOT]
+        ranks = [(base64.b64decode(b), i) for b, i in spec["ranks"]]
+        self._bytes = {i: b for b, i in ranks} | {i: name.encode() for name, i in spec["special"].items()}
         self.encoding = tiktoken.Encoding(
             self.name,
             pat_str=spec["pattern"],
-            mergeable_ranks={base64.b64decode(b): i for b, i in spec["ranks"]},
+            mergeable_ranks=dict(ranks),
             special_tokens=spec["special"],
         )
         content = {k: spec[k] for k in ("pattern", "ranks", "special", "normalize", "n_vocab")}
@@ -114,12 +117,13 @@ class Tokenizer:
             import unicodedata
 
             text = unicodedata.normalize(self.spec["normalize"], text)
-        return self.encoding.encode(text, allowed_special={EOT}) if allow_eot else self.encoding.encode_ordinary(text)
+        if allow_eot:
+            return self.encoding.encode(text, allowed_special={EOT}, disallowed_special=())
+        return self.encoding.encode_ordinary(text)
 
     def decode(self, ids):
-        """Text of `ids`; bytes that are not UTF-8 (a token cut inside a character) become U+FFFD."""
-        known = self.encoding.max_token_value
-        return self.encoding.decode([i for i in ids if i <= known])
+        """Text of `ids`; bytes that are not UTF-8 (a token cut inside a character) become U+FFFD, unused ids nothing."""
+        return b"".join(self._bytes.get(i, b"") for i in ids).decode("utf-8", "replace")
 
     def token_bytes(self):
         """(n_vocab,) int64: the exact number of bytes of text each id stands for; 0 for special and unused ids."""
@@ -195,6 +199,8 @@ class Corpus:
         self.tokenizer = Tokenizer.load(self.dir / "tokenizer.json")
         self.mixture = self._weights(mixture or self.manifest["mixture"])
         self.domains = list(self.mixture)
+        files = {d: self.manifest["splits"]["train"][d]["sha256"] for d in self.domains}
+        self.hash = hashlib.sha256(json.dumps([files, self.mixture]).encode()).hexdigest()[:16]  # what is trained on
         self._files = {split: self._open(split) for split in ("train", "val")}
         self._bounds = np.cumsum(list(self.mixture.values()))[:-1]  # (domains-1,): where [0, 1) is cut
         self._counts = [np.zeros(len(self.domains), np.int64)]  # sequences per domain before each chunk

@@ -214,8 +214,8 @@ class KVCache:
     """
 
     def __init__(self, cfg, batch_size, length=None, device=None, dtype=None):
-        shape = (batch_size, cfg.n_kv_head, length or cfg.block_size, cfg.head_dim)
-        self.pos = 0  # tokens stored
+        self.length, self.pos = length or cfg.block_size, 0  # tokens there is room for, tokens stored
+        shape = (batch_size, cfg.n_kv_head, self.length, cfg.head_dim)
         self.tensors = {
             (t, n): torch.zeros(shape, device=device, dtype=dtype)
             for n, layer in enumerate(plan_layers(cfg))
@@ -226,8 +226,8 @@ class KVCache:
     def extend(self, t, n, new):
         """Store `new` (B, G, T, D) behind what layer n's tensor t holds; returns all of it, (B, G, pos + T, D)."""
         end, store = self.pos + new.size(2), self.tensors[t, n]
-        if end > store.size(2):
-            raise ValueError(f"the KV cache holds {store.size(2)} tokens, not {end}")
+        if end > self.length:
+            raise ValueError(f"the KV cache holds {self.length} tokens, not {end}")
         store[:, :, self.pos : end] = new
         return store[:, :, :end]
 

@@ -163,8 +163,13 @@ class World:
             dist.barrier()
 
     def close(self):
+        """End the process. Gloo's threads may outlive the interpreter and abort it (pytorch/pytorch#179291) when all
+        is long written; so a rank that has succeeded leaves without the interpreter's own clean-up."""
         if self.size > 1:
             dist.destroy_process_group()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
 
 def learning_rate(step, peak, end, warmup, steps):
@@ -238,7 +243,7 @@ class Metrics:
     def __init__(self, cfg, world, done):
         """done: steps finished before; later records, of a run that was cut off after its checkpoint, are dropped."""
         self.on, self.log_every, self.max_steps = world.rank == 0, cfg.log_every, cfg.max_steps
-        self.bar = self.other = None
+        self.bar = None
         if not self.on:
             return
         path = Path(cfg.out_dir) / "metrics.jsonl"
@@ -247,15 +252,15 @@ class Metrics:
         self.file = open(path, "a", encoding="utf-8")
         if sys.stderr.isatty():
             self.bar = tqdm(total=cfg.max_steps, initial=done, unit="step", dynamic_ncols=True)
-        self.other = {"none": None, "wandb": start_wandb, "tensorboard": start_tensorboard}[cfg.log]
-        self.other = self.other and self.other(cfg)
+        other = {"wandb": start_wandb, "tensorboard": start_tensorboard}.get(cfg.log)
+        self.others = [other(cfg)] if other else []  # (write, close) functions
 
     def write(self, record):
         if self.on:
             self.file.write(json.dumps(record, allow_nan=False) + "\n")
             self.file.flush()
-            if self.other:
-                self.other({k: v for k, v in record.items() if isinstance(v, (int, float))}, record["step"])
+            for write, _ in self.others:
+                write({k: v for k, v in record.items() if isinstance(v, (int, float))}, record["step"])
 
     def say(self, text):
         if self.on:
@@ -286,6 +291,8 @@ class Metrics:
             self.file.close()
             if self.bar:
                 self.bar.close()
+            for _, close in self.others:
+                close()
 
 
 def read_metrics(path):
@@ -300,7 +307,7 @@ def start_wandb(cfg):
     except ImportError:
         raise UserError("log=wandb needs the wandb package: pip install wandb") from None
     wandb.init(project="nanoresformer", name=Path(cfg.out_dir).name, dir=cfg.out_dir, config=dataclasses.asdict(cfg))
-    return lambda record, step: wandb.log(record, step=step)
+    return (lambda record, step: wandb.log(record, step=step)), wandb.finish
 
 
 def start_tensorboard(cfg):
@@ -309,7 +316,7 @@ def start_tensorboard(cfg):
     except ImportError:
         raise UserError("log=tensorboard needs the tensorboard package: pip install tensorboard") from None
     writer = SummaryWriter(cfg.out_dir)
-    return lambda record, step: [writer.add_scalar(key, value, step) for key, value in record.items()]
+    return (lambda record, step: [writer.add_scalar(key, value, step) for key, value in record.items()]), writer.close
 
 
 @dataclass
@@ -373,7 +380,7 @@ def write_run_files(cfg, corpus, say):
     """config.json, env.json and tokenizer.json in out_dir; says what changed since the run was started, if it was."""
     out, old = Path(cfg.out_dir), {}
     new = dataclasses.asdict(cfg) | {"value_mode_name": mode_name(cfg.value_mode)}
-    new["data"] = {d: about["sha256"] for d, about in corpus.manifest["splits"]["train"].items()}
+    new["data"] = corpus.hash
     new = json.loads(json.dumps(new))
     if (out / "config.json").exists():
         old = read_json(out / "config.json", "the config of a run")
@@ -391,7 +398,7 @@ def announce(run, done, metrics):
     cfg, world, model = run.cfg, run.world, run.raw.cfg
     name, every, dtype = mode_name(model.value_mode), count_parameters(model)[0], str(run.dtype).removeprefix("torch.")
     record = {"event": "start", "step": done, "value_mode": name, "seed": cfg.seed, "parameters": every}
-    record |= {"kv_bytes_per_token": 2 * kv_floats_per_token(model)}  # in bf16
+    record |= {"kv_bytes_per_token": 2 * kv_floats_per_token(model), "data": run.corpus.hash}  # bytes in bf16
     metrics.write(record | {"dtype": dtype, "device": world.kind, "ranks": world.size, "max_steps": cfg.max_steps})
     metrics.say(
         f"{name}: {every:,} parameters, {cfg.max_steps - done} steps of {cfg.batch_tokens:,} tokens = {world.size} x "
@@ -538,10 +545,8 @@ def train(run):
 def main():
     cfg = load(TrainConfig, usage=__doc__)
     world = World(cfg.device)
-    try:
-        train(build(cfg, world))
-    finally:
-        world.close()
+    train(build(cfg, world))
+    world.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,308 @@
+"""Figures and a table of runs, from their metrics.jsonl alone.
+
+    python plot.py relative out/vanilla out/resformer out/svformer   training loss minus the baseline's of the same seed
+    python plot.py loss out/vanilla out/resformer                    training loss, and validation loss as markers
+    python plot.py compare out/vanilla* out/resformer*               prints a Markdown table, and draws `relative`
+
+Runs are named by their folders, or by metrics.jsonl files, and grouped by value_mode. The seeds of a mode become one
+line with a band: from lowest to highest of two seeds, mean ± standard deviation (n - 1) of three or more.
+"""
+
+import contextlib
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from configurator import UserError, load, run, setting
+from data import write_atomic, write_json
+
+# Okabe and Ito's colours, which colour-blind readers tell apart, without yellow, which is lost on white. The numbers of
+# colours, dashes and markers have no common factor, so that many modes pass before a combination comes back.
+COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = [(0, gaps or None) for gaps in ((), (6, 3), (8, 2.5, 1.5, 2.5), (1.5, 1.5), (14, 3), (8, 2, 1.5, 2, 1.5, 2))]
+MARKERS = "os^Dv"
+LOOK = {"font.size": 9, "legend.fontsize": 8, "legend.frameon": False, "lines.linewidth": 1.2, "lines.markersize": 5}
+LOOK |= {"lines.markeredgewidth": 0.9, "axes.spines.top": False, "axes.spines.right": False}
+START = ("value_mode", "seed", "parameters", "kv_bytes_per_token", "data", "dtype", "device", "max_steps")
+STEP = ("step", "loss", "tokens", "tokens_per_s")
+EARLY = 0.1  # share of the steps that may run out of the y axis: the first losses would squash all others
+
+
+@dataclass(frozen=True)
+class PlotConfig:
+    """Every setting of plot.py."""
+
+    words: tuple[str, ...] = setting((), "what to draw (relative, loss or compare), then the runs")
+    baseline: str = setting("vanilla", "value_mode that the others are compared with")
+    window: int = setting(0, "steps of the moving average; 0 = 100, or 10 if a run has fewer than 200 steps")
+    out_file: str = setting("", "PNG to write; empty = <what is drawn>.png")
+    json_file: str = setting("", "compare: also write the numbers of the table here")
+
+    def __post_init__(self):
+        kind = self.words[0] if self.words else "nothing"
+        if kind not in KINDS:
+            raise ValueError(f"cannot draw {kind!r}: the first word is {', '.join(KINDS)}, the others name runs")
+        if not self.words[1:]:
+            raise ValueError(f"no runs are named, as in `python plot.py {kind} out/vanilla out/resformer`")
+        if self.window < 0:
+            raise ValueError(f"window={self.window} must be at least 0")
+        if self.json_file and kind != "compare":
+            raise ValueError(f"json_file is for the table of compare, and {kind} has none")
+        object.__setattr__(self, "out_file", self.out_file or f"{kind}.png")
+        if not self.out_file.endswith(".png"):
+            raise ValueError(f"out_file={self.out_file} must end in .png")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one metrics.jsonl says."""
+
+    name: str  # as the user wrote it
+    start: dict  # what START lists, from the last start record: a resumed run has several
+    steps: dict[str, np.ndarray]  # what STEP lists, for each step: loss in nats per token, tokens so far
+    val: dict[int, float]  # step -> validation loss, mean over the domains, nats per token
+
+    mode = property(lambda self: self.start["value_mode"])
+    seed = property(lambda self: self.start["seed"])
+    max_steps = property(lambda self: self.start["max_steps"])
+    last = property(lambda self: int(self.steps["step"][-1]))
+    finished = property(lambda self: self.last >= self.max_steps and self.last in self.val)
+
+    @property
+    def progress(self):
+        """Where an unfinished run is."""
+        return f"step {self.last}/{self.max_steps}" + ", not evaluated" * (self.last >= self.max_steps)
+
+
+def read_run(name):
+    """The Run of a folder or metrics.jsonl; raises UserError if there is none, or nothing in it to draw."""
+    path = Path(name, "metrics.jsonl") if Path(name).is_dir() else Path(name)
+    if not path.exists():
+        what = "has no metrics.jsonl" if Path(name).exists() else "does not exist"
+        raise UserError(f"{name} {what}; name the folder of a run of train.py")
+    records = {"start": [], "eval": [], "step": []}
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):  # a run that goes on now, or was killed, may have half a last line
+                record = json.loads(line)
+                records[record.get("event", "step")].append(record)
+        start = {key: r[key] for r in records["start"] for key in START}
+        steps = {key: np.array([r[key] for r in records["step"]], float) for key in STEP}
+        if (np.diff(steps["step"]) != 1).any():
+            raise ValueError("steps are missing or repeated")
+        val = {r["step"]: r["val_mean"] for r in records["eval"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"{path} is not a metrics.jsonl of train.py: {type(e).__name__} {e}") from None
+    if not start or not records["step"]:
+        raise UserError(f"{path} has no steps yet; wait until the run has made some")
+    return Run(name, start, steps, val)
+
+
+def by_mode(runs, baseline):
+    """{value_mode: its runs}, the baseline first; raises UserError if runs of a mode are not seeds of one model."""
+    groups = {}
+    for r in sorted(runs, key=lambda r: r.mode != baseline):
+        for other in groups.setdefault(r.mode, []):
+            if other.seed == r.seed or other.start["parameters"] != r.start["parameters"]:
+                what = f"with seed {r.seed}" if other.seed == r.seed else "but not models of the same size"
+                raise UserError(f"{other.name} and {r.name} are both {r.mode}, {what}; name only one of them")
+        groups[r.mode].append(r)
+    return groups
+
+
+def pair(groups, baseline):
+    """{value_mode: [(run, the baseline's run of its seed)]}: both saw the same batches, so their noise cancels.
+
+    Raises UserError if there is no such partner, or it was trained differently.
+    """
+    partners = {r.seed: r for r in groups.get(baseline, [])}
+    pairs = {mode: [(r, partners.get(r.seed)) for r in runs] for mode, runs in groups.items() if mode != baseline}
+    for r, base in sum(pairs.values(), []):
+        if base is None:
+            raise UserError(
+                f"{r.name} ({r.mode}) has no {baseline} run of its seed, {r.seed}, to be compared with: name that too, "
+                f"or make it: `python train.py --value_mode={baseline} --seed={r.seed}`, and all else as in {r.name}"
+            )
+        rates = [q.steps["tokens"][-1] / q.last for q in (r, base)]
+        plans = [
+            f"{q.max_steps} steps of {n:,.0f} tokens of data {q.start['data']}"
+            for q, n in zip((r, base), rates, strict=True)
+        ]
+        if plans[0] != plans[1]:
+            raise UserError(
+                f"{r.name} was set to {plans[0]}, {base.name} to {plans[1]}: their losses say nothing about the modes"
+            )
+    if not pairs:
+        raise UserError(f"all runs are {baseline}; name runs of other modes to compare with them")
+    return pairs
+
+
+def align(curves):
+    """curves: [(x, y)] -> the x that all have, (n,), and their y there, (curves, n)."""
+    common = functools.reduce(np.intersect1d, [x for x, _ in curves])
+    return common, np.stack([y[np.isin(x, common)] for x, y in curves])
+
+
+def smooth(x, y, window):
+    """Moving average of y over `window` steps, at the first x of each. Source: the authors' plot_relative_loss.py."""
+    if window > len(y):
+        raise UserError(f"window={window} is longer than the {len(y)} steps that can be drawn; set a smaller --window")
+    return x[: len(x) - window + 1], np.convolve(y, np.ones(window) / window, "valid")
+
+
+def pick_window(runs, asked):
+    """Steps of the moving average, as asked for or by the shortest run; says which."""
+    shortest = min(len(r.steps["step"]) for r in runs)
+    window = asked or (100 if shortest >= 200 else 10)
+    why = "" if asked or shortest >= 200 else f" instead of 100, because a run has only {shortest} steps"
+    print(f"moving average over {window} steps{why}")
+    return window
+
+
+def band(y):
+    """y (seeds, n) -> mean, low and high, (n,) each, and what they are, for the legend."""
+    mean = y.mean(0)
+    if len(y) < 3:
+        return mean, y.min(0), y.max(0), "2 seeds, min–max" if len(y) == 2 else "1 seed"
+    std = y.std(0, ddof=1)
+    return mean, mean - std, mean + std, f"{len(y)} seeds ± std"
+
+
+def draw(ax, x, y, mode, modes, points=None):
+    """A mode's line and band, y (seeds, n), and `points` (x, y) as markers, in the look of its place in `modes`."""
+    if not len(x):
+        raise UserError(f"the runs of {mode} and what they are compared with have no steps in common")
+    i, (mean, low, high, what) = list(modes).index(mode), band(y)
+    look = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)], "markerfacecolor": "none"}
+    dash = {"linestyle": DASHES[i % len(DASHES)], "label": f"{mode}, {what}"}
+    if points is None:
+        look["marker"] = ""
+    else:
+        ax.plot(*points, linestyle="", **look)
+    ax.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
+    ax.plot(x, mean, markevery=[], **look, **dash)  # so that the legend alone shows the marker on the line
+
+
+def fit(ax, zero):
+    """Fit the y axis to what is drawn after the EARLY steps, and to 0 if `zero`; says so if that cuts anything off."""
+    shapes = [line.get_xydata() for line in ax.lines] + [p.vertices for c in ax.collections for p in c.get_paths()]
+    x, y = np.concatenate(shapes).T
+    late = np.append(y[x >= x.min() + EARLY * np.ptp(x)], [0.0] * zero)
+    pad = 0.05 * np.ptp(late) or 1
+    ax.set(xlim=(0, None), ylim=(late.min() - pad, late.max() + pad))
+    if y.min() < late.min() or y.max() > late.max():
+        print(f"the y axis fits what follows the first {EARLY:.0%} of the steps; what comes earlier may leave it")
+
+
+@contextlib.contextmanager
+def figure(path, xlabel, ylabel, zero=False):
+    """Axes to draw lines over training steps on, then written as a PNG; zero: mark 0, for values that are differences.
+
+    The same lines give the same bytes: no date, no version, nothing from the user's matplotlibrc.
+    """
+    try:
+        from matplotlib import style
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from PIL import Image  # comes with matplotlib
+    except ImportError:
+        raise UserError("figures need the matplotlib package: pip install matplotlib") from None
+    with style.context(["default", LOOK]):
+        canvas = FigureCanvasAgg(Figure(figsize=(6, 4), dpi=150, layout="constrained"))
+        ax = canvas.figure.subplots()
+        yield ax
+        fit(ax, zero)
+        if zero:
+            ax.axhline(0, color="0.5", linewidth=0.8, zorder=0)
+        ax.set(xlabel=xlabel, ylabel=ylabel)
+        canvas.figure.legend(loc="outside upper left", ncols=2, handlelength=4.5)
+        canvas.draw()
+        image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(128)  # a third of the bytes
+        write_atomic(path, lambda temporary: image.save(temporary, "PNG", optimize=True, dpi=(150, 150)))
+    print(f"wrote {path}")
+
+
+def relative(cfg, groups, window):
+    """Training loss of each run minus that of the baseline's run of its seed, averaged over seeds."""
+    labels = f"training step s (mean over s to s + {window - 1})", f"loss difference to {cfg.baseline} (nats per token)"
+    with figure(cfg.out_file, *labels, zero=True) as ax:
+        for mode, both in pair(groups, cfg.baseline).items():
+            pairs = [align([(r.steps["step"], r.steps["loss"]) for r in two]) for two in both]
+            draw(ax, *align([smooth(x, y[0] - y[1], window) for x, y in pairs]), mode, groups)
+
+
+def loss(cfg, groups, window):
+    """Training loss of each mode; averages stand in the middle of their window, so as to meet the validation losses."""
+    label = f"training step (lines: training loss, mean over {window} steps; markers: validation loss)"
+    with figure(cfg.out_file, label, "loss (nats per token)") as ax:
+        for mode, runs in groups.items():
+            x, y = align([smooth(r.steps["step"], r.steps["loss"], window) for r in runs])
+            at, val = align([np.array([*r.val.items()]).reshape(-1, 2).T for r in runs])
+            draw(ax, x + (window - 1) / 2, y, mode, groups, points=(at, val.mean(0)))
+
+
+def statistics(values):
+    """Mean, standard deviation (n - 1; None for one value) and n of a list of numbers, or None if it is empty."""
+    if values:
+        std = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        return {"mean": float(np.mean(values)), "std": std, "n": len(values)}
+
+
+def summary(groups, baseline):
+    """A dict of numbers per mode; losses are of finished runs only, as those on the way are no results."""
+    pairs = pair(groups, baseline)
+    for mode, runs in groups.items():
+        both = [(r, base) for r, base in pairs.get(mode, []) if r.finished and base.finished]
+        row = {"mode": mode} | {key: runs[0].start[key] for key in ("parameters", "kv_bytes_per_token")}
+        row["tokens_per_s"] = float(np.mean([np.median(r.steps["tokens_per_s"]) for r in runs]))
+        row["val_loss"] = statistics([r.val[r.last] for r in runs if r.finished])
+        row["difference"] = statistics([r.val[r.last] - base.val[base.last] for r, base in both])
+        yield row | {"runs": len(runs), "unfinished": [r.progress for r in runs if not r.finished]}
+
+
+def cells(row):
+    """The texts of a row of the table."""
+    losses = []
+    for of, sign in ((row["val_loss"], ""), (row["difference"], "+")):
+        spread = f" ± {of['std']:.4f}" if of and of["n"] > 1 else ""
+        losses.append(f"{of['mean']:{sign}.4f}{spread}" if of else "-")
+    late = row["unfinished"]
+    runs = f"{row['runs'] - len(late)} of {row['runs']} ({'; '.join(late)})" if late else str(row["runs"])
+    speed, cache = f"{row['tokens_per_s']:,.0f}", f"{row['kv_bytes_per_token']:,}"
+    return [row["mode"], f"{row['parameters']:,}", *losses, speed, cache, runs]
+
+
+def compare(cfg, groups, window):
+    """Print the table of modes, write it as JSON if asked to, and draw the relative losses."""
+    rows = list(summary(groups, cfg.baseline))
+    head = ["mode", "parameters", "val loss", f"vs {cfg.baseline}", "tokens/s", "KV bytes/token", "runs"]
+    lines = [head, *map(cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])])
+    for first, *others in lines:
+        print("|", " | ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]), "|")
+    places = {f"{r.start['device']} {r.start['dtype']}" for runs in groups.values() for r in runs}
+    print(f"losses: nats per token, of finished runs, ± standard deviation; tokens/s: {', '.join(sorted(places))}")
+    if cfg.json_file:
+        write_json(cfg.json_file, {"baseline": cfg.baseline, "modes": rows})
+    relative(cfg, groups, window)
+
+
+KINDS = {"relative": relative, "loss": loss, "compare": compare}
+
+
+def main():
+    cfg = load(PlotConfig, positional="words", usage=__doc__)
+    kind, *names = cfg.words
+    runs = [read_run(name) for name in names]
+    for r in runs:
+        if not r.finished:
+            print(f"note: {r.name} is not finished: {r.progress}")
+    KINDS[kind](cfg, by_mode(runs, cfg.baseline), pick_window(runs, cfg.window))
+
+
+if __name__ == "__main__":
+    run(main)

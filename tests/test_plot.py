@@ -1,0 +1,259 @@
+"""plot.py on made-up metrics.jsonl files, whose figures and table can be worked out by hand."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import refused, script
+
+import plot
+from configurator import UserError, load
+
+
+def make_run(folder, mode, seed, losses, val=None, batch=512, max_steps=None, parameters=1000, rate=100.0):
+    """A run's metrics.jsonl; val: {step: validation loss}, by default one at the end; returns the folder's name."""
+    n, kv = len(losses), 2048 if mode == "svformer" else 4096
+    start = {"event": "start", "step": 0, "value_mode": mode, "seed": seed, "parameters": parameters, "ranks": 1}
+    start |= {"kv_bytes_per_token": kv, "data": "d", "dtype": "float32", "device": "cpu", "max_steps": max_steps or n}
+    records = [start]
+    for i, loss in enumerate(losses, 1):
+        records.append({"step": i, "loss": float(loss), "lr": 1e-3, "grad_norm": 1.0, "tokens": i * batch})
+        records[-1] |= {"seconds": 1.0, "tokens_per_s": rate if i > 1 else 1.0, "mfu": None}  # the first step is slow
+    for step, mean in ({n: losses[-1]} if val is None else val).items():
+        records.append({"event": "eval", "step": step, "val": {"a": float(mean)}, "val_mean": float(mean)})
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return str(folder)
+
+
+def curve(n, gain=0.0, seed=0):
+    t = np.arange(n)
+    return 4 + 6.8 * np.exp(-t / 40) - gain * (1 - np.exp(-t / 50)) + np.random.default_rng(seed).normal(0, 0.05, n)
+
+
+def drawn(monkeypatch, *words):
+    """{mode: (x, y, points)} and the axes of what plot.py's figure of `words` draws."""
+    seen, draw = {}, plot.draw
+
+    def spy(ax, x, y, mode, modes, points=None):
+        seen[mode], seen["axes"] = (x, y, points), ax
+        draw(ax, x, y, mode, modes, points)
+
+    monkeypatch.setattr(plot, "draw", spy)
+    monkeypatch.setattr("sys.argv", ["plot.py", *map(str, words)])
+    plot.main()
+    return seen
+
+
+def test_moving_average():
+    x, y = plot.smooth(np.array([1, 2, 3, 4]), np.array([1.0, 3.0, 8.0, 4.0]), 3)
+    assert x.tolist() == [1, 2]  # at the first step of each window
+    np.testing.assert_allclose(y, [4, 5], rtol=1e-15)
+    with pytest.raises(UserError, match="window=5 is longer than the 4 steps"):
+        plot.smooth(np.arange(4), np.ones(4), 5)
+
+
+def test_relative_loss_is_paired_by_seed(tmp_path, monkeypatch):
+    """The seeds' own levels, 0 and 5, cancel only if each run meets the baseline of its seed, whatever the order."""
+    runs = [
+        make_run(tmp_path / "r2", "resformer", 2, [6.0, 8, 7, 5]),
+        make_run(tmp_path / "b1", "vanilla", 1, [4, 3, 2, 1]),
+    ]
+    runs += [
+        make_run(tmp_path / "r1", "resformer", 1, [3.0, 2, 2, 0]),
+        make_run(tmp_path / "b2", "vanilla", 2, [9, 8, 7, 6]),
+    ]
+    out = tmp_path / "deep" / "r.png"
+    x, y, points = drawn(monkeypatch, "relative", *runs, "--window=2", f"--out_file={out}")["resformer"]
+    assert x.tolist() == [1, 2, 3] and points is None
+    np.testing.assert_allclose(y, [[-1.5, 0, -0.5], [-1, -0.5, -0.5]])  # seed 2, seed 1: means of -3 0 0 -1, -1 -1 0 -1
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_runs_of_different_length_share_their_steps(tmp_path, monkeypatch, capsys):
+    base = make_run(tmp_path / "b", "vanilla", 1, np.arange(30.0))
+    short = make_run(tmp_path / "r", "resformer", 1, np.arange(12.0) + 3, val={}, max_steps=30)
+    with open(short + "/metrics.jsonl", "a") as f:
+        f.write('{"step": 13, "lo')  # it still runs, and its last line is half written
+    seen = drawn(monkeypatch, "relative", base, short, f"--out_file={tmp_path}/r.png")
+    x, y, _ = seen["resformer"]
+    assert x.tolist() == [1, 2, 3]
+    np.testing.assert_allclose(y, [[3, 3, 3]])
+    assert seen["axes"].get_ylim()[0] < 0  # a difference is shown with its 0
+    said = capsys.readouterr().out
+    assert "r is not finished: step 12/30\n" in said
+    assert "moving average over 10 steps instead of 100, because a run has only 12 steps" in said
+
+
+def test_window(tmp_path, monkeypatch, capsys):
+    runs = [make_run(tmp_path / mode, mode, 1, curve(200)) for mode in ("vanilla", "resformer")]
+    for words, points in (((), 101), (("--window=150",), 51), (("--window=1",), 200)):
+        seen = drawn(monkeypatch, "relative", *runs, *words, f"--out_file={tmp_path}/r.png")
+        assert len(seen["resformer"][0]) == points
+    assert "moving average over 100 steps\n" in capsys.readouterr().out
+
+
+def test_band():
+    y = np.array([[1.0, 2.0], [3.0, 8.0]])
+    mean, low, high, what = plot.band(y)
+    assert (mean.tolist(), low.tolist(), high.tolist()) == ([2, 5], [1, 2], [3, 8]) and what.startswith("2 seeds")
+    mean, low, high, what = plot.band(np.vstack([y, [[5.0, 2.0]]]))
+    assert mean.tolist() == [3, 4] and what == "3 seeds ± std"
+    np.testing.assert_allclose([low, high], [[1, 4 - 12**0.5], [5, 4 + 12**0.5]])  # n - 1: sqrt(8/2), sqrt(24/2)
+    assert plot.band(y[:1])[3] == "1 seed"
+
+
+def test_band_and_axis_on_the_figure(tmp_path):
+    with plot.figure(tmp_path / "f.png", "x", "y", zero=True) as ax:
+        x = np.arange(1.0, 101)
+        late = np.stack([np.full(100, 1.0), np.full(100, 3.0)])
+        plot.draw(ax, x, np.where(x < 5, 1e3, late), "resformer", ["vanilla", "resformer"])
+    assert ax.lines[0].get_ydata()[50] == 2 and ax.lines[0].get_color() == plot.COLORS[1]
+    corners = ax.collections[0].get_paths()[0].vertices
+    assert set(corners[corners[:, 0] == 50][:, 1]) == {1, 3}
+    low, high = ax.get_ylim()
+    assert -0.5 < low < 0 and 3 < high < 3.5  # 0 is shown, and the first steps do not squash the rest
+
+
+def test_loss_figure(tmp_path, monkeypatch, capsys):
+    runs = [make_run(tmp_path / f"b{s}", "vanilla", s, np.arange(6.0) * s, {3: s, 6: 2.0 * s}) for s in (1, 2)]
+    runs.append(make_run(tmp_path / "r", "resformer", 1, np.ones(6), val={}))  # killed in its last evaluation
+    seen = drawn(monkeypatch, "loss", *runs, "--window=3", f"--out_file={tmp_path}/l.png")
+    assert "step 6/6, not evaluated" in capsys.readouterr().out and seen["resformer"][2][0].size == 0
+    x, y, points = seen["vanilla"]
+    assert x.tolist() == [2, 3, 4, 5]  # the middle of steps 1 2 3, …
+    np.testing.assert_allclose(y, [[1, 2, 3, 4], [2, 4, 6, 8]])
+    np.testing.assert_allclose(points, [[3, 6], [1.5, 3]])
+
+
+def test_same_bytes_and_small(tmp_path):
+    """3 modes of 3 seeds, 400 steps: two processes write the same file, whatever the user's matplotlibrc says."""
+    gains = {"vanilla": 0, "resformer": 0.04, "svformer": -0.03}
+    runs = [make_run(tmp_path / f"{m}_{s}", m, s, curve(400, g, s)) for m, g in gains.items() for s in (1, 2, 3)]
+    (tmp_path / "matplotlibrc").write_text("figure.facecolor: red\nsavefig.dpi: 20\nfont.size: 20\n")
+    for kind, words in (("relative", ["--window=10"]), ("loss", [])):
+        for name, env in (("a", {}), ("b", {"MATPLOTLIBRC": str(tmp_path / "matplotlibrc")})):
+            result = script("plot.py", kind, *runs, *words, f"--out_file={tmp_path}/{name}.png", env=env)
+            assert result.returncode == 0 and not result.stderr, result.stderr
+        one, two = ((tmp_path / f"{name}.png").read_bytes() for name in "ab")
+        assert one == two and len(one) < 100_000
+
+
+def table(text):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[0] == "|"]
+
+
+def test_compare(tmp_path):
+    vanilla = [make_run(tmp_path / f"v{s}", "vanilla", s, np.full(20, 5.0), {20: 4.0 + s}) for s in (1, 2)]
+    res = [make_run(tmp_path / f"r{s}", "resformer", s, np.full(20, 5.0), {20: 4.0 + 0.5 * s}) for s in (1, 2)]
+    sv = make_run(tmp_path / "s", "svformer", 1, np.full(12, 5.0), {12: 1.0}, max_steps=20, parameters=900, rate=2500)
+    words = [*vanilla, *res, sv, f"--out_file={tmp_path}/c.png", f"--json_file={tmp_path}/c.json"]
+    result = script("plot.py", "compare", *words)
+    assert result.returncode == 0, result.stderr
+    head, rule, *rows = table(result.stdout)
+    assert head == ["mode", "parameters", "val loss", "vs vanilla", "tokens/s", "KV bytes/token", "runs"]
+    assert rule[0].strip("-") == "" and all(r.endswith("-:") for r in rule[1:])
+    assert rows[0] == ["vanilla", "1,000", "5.5000 ± 0.7071", "-", "100", "4,096", "2"]
+    assert rows[1] == ["resformer", "1,000", "4.7500 ± 0.3536", "-0.7500 ± 0.3536", "100", "4,096", "2"]
+    # its validation loss of 1.0 at step 12 is not a result
+    assert rows[2] == ["svformer", "900", "-", "-", "2,500", "2,048", "0 of 1 (step 12/20)"]
+    assert len({len(line) for line in result.stdout.splitlines() if line[0] == "|"}) == 1
+    numbers = json.loads((tmp_path / "c.json").read_text())
+    assert numbers["baseline"] == "vanilla" and [row["mode"] for row in numbers["modes"]] == [r[0] for r in rows]
+    assert numbers["modes"][1]["difference"] == pytest.approx({"mean": -0.75, "std": 0.5 / 2**0.5, "n": 2})
+    assert numbers["modes"][2]["val_loss"] is None and numbers["modes"][2]["tokens_per_s"] == 2500
+    assert (tmp_path / "c.png").exists()
+
+
+def test_compare_against_another_baseline(tmp_path):
+    runs = [make_run(tmp_path / m, m, 1, np.full(20, loss)) for m, loss in (("vanilla", 4.0), ("resformer", 3.5))]
+    result = script("plot.py", "compare", *runs, "--baseline=resformer", f"--out_file={tmp_path}/c.png")
+    rows = table(result.stdout)
+    assert (
+        rows[0][3] == "vs resformer" and rows[2][:2] == ["resformer", "1,000"] and rows[3][2:4] == ["4.0000", "+0.5000"]
+    )
+
+
+def test_resumed_run(tmp_path):
+    """The last start record counts: the run was set to 10 steps, then to 12."""
+    path = make_run(tmp_path / "r", "vanilla", 1, np.ones(12), {10: 2.0, 12: 1.5}, max_steps=10)
+    file = tmp_path / "r" / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    lines.insert(11, lines[0].replace('"max_steps": 10', '"max_steps": 12').replace('"step": 0', '"step": 10'))
+    file.write_text("".join(lines))
+    run = plot.read_run(path)
+    assert run.max_steps == 12 and run.finished and plot.read_run(str(file)).val == {10: 2.0, 12: 1.5}
+
+
+def test_refused_pairs(tmp_path):
+    def make(name, *args, **kw):
+        return plot.read_run(make_run(tmp_path / name, *args, **kw))
+
+    base, res = make("base", "vanilla", 1, np.ones(9)), make("res", "resformer", 2, np.ones(9))
+    batch, steps = (
+        make("batch", "svformer", 1, np.ones(9), batch=64),
+        make("steps", "svformer", 1, np.ones(9), max_steps=99),
+    )
+    again, wide = make("again", "vanilla", 1, np.ones(9)), make("wide", "vanilla", 3, np.ones(9), parameters=7)
+    for runs, message in (
+        ([base, res], r"res \(resformer\) has no vanilla run of its seed, 2, .* --value_mode=vanilla"),
+        ([res], "has no vanilla run"),
+        ([base], "all runs are vanilla"),
+        ([base, batch], "batch was set to 9 steps of 64 tokens of data d, .*base to 9 steps of 512 tokens"),
+        ([base, steps], "steps was set to 99 steps of 512"),
+        ([base, again], "are both vanilla, with seed 1"),
+        ([base, wide], "not models of the same size"),
+    ):
+        with pytest.raises(UserError, match=message):
+            plot.pair(plot.by_mode(runs, "vanilla"), "vanilla")
+
+
+def test_no_common_steps(tmp_path, monkeypatch):
+    runs = [make_run(tmp_path / f"v{s}", "vanilla", s, np.ones(40)) for s in (1, 2)]
+    for folder, keep in (("v1", range(0, 15)), ("v2", (0, *range(20, 42)))):
+        file = tmp_path / folder / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(lines[i] for i in keep))
+    with pytest.raises(UserError, match="the runs of vanilla .* no steps in common"):
+        drawn(monkeypatch, "loss", *runs, f"--out_file={tmp_path}/l.png")
+
+
+def test_refused_files(tmp_path):
+    (tmp_path / "none").mkdir()
+    good = make_run(tmp_path / "good", "vanilla", 1, np.ones(3))
+    lines = (tmp_path / "good" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    texts = {"empty": "", "start": lines[0], "json": "{}\nhello\n", "list": "[1]\n", "other": '{"event": "boom"}\n'}
+    texts |= {"gap": lines[0] + lines[1] + lines[3], "twice": lines[0] + lines[1] * 2, "keys": '{"event": "start"}\n'}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+        says = "has no steps yet" if name in ("empty", "start") else "is not a metrics.jsonl of train.py"
+        with pytest.raises(UserError, match=f"{name}.jsonl {says}"):
+            plot.read_run(str(tmp_path / f"{name}.jsonl"))
+    for name, says in (("none", "has no metrics.jsonl"), ("nowhere", "does not exist")):
+        with pytest.raises(UserError, match=f"{name} {says}"):
+            plot.read_run(str(tmp_path / name))
+    assert plot.read_run(good).last == 3
+
+
+def test_refused_settings():
+    for words, message in (
+        ([], "cannot draw 'nothing': the first word is relative, loss, compare"),
+        (["relativ", "out/vanilla"], "cannot draw 'relativ'"),
+        (["loss"], "no runs are named"),
+        (["loss", "x", "--window=-1"], "window=-1"),
+        (["loss", "x", "--out_file=x.pdf"], "must end in .png"),
+        (["loss", "x", "--json_file=x.json"], "json_file is for the table of compare"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(plot.PlotConfig, words, positional="words")
+
+
+def test_one_sentence_and_exit_code_2(tmp_path):
+    refused(script("plot.py", "relative", tmp_path / "nowhere"), "nowhere does not exist")
+    runs = [make_run(tmp_path / m, m, 1, np.ones(12)) for m in ("vanilla", "resformer")]
+    refused(script("plot.py", "relative", *runs, "--window=13"), "window=13 is longer than the 12 steps")
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib" / "__init__.py").write_text("raise ImportError")
+    result = script("plot.py", "compare", *runs, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    refused(result, "pip install matplotlib")
+    assert table(result.stdout)[2][0] == "vanilla"  # the table needs no matplotlib
