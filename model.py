@@ -419,13 +419,15 @@ class LinearCrossEntropy(torch.autograd.Function):
         gw = torch.zeros_like(w, dtype=exact) if grads else None
         gx = []
         for xc, tc, kc in zip(x.split(rows), target.clamp(min=0).split(rows), keep.split(rows), strict=True):
-            z = F.linear(xc, w)  # (rows, V)
-            dtype, z = z.dtype, z.to(exact)
-            lse = z.logsumexp(dim=1, keepdim=True)
-            total = total + torch.where(kc, (lse - z.gather(1, tc[:, None]))[:, 0], 0).sum()
+            z = F.linear(xc, w)  # (rows, V); in place from here on: passes over it are what costs
+            tc, kc, dtype, z = tc[:, None], kc[:, None].to(exact), z.dtype, z.to(exact)
+            z.sub_(z.amax(dim=1, keepdim=True))
+            right = z.gather(1, tc)
+            z.exp_()
+            norm = z.sum(dim=1, keepdim=True)
+            total = total + ((norm.log() - right) * kc).sum()
             if grads:  # softmax - one-hot, 0 in ignored rows
-                g = (z - lse.masked_fill(~kc[:, None], math.inf)).exp()
-                g = g.scatter_add(1, tc[:, None], -kc[:, None].to(exact)).to(dtype)
+                g = z.mul_(kc / norm).scatter_add_(1, tc, -kc).to(dtype)
                 gx.append((g @ w.to(dtype)).to(x.dtype))
                 gw += g.T @ xc.to(dtype)
         n = keep.sum().clamp(min=1)
