@@ -122,7 +122,7 @@ class Tokenizer:
         return self.encoding.encode_ordinary(text)
 
     def decode(self, ids):
-        """Text of `ids`; bytes that are not UTF-8 (a token cut inside a character) become U+FFFD, unused ids nothing."""
+        """Text of `ids`; bytes that are not UTF-8 (a token cut inside a character) become U+FFFD, unused ids ''."""
         return b"".join(self._bytes.get(i, b"") for i in ids).decode("utf-8", "replace")
 
     def token_bytes(self):

@@ -1,0 +1,34 @@
+# make demo: prepare real text, train three modes on it, compare and sample. make test: the whole suite.
+# Both make .venv on first use. PYTHON=python3.12 picks another interpreter (3.10 or later).
+PYTHON ?= python3
+PY := .venv/bin/python
+MODES := vanilla resformer svformer
+RUNS := $(MODES:%=out/demo/%)
+
+.PHONY: demo test lint clean
+demo: .venv/ready
+	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=16e6
+	for mode in $(MODES); do \
+	  $(PY) train.py config/tiny.py config/$$mode.py --out_dir=out/demo/$$mode --resume=auto || exit; done
+	$(PY) plot.py compare $(RUNS) --window=10 --out_file=out/demo/relative.png --json_file=out/demo/compare.json
+	$(PY) sample.py out/demo/resformer --prompt="def __init__(self" --max_new_tokens=120
+
+test: .venv/ready-dev
+	$(PY) -m pytest tests
+
+lint: .venv/ready-dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+clean:
+	rm -rf .venv out/demo data/demo
+
+.venv/ready: requirements.txt constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed: make PYTHON=...")'
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt -c constraints.txt
+	touch $@
+
+.venv/ready-dev: .venv/ready requirements-dev.txt
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-dev.txt -c constraints.txt
+	touch $@

@@ -1,0 +1,365 @@
+"""Preparing data: the same bytes however often killed and however many workers, budgets, and bad input as sentences."""
+
+import json
+import random
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, refused, script
+
+import prepare
+from data import Tokenizer, load_manifest
+
+zstandard = pytest.importorskip("zstandard")
+pytest.importorskip("rustbpe")
+WORDS = [
+    "value",
+    "residual",
+    "the",
+    "attention",
+    "layer",
+    "of",
+    "first",
+    "and",
+    "é",
+    "中文",
+    "x = 1\n",
+    "\n\n",
+    "2024",
+    "  ",
+]
+BPE = ("--tokenizer=bpe:300", "--bpe_bytes=100000")
+
+
+def run(*words, **kw):
+    result = script("prepare.py", *words, **kw)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def texts(n, seed=0, size=60):
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(1, size))) for _ in range(n)]
+
+
+def write_lines(path, rows):
+    """A .jsonl or .jsonl.zst file; a row that is a str is written as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows).encode()
+    path.write_bytes(zstandard.compress(lines) if path.suffix == ".zst" else lines)
+
+
+def contents(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def decoded(folder, split, domain):
+    """The texts of a file's documents, after checking that each ends with end-of-text."""
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    ids = np.fromfile(folder / split / f"{domain}.bin", "<u2")
+    assert ids[-1] == tokenizer.eot
+    return [tokenizer.decode(doc[:-1]) for doc in np.split(ids, np.flatnonzero(ids == tokenizer.eot) + 1)[:-1]]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Texts in all formats, in three domains, and what prepare.py makes of them."""
+    folder = tmp_path_factory.mktemp("texts")
+    write_lines(folder / "web" / "a.jsonl", [{"text": t, "id": i} for i, t in enumerate(texts(400, 1))])
+    write_lines(folder / "web" / "deep" / "b.jsonl.zst", [{"text": t} for t in texts(400, 2)] + [{"text": ""}])
+    write_lines(folder / "code" / "c.jsonl.zst", [{"text": t} for t in texts(300, 3)])
+    (folder / "d.txt").write_text("\n".join(texts(2000, 4)), encoding="utf-8")
+    run("files", f"--input_dir={folder}", f"--out_dir={folder}.out", *BPE)
+    return folder, Path(f"{folder}.out")
+
+
+def test_files_become_documents(corpus):
+    folder, out = corpus
+    manifest = load_manifest(out)
+    assert manifest["source"] == "files" and manifest["tokenizer"]["n_vocab"] == 300 and manifest["skipped"] == 0
+    train = manifest["splits"]["train"]
+    size = sum(about["tokens"] for about in train.values())
+    assert manifest["mixture"] == {d: pytest.approx(train[d]["tokens"] / size) for d in ("code", "text", "web")}
+    for domain, right in {"web": texts(400, 1) + texts(400, 2), "code": texts(300, 3)}.items():
+        val, rest = decoded(out, "val", domain), decoded(out, "train", domain)
+        assert sorted(val + rest) == sorted(right)
+        assert len(val) == len(right) // 20
+    pieces = decoded(out, "train", "text") + decoded(out, "val", "text")
+    assert sum(map(len, pieces)) == len((folder / "d.txt").read_text(encoding="utf-8")) and len(pieces) > 4
+    length = Tokenizer.load(out / "tokenizer.json").token_bytes()
+    for about in (about for split in manifest["splits"].values() for about in split.values()):
+        assert about["bytes"] == length[np.fromfile(out / about["file"], "<u2")].sum()
+
+
+def test_workers_do_not_change_a_byte(corpus, tmp_path):
+    folder, out = corpus
+    run("files", f"--input_dir={folder}", f"--out_dir={tmp_path / 'one'}", "--workers=1", *BPE)
+    assert contents(tmp_path / "one") == contents(out)
+
+
+DRIVER = """
+import os, signal, sys
+import prepare
+prepare.SAVE_S, prepare.BATCH = 0, 20_000
+fsync, left = os.fsync, [int(sys.argv.pop(1))]
+def dying(fd):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fsync(fd)
+os.fsync = dying
+prepare.main()
+"""
+
+
+def test_kill_at_any_moment(corpus, tmp_path):
+    """Killed before its k-th fsync, whatever was being written."""
+    folder, out = corpus
+    words = ["files", f"--input_dir={folder}", f"--out_dir={tmp_path / 'out'}", *BPE]
+    rng, kills, halfway = random.Random(0), 0, 0
+    while kills < 40:
+        k = rng.choice([2, 5, 7, 8, 9, 15])
+        command = [sys.executable, "-c", DRIVER, str(k), *words]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        error = process.communicate(timeout=60)[1]  # ends when the last worker has closed its stderr: none stays behind
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, error
+        kills += 1
+        progress = tmp_path / "out" / "progress.json"
+        halfway += progress.exists() and json.loads(progress.read_text())["position"] != [0, 0]
+    assert kills >= 5 and halfway >= 3
+    assert contents(tmp_path / "out") == contents(out)
+
+
+def test_rerun_and_other_settings(corpus, tmp_path):
+    folder, out = corpus
+    before = contents(out)
+    words = ("files", f"--input_dir={folder}", f"--out_dir={out}")
+    assert "finished" in run(*words, *BPE, "--workers=1")
+    refused(script("prepare.py", *words, "--tokenizer=bpe:301", "--bpe_bytes=100000"), "finished", "bpe:300", "bpe:301")
+    refused(
+        script("prepare.py", "files", f"--input_dir={folder / 'web'}", f"--out_dir={out}", *BPE), "other input files"
+    )
+    assert contents(out) == before
+    (tmp_path / "train").mkdir()
+    refused(script("prepare.py", *words[:2], f"--out_dir={tmp_path}", *BPE), "did not write", "--out_dir")
+
+
+def test_full_disk_loses_nothing(corpus, tmp_path):
+    folder, out = corpus
+    words = ("files", f"--input_dir={folder}", f"--out_dir={tmp_path / 'out'}", *BPE)
+    limit = min(size.stat().st_size for size in (out / "train").iterdir()) // 2
+    assert limit > 15_000  # the vocabulary and the records fit, the data does not
+    result = script("prepare.py", *words, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    refused(result, "train/", "free space")
+    refused(script("prepare.py", *words, "--seed=5"), "half-finished", "seed")
+    run(*words)
+    assert contents(tmp_path / "out") == contents(out)
+
+
+def test_corrupt_line(tmp_path):
+    good = [{"text": t} for t in texts(50)]
+    write_lines(
+        tmp_path / "in" / "a.jsonl",
+        [*good[:20], '{"text": "torn', *good[20:], {"body": 1}, "[]", {"text": "half a pair \ud800"}],
+    )
+    words = ("files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", "--tokenizer=bpe:257")
+    refused(script("prepare.py", *words), "a.jsonl, line 21:", "--skip_bad")
+    said = run(*words, "--skip_bad")
+    assert "3 unreadable" in said
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest["skipped"] == 3 and sum(s["text"]["documents"] for s in manifest["splits"].values()) == 51
+    assert "half a pair \ufffd" in decoded(tmp_path / "out", "train", "text")
+
+
+def slimpajama(folder):
+    """Both splits of three of SlimPajama's sets, and a document that quotes an end-of-text token."""
+    sets = ("C4", "Book", "Github")
+    for split, name, n in (("train", "example_train_0", 300), ("validation", "example_holdout_0", 30)):
+        for chunk in (1, 2):
+            rows = [
+                {"text": t, "meta": {"redpajama_set_name": f"RedPajama{sets[i % 3]}"}}
+                for i, t in enumerate(texts(n, chunk, 30))
+            ]
+            if split == "validation":
+                rows[0]["text"] = "a<|endoftext|>b"
+            write_lines(folder / split / f"chunk{chunk}" / f"{name}.jsonl.zst", rows)
+    write_lines(folder / "test" / "chunk1" / "example_holdout_0.jsonl.zst", [{"text": "held out for ever"}])
+    return folder
+
+
+def test_slimpajama_layout_budget_and_mixture(tmp_path):
+    folder, out = slimpajama(tmp_path / "in"), tmp_path / "out"
+    mixture = "--mixture={'C4': 3, 'Book': 1}"
+    said = run("slimpajama", f"--input_dir={folder}", f"--out_dir={out}", mixture, "--tokens=8e3", *BPE)
+    manifest = load_manifest(out)
+    assert manifest["mixture"] == {"C4": 0.75, "Book": 0.25} and "the input ended" not in said
+    train, val = manifest["splits"]["train"], manifest["splits"]["val"]
+    assert sorted(train) == sorted(val) == ["Book", "C4"] and val["C4"]["documents"] == 20
+    for domain, budget in (("C4", 6000), ("Book", 2000)):
+        ids = np.fromfile(out / train[domain]["file"], "<u2")
+        last = len(decoded(out, "train", domain)[-1].encode()) + 1
+        assert budget <= len(ids) < budget + last  # the document that crosses the budget is the last, and whole
+        assert set(decoded(out, "train", domain)) <= set(texts(300, 1, 30) + texts(300, 2, 30))
+    assert "a<|endoftext|>b" in decoded(out, "val", "C4")
+    said = run("slimpajama", f"--input_dir={folder}", f"--out_dir={tmp_path / 'all'}", "--val_tokens=40", *BPE)
+    assert "the input ended" in said and "no text of domain ArXiv" in said
+    manifest = load_manifest(tmp_path / "all")
+    assert manifest["mixture"] == {
+        d: pytest.approx(w / 0.35) for d, w in (("C4", 0.2), ("Github", 0.1), ("Book", 0.05))
+    }
+    assert all(40 <= about["tokens"] < 400 for about in manifest["splits"]["val"].values())
+
+
+def test_hub_stream_gives_the_same_documents(tmp_path, monkeypatch):
+    """Without a hub: the library streams a local folder in the same way."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder = slimpajama(tmp_path / "in")
+    local = prepare.PrepareConfig("slimpajama", input_dir=str(folder))
+    hub = prepare.PrepareConfig("slimpajama", hub_id=str(folder))
+
+    def rows(cfg, skip=0):
+        found = {"train": [], "val": []}
+        for source in prepare.find_inputs(cfg):
+            for _, raw, _ in prepare.items(source, cfg, skip):
+                found[source.split] += prepare.documents(source, raw, cfg)
+        return found
+
+    here, there = rows(local), rows(hub)
+    for split in here:
+        assert sorted(here[split]) == sorted(there[split]) and len(here[split]) > 50
+    assert rows(hub, 7)["train"] == there["train"][7:]
+
+
+def test_hub_out_of_reach(tmp_path):
+    pytest.importorskip("datasets")
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    result = script("prepare.py", "slimpajama", f"--out_dir={tmp_path / 'out'}", *BPE, env=env)
+    refused(result, "cerebras/SlimPajama-627B", "--input_dir")
+    result = script("prepare.py", "slimpajama", f"--out_dir={tmp_path / 'out'}", env=env)
+    refused(result, "neox", "--tokenizer_file")
+    assert not (tmp_path / "out").exists()
+
+
+def test_parquet(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "in").mkdir()
+    table = pyarrow.table({"body": texts(150), "id": list(range(150))})
+    parquet.write_table(table, tmp_path / "in" / "a.parquet", row_group_size=40)
+    words = ("files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", *BPE)
+    refused(script("prepare.py", *words), "a.parquet, item 1:", "'text'", "--text_field")
+    run(*words, "--text_field=body", "--val_fraction=0.5")
+    assert sorted(decoded(tmp_path / "out", "train", "text") + decoded(tmp_path / "out", "val", "text")) == sorted(
+        texts(150)
+    )
+    (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1 torn")
+    refused(script("prepare.py", *words[:2], f"--out_dir={tmp_path / 'x'}", *BPE), "cannot read", "a.parquet")
+
+
+@pytest.mark.parametrize(
+    "words, fragments",
+    [
+        (["files"], ["--input_dir"]),
+        (["files", "--input_dir=no/such"], ["no folder no/such"]),
+        (["files", "--input_dir=tests"], ["nothing to read", ".jsonl.zst"]),
+        (["slimpajama", "--input_dir=tests"], ["train/", "validation/"]),
+        (["books"], ["'pysource' or 'slimpajama' or 'files'"]),
+        (["pysource", "--tokenizer=bpe:70000"], ["uint16", "65,536"]),
+        (["pysource", "--tokenizer=word"], ["unknown tokenizer 'word'"]),
+        (["pysource", "--val_fraction=0.7"], ["val_fraction"]),
+        (["pysource", "--mixture={'stdlib': -1}"], ["weights above 0"]),
+        (["slimpajama", "--tokens=-5"], ["tokens must not be negative"]),
+    ],
+)
+def test_refusals(words, fragments, tmp_path):
+    refused(script("prepare.py", *words, f"--out_dir={tmp_path / 'out'}"), *fragments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_package(tmp_path):
+    write_lines(tmp_path / "in" / "a.jsonl.zst", [{"text": "a"}])
+    (tmp_path / "zstandard.py").write_text("raise ImportError('not here')")
+    words = ("files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", *BPE)
+    refused(script("prepare.py", *words, env={"PYTHONPATH": str(tmp_path)}), "pip install zstandard")
+
+
+def test_reader_stays_near_the_writer(corpus):
+    """Memory does not grow with the input: what is read ahead is bounded."""
+    cfg = prepare.PrepareConfig("files", input_dir=str(corpus[0]), workers=1)
+    spec, ahead, most = Tokenizer.load(corpus[1] / "tokenizer.json").spec, 0, 0
+
+    def batches():
+        nonlocal ahead
+        for i in range(50):
+            ahead += 1
+            yield "train", [i, 1], [(prepare.Input("a.txt", 9, "train", "text", None), 0, b"text %d" % i)]
+
+    for i, (_, position, results) in enumerate(prepare.encoded(cfg, spec, batches())):
+        most, ahead = max(most, ahead), ahead - 1
+        assert position == [i, 1] and len(results[0]) == 1
+    assert i == 49 and most <= 3
+
+
+def test_long_text_is_read_in_pieces(tmp_path):
+    file = tmp_path / "long.txt"
+    file.write_bytes(b"one line of text\n" * 100_000)
+    cfg = prepare.PrepareConfig("files", input_dir=str(file))
+    (source,) = prepare.find_inputs(cfg)
+    pieces = [raw for _, raw, _ in prepare.items(source, cfg, 0)]
+    assert b"".join(pieces) == file.read_bytes()
+    assert max(map(len, pieces)) < prepare.TEXT + 100 and all(p.endswith(b"\n") for p in pieces)
+    assert [raw for _, raw, _ in prepare.items(source, cfg, 5)] == pieces[5:]
+
+
+def test_docstrings_come_out_of_code():
+    source = (
+        '"""Módule.\n\n   More."""\nimport os\n\nclass A:\n    "Class é."\n    x = 1\n\ndef f(): "One."; return 2\n'
+    )
+    source += 'if x:\n    async def g():\n        """Only."""\ny = """no docstring"""\n'
+    code, prose = prepare.split_docstrings(source)
+    assert prose == "Módule.\n\nMore.\n\nClass é.\n\nOne.\n\nOnly."
+    right = "import os\n\nclass A:\n    x = 1\n\ndef f(): ...; return 2\nif x:\n    async def g():\n        ...\n"
+    assert code == right + 'y = """no docstring"""\n'
+    assert prepare.split_docstrings("def broken(") == ("def broken(", "")
+    assert prepare.split_docstrings('"""All."""') == ("", "All.")
+
+
+def test_pysource(tmp_path):
+    out = tmp_path / "out"
+    words = ("pysource", f"--out_dir={out}", "--tokens=3e5", "--tokenizer=bpe:512", "--bpe_bytes=300000")
+    run(*words)
+    manifest = load_manifest(out)
+    train = manifest["splits"]["train"]
+    assert {"stdlib", "torch", "prose", "packages"} <= set(train)
+    assert 3e5 <= sum(about["tokens"] for about in train.values()) < 3e5 + 5e5
+    code = decoded(out, "train", "stdlib")
+    assert any("import " in text for text in code) and len(set(code)) == len(code)
+    assert not any(prepare.split_docstrings(text)[1] for text in code)
+    assert "finished" in run(*words)
+
+
+def test_pysource_inputs():
+    cfg = prepare.PrepareConfig("pysource")
+    inputs = prepare.find_inputs(cfg)
+    assert sum(i.size for i in inputs) > 100e6 or len(inputs) < 3000  # an environment with torch has over 100 MB
+    names = [i.name for i in inputs]
+    assert "torch/nn/functional.py" in names and not any("site-packages" in n or "_vendor/" in n for n in names)
+    first = {i.domain for i in inputs[:500]}
+    assert {"stdlib", "torch", "packages"} <= first  # any beginning is a sample of everything
+    cfg.seed = 1
+    assert sorted(i.name for i in prepare.find_inputs(cfg)) == sorted(names) != names
+
+
+def test_damaged_compressed_file(tmp_path):
+    write_lines(tmp_path / "in" / "a.jsonl.zst", [{"text": t} for t in texts(500)])
+    file = tmp_path / "in" / "a.jsonl.zst"
+    file.write_bytes(b"not zstandard" + file.read_bytes())
+    words = ("files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", *BPE)
+    refused(script("prepare.py", *words), "cannot read", "a.jsonl.zst")

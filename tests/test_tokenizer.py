@@ -1,0 +1,199 @@
+"""Tokenizers: the same ids as the `tokenizers` package gives, and text that is never taken for a special token."""
+
+import base64
+import io
+import json
+import random
+import re
+import unicodedata
+
+import pytest
+from conftest import SHARED, needs_shared, refused, script
+
+import prepare
+from configurator import UserError
+from data import EOT, Tokenizer
+
+regex = pytest.importorskip("regex")
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as OpenAI published it
+ATOMS = ["\n", "\r\n", "\t", "\x0b", "\x0c", "\x1c", "\x85", "\u00a0", "\u1680", "\u2003", "\u2028", "\u200b", "\u3000"]
+ATOMS += [
+    "a",
+    "B",
+    "é",
+    "e\u0301",
+    "\u0301",
+    "A\u030a",
+    "中文",
+    "\u1112\u1161\u11ab",
+    "1",
+    "23",
+    "²",
+    "½",
+    "٣",
+    "ﬁ",
+    "İ",
+]
+ATOMS += [".", "'", '"', "!!", "-", "_", "…", "😀", "'s", "'ll", "'RE", " the", "def ", "\ufeff", "\ufffd", "\x00"]
+
+
+def hostile(seed, n):
+    """n strings of up to 16 parts: 1 to 60 spaces, other whitespace, letters, digits, punctuation, accents."""
+    rng = random.Random(seed)
+    for _ in range(n):
+        parts = rng.choices(ATOMS, k=rng.randint(1, 16))
+        yield "".join(" " * rng.choice((1, 2, 3, rng.randint(4, 60))) if rng.random() < 0.35 else p for p in parts)
+
+
+def cut(pattern, text):
+    return regex.findall(pattern, text)
+
+
+def small_neox(folder):
+    """A tokenizer.json of GPT-NeoX's kind, with its NFC and added runs of spaces, and the package's tokenizer."""
+    hf = pytest.importorskip("tokenizers")
+    tokenizer = hf.Tokenizer(hf.models.BPE())
+    tokenizer.normalizer = hf.normalizers.NFC()
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=[EOT, "<|padding|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(hostile(9, 3000), trainer)
+    tokenizer.add_tokens([hf.AddedToken(" " * n, special=False, normalized=True) for n in range(24, 1, -1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def documents():
+    """All text of the reference folder, without the two special tokens, which `tokenizers` would take as such."""
+    zstandard = pytest.importorskip("zstandard")
+    for file in sorted((SHARED / "data/text").rglob("*.jsonl.zst")):
+        with open(file, "rb") as f:
+            for line in io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(f)):
+                yield re.sub(r"<\|endoftext\|>|<\|padding\|>", "", json.loads(line)["text"])
+    for file in [SHARED / "data/text/tinyshakespeare.txt", *sorted((SHARED / "data/eval").rglob("*.jsonl"))]:
+        yield file.read_text(encoding="utf-8")
+
+
+def reference(name):
+    """The package's tokenizer and ours, from the same files."""
+    hf = pytest.importorskip("tokenizers")
+    if name == "neox":
+        path = str(SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json")
+        return hf.Tokenizer.from_file(path), Tokenizer(prepare.neox(path))
+    folder = SHARED / "data/tokenizers/gpt2"
+    theirs = hf.Tokenizer(hf.models.BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe")))
+    theirs.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return theirs, Tokenizer(prepare.gpt2(str(folder)))
+
+
+@needs_shared
+@pytest.mark.parametrize("name, size, every", [("neox", 50277, 1), ("gpt2", 50257, 3)])  # theirs takes its time
+def test_equal_to_tokenizers_on_real_text(name, size, every):
+    theirs, ours = reference(name)
+    assert ours.n_vocab == size
+    texts, differ = list(documents())[::every], 0
+    for i in range(0, len(texts), 256):
+        for text, right in zip(texts[i : i + 256], theirs.encode_batch_fast(texts[i : i + 256]), strict=True):
+            differ += ours.encode(text) != right.ids
+    assert differ == 0 and len(texts) > 1000
+    for text in texts[::50]:
+        assert ours.decode(ours.encode(text)) == (unicodedata.normalize("NFC", text) if name == "neox" else text)
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["neox", "gpt2"])
+def test_equal_to_tokenizers_on_hostile_text(name):
+    theirs, ours = reference(name)
+    for text in hostile(1, 4000):
+        assert ours.encode(text) == theirs.encode(text).ids, ascii(text)
+
+
+def test_small_neox_equal_to_tokenizers(tmp_path):
+    theirs = small_neox(tmp_path)
+    ours = Tokenizer(prepare.neox(tmp_path / "tokenizer.json"))
+    assert ours.n_vocab == theirs.get_vocab_size() and ours.spec["normalize"] == "NFC" and ours.eot == 0
+    for text in hostile(2, 4000):
+        assert ours.encode(text) == theirs.encode(text).ids, ascii(text)
+        assert ours.decode(ours.encode(text)) == unicodedata.normalize("NFC", text)
+
+
+def test_pieces_are_gpt2s_cut_at_runs_of_spaces(tmp_path):
+    """The patterns against their definition: GPT-2's on all text, and on what lies between the runs."""
+    small_neox(tmp_path)
+    neox = prepare.neox(tmp_path / "tokenizer.json")["pattern"]
+    for text in hostile(3, 5000):
+        assert cut(prepare.PATTERN, text) == cut(GPT2, text), ascii(text)
+        right = []
+        for part in re.split("( {2,24})", text):
+            right += [part] if part[:2] == "  " else cut(GPT2, part)
+        assert cut(neox, text) == right, ascii(text)
+
+
+def test_literal_special_tokens_stay_text(tmp_path):
+    small_neox(tmp_path)
+    ours = Tokenizer(prepare.neox(tmp_path / "tokenizer.json"))
+    text = "a<|endoftext|><|padding|>  b"
+    ids = ours.encode(text)
+    assert not {0, 1} & set(ids) and ours.decode(ids) == text
+    prompt = ours.encode(text, allow_eot=True)  # only the end-of-text token can be asked for
+    assert prompt.count(0) == 1 and 1 not in prompt and ours.decode(prompt) == text
+
+
+def test_every_id_decodes(tmp_path):
+    small_neox(tmp_path)
+    ours = Tokenizer(prepare.neox(tmp_path / "tokenizer.json"))
+    hidden = [i for b, i in ours.spec["ranks"] if base64.b64decode(b) == b"  "]
+    assert len(hidden) == 2 and ours.encode("  ") == [max(hidden)]  # the vocabulary's own pair of spaces is not used,
+    assert [ours.decode([i]) for i in hidden] == ["  ", "  "]  # but a model may still sample it
+    assert ours.decode(range(70_000)) == ours.decode(range(ours.n_vocab)) and ours.decode([1, 0]) == "<|padding|>" + EOT
+
+
+def test_million_whitespaces():
+    """tiktoken's regex engine runs out of stack on GPT-2's pattern as published."""
+    ranks = [(bytes([i]), i) for i in range(256)]
+    ours = Tokenizer(prepare.tokenizer_spec("bytes", prepare.PATTERN, ranks, {EOT: 256}))
+    for text in (" " * 2_000_000 + "x", "\n" * 2_000_000, "\t\u3000" * 1_000_000 + "x"):
+        assert ours.decode(ours.encode(text)) == text
+
+
+def test_vocabulary_has_to_fit_uint16(tmp_path):
+    ranks = [(b"%d" % i, i) for i in range(2**16)]
+    with pytest.raises(UserError, match="65,537 entries.*uint16.*65,536"):
+        prepare.tokenizer_spec("large", prepare.PATTERN, ranks, {EOT: 2**16})
+    assert prepare.tokenizer_spec("fits", prepare.PATTERN, ranks[:-1], {EOT: 2**16 - 1})["n_vocab"] == 2**16
+
+
+def test_bad_tokenizer_files(tmp_path):
+    small_neox(tmp_path)
+    about = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    (tmp_path / "a.txt").write_text("text\n" * 9)
+
+    def refuse(words, *fragments):
+        words = ("files", f"--input_dir={tmp_path / 'a.txt'}", f"--out_dir={tmp_path / 'out'}", *words)
+        refused(script("prepare.py", *words), *fragments)
+
+    changed = tmp_path / "changed.json"
+    for change in (
+        lambda: about["model"]["merges"].reverse(),
+        lambda: about["pre_tokenizer"].update(type="Whitespace"),
+        lambda: about.pop("model"),
+    ):
+        change()
+        changed.write_text(json.dumps(about), encoding="utf-8")
+        with pytest.raises(UserError, match="changed.json"):
+            prepare.neox(changed)
+    refuse(["--tokenizer=neox", f"--tokenizer_file={changed}"], "changed.json", "--tokenizer_file")
+    refuse(["--tokenizer=neox", "--tokenizer_file=no.json"], "no.json is missing")
+    refuse(["--tokenizer=gpt2", f"--tokenizer_file={tmp_path}"], "encoder.json")
+
+
+def test_trained_bpe_is_reproducible(tmp_path):
+    rustbpe = pytest.importorskip("rustbpe")
+    found = []
+    for _ in range(2):
+        bpe = rustbpe.Tokenizer()
+        bpe.train_from_iterator(hostile(4, 3000), 500, pattern=prepare.PATTERN)
+        found.append(bpe.get_mergeable_ranks())
+    assert found[0] == found[1] and len(found[0]) == 500
