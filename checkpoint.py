@@ -8,6 +8,7 @@ A run's folder holds, per saved step,
 The weights are written last, each file atomically: a step whose .safetensors exists is complete, whatever happened.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -67,7 +68,11 @@ def read_header(path):
     header = _metadata(path)
     if header.get("format") != FORMAT:
         raise UserError(f"{path} is not a {FORMAT} checkpoint of train.py (for Hugging Face folders there is load_hf)")
-    if header["plan"] != plan_dict(ModelConfig.from_dict(header["config"])):
+    try:
+        same = header["plan"] == plan_dict(ModelConfig.from_dict(header["config"]))
+    except (KeyError, TypeError, ValueError):  # a setting that this code does not know, or no longer allows
+        same = False
+    if not same:
         raise UserError(
             f"{path} was trained with another layer plan than this model.py makes of its config; use that version"
         )
@@ -94,8 +99,11 @@ def find(run_or_file, which="last"):
 
 
 def best(run):
-    """The weights file of a run with the lowest validation loss, or None if none was evaluated."""
-    losses = {path: read_header(path)["val_loss"] for path in steps(run).values()}
+    """The weights file of a run with the lowest validation loss, or None; damaged ones do not count."""
+    losses = {}
+    for path in steps(run).values():
+        with contextlib.suppress(UserError):
+            losses[path] = read_header(path)["val_loss"]
     return min((p for p, loss in losses.items() if loss is not None), key=losses.get, default=None)
 
 
@@ -131,12 +139,21 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
     header = dict(format=FORMAT, step=step, val_loss=val_loss, mode=mode_name(model.cfg.value_mode))
     header |= dict(config=model.cfg.to_dict(), plan=plan_dict(model.cfg), tokenizer=tokenizer_hash)
     _write(weights_file, {k: v.contiguous() for k, v in model.state_dict().items()}, header)
-    files = list(steps(run).values())
-    for old in files[:-keep] if keep else []:
-        if old != best(run):
+    kept = {weights_file, best(run), *list(steps(run).values())[-keep:]}
+    for old in steps(run).values():
+        if keep and old not in kept:
             old.unlink()  # first the file that says the step is there
             state_file(old).unlink(missing_ok=True)
     return weights_file
+
+
+def clean(run):
+    """Remove what a killed run left half-written in its folder."""
+    for path in Path(run).glob(".*.tmp"):
+        path.unlink()
+    for path in Path(run).glob("step_*.state.safetensors"):
+        if not path.with_name(path.name.replace(".state", "")).exists():
+            path.unlink()
 
 
 def training_state(model, optimizer, scaler):
@@ -172,6 +189,7 @@ def resume(weights_file, model, optimizer, scaler, tokenizer_hash):
     state = {
         i: {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
         for i, name in enumerate(name_order(model, optimizer))
+        if f"step/{name}" in tensors  # AdamW has no state before its first step, and a scaler may have skipped all
     }
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     if scaler and (numbers := _metadata(state_file(weights_file))["scaler"]):
@@ -226,7 +244,9 @@ def hf_config(folder):
     kind = c.get("model_type", c.get("architecture"))
     if kind != "llama":
         raise UserError(f"{folder}/config.json: model type {kind!r} is not supported, only 'llama'")
+    rope = c.get("rope_parameters") or {}  # where newer files keep the theta and the scaling
     odd = [k for k in ("rope_scaling", "attention_bias", "mlp_bias") if c.get(k)]
+    odd += ["rope_parameters"] * (rope.get("rope_type", "default") != "default")
     if c.get("hidden_act", "silu") != "silu":
         odd.append("hidden_act")
     if odd:
@@ -242,7 +262,7 @@ def hf_config(folder):
             n_kv_head=c.get("num_key_value_heads", 0),
             n_embd=c["hidden_size"],
             n_hidden=c["intermediate_size"],
-            rope_theta=c.get("rope_theta", 10000.0),
+            rope_theta=rope.get("rope_theta", c.get("rope_theta", 10000.0)),
             norm_eps=c["rms_norm_eps"],
             value_mode=ValueMode.from_dict(mode) if isinstance(mode, dict) else mode,
         )

@@ -80,7 +80,7 @@ def parse(text, hint):
         return text
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         # --domains=a,b is what people type for a tuple of names
         return tuple(text.split(",")) if any(typing.get_origin(h) is tuple for h in hints) else text
 
@@ -103,7 +103,7 @@ def from_file(path):
         raise UserError(f"{path}: no such config file")
     try:
         names = runpy.run_path(path)
-    except Exception as e:  # a config file is a user's code: whatever it raises is about the file
+    except (Exception, SystemExit) as e:  # a config file is a user's code: whatever it raises is about the file
         raise UserError(f"{path}: {type(e).__name__}: {e}") from None
     return {
         k: v
@@ -158,19 +158,25 @@ def load(cls, argv=None, positional=None, usage=""):
         raise UserError(str(e)) from None
 
 
+def say_error(message):
+    """One line on stderr, exit code 2. Under torchrun each rank speaks for itself: the cause may be its node or GPU."""
+    rank = os.environ.get("RANK", "0")
+    print(f"rank {rank}: " * (rank != "0") + f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def run(main):
-    """Call `main()` as a script does: bad input and a full disk end with one sentence on stderr and exit code 2."""
+    """Call `main()` as a script does: bad input, a full disk or a path that does not serve end with a sentence."""
     try:
         main()
     except UserError as e:
-        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank meets the same bad input: say it once
-            print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+        say_error(e)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
     except BrokenPipeError:  # `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as e:
-        if e.errno not in _FULL:
-            raise
-        print(f"error: cannot write {e.filename or 'a file'}: {e.strerror}; free space and run again", file=sys.stderr)
-        sys.exit(2)
+        remedy = "; free some space and run it again" if e.errno in _FULL else ""
+        say_error(f"{e.filename or 'a file'} cannot be read or written: {e.strerror}{remedy}")

@@ -152,6 +152,8 @@ def load_manifest(data_dir, verify=True):
             for about in files.values():
                 check_file(data_dir / about["file"], about, verify)
         tokenizer = Tokenizer.load(data_dir / "tokenizer.json")
+        if not manifest["mixture"].keys() <= manifest["splits"]["train"].keys():
+            raise KeyError("train file for a domain of the mixture")
         if tokenizer.hash != manifest["tokenizer"]["hash"]:
             raise UserError(
                 f"{data_dir}/tokenizer.json ({tokenizer.name}) is not the tokenizer the data was made with "
@@ -209,12 +211,14 @@ class Corpus:
 
     def _weights(self, mixture):
         known = self.manifest["splits"]["train"]
-        for domain in mixture:
+        for domain, weight in mixture.items():
             if domain not in known:
                 raise UserError(f"mixture names domain {domain!r}; {self.dir} has {', '.join(known)}")
+            if not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
+                raise UserError(f"mixture gives {domain} the weight {weight!r}; weights are numbers of at least 0")
         weights = {d: float(w) for d, w in mixture.items() if w}
-        if not weights or min(weights.values()) < 0:
-            raise UserError(f"mixture {mixture} must have weights of at least 0, and one above")
+        if not weights:
+            raise UserError(f"mixture {mixture} must have a weight above 0")
         return {d: w / sum(weights.values()) for d, w in weights.items()}
 
     def _open(self, split):

@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,8 @@ class Residual:
     """One extra path from earlier layers i into layer n.
 
     Sources are read as projected (V_i = x_i W_i, never mixed, never detached) and all of a layer's sources share one
-    weight: lam = (own, sources together); None is the plain mean of the layer's own tensor and its sources.
+    weight: lam = (own, sources together); None is the plain mean of the layer's own tensor and its sources. A layer
+    that borrows the tensor `of` (see ValueMode) has no residual on it.
     map: "own" mixes before attention, so that A_n carries the mix:   U_n = A_n (l_own V_n + sum_i l_i V_i)
          "identity" adds after attention, token by token:             U_n = l_own A_n V_n + sum_i l_i V_i
          "delta" adds the difference (NeuTRENO, Eq 8):                U_n = l_own A_n V_n + sum_i l_i (V_i - V_n)
@@ -38,6 +39,10 @@ class Residual:
     layers: tuple[int, ...] = ()  # only in these layers; () = in every layer that has a source
 
     def __post_init__(self):
+        for field in ("of", "source", "map"):
+            known = get_args(get_type_hints(Residual)[field])
+            if getattr(self, field) not in known:
+                raise ValueError(f"Residual({field}={getattr(self, field)!r}): {field} is one of {', '.join(known)}")
         if self.map != "own" and self.of != "v":
             raise ValueError(
                 f"a residual after attention (map={self.map!r}) adds values: of must be 'v', not {self.of!r}"
@@ -141,26 +146,35 @@ class ModelConfig:
     value_mode: str | ValueMode = "vanilla"
 
     def __post_init__(self):
-        def default(name, value):
+        def put(name, value):
             object.__setattr__(self, name, value)
 
-        default("value_mode", get_mode(self.value_mode))
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+        put("value_mode", get_mode(self.value_mode))
+        put("n_kv_head", self.n_kv_head or self.n_head)
+        put("n_hidden", self.n_hidden or 7 * self.n_embd // 2)
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        default("n_kv_head", self.n_kv_head or self.n_head)
-        default("n_hidden", self.n_hidden or 7 * self.n_embd // 2)
         if self.n_embd % self.n_head or self.n_embd // self.n_head % 2:
             raise ValueError(
                 f"n_embd={self.n_embd} must be n_head={self.n_head} times an even head size (RoPE turns pairs)"
             )
-        if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
+        if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
         named = [i for r in self.value_mode.residuals for i in r.layers]
         named += [i for t in "qkv" if isinstance(s := getattr(self.value_mode, f"share_{t}"), tuple) for i in s]
         if named and not 0 <= min(named) <= max(named) < self.n_layer:
             raise ValueError(f"value_mode names layers {sorted(set(named))}, but there are only 0..{self.n_layer - 1}")
-        for n, layer in enumerate(plan_layers(self)):
+        plan = plan_layers(self)
+        for r, used in zip(
+            self.value_mode.residuals, zip(*(layer.sources for layer in plan), strict=True), strict=True
+        ):
+            idle = [n for n in r.layers or range(1, self.n_layer) if not used[n]]
+            if idle and (r.layers or len(idle) == self.n_layer - 1):
+                raise ValueError(
+                    f"{r} does nothing in layer {idle[0]}: there is no earlier layer, or its {r.of} is borrowed"
+                )
+        for n, layer in enumerate(plan):
             if n not in layer.owner.values():
                 raise ValueError(f"layer {n} would own none of q, k, v: its attention would read nothing of its input")
 
@@ -261,6 +275,14 @@ class Rope(nn.Module):
         angle = torch.outer(torch.arange(length, dtype=torch.float32), rate)  # (length, D/2)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        """What .to() and .cuda() call: the tables go along to another device, but never to half precision."""
+        cos, sin = self.cos, self.sin
+        super()._apply(fn, recurse)
+        if self.cos.dtype in (torch.float16, torch.bfloat16):
+            self.cos, self.sin = cos.to(self.cos.device), sin.to(self.sin.device)
+        return self
 
     def forward(self, x, start):
         cos, sin = (t[start : start + x.size(2)] for t in (self.cos, self.sin))  # (T, D/2), fp32 whatever x is
@@ -404,15 +426,14 @@ class DepthAverage(nn.Module):
 class LinearCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of logits x w^T, without ever holding the logits of more than `rows` rows.
 
-    x (N, C), w (V, C), target (N,) with -1 = ignored -> scalar in nats, fp32 (float64 if w is). Each chunk's softmax
+    x (N, C), w (V, C), target (N,) below 0 = ignored -> scalar in nats, fp32 (float64 if w is). Each chunk's softmax
     gives its gradients at once, while its logits are at hand; the backward only scales them. They are kept free of 1/N
     and of the loss scale until then, because softmax / 65,536 would vanish in fp16. Products run in autocast's dtype,
     sums in fp32.
     """
 
     @staticmethod
-    def forward(ctx, x, w, target, rows):
-        grads = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+    def forward(ctx, x, w, target, rows, grads):
         keep = target >= 0
         exact = torch.promote_types(w.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=x.device)
@@ -432,14 +453,15 @@ class LinearCrossEntropy(torch.autograd.Function):
                 gw += g.T @ xc.to(dtype)
         n = keep.sum().clamp(min=1)
         if grads:
-            ctx.save_for_backward(torch.cat(gx), gw.to(w.dtype), n)
+            ctx.save_for_backward(torch.cat(gx), gw, n)
+            ctx.dtype = w.dtype
         return total / n
 
     @staticmethod
     def backward(ctx, grad):
         gx, gw, n = ctx.saved_tensors
         grad = grad / n
-        return gx * grad.to(gx.dtype), gw * grad.to(gw.dtype), None, None
+        return gx * grad.to(gx.dtype), (gw * grad).to(ctx.dtype), None, None, None
 
 
 def normal(seed, name, shape, std):
@@ -502,7 +524,7 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def forward(self, idx, targets=None, cache=None):
-        """Token ids (B, T) -> (logits (B, T, V), None), or with targets (B, T; -1 = ignored) -> (None, loss).
+        """Token ids (B, T) -> (logits (B, T, V), None), or with targets (B, T; below 0 = ignored) -> (None, loss).
 
         loss: mean cross-entropy in nats, fp32, computed in chunks of rows.
         """
@@ -510,7 +532,8 @@ class GPT(nn.Module):
         if targets is None:
             return self.head(x), None
         rows = max(1, 2**26 // self.cfg.vocab_size)  # chunks of 256 MiB of fp32 logits
-        return None, LinearCrossEntropy.apply(x.flatten(0, 1), self.head.weight, targets.flatten(), rows)
+        grads = torch.is_grad_enabled()  # inside of an autograd.Function it is always off
+        return None, LinearCrossEntropy.apply(x.flatten(0, 1), self.head.weight, targets.flatten(), rows, grads)
 
 
 def count_parameters(cfg):
@@ -540,20 +563,21 @@ def describe(cfg):
     if mode.dense:
         lines.append(f"after each {mode.dense[1]} blocks: weighted average over depth, dilation {mode.dense[0]}")
     every, multiply = count_parameters(cfg)
-    kv, full = kv_floats_per_token(cfg), 2 * cfg.n_layer * cfg.n_embd
+    kv, most = kv_floats_per_token(cfg), 2 * cfg.n_layer * cfg.n_embd
     lines += [
         f"parameters      {every:,} ({multiply:,} multiply)",
         f"training FLOPs  {flops_per_token(cfg):,} per token at block_size {cfg.block_size}",
-        f"KV cache        {kv:,} numbers per token = {2 * kv:,} bytes in bf16, {kv / full:.4f} of full attention's",
+        f"KV cache        {kv:,} numbers per token = {2 * kv:,} bytes in bf16, {kv / most:.4f} of full attention's",
     ]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     import configurator
+    import model  # a config file's ValueMode is model.ValueMode, while this file runs as __main__
 
     def main():
-        cfg = configurator.load(ModelConfig, usage=__doc__)
-        print(f"{mode_name(cfg.value_mode)}\n{describe(cfg)}")
+        cfg = configurator.load(model.ModelConfig, usage=__doc__)
+        print(f"{model.mode_name(cfg.value_mode)}\n{model.describe(cfg)}")
 
     configurator.run(main)

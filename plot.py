@@ -26,7 +26,7 @@ DASHES = [(0, gaps or None) for gaps in ((), (6, 3), (8, 2.5, 1.5, 2.5), (1.5, 1
 MARKERS = "os^Dv"
 LOOK = {"font.size": 9, "legend.fontsize": 8, "legend.frameon": False, "lines.linewidth": 1.2, "lines.markersize": 5}
 LOOK |= {"lines.markeredgewidth": 0.9, "axes.spines.top": False, "axes.spines.right": False}
-START = ("value_mode", "seed", "parameters", "kv_bytes_per_token", "data", "dtype", "device", "max_steps")
+START = ("value_mode", "seed", "parameters", "kv_bytes_per_token", "data", "block_size", "dtype", "device", "max_steps")
 STEP = ("step", "loss", "tokens", "tokens_per_s")
 EARLY = 0.1  # share of the steps that may run out of the y axis: the first losses would squash all others
 
@@ -128,7 +128,7 @@ def pair(groups, baseline):
             )
         rates = [q.steps["tokens"][-1] / q.last for q in (r, base)]
         plans = [
-            f"{q.max_steps} steps of {n:,.0f} tokens of data {q.start['data']}"
+            f"{q.max_steps} steps of {n:,.0f} tokens, {q.start['block_size']} at a time, of data {q.start['data']}"
             for q, n in zip((r, base), rates, strict=True)
         ]
         if plans[0] != plans[1]:

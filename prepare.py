@@ -21,7 +21,6 @@ import gc
 import hashlib
 import importlib
 import inspect
-import io
 import itertools
 import json
 import math
@@ -71,7 +70,9 @@ class PrepareConfig:
     text_field: str = setting("text", "column of .jsonl and .parquet files that holds the text")
     tokens: int | None = setting(None, "train tokens over all domains, 0 for all there is; 20e9 for slimpajama")
     val_tokens: int = setting(0, "validation tokens per domain, 0 for all there is")
-    val_fraction: float = setting(0.05, "documents held out where the source has no validation split")
+    val_fraction: float = setting(
+        0.05, "share of documents held out (one in round(1 / share)) where the source has no validation split"
+    )
     mixture: dict = setting({}, "domain: weight; splits `tokens`, drops other domains; if empty the shares of the text")
     bpe_bytes: int = setting(16_000_000, "bytes of train text that bpe is trained on")
     seed: int = setting(0, "orders the input files")
@@ -171,6 +172,22 @@ def find_inputs(cfg):
 # ------------------------------------------------------------------------------------------- reading, in one process
 
 
+def zst_lines(f):
+    """Lines of an open .zst file, frame after frame; raises EOFError if its last frame is cut short."""
+    new, frame, tail, empty = need("zstandard").ZstdDecompressor().decompressobj, None, b"", True
+    while piece := f.read(2**17):
+        empty = False
+        while piece:
+            frame = frame or new()
+            *lines, tail = (tail + frame.decompress(piece)).split(b"\n")
+            yield from (line + b"\n" for line in lines)
+            piece, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame or empty:
+        raise EOFError("it is truncated")
+    if tail:
+        yield tail
+
+
 def rows(source, cfg, skip):
     """Raw items of an Input from number `skip` on: a JSON line or a piece of text (bytes), a row (dict), a path."""
     columns = [cfg.text_field] + ["meta"] * (source.domain is None)
@@ -186,8 +203,7 @@ def rows(source, cfg, skip):
     else:
         with open(source.path, "rb") as f:
             if source.name.endswith(".zst"):
-                zst = need("zstandard").ZstdDecompressor().stream_reader(f, read_across_frames=True)
-                lines = io.BufferedReader(zst, 2**20)
+                lines = zst_lines(f)
             else:
                 lines = f if source.name.endswith(".jsonl") else iter(lambda: b"".join(f.readlines(TEXT)), b"")
             yield from itertools.islice(lines, skip, None)
@@ -633,6 +649,8 @@ def plain_speed(out, state, tokenizer):
 def main():
     cfg = load(PrepareConfig, positional="source", usage=__doc__)
     out = Path(cfg.out_dir)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out_dir={out} is a file; name a folder")
     inputs = find_inputs(cfg)
     if any(i.split == "val" for i in inputs):
         cfg.val_fraction = 0.0  # the source has a validation split of its own

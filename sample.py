@@ -45,10 +45,10 @@ def draw(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
     """One token id for each row of logits (B, V), fp32 -> (B, 1)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    logits = logits / temperature
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, 1e-6)  # finite, however cold
     if top_k:
-        least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        values, order = logits.topk(min(top_k, logits.size(-1)))
+        logits = torch.full_like(logits, -torch.inf).scatter(1, order, values)
     probs = logits.softmax(dim=-1)
     if top_p < 1:
         ranked, order = probs.sort(dim=-1, descending=True)
@@ -65,24 +65,30 @@ def generate(model, ids, n_new, num_samples=1, seed=1, eot=None, **how):
     is full. Returns (list of lists of new ids, without eot; the KVCache; seconds of prefill; seconds of decoding).
     """
     device, dtype = model.head.weight.device, model.head.weight.dtype
+
+    def clock():
+        if device.type == "cuda":  # whose work is otherwise only launched
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
     n_new = min(n_new, model.cfg.block_size - len(ids) + 1)  # the last new token needs no position of its own
     cache = KVCache(model.cfg, num_samples, len(ids) + n_new - 1, device, dtype)
     generator = torch.Generator(device).manual_seed(seed)
-    idx, new, start = torch.tensor([ids] * num_samples, device=device), [], time.perf_counter()
+    idx, new, start = torch.tensor([ids] * num_samples, device=device), [], clock()
     ended = torch.zeros(num_samples, 1, dtype=torch.bool, device=device)
     for i in range(n_new):
         logits = model.head(model.hidden(idx, cache)[:, -1]).float()  # (B, V): the head at the last position only
         idx = draw(logits, generator, **how)
         new.append(idx)
         if i == 0:
-            prefill = time.perf_counter() - start
+            prefill = clock() - start
         if eot is not None:
             ended |= idx == eot
             if ended.all():
                 break
     rows = torch.cat(new, dim=1).tolist()
     rows = [row[: row.index(eot)] if eot in row else row for row in rows]
-    return rows, cache, prefill, time.perf_counter() - start - prefill
+    return rows, cache, prefill, clock() - start - prefill
 
 
 def load_tokenizer(weights_file):
@@ -111,9 +117,9 @@ def main():
     )
     for i, row in enumerate(rows):
         print(f"--- {i + 1}\n" * (len(rows) > 1) + cfg.prompt + tokenizer.decode(row))
-    n, each = cache.pos - len(ids), cache.nbytes // (len(rows) * cache.length)
+    n, each = sum(max(0, len(row) - 1) for row in rows), cache.nbytes // (len(rows) * cache.length)
     print(
-        f"\n[{len(ids)} prompt tokens in {prefill:.3f} s, then {n * len(rows) / max(seconds, 1e-9):,.0f} tokens/s; "
+        f"\n[{len(ids)} prompt tokens in {prefill:.3f} s, then {n / max(seconds, 1e-9):,.0f} tokens/s; "
         f"KV cache {cache.nbytes:,} bytes = {len(rows)} x {cache.length} tokens x {each}]"
     )
 

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -44,10 +45,11 @@ from model import (
     mode_name,
 )
 
+EXPLODED = "nothing of this step is saved; go on from a checkpoint before it with a lower learning_rate"
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
-# dense bf16/fp16 peak of a GPU in FLOP/s, by a part of its name, the first that fits (makers' data sheets, no sparsity)
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
-PEAK_FLOPS |= {"L4": 121e12, "V100": 125e12, "T4": 65e12}
+# dense bf16/fp16 peak of a GPU in FLOP/s, by words of its name, the first that fits (makers' data sheets, no sparsity)
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12}
+PEAK_FLOPS |= {"A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12, "T4": 65e12}
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ class TrainConfig:
     resume: str = setting("never", "never, auto (the last checkpoint in out_dir, if any), or a checkpoint's path")
     seed: int = setting(42, "of the weights and of the order of the data")
     data_dir: str = setting("data/slimpajama", "folder made by prepare.py")
-    mixture: dict = setting({}, "sampling weight of each domain, {'C4': 0.5, …}; empty = the data's own")
+    mixture: dict = setting(
+        {}, "sampling weight of domains, {'C4': 0.5, …}, others are left out; empty = the data's own"
+    )
     verify: bool = setting(True, "compare the sha256 of the data with the manifest at the start")
 
     value_mode: str | ValueMode = setting(
@@ -84,7 +88,7 @@ class TrainConfig:
 
     eval_every: int = setting(1000, "steps between evaluations; one more at the end")
     eval_tokens: int = setting(1_048_576, "validation tokens of each domain; 0 = all")
-    save_every: int = setting(1000, "steps between checkpoints; one more at the end")
+    save_every: int = setting(1000, "steps between checkpoints; evaluated steps and the last are saved too")
     keep: int = setting(2, "checkpoints kept, besides the best; 0 = all")
     log_every: int = setting(10, "steps between lines on the screen; metrics.jsonl has every step")
     log: Literal["none", "wandb", "tensorboard"] = setting("none", "send the metrics there too")
@@ -99,9 +103,14 @@ class TrainConfig:
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{mode_name(self.value_mode)}")
         least = dict(micro_batch=1, max_steps=1, eval_every=1, save_every=1, log_every=1, batch_tokens=1)
         least |= dict(eval_tokens=0, keep=0, warmup_steps=0, grad_clip=0, learning_rate=0, seed=0)
+        least |= dict(weight_decay=0, final_lr=0, beta1=0, beta2=0, n_kv_head=0, n_hidden=0)
         for name, low in least.items():
-            if not getattr(self, name) >= low:
+            if not low <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
+        if max(self.beta1, self.beta2) >= 1:
+            raise ValueError(f"beta1={self.beta1} and beta2={self.beta2} must be below 1")
+        if self.learning_rate > 1e6:
+            raise ValueError(f"learning_rate={self.learning_rate} is out of the range of fp32 weights")
         self.model(vocab_size=1)
 
     def model(self, vocab_size):
@@ -206,8 +215,8 @@ def peak_flops(device, dtype):
     """FLOP/s that MFU is a share of, or None where we do not know it (then MFU is null, not wrong)."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    name = torch.cuda.get_device_name(device)  # such as "NVIDIA A100-SXM4-80GB"
+    return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 def environment():
@@ -247,6 +256,8 @@ class Metrics:
         if not self.on:
             return
         path = Path(cfg.out_dir) / "metrics.jsonl"
+        if path.exists() and not done:  # of a run without a checkpoint: nothing to go on with, but not ours to delete
+            os.replace(path, path.with_suffix(".old.jsonl"))
         kept = [json.dumps(r) + "\n" for r in read_metrics(path) if r["step"] <= done] if path.exists() else []
         write_atomic(path, lambda temporary: Path(temporary).write_text("".join(kept), encoding="utf-8"))
         self.file = open(path, "a", encoding="utf-8")
@@ -259,8 +270,9 @@ class Metrics:
         if self.on:
             self.file.write(json.dumps(record, allow_nan=False) + "\n")
             self.file.flush()
-            for write, _ in self.others:
-                write({k: v for k, v in record.items() if isinstance(v, (int, float))}, record["step"])
+            flat = record | {f"{k}/{d}": v for k in ("val", "bpb") for d, v in record.get(k, {}).items()}
+            for write, _ in self.others if record.get("event") != "start" else ():
+                write({k: v for k, v in flat.items() if isinstance(v, (int, float))}, record["step"])
 
     def say(self, text):
         if self.on:
@@ -281,7 +293,9 @@ class Metrics:
             )
 
     def evaluation(self, step, result):
-        """Record an evaluation; returns its val_mean."""
+        """Record an evaluation; returns its val_mean. Raises UserError if that is not finite."""
+        if not math.isfinite(result["val_mean"]):
+            raise UserError(f"step {step}: the validation loss is {result['val_mean']}; {EXPLODED}")
         self.write({"event": "eval", "step": step} | result)
         self.say(f"step {step}  " + "  ".join(f"{k} {result[k]:.4f}" for k in ("val_mean", "val_mixture", "bpb_mean")))
         return result["val_mean"]
@@ -298,7 +312,10 @@ class Metrics:
 def read_metrics(path):
     """Records of a metrics.jsonl; a last line that was cut off in writing is left out."""
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    try:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as e:
+        raise UserError(f"{path} is damaged ({e}); repair it or move it away") from None
 
 
 def start_wandb(cfg):
@@ -363,34 +380,37 @@ def check_attention(cfg, world, dtype):
 
 def start_point(run):
     """Steps already done: 0, or those of the checkpoint to go on from, which is loaded into the run."""
-    cfg, files = run.cfg, checkpoint.steps(run.cfg.out_dir)
-    if cfg.resume == "never":
-        if files:
-            raise UserError(
-                f"{cfg.out_dir} already holds a run; --resume=auto goes on with it, or set another --out_dir"
-            )
-        return 0
-    if cfg.resume == "auto" and not files:
-        return 0
-    path = checkpoint.find(cfg.out_dir if cfg.resume == "auto" else cfg.resume)
-    return checkpoint.resume(path, run.raw, run.optimizer, run.scaler, run.corpus.tokenizer.hash)["step"]
+    cfg, files, done = run.cfg, checkpoint.steps(run.cfg.out_dir), 0
+    if cfg.resume == "never" and files:
+        raise UserError(f"{cfg.out_dir} already holds a run; --resume=auto goes on with it, or set another --out_dir")
+    if cfg.resume not in ("never", "auto") or files:
+        path = checkpoint.find(cfg.out_dir if cfg.resume == "auto" else cfg.resume)
+        done = checkpoint.resume(path, run.raw, run.optimizer, run.scaler, run.corpus.tokenizer.hash)["step"]
+    if done < max(files, default=0):
+        raise UserError(f"{cfg.out_dir} holds step {max(files)}, later than {path}; set another --out_dir to go back")
+    if run.world.sum([done]).item() != done * run.world.size:
+        raise UserError(f"the ranks do not see the same checkpoints in {cfg.out_dir}; put it on a disk that all share")
+    return done
 
 
-def write_run_files(cfg, corpus, say):
-    """config.json, env.json and tokenizer.json in out_dir; says what changed since the run was started, if it was."""
-    out, old = Path(cfg.out_dir), {}
-    new = dataclasses.asdict(cfg) | {"value_mode_name": mode_name(cfg.value_mode)}
-    new["data"] = corpus.hash
+def compare_settings(run, done):
+    """config.json as it should be now, and a sentence on what changed since the run was started (or "").
+
+    Raises UserError if the order of the data changed, or anything of a run that is finished: then it is another run.
+    """
+    cfg, path, old = run.cfg, Path(run.cfg.out_dir) / "config.json", {}
+    new = dataclasses.asdict(cfg) | {"value_mode_name": mode_name(cfg.value_mode), "data": run.corpus.hash}
     new = json.loads(json.dumps(new))
-    if (out / "config.json").exists():
-        old = read_json(out / "config.json", "the config of a run")
-    free = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "max_steps")
-    changed = [k for k in new if k not in free and k in old and old[k] != new[k]]
-    if changed:
-        say("note: not what the run was started with: " + ", ".join(f"{k} (was {str(old[k])[:40]})" for k in changed))
-    write_json(out / "config.json", new)
-    write_json(out / "env.json", environment())
-    corpus.tokenizer.save(out / "tokenizer.json")
+    if done and path.exists():
+        old = read_json(path, "the config of a run")
+        if not isinstance(old, dict):
+            raise UserError(f"{path} is not the config of a run; repair it or move it away")
+    free = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every")
+    changed = {k: old[k] for k in new if k not in free and k in old and old[k] != new[k]}
+    what = ", ".join(f"{k} (was {str(v)[:40]})" for k, v in changed.items())
+    if changed.keys() & {"seed", "batch_tokens", "data"} or (changed and done >= cfg.max_steps):
+        raise UserError(f"{cfg.out_dir} was started with other settings: {what}; use them, or another --out_dir")
+    return new, what and f"note: not what the run was started with: {what}"
 
 
 def announce(run, done, metrics):
@@ -398,7 +418,8 @@ def announce(run, done, metrics):
     cfg, world, model = run.cfg, run.world, run.raw.cfg
     name, every, dtype = mode_name(model.value_mode), count_parameters(model)[0], str(run.dtype).removeprefix("torch.")
     record = {"event": "start", "step": done, "value_mode": name, "seed": cfg.seed, "parameters": every}
-    record |= {"kv_bytes_per_token": 2 * kv_floats_per_token(model), "data": run.corpus.hash}  # bytes in bf16
+    record |= {"block_size": cfg.block_size, "data": run.corpus.hash}
+    record |= {"kv_bytes_per_token": 2 * kv_floats_per_token(model)}  # in bf16
     metrics.write(record | {"dtype": dtype, "device": world.kind, "ranks": world.size, "max_steps": cfg.max_steps})
     metrics.say(
         f"{name}: {every:,} parameters, {cfg.max_steps - done} steps of {cfg.batch_tokens:,} tokens = {world.size} x "
@@ -454,7 +475,7 @@ def train_step(run, model, step):
     loss = world.sum([total.item() / accum]).item() / world.size
     if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
         what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
-        raise UserError(f"step {step + 1}: the {what}; the last checkpoint is good, try a lower learning_rate")
+        raise UserError(f"step {step + 1}: the {what}; {EXPLODED}")
     scaler.step(run.optimizer)
     scaler.update()
     if scaler.is_enabled() and scaler.get_scale() < 2**-10:
@@ -504,14 +525,22 @@ class Stop:
 
 def train(run):
     """The whole run: steps, evaluations, checkpoints."""
-    cfg, world = run.cfg, run.world
+    cfg, world, out = run.cfg, run.world, Path(run.cfg.out_dir)
     done = start_point(run)
+    config, note = compare_settings(run, done)
     if done >= cfg.max_steps:
-        return world.rank == 0 and print(f"{cfg.out_dir} is already finished, at step {done}")
-    Path(cfg.out_dir).mkdir(parents=True, exist_ok=True)
+        if world.rank == 0:
+            print(f"{out} is already finished, at step {done}")
+        return
+    out.mkdir(parents=True, exist_ok=True)
     metrics, stop = Metrics(cfg, world, done), Stop()
     if world.rank == 0:
-        write_run_files(cfg, run.corpus, metrics.say)
+        checkpoint.clean(out)
+        write_json(out / "config.json", config)
+        write_json(out / "env.json", environment())
+        run.corpus.tokenizer.save(out / "tokenizer.json")
+    if note:
+        metrics.say(note)
     announce(run, done, metrics)
     model = compiled(run, metrics.say)
     if world.size > 1:  # after compiling: one graph, and the gradients of all of it in DDP's buckets
@@ -532,7 +561,7 @@ def train(run):
         last, val_loss = n == cfg.max_steps or world.sum([stop.asked]).item() > 0, None
         if n % cfg.eval_every == 0 or n == cfg.max_steps:
             val_loss = metrics.evaluation(n, evaluate(run))
-        if world.rank == 0 and (n % cfg.save_every == 0 or last):
+        if world.rank == 0 and (n % cfg.save_every == 0 or last or val_loss is not None):
             tokenizer = run.corpus.tokenizer.hash
             checkpoint.save(cfg.out_dir, n, run.raw, tokenizer, val_loss, run.optimizer, run.scaler, cfg.keep)
         if last and n < cfg.max_steps:

@@ -298,6 +298,11 @@ def test_svformer_82m():
         (lambda: ValueMode(share_v=(1, 2)), "begin with 0"),
         (lambda: ValueMode(dense=(0, 1)), "at least 1"),
         (lambda: Residual(of="k", map="delta"), "of must be 'v'"),
+        (lambda: Residual(map="dleta"), "map is one of own, identity, delta"),
+        (lambda: Residual(source="second"), "source is one of first, prev, all"),
+        (lambda: ModelConfig(value_mode=ValueMode((Residual(),), share_v=0)), "does nothing in layer 1"),
+        (lambda: ModelConfig(value_mode=ValueMode((Residual(layers=(0, 1)),))), "does nothing in layer 0"),
+        (lambda: ModelConfig(n_hidden=-1), "n_hidden=-1"),
         (lambda: ModelConfig(value_mode=ValueMode(share_q=0, share_k=0, share_v=0)), "layer 1 would own none"),
     ],
 )
@@ -326,7 +331,7 @@ def test_chunked_loss_equals_the_naive_one(rows):
     target = torch.randint(97, (50,), generator=g)
     target[[0, 13, 49]] = -1
     results = []
-    for loss_of in (naive_loss, lambda *a: LinearCrossEntropy.apply(*a, rows)):
+    for loss_of in (naive_loss, lambda *a: LinearCrossEntropy.apply(*a, rows, True)):
         a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
         loss = loss_of(a, b, target)
         (3 * loss).backward()  # an upstream gradient that is not 1, as accumulation and GradScaler have
@@ -339,9 +344,9 @@ def test_chunked_loss_passes_gradcheck():
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 5, generator=g, dtype=torch.float64, requires_grad=True) for n in (6, 11))
     target = torch.tensor([1, 0, -1, 10, 3, 3])
-    assert torch.autograd.gradcheck(lambda x, w: LinearCrossEntropy.apply(x, w, target, 4), (x, w))
+    assert torch.autograd.gradcheck(lambda x, w: LinearCrossEntropy.apply(x, w, target, 4, True), (x, w))
     right = F.cross_entropy(x @ w.T, target, ignore_index=-1)
-    torch.testing.assert_close(LinearCrossEntropy.apply(x, w, target, 4), right, **EXACT)
+    torch.testing.assert_close(LinearCrossEntropy.apply(x, w, target, 4, True), right, **EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -356,7 +361,7 @@ def test_chunked_loss_under_autocast_and_scaler(dtype, how):
     torch.compiler.reset()
 
     def step(a, b):
-        return LinearCrossEntropy.apply(a, b, target, 128)
+        return LinearCrossEntropy.apply(a, b, target, 128, True)
 
     step = torch.compile(step, fullgraph=True, backend="aot_eager") if how == "compiled" else step
     a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
@@ -369,14 +374,29 @@ def test_chunked_loss_under_autocast_and_scaler(dtype, how):
         assert error < (8e-3 if dtype == torch.bfloat16 else 2e-3)
 
 
-def test_loss_without_gradient_needs_none():
+def test_loss_without_gradient(monkeypatch):
     model, idx = tiny(), tokens((2, 13))
+    with_grad = model(idx[:, :-1], idx[:, 1:])[1].detach()
+    seen = []
+    zeros_like = torch.zeros_like
+    monkeypatch.setattr(torch, "zeros_like", lambda *a, **kw: seen.append(a[0].shape) or zeros_like(*a, **kw))
     with torch.no_grad():
         loss = model(idx[:, :-1], idx[:, 1:])[1]
-    torch.testing.assert_close(loss, model(idx[:, :-1], idx[:, 1:])[1].detach())
+    assert not seen  # no buffer for the gradient of the head
+    torch.testing.assert_close(loss, with_grad, **EXACT)
     logits = model(idx[:, :-1])[0]
     right = F.cross_entropy(logits.flatten(0, 1), idx[:, 1:].flatten())
     torch.testing.assert_close(loss, right, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rope_stays_in_fp32(dtype):
+    """A model in half precision still turns positions exactly."""
+    model = GPT(config())
+    cos = model.rope.cos.clone()
+    model.to(dtype)
+    assert model.rope.cos.dtype == torch.float32 and torch.equal(model.rope.cos, cos)
+    assert model(tokens((1, 5)))[0].dtype == dtype
 
 
 def test_loss_survives_several_backwards_of_one_model():

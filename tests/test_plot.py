@@ -14,7 +14,14 @@ def make_run(folder, mode, seed, losses, val=None, batch=512, max_steps=None, pa
     """A run's metrics.jsonl; val: {step: validation loss}, by default one at the end; returns the folder's name."""
     n, kv = len(losses), 2048 if mode == "svformer" else 4096
     start = {"event": "start", "step": 0, "value_mode": mode, "seed": seed, "parameters": parameters, "ranks": 1}
-    start |= {"kv_bytes_per_token": kv, "data": "d", "dtype": "float32", "device": "cpu", "max_steps": max_steps or n}
+    start |= {
+        "kv_bytes_per_token": kv,
+        "data": "d",
+        "block_size": 64,
+        "dtype": "float32",
+        "device": "cpu",
+        "max_steps": max_steps or n,
+    }
     records = [start]
     for i, loss in enumerate(losses, 1):
         records.append({"step": i, "loss": float(loss), "lr": 1e-3, "grad_norm": 1.0, "tokens": i * batch})
@@ -199,7 +206,10 @@ def test_refused_pairs(tmp_path):
         ([base, res], r"res \(resformer\) has no vanilla run of its seed, 2, .* --value_mode=vanilla"),
         ([res], "has no vanilla run"),
         ([base], "all runs are vanilla"),
-        ([base, batch], "batch was set to 9 steps of 64 tokens of data d, .*base to 9 steps of 512 tokens"),
+        (
+            [base, batch],
+            "batch was set to 9 steps of 64 tokens, 64 at a time, of data d, .*base to 9 steps of 512 tokens",
+        ),
         ([base, steps], "steps was set to 99 steps of 512"),
         ([base, again], "are both vanilla, with seed 1"),
         ([base, wide], "not models of the same size"),

@@ -157,7 +157,7 @@ def test_full_disk_loses_nothing(corpus, tmp_path):
     limit = min(size.stat().st_size for size in (out / "train").iterdir()) // 2
     assert limit > 15_000  # the vocabulary and the records fit, the data does not
     result = script("prepare.py", *words, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    refused(result, "train/", "free space")
+    refused(result, "train/", "free some space")
     refused(script("prepare.py", *words, "--seed=5"), "half-finished", "seed")
     run(*words)
     assert contents(tmp_path / "out") == contents(out)
@@ -363,3 +363,27 @@ def test_damaged_compressed_file(tmp_path):
     file.write_bytes(b"not zstandard" + file.read_bytes())
     words = ("files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", *BPE)
     refused(script("prepare.py", *words), "cannot read", "a.jsonl.zst")
+
+
+@pytest.mark.parametrize("flag", [(), ("--skip_bad",)])
+def test_truncated_compressed_file_is_not_a_corrupt_line(tmp_path, flag):
+    """What is cut off is not one bad line: going on would lose the rest of the file without a word."""
+    zstd = pytest.importorskip("zstandard")
+    lines = "".join(json.dumps({"text": f"number {i} of many, {i * 7919}"}) + "\n" for i in range(5000))
+    packed = zstd.compress(lines.encode())
+    (tmp_path / "in").mkdir()
+    words = ("prepare.py", "files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", *flag)
+    for cut in (packed[: len(packed) // 2], packed[:-1], b""):
+        (tmp_path / "in" / "a.jsonl.zst").write_bytes(cut)
+        refused(script(*words, "--tokenizer=bpe:257"), "a.jsonl.zst", "truncated")
+
+
+def test_frames_of_a_compressed_file_follow_each_other(tmp_path):
+    zstd = pytest.importorskip("zstandard")
+    text = [f"line {i}".encode() for i in range(3000)]
+    whole = b"\n".join(text)
+    packed = zstd.compress(whole[:1000]) + zstd.compress(whole[1000:1001]) + zstd.compress(whole[1001:])
+    path = tmp_path / "a.zst"
+    path.write_bytes(packed)
+    with open(path, "rb") as f:
+        assert [line.rstrip(b"\n") for line in prepare.zst_lines(f)] == text

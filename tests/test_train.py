@@ -4,6 +4,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,11 +86,19 @@ def test_same_seed_same_bytes(base, data_dir, tmp_path):
 
 
 def test_modes_see_the_same_data_and_common_weights(base, data_dir, tmp_path):
-    """Before the first update ResFormer differs in the mix alone: its data and weights are vanilla's."""
-    trained(data_dir, tmp_path / "r", value_mode="resformer", max_steps=1)
-    model = train.GPT(checkpoint.load(tmp_path / "r").cfg, seed=1)
-    vanilla = train.GPT(checkpoint.load(base).cfg, seed=1)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), vanilla.parameters(), strict=True))
+    """After one step at 1e-7 the weights are those that the seed gives, whatever the mode, and so is the next batch."""
+    runs = {}
+    for mode in ("vanilla", "resformer"):
+        trained(data_dir, tmp_path / mode, value_mode=mode, max_steps=1)
+        runs[mode] = checkpoint.load(tmp_path / mode)
+        drawn = train.GPT(runs[mode].cfg, seed=1)
+        for a, b in zip(runs[mode].parameters(), drawn.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=2e-7)
+    for a, b in zip(*(r.parameters() for r in runs.values()), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=4e-7)
+    modes = [dict(SMALL, data_dir=str(data_dir), out_dir="x", value_mode=m) for m in ("vanilla", "svformer")]
+    a, b = (build(TrainConfig(**kw), World("cpu")).corpus.batch(3, 8) for kw in modes)
+    assert np.array_equal(a[0], b[0]) and np.array_equal(a[1], b[1])
 
 
 def interrupted(data_dir, out, number, **kw):
@@ -110,7 +119,7 @@ def interrupted(data_dir, out, number, **kw):
 LONG = dict(max_steps=300, save_every=25, eval_every=100, keep=0)
 
 
-@pytest.mark.parametrize("kw", [{}, dict(dtype="float16", value_mode="resformer"), dict(value_mode="denseformer")])
+@pytest.mark.parametrize("kw", [{}, dict(dtype="float16", value_mode="denseformer")])
 def test_resumed_run_equals_an_uninterrupted_one(data_dir, tmp_path, kw):
     trained(data_dir, tmp_path / "whole", **LONG, **kw)
     for name, number in (("term", signal.SIGTERM), ("kill", signal.SIGKILL)):
@@ -130,8 +139,7 @@ def test_resumed_run_equals_an_uninterrupted_one(data_dir, tmp_path, kw):
 
 
 def torchrun(n, *words):
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", "--master_port=0"]
-    command[-1] = "--standalone"
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", "--standalone"]
     env = dict(os.environ, OMP_NUM_THREADS="1")
     return subprocess.run(
         [*command, str(ROOT / "train.py"), *words], env=env, capture_output=True, text=True, timeout=300
@@ -145,6 +153,12 @@ def test_two_ranks_equal_one(data_dir, tmp_path, mode):
     assert result.returncode == 0, result.stderr
     assert "= 2 x 2 x 2 x 16" in result.stdout
     compare(tmp_path / "one", tmp_path / "two")
+    if mode == "resformer":  # and so it is when both ranks go on from step 6
+        for path in (tmp_path / "two").glob("step_00000012.*"):
+            path.unlink()
+        again = torchrun(2, *flags(data_dir, tmp_path / "two", value_mode=mode, micro_batch=2, resume="auto"))
+        assert again.returncode == 0, again.stderr
+        compare(tmp_path / "one", tmp_path / "two")
 
 
 def compare(one, two):
@@ -181,13 +195,60 @@ def test_fp16_overflow_skips_the_step_and_says_so(data_dir, tmp_path):
 
 def test_a_loss_that_explodes_stops_the_run(data_dir, tmp_path):
     out = tmp_path / "run"
-    trained(data_dir, out, max_steps=4, save_every=2)
+    trained(data_dir, out, max_steps=4, save_every=4)
     good = weights(out, 4)
-    kw = dict(resume="auto", max_steps=400, learning_rate=1e30, save_every=1, grad_clip=0)
-    refused(script("train.py", *flags(data_dir, out, **kw)), "is nan", "last checkpoint is good")
-    model = checkpoint.load(out)
-    assert all(p.isfinite().all() for p in model.parameters())
-    assert max(checkpoint.steps(out)) > 4 or weights(out, 4) == good
+    kw = dict(resume="auto", max_steps=400, learning_rate=1e6, save_every=400, eval_every=400, grad_clip=0)
+    kw |= dict(weight_decay=1e6)
+    refused(script("train.py", *flags(data_dir, out, **kw)), "is nan; nothing of this step is saved")
+    assert weights(out, 4) == good and list(checkpoint.steps(out)) == [4]
+
+
+def test_a_validation_loss_that_is_not_finite_stops_the_run(data_dir, tmp_path, monkeypatch):
+    cfg = TrainConfig(**SMALL | dict(data_dir=str(data_dir), out_dir=str(tmp_path / "run")))
+    run = build(cfg, World("cpu"))
+    with torch.no_grad():
+        run.raw.head.weight[5] = math.inf
+    (tmp_path / "run").mkdir()
+    metrics = train.Metrics(cfg, run.world, 0)
+    with pytest.raises(train.UserError, match="step 3: the validation loss is nan"):
+        metrics.evaluation(3, train.evaluate(run))
+
+
+def test_going_back_needs_another_folder(data_dir, tmp_path):
+    out = tmp_path / "run"
+    trained(data_dir, out, keep=0, save_every=4)
+    assert list(checkpoint.steps(out)) == [4, 6, 8, 12]  # and 6, which was evaluated
+    back = dict(resume=out / "step_00000004.safetensors", keep=1, save_every=1, max_steps=7)
+    refused(script("train.py", *flags(data_dir, out, **back)), "holds step 12, later than")
+    trained(data_dir, tmp_path / "back", **back)
+    assert max(checkpoint.steps(tmp_path / "back")) == 7 and max(checkpoint.steps(out)) == 12
+
+
+def test_finished_run_with_other_settings_is_another_run(base, data_dir):
+    refused(script("train.py", *flags(data_dir, base, resume="auto", learning_rate=1e-4)), "learning_rate (was 0.003)")
+    refused(script("train.py", *flags(data_dir, base, resume="auto", max_steps=20, seed=2)), "seed (was 1)")
+
+
+def test_old_metrics_without_a_checkpoint_are_kept(data_dir, tmp_path):
+    out = tmp_path / "run"
+    trained(data_dir, out, max_steps=2)
+    for path in out.glob("step_*"):
+        path.unlink()
+    (out / ".step_1.x.tmp").write_bytes(b"half")
+    trained(data_dir, out, max_steps=3)
+    assert len(steps_of(out)) == 3 and len(read_metrics(out / "metrics.old.jsonl")) == 4
+    assert not list(out.glob(".*.tmp"))
+
+
+def test_resume_after_steps_that_fp16_skipped(data_dir, tmp_path):
+    """AdamW has no state yet when the scaler has skipped all steps so far."""
+    cfg = TrainConfig(**SMALL | dict(data_dir=str(data_dir), out_dir=str(tmp_path), dtype="float16"))
+    run = build(cfg, World("cpu"))
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    train.train_step(run, run.raw, 0)
+    checkpoint.save(tmp_path, 1, run.raw, run.corpus.tokenizer.hash, optimizer=run.optimizer, scaler=run.scaler)
+    again = build(TrainConfig(**vars(cfg) | dict(resume="auto")), World("cpu"))
+    assert train.start_point(again) == 1 and again.scaler.get_scale() == 2.0**39
 
 
 def test_evaluation_equals_the_naive_one(data_dir, tmp_path):
@@ -231,6 +292,14 @@ def test_batch_that_does_not_divide():
     assert TrainConfig(batch_tokens=2_097_152, micro_batch=32).accumulation(8) == 4
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
+def test_compiled_run_equals_a_plain_one(data_dir, tmp_path):
+    kw = dict(value_mode="resformer", n_layer=2, max_steps=12)
+    trained(data_dir, tmp_path / "plain", **kw)
+    assert "compiled in" in trained(data_dir, tmp_path / "compiled", compile="true", **kw).stdout
+    compare(tmp_path / "plain", tmp_path / "compiled")
+
+
 def test_compile_without_a_compiler_goes_on(data_dir, tmp_path):
     result = trained(data_dir, tmp_path / "run", compile="true", env={"PATH": "/nowhere"}, max_steps=2)
     assert "torch.compile does not work here (there is no C++ compiler); going on without" in result.stdout
@@ -266,12 +335,13 @@ def test_resume_refuses_another_model_or_tokenizer(base, data_dir, tmp_path):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     refused(resume(data=folder), "another tokenizer")
     refused(script("train.py", *flags(data_dir, base)), "already holds a run", "--resume=auto")
+    refused(script("train.py", *flags(data_dir, base / "config.json")), "config.json")  # a file, not a folder
 
 
 def test_changed_settings_are_named_on_resume(data_dir, tmp_path):
     trained(data_dir, tmp_path / "run", max_steps=4)
     result = trained(data_dir, tmp_path / "run", max_steps=6, weight_decay=0.2, resume="auto")
-    assert "not what the run was started with: weight_decay (was 0.1)" in result.stdout
+    assert "not what the run was started with: max_steps (was 4), weight_decay (was 0.1)" in result.stdout
     assert [r["step"] for r in steps_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -284,6 +354,8 @@ def test_changed_settings_are_named_on_resume(data_dir, tmp_path):
         (dict(device="cuda"), "device=cuda cannot be used here"),
         (dict(device="gpu"), "device=gpu cannot be used here"),
         (dict(max_steps=0), "max_steps=0 must be at least 1"),
+        (dict(beta1=2), "must be below 1"),
+        (dict(mixture="{'code': 'x'}"), "weights are numbers"),
         (dict(resume="nowhere"), "holds no checkpoint"),
         (dict(block_size=4000, batch_tokens=32_000), "less than one window"),
         (dict(log="wandb"), "pip install wandb"),
