@@ -13,7 +13,7 @@ demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=16e6
 	for mode in $(MODES); do \
 	  $(PY) train.py config/tiny.py config/$$mode.py --out_dir=out/demo/$$mode --resume=auto || exit; done
-	$(PY) plot.py compare $(RUNS) --out_file=out/demo/relative.png --json_file=out/demo/compare.json
+	$(PY) plot.py compare $(RUNS) --window=10 --out_file=out/demo/relative.png --json_file=out/demo/compare.json
 	$(PY) sample.py out/demo/resformer --prompt="def __init__(self" --max_new_tokens=120
 
 test: .venv/ready-dev

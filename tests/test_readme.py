@@ -1,0 +1,80 @@
+"""The README tells the truth: its commands parse, its files exist, its table of modes is what the plan gives."""
+
+import importlib
+import re
+import shlex
+
+import pytest
+from conftest import ROOT, script
+
+from configurator import load
+from model import VALUE_MODES, ModelConfig, count_parameters, kv_floats_per_token
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```[a-z]*\n(.*?)```", README, re.S)
+COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if ".py " in line]
+COMMANDS += re.findall(r"`(python \w+\.py [^`]+)`", README)
+STAGES = {
+    "train.py": ("TrainConfig", None),
+    "prepare.py": ("PrepareConfig", "source"),
+    "sample.py": ("SampleConfig", "run"),
+    "plot.py": ("PlotConfig", "words"),
+    "model.py": ("ModelConfig", None),
+}
+
+
+MINE = next(block for block in BLOCKS if block.startswith("from model import Residual"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_parse(command, monkeypatch, tmp_path):
+    (tmp_path / "config").symlink_to(ROOT / "config")
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)
+    script = next(i for i, word in enumerate(words) if word in STAGES)
+    cls, positional = STAGES[words[script]]
+    module = importlib.import_module(words[script].removesuffix(".py"))
+    load(getattr(module, cls), words[script + 1 :], positional=positional)
+
+
+def test_there_are_commands_of_every_stage():
+    assert {stage for stage in STAGES if any(stage in command for command in COMMANDS)} >= STAGES.keys() - {"model.py"}
+
+
+def mode_table():
+    """The README's rows of (mode, parameters at 82M, KV numbers per token), from the plan."""
+    rows, vanilla = [], ModelConfig()
+    for name in VALUE_MODES:
+        cfg = ModelConfig(value_mode=name)
+        more, kv = count_parameters(cfg)[0] - count_parameters(vanilla)[0], kv_floats_per_token(cfg)
+        rows.append((name, f"{more:+,}" if more else "±0", f"{kv:,}"))
+    return rows
+
+
+def test_mode_table_is_current():
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in README.splitlines() if line.startswith("| `")
+    ]
+    assert [(row[0], row[3], row[4]) for row in rows if row[0] in VALUE_MODES] == mode_table()
+
+
+def test_printed_plan_is_current():
+    block = next(block for block in BLOCKS if block.startswith("svformer\n"))
+    printed = script("model.py", "--value_mode=svformer", "--n_layer=4").stdout
+    assert block.splitlines() == [line.rstrip() for line in printed.splitlines()]
+
+
+def test_file_map_is_complete():
+    """Each file at the top is in the map, with its number of lines, give or take a tenth."""
+    for path in ROOT.glob("*.py"):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        said = re.search(rf"\| `{path.name}` \| (\d+) \|", README)
+        assert said and abs(int(said[1]) / lines - 1) < 0.1, (path.name, lines)
+
+
+def test_links_and_files_exist():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+    for name in re.findall(r"config/\w+\.py", README):
+        assert (ROOT / name).exists(), name
