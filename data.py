@@ -243,7 +243,7 @@ class Corpus:
         rows = np.empty((len(places), T + 1), np.int64)
         for row, (domain, window) in zip(rows, places, strict=True):
             row[:] = self._files[split][domain][window * T : window * T + T + 1]
-        return rows[:, :-1], rows[:, 1:]
+        return rows[:, :-1].copy(), rows[:, 1:].copy()  # contiguous, so that a compiled model sees one layout
 
     def _draw(self, chunk):
         """Domain index and running number k within the domain of each of a chunk's sequences, two (_CHUNK,) arrays."""

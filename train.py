@@ -440,7 +440,7 @@ def compiled(run, say):
         try:
             idx = torch.zeros(cfg.micro_batch, cfg.block_size, dtype=torch.int64, device=world.device)
             with run.amp:
-                loss = model(idx, idx)[1]
+                loss = model(idx, idx.clone())[1]  # two tensors, as in training: aliases would be compiled for apart
             loss.backward()
         except Exception as e:  # a compiler's failure can be anything; it must not stop the run
             reason = f"{type(e).__name__}: {(str(e).strip() or '?').splitlines()[0]}"
