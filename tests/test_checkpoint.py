@@ -50,6 +50,15 @@ def test_mode_comes_from_the_file_not_from_names(tmp_path):
         checkpoint.resume(checkpoint.find(tmp_path), vanilla, optimizer, None, "hash")
 
 
+def test_resume_puts_the_random_generator_back(tmp_path):
+    model = GPT(config())
+    optimizer = torch.optim.AdamW(model.parameters())
+    path = checkpoint.save(tmp_path, 1, model, "hash", optimizer=optimizer)
+    right = torch.rand(3)
+    checkpoint.resume(path, model, optimizer, None, "hash")
+    assert torch.equal(torch.rand(3), right)
+
+
 def altered(path, **changes):
     with safe_open(path, "pt") as f:
         header, tensors = json.loads(f.metadata()["nanoresformer"]), {k: f.get_tensor(k) for k in f.keys()}

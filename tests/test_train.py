@@ -85,6 +85,30 @@ def test_same_seed_same_bytes(base, data_dir, tmp_path):
     assert numbers(tmp_path / "other") != numbers(base)
 
 
+def test_run_equals_a_naive_loop(data_dir, tmp_path):
+    """Every setting of the recipe reaches the step: seed, rates, decay, betas, clipping, none at its default."""
+    kw = dict(seed=7, weight_decay=0.3, beta1=0.8, beta2=0.9, grad_clip=0.5, final_lr=0.3, warmup_steps=3)
+    trained(data_dir, tmp_path / "run", **kw)
+    model, corpus = train.GPT(checkpoint.load(tmp_path / "run").cfg, seed=7), train.Corpus(data_dir, 16, seed=7)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0)]
+    optimizer = torch.optim.AdamW([dict(params=matrices), *vectors], betas=(0.8, 0.9), eps=1e-8, weight_decay=0.3)
+    for t, record in enumerate(steps_of(tmp_path / "run")):
+        rate = 3e-3 * (0.3 + 0.7 * (1 + math.cos(math.pi * (t - 3) / 9)) / 2)
+        for group in optimizer.param_groups:
+            group["lr"] = rate if t >= 3 else 1e-7 + (3e-3 - 1e-7) * t / 3
+        x, y = map(torch.from_numpy, corpus.batch(t, 8))
+        loss = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        assert norm > 0.5  # so that clipping does something
+        assert abs(record["loss"] - loss.item()) < 1e-4 and abs(record["grad_norm"] / norm.item() - 1) < 1e-3
+    for a, b in zip(checkpoint.load(tmp_path / "run").parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
 def test_modes_see_the_same_data_and_common_weights(base, data_dir, tmp_path):
     """After one step at 1e-7 the weights are those that the seed gives, whatever the mode, and so is the next batch."""
     runs = {}
@@ -358,13 +382,17 @@ def test_changed_settings_are_named_on_resume(data_dir, tmp_path):
         (dict(mixture="{'code': 'x'}"), "weights are numbers"),
         (dict(resume="nowhere"), "holds no checkpoint"),
         (dict(block_size=4000, batch_tokens=32_000), "less than one window"),
-        (dict(log="wandb"), "pip install wandb"),
     ],
 )
 def test_bad_input(data_dir, tmp_path, kw, says):
-    if kw.get("log") == "wandb" and __import__("importlib.util").util.find_spec("wandb"):
-        pytest.skip("wandb is installed")
     refused(script("train.py", *flags(data_dir, tmp_path / "run", **kw)), says)
+
+
+@pytest.mark.parametrize("log,module", [("wandb", "wandb.py"), ("tensorboard", "tensorboard.py")])
+def test_logger_that_is_not_installed(data_dir, tmp_path, log, module):
+    (tmp_path / module).write_text("raise ImportError")  # found before an installed one
+    words = flags(data_dir, tmp_path / "run", log=log)
+    refused(script("train.py", *words, env={"PYTHONPATH": str(tmp_path)}), f"pip install {log}")
 
 
 def test_loaded_checkpoint_is_the_trained_model(base):
