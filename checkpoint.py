@@ -172,8 +172,8 @@ def resume(weights_file, model, optimizer, scaler, tokenizer_hash):
     Raises UserError if the checkpoint is of another model (mode or shape) or another tokenizer.
     """
     header = read_header(weights_file)
-    mine = json.loads(json.dumps(model.cfg.to_dict()))
-    differ = {k: (v, mine[k]) for k, v in header["config"].items() if v != mine[k]}
+    mine, its = model.cfg.to_dict(), ModelConfig.from_dict(header["config"]).to_dict()  # older ones lack newer settings
+    differ = {k: (its[k], mine[k]) for k in mine if its[k] != mine[k]}
     if "value_mode" in differ:
         asked = mode_name(model.cfg.value_mode)
         raise UserError(f"{weights_file} is a {header['mode']} model, not {asked}; set value_mode or another out_dir")
@@ -270,8 +270,8 @@ def hf_config(folder):
         raise UserError(f"{folder}/config.json has no {e}") from None
     except ValueError as e:
         raise UserError(f"{folder}/config.json: {e}") from None
-    if cfg.value_mode.dense:
-        raise UserError(f"{folder}/config.json: this layout has no names for DenseFormer's weights")
+    if cfg.value_mode.dense or any(r.learn != "fixed" or r.source == "token" for r in cfg.value_mode.residuals):
+        raise UserError(f"{folder}/config.json: this layout has no names for the weights that {mode} adds to Llama's")
     return cfg
 
 

@@ -5,54 +5,101 @@ Shapes: B batch, T tokens, C n_embd, H n_head, G n_kv_head, D head_dim = C / H, 
 layer n's attention before its output projection, A_n its causal softmax(q k^T / sqrt(D)).
 
     python model.py --value_mode=svformer --n_layer=4      print a mode's plan: who owns and who reads what, and sizes
+    python model.py table                                  all modes: equation, source, parameters, KV cache
 """
 
 import dataclasses
 import difflib
 import hashlib
 import math
+import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
 class Residual:
     """One extra path from earlier layers i into layer n.
 
-    Sources are read as projected (V_i = x_i W_i, never mixed, never detached) and all of a layer's sources share one
-    weight: lam = (own, sources together); None is the plain mean of the layer's own tensor and its sources. A layer
-    that borrows the tensor `of` (see ValueMode) has no residual on it.
-    map: "own" mixes before attention, so that A_n carries the mix:   U_n = A_n (l_own V_n + sum_i l_i V_i)
-         "identity" adds after attention, token by token:             U_n = l_own A_n V_n + sum_i l_i V_i
-         "delta" adds the difference (NeuTRENO, Eq 8):                U_n = l_own A_n V_n + sum_i l_i (V_i - V_n)
-    In "delta" V_n is the value attended over: after a ResFormer mix it is the mixed one, as in the authors' code.
+    of: what is mixed. "q", "k", "v" as projected, q and k rotated (a layer that borrows the tensor, see ValueMode, has
+        no residual on it); "hidden", the input of the layer (layer 0's is the embedding); "scores", q k^T before the
+        softmax; "probs", A itself after it.
+    source: "first" layer, the one before ("prev"), "all" before, the one at the same distance from the other end
+        ("mirror", upper half only), or a learned table of values for each token id ("token"). Sources are read unmixed
+        and never detached. Layers take tables by `tables`: "each" its own, "mirror" 0 1 2 2 1 0, "cycle" 0 1 2 0 1 2.
+    map: "own" mixes before attention, so that A_n carries the mix:  U_n = A_n (l_own V_n + sum_i l_i V_i)
+         "identity" adds after attention, token by token:            U_n = l_own A_n V_n + sum_i l_i V_i       (Eq 6)
+         "delta" adds the difference (NeuTRENO, Eq 8):               U_n = l_own A_n V_n + sum_i l_i (V_i - V_n)
+            where V_n is mixed by the residuals listed before this one, and not by those after it
+         "cross" attends over both layers (Eq 2):                    U_n = softmax(Q_n [K_n; K_i]^T) [V_n; V_i]
+    lam: (own, sources together); None is the plain mean of the layer's own tensor and its sources.
+    learn: "fixed"; or learned from there: "scalar", one weight for the layer and for each source; "lerp", (1 - l, l);
+        "softmax" (Learnable-Plus), l_n = scale * softmax over layers of logits that rise by lam[1] a layer; or computed
+        from the layer's normed input x for each token, see Gate: "head", "channel", "sigmoid", "relu".
+    layers: only in these, see `pick`; () = in every layer that has a source.
     """
 
-    of: Literal["q", "k", "v"] = "v"
-    source: Literal["first", "prev", "all"] = "first"
-    map: Literal["own", "identity", "delta"] = "own"
+    of: Literal["q", "k", "v", "hidden", "scores", "probs"] = "v"
+    source: Literal["first", "prev", "all", "mirror", "token"] = "first"
+    map: Literal["own", "identity", "delta", "cross"] = "own"
     lam: tuple[float, float] | None = None
-    layers: tuple[int, ...] = ()  # only in these layers; () = in every layer that has a source
+    learn: Literal["fixed", "scalar", "lerp", "softmax", "head", "channel", "sigmoid", "relu"] = "fixed"
+    layers: str | tuple[float, ...] = ()
+    tables: Literal["each", "mirror", "cycle"] = "each"
 
     def __post_init__(self):
-        for field in ("of", "source", "map"):
+        for field in ("of", "source", "map", "learn", "tables"):
             known = get_args(get_type_hints(Residual)[field])
             if getattr(self, field) not in known:
                 raise ValueError(f"Residual({field}={getattr(self, field)!r}): {field} is one of {', '.join(known)}")
-        if self.map != "own" and self.of != "v":
-            raise ValueError(
-                f"a residual after attention (map={self.map!r}) adds values: of must be 'v', not {self.of!r}"
-            )
+        if self.lam is not None and not (isinstance(self.lam, tuple) and len(self.lam) == 2):
+            raise ValueError(f"Residual(lam={self.lam}): two weights, (own, sources together), or None for the mean")
+        if not isinstance(self.layers, (str, tuple)):
+            raise ValueError(f"Residual(layers={self.layers!r}): a tuple of layers, or a slice of them as '-3:'")
+        refused = {
+            f"map={self.map!r} concerns values: of must be 'v', not {self.of!r}": self.map != "own" and self.of != "v",
+            f"a table of values has no {self.of}: of must be 'v'": self.source == "token" and self.of != "v",
+            "a table has no keys to attend to": self.source == "token" and self.map == "cross",
+            "one softmax sets the weights of map='cross': neither lam nor learn applies": self.map == "cross"
+            and (self.lam is not None or self.learn != "fixed"),
+            f"learn={self.learn!r} weighs one source against the layer's own: not source='all'": self.source == "all"
+            and self.learn not in ("fixed", "scalar"),
+            f"learn={self.learn!r} has a weight per token, for of='v', map='own' alone": self.per_token
+            and (self.of != "v" or self.map != "own"),
+            f"learn={self.learn!r} shares 1 between the two: lam stays None": self.learn in ("head", "channel")
+            and self.lam is not None,
+        }
+        for sentence, wrong in refused.items():
+            if wrong:
+                raise ValueError(f"{self}: {sentence}")
+        pick(self.layers, 1)
+
+    @property
+    def per_token(self):
+        return self.learn in ("head", "channel", "sigmoid", "relu")
 
     def weights(self, n_sources):
-        """(weight of the layer's own tensor, weight of each source)."""
-        if self.lam is None:
-            return 1 / (n_sources + 1), 1 / (n_sources + 1)
-        return self.lam[0], self.lam[1] / n_sources
+        """(weight of the layer's own tensor, weight of each source, …): fixed, or what learned scalars start from."""
+        own, together = self.lam or (1 / (n_sources + 1), n_sources / (n_sources + 1))
+        return own, *(together / n_sources for _ in range(n_sources))
+
+
+def pick(spec, n_layer):
+    """Layer numbers, rising. spec: a slice as text ("-3:" the last three, "::-2" every second from the last), or a
+    tuple in which negative numbers count from the end and fractions go by depth (0.5 is layer n_layer // 2)."""
+    if isinstance(spec, str):
+        try:
+            return sorted(range(n_layer)[slice(*(int(part) if part else None for part in spec.split(":")))])
+        except (ValueError, TypeError):
+            raise ValueError(f"layers={spec!r} is not a slice of layers, as '-3:' or '::2'") from None
+    return sorted({int(i * n_layer) if isinstance(i, float) else i + n_layer * (i < 0) for i in spec})
 
 
 @dataclass(frozen=True)
@@ -60,35 +107,49 @@ class ValueMode:
     """A variant: residuals, which layers own their q, k and v, and averaging of the residual stream over depth.
 
     share_q, share_k, share_v: 1 = every layer owns it, c > 1 = the first of every c layers does (CLA), 0 = layer 0 does
-    for all (SVFormer), (0, 4, 7) = these do, and the rest read the nearest one below. A layer that reads another's
-    tensor reads it as used there (mixed, cached), has no weights for it and no residual on it.
+    for all (SVFormer), (0, 4, 7) = these do (see `pick`), and the rest read the nearest one below. A layer that reads
+    another's tensor reads it as used there (mixed, cached), has no weights for it and no residual on it.
+    kv_group: query heads that share a key and value head (GQA), 0 = all of them (MQA).
     dense: (dilation, period) of DenseFormer's depth-weighted average, or None.
     """
 
     residuals: tuple[Residual, ...] = ()
-    share_q: int | tuple[int, ...] = 1
-    share_k: int | tuple[int, ...] = 1
-    share_v: int | tuple[int, ...] = 1
+    share_q: int | tuple[float, ...] = 1
+    share_k: int | tuple[float, ...] = 1
+    share_v: int | tuple[float, ...] = 1
+    kv_group: int = 1
     dense: tuple[int, int] | None = None
 
     def __post_init__(self):
         for t in "qkv":
             share = getattr(self, f"share_{t}")
-            if isinstance(share, tuple) and (not share or share[0] != 0 or list(share) != sorted(set(share))):
-                raise ValueError(f"share_{t}={share}: the owning layers must rise and begin with 0, as (0, 4, 7)")
+            if isinstance(share, tuple) and 0 not in share[:1]:
+                raise ValueError(f"share_{t}={share}: the owning layers begin with 0, as in (0, 4, 7)")
             if isinstance(share, int) and share < 0:
                 raise ValueError(
                     f"share_{t}={share}: use 1 (own), 0 (layer 0 for all), or the length of a run of layers"
                 )
         if self.dense and min(self.dense) < 1:
             raise ValueError(f"dense={self.dense}: dilation and period are at least 1")
+        if self.kv_group < 0:
+            raise ValueError(f"kv_group={self.kv_group}: query heads per key and value head, or 0 for all")
+        if {"cross", "scores"} <= {word for r in self.residuals for word in (r.map, r.of)}:
+            raise ValueError("map='cross' and of='scores' are two answers to what the softmax sees: use one of them")
 
-    def owner(self, t, n):
+    def owner(self, t, n, n_layer):
         """The layer whose tensor t ("q", "k" or "v") layer n uses."""
         share = getattr(self, f"share_{t}")
         if isinstance(share, tuple):
-            return max(i for i in share if i <= n)
+            return max(i for i in pick(share, n_layer) if i <= n)
         return n - n % share if share else 0
+
+    def with_lam(self, value):
+        """This mode with the weight of the sources of its last residual that has a lam set to `value`."""
+        j = max((j for j, r in enumerate(self.residuals) if r.lam), default=None)
+        if j is None:
+            raise ValueError("it has no weight to set")
+        r = dataclasses.replace(self.residuals[j], lam=(self.residuals[j].lam[0], value))
+        return dataclasses.replace(self, residuals=(*self.residuals[:j], r, *self.residuals[j + 1 :]))
 
     @classmethod
     def from_dict(cls, d):
@@ -98,35 +159,111 @@ class ValueMode:
         return cls(**frozen | {"residuals": tuple(Residual(**r) for r in residuals)})
 
 
-VALUE_MODES = {
-    "vanilla": ValueMode(),
-    # Eq 7: U_n = 1/2 A_n (V_n + V_1)
-    "resformer": ValueMode((Residual(),)),
-    # Eq 10: U_n = A_n V_1; no value projection and no value cache above layer 1
-    "svformer": ValueMode(share_v=0),
-    # Eq 8: U_n = A_n V_n + 0.4 (V_1 - V_n)
-    "neutreno": ValueMode((Residual(map="delta", lam=(1.0, 0.4)),)),
-    # the authors' code: V' = 1/2 (V_n + V_1), U_n = A_n V' + 0.2 (V_1 - V'), so the effective strength is 0.1
-    "resformer_neutreno": ValueMode((Residual(), Residual(map="delta", lam=(1.0, 0.2)))),
-    # DenseFormer: the input of block n + 1 is a learned average of the embedding and the outputs of blocks 1..n
-    "denseformer": ValueMode(dense=(1, 1)),
+R, M = Residual, ValueMode
+# fmt: off
+TABLE = {  # name: (mode, equation in layers n >= 2 of the paper's count, where from). V' is V_n as mixed, A_n V' = U_n.
+    "vanilla": (M(), "A_n V_n", "baseline"),
+    # -- ResFormer and its weights
+    "resformer": (M((R(),)), "½ A_n (V_n + V_1)", "Eq 7"),
+    "resformer_lambda": (M((R(lam=(1.0, 2.0)),)), "A_n (V_n + λ V_1), λ = 2", "Fig 8; v5 Constant"),
+    "resformer_learned": (M((R(learn="scalar"),)), "A_n (a_n V_n + b_n V_1), from ½, ½", "v5 Learnable"),
+    "resformer_plus": (M((R(learn="softmax", lam=(0.5, 0.0)),)),
+                       "A_n (a_n V_n + s softmax_n(b) V_1), from a = ½, s = L, b = 0", "v5 Learnable-Plus"),
+    "resformer_plus_deep": (M((R(learn="softmax", lam=(0.5, 1.0)),)),
+                            "the same from b_n = n: deeper layers start with more V_1", "v5, other reading"),
+    "resformer_sparse": (M((R(lam=(1.0, 5.0), layers="-3:"),)), "A_n (V_n + 5 V_1) in the last 3 layers", "v5 Sparse"),
+    "resformer_dense": (M((R(source="all", lam=(1.0, 0.0), learn="scalar"),)),
+                        "A_n (a_n V_n + Σ_{i<n} b_ni V_i), from 1, 0", "v5 Dense"),
+    # -- other sources, mappings and targets
+    "resformer_prev": (M((R(source="prev"),)), "½ A_n (V_n + V_{n-1})", "Fig 11"),
+    "resformer_all": (M((R(source="all"),)), "1/n A_n Σ_{i≤n} V_i", "Eq 5, Fig 11"),
+    "identity": (M((R(map="identity", lam=(1.0, 1.0)),)), "A_n V_n + λ V_1, λ = 1", "Fig 10"),
+    "identity_all": (M((R(map="identity", source="all", lam=(1.0, 1.0)),)), "A_n V_n + 1/(n-1) Σ_{i<n} V_i", "Eq 6"),
+    "cross": (M((R(map="cross"),)), "softmax(Q_n [K_n; K_1]ᵀ) [V_n; V_1]", "Eq 2, Fig 10"),
+    "cross_prev": (M((R(map="cross", source="prev"),)), "softmax(Q_n [K_n; K_{n-1}]ᵀ) [V_n; V_{n-1}]", "Eq 2, Fig 4"),
+    "query": (M((R(of="q"),)), "½ (Q_n + Q_1) for Q_n", "Fig 9"),
+    "key": (M((R(of="k"),)), "½ (K_n + K_1) for K_n", "Fig 9"),
+    "hidden": (M((R(of="hidden"),)), "½ (H_{n-1} + H_0) for H_{n-1}", "v5"),
+    "scores": (M((R(of="scores"),)), "½ (Q_n K_nᵀ + Q_1 K_1ᵀ) for Q_n K_nᵀ", "attention residual"),
+    "probs": (M((R(of="probs"),)), "½ (A_n + A_1) V_n", "v5, attention matrix"),
+    # -- sharing
+    "svformer": (M(share_v=0), "A_n V_1", "Eq 10"),
+    "svformer_2anchors": (M(share_v=(0, -1)), "A_n V_a(n), a = first and last layer", "Fig 17"),
+    "svformer_3anchors": (M(share_v=(0, 0.5, -1)), "… first, middle, last", "Fig 17"),
+    "svformer_4anchors": (M(share_v=(0, 0.375, 0.625, -1)), "… first, two of the middle, last", "Fig 17"),
+    "share_q": (M(share_q=0), "softmax(Q_1 K_nᵀ) V_n", "Fig 16"),
+    "share_k": (M(share_k=0), "softmax(Q_n K_1ᵀ) V_n", "Fig 16"),
+    "share_q2": (M(share_q=2), "Q_n of the odd layer in each pair", "as Fig 5"),
+    "share_k2": (M(share_k=2), "K_n of the odd layer in each pair", "Fig 5"),
+    "share_v2": (M(share_v=2), "V_n of the odd layer in each pair", "Fig 5"),
+    "cla2": (M(share_k=2, share_v=2), "K_n, V_n of the odd layer in each pair", "Fig 5, 13; CLA"),
+    "cla4": (M(share_k=4, share_v=4), "K_n, V_n of the first in every 4 layers", "CLA"),
+    "gqa2": (M(kv_group=2), "2 query heads per key and value head", "Fig 13"),
+    "gqa4": (M(kv_group=4), "4 query heads per key and value head", "GQA"),
+    "gqa8": (M(kv_group=8), "8 query heads per key and value head", "Fig 13"),
+    "mqa": (M(kv_group=0), "one key and value head", "MQA"),
+    "mlkv": (M(share_k=4, share_v=4, kv_group=0), "one key and value head for every 4 layers", "MLKV"),
+    "svformer_gqa4": (M(share_v=0, kv_group=4), "A_n V_1, 4 query heads per key and value head", "Fig 13"),
+    "cla2_gqa4": (M(share_k=2, share_v=2, kv_group=4), "cla2, 4 query heads per key and value head", "Fig 13"),
+    "cla2_svformer": (M(share_k=2, share_v=0), "K_n of the odd layer in each pair, V_1", "combination"),
+    # -- NeuTRENO and DenseFormer
+    "neutreno": (M((R(map="delta", lam=(1.0, 0.4)),)), "A_n V_n + λ (V_1 − V_n), λ = 0.4", "Eq 8, Fig 22"),
+    "resformer_neutreno": (M((R(), R(map="delta", lam=(1.0, 0.2)))),
+                           "A_n V' + λ (V_1 − V'), λ = 0.2, V' = ½ (V_n + V_1)", "Fig 7, authors' code"),
+    "resformer_neutreno_literal": (M((R(map="delta", lam=(1.0, 0.2)), R())),
+                                   "½ A_n (V_n + V_1) + λ (V_1 − V_n), λ = 0.2", "Fig 7 as printed"),
+    "denseformer": (M(dense=(1, 1)), "H_n = Σ_{j≤n} α_nj X_j, from α_nn = 1", "Eq 9, Fig 7"),
+    "denseformer_2x2": (M(dense=(2, 2)), "the same after every 2nd block, over every 2nd j", "DenseFormer"),
+    "resformer_denseformer": (M((R(),), dense=(1, 1)), "both", "combination"),
+    # -- what public code does beyond the paper
+    "resformer_lerp": (M((R(learn="lerp"),)), "A_n ((1 − λ_n) V_n + λ_n V_1), from ½", "modded-nanogpt"),
+    "resformer_head": (M((R(learn="head"),)), "V' = g V_n + (1 − g) V_1, g = σ(W x + b) per head", "x-transformers"),
+    "resformer_channel": (M((R(learn="channel"),)), "V' = (1 − g) V_n + g V_1, g = σ(b + x W↓ W↑)", "RWKV-7"),
+    "resformer_relu": (M((R(learn="relu", lam=(1.0, 1.0)),)), "V' = V_n + relu(W x) V_1 per head", "SATFormer"),
+    "resformer_unet": (M((R(source="mirror"),)), "½ A_n (V_n + V_{L+1-n}) in the upper half", "U-net pairing"),
+    "hidden_learned": (M((R(of="hidden", lam=(1.0, 0.0), learn="scalar"),)),
+                       "a_n H_{n-1} + b_n H_0 for H_{n-1}, from 1, 0", "modded-nanogpt, nanochat"),
+    "value_embed": (M((R(source="token", learn="lerp"),)), "A_n ((1 − λ_n) V_n + λ_n E_n[token])", "modded-nanogpt"),
+    "value_embed_unet": (M((R(source="token", learn="scalar", tables="mirror"),)),
+                         "A_n (a_n V_n + b_n E[token]), layers n, L+1-n share E", "modded-nanogpt"),
+    "value_embed_cycle": (M((R(source="token", learn="scalar", tables="cycle", layers=(0, 1, 2, -3, -2, -1)),)),
+                          "the same in the first and last 3 layers, E in the order 012 012", "modded-nanogpt"),
+    "value_embed_gated": (M((R(source="token", learn="sigmoid", lam=(1.0, 3.0), layers="::-2"),)),
+                          "V' = V_n + 3 σ(W x[:12]) E_n[token] per head, every 2nd layer", "nanochat"),
+    "value_embed_gated2": (M((R(source="token", learn="sigmoid", lam=(1.0, 2.0), layers=(1, 2, -3, -2, -1)),)),
+                           "V' = V_n + 2 σ(W x[:12]) E_n[token] in layers 2, 3 and the last 3", "modded-nanogpt"),
 }
+# fmt: on
+VALUE_MODES = {name: mode for name, (mode, _, _) in TABLE.items()}
 
 
 def get_mode(mode):
-    """The ValueMode of a name in VALUE_MODES (or `mode` itself if it is one); raises ValueError on another name."""
-    if isinstance(mode, ValueMode):
-        return mode
-    if mode not in VALUE_MODES:
-        near = difflib.get_close_matches(mode, VALUE_MODES, 1, 0.4)
-        guess = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown value_mode {mode!r}; {guess}known: {', '.join(VALUE_MODES)}")
-    return VALUE_MODES[mode]
+    """The ValueMode of a name in VALUE_MODES (or `mode` itself if it is one); raises ValueError on another name.
+    A name may end in the weight of the sources: resformer_lambda_0.5, neutreno_0.6 (see ValueMode.with_lam)."""
+    if isinstance(mode, ValueMode) or mode in VALUE_MODES:
+        return VALUE_MODES.get(mode, mode) if isinstance(mode, str) else mode
+    name, _, number = mode.rpartition("_")
+    if name in VALUE_MODES and re.fullmatch(r"-?\d+(\.\d+)?", number):
+        try:
+            return VALUE_MODES[name].with_lam(float(number))
+        except ValueError as e:
+            raise ValueError(f"unknown value_mode {mode!r}: {name} takes no number, {e}") from None
+    near = difflib.get_close_matches(mode, VALUE_MODES, 1, 0.4)
+    guess = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"unknown value_mode {mode!r}; {guess}known: {', '.join(VALUE_MODES)}")
 
 
 def mode_name(mode):
-    """The name of a ValueMode in VALUE_MODES, or "custom"."""
-    return next((name for name, row in VALUE_MODES.items() if row == mode), "custom")
+    """The name that get_mode takes for a ValueMode, or "custom"."""
+    for name, row in VALUE_MODES.items():
+        if row == mode:
+            return name
+    for name, row in VALUE_MODES.items():
+        if any(r.lam for r in row.residuals) and len(row.residuals) == len(mode.residuals):
+            for value in {r.lam[1] for r in mode.residuals if r.lam}:
+                if row.with_lam(value) == mode and get_mode(f"{name}_{value:g}") == mode:
+                    return f"{name}_{value:g}"
+    return "custom"
 
 
 @dataclass(frozen=True)
@@ -137,9 +274,10 @@ class ModelConfig:
     block_size: int = 2048  # tokens
     n_layer: int = 8
     n_head: int = 8
-    n_kv_head: int = 0  # key and value heads; 0 = n_head
+    n_kv_head: int = 0  # key and value heads; 0 = as value_mode says, else n_head
     n_embd: int = 512
-    n_hidden: int = 0  # width of the SwiGLU; 0 = 3.5 n_embd
+    n_hidden: int = 0  # width of the MLP; 0 = 3.5 n_embd (llama), 4 n_embd (gpt2)
+    arch: Literal["llama", "gpt2"] = "llama"  # RMSNorm, RoPE, SwiGLU / LayerNorm, learned positions, GELU, biases
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     init_std: float = 0.02
@@ -150,29 +288,51 @@ class ModelConfig:
             object.__setattr__(self, name, value)
 
         put("value_mode", get_mode(self.value_mode))
-        put("n_kv_head", self.n_kv_head or self.n_head)
-        put("n_hidden", self.n_hidden or 7 * self.n_embd // 2)
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden"):
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.arch not in ("llama", "gpt2"):
+            raise ValueError(f"arch={self.arch!r} is not one of llama, gpt2")
+        group = self.value_mode.kv_group or self.n_head
+        if self.n_head % group:
+            raise ValueError(
+                f"value_mode has {group} query heads to a key head: n_head={self.n_head} is no multiple of it"
+            )
+        if self.value_mode.kv_group != 1 and self.n_kv_head not in (0, self.n_head // group):
+            raise ValueError(
+                f"n_kv_head={self.n_kv_head}, but value_mode makes it {self.n_head // group}; leave it at 0"
+            )
+        put("n_kv_head", self.n_kv_head or self.n_head // group)
+        put("n_hidden", self.n_hidden or (4 * self.n_embd if self.arch == "gpt2" else 7 * self.n_embd // 2))
         if self.n_embd % self.n_head or self.n_embd // self.n_head % 2:
             raise ValueError(
                 f"n_embd={self.n_embd} must be n_head={self.n_head} times an even head size (RoPE turns pairs)"
             )
+        for name in ("n_kv_head", "n_hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
-        named = [i for r in self.value_mode.residuals for i in r.layers]
-        named += [i for t in "qkv" if isinstance(s := getattr(self.value_mode, f"share_{t}"), tuple) for i in s]
-        if named and not 0 <= min(named) <= max(named) < self.n_layer:
-            raise ValueError(f"value_mode names layers {sorted(set(named))}, but there are only 0..{self.n_layer - 1}")
+        self.check_layers()
+
+    def check_layers(self):
+        """Raises ValueError if the mode names layers that are not there, or a residual or a layer would do nothing."""
+        mode, last = self.value_mode, self.n_layer - 1
+        named = [pick(r.layers, self.n_layer) for r in mode.residuals]
+        named += [pick(s, self.n_layer) for t in "qkv" if isinstance(s := getattr(mode, f"share_{t}"), tuple)]
+        named = sorted({i for layers in named for i in layers})
+        if named and not 0 <= named[0] <= named[-1] <= last:
+            raise ValueError(f"value_mode names layers {named}, but there are only 0..{last}")
         plan = plan_layers(self)
-        for r, used in zip(
-            self.value_mode.residuals, zip(*(layer.sources for layer in plan), strict=True), strict=True
-        ):
-            idle = [n for n in r.layers or range(1, self.n_layer) if not used[n]]
-            if idle and (r.layers or len(idle) == self.n_layer - 1):
+        for j, r in enumerate(mode.residuals):
+            idle = [n for n in range(self.n_layer) if not plan[n].sources[j]]
+            if isinstance(r.layers, tuple) and r.layers:  # each of them was meant
+                idle = [n for n in pick(r.layers, self.n_layer) if n in idle]
+            elif len(idle) < self.n_layer or self.n_layer == 1:
+                continue
+            if idle:
                 raise ValueError(
-                    f"{r} does nothing in layer {idle[0]}: there is no earlier layer, or its {r.of} is borrowed"
+                    f"{r} does nothing in layer {idle[-1]}: it has no source there, or reads a borrowed tensor"
                 )
         for n, layer in enumerate(plan):
             if n not in layer.owner.values():
@@ -194,7 +354,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class LayerPlan:
     """What layer n reads: owner["q" | "k" | "v"] is the layer whose tensor it uses, sources[j] the layers that
-    residual j takes from (() = residual j does nothing in this layer)."""
+    residual j takes from (() = residual j does nothing in this layer); table t of token values is source -1 - t."""
 
     owner: dict[str, int]
     sources: tuple[tuple[int, ...], ...]
@@ -202,17 +362,49 @@ class LayerPlan:
 
 def plan_layers(cfg):
     """The LayerPlan of each layer of a ModelConfig: all that the mode means, before any tensor exists."""
-    mode, plan = cfg.value_mode, []
-    for n in range(cfg.n_layer):
-        owner = {t: mode.owner(t, n) for t in "qkv"}
-        before = {"first": (0,), "prev": (n - 1,), "all": tuple(range(n))}
-        active = [n > 0 and owner[r.of] == n and (not r.layers or n in r.layers) for r in mode.residuals]
-        plan.append(
-            LayerPlan(
-                owner, tuple(before[r.source] if on else () for r, on in zip(mode.residuals, active, strict=True))
-            )
-        )
-    return plan
+    mode, L = cfg.value_mode, cfg.n_layer
+    owners = [{t: mode.owner(t, n, L) for t in "qkv"} for n in range(L)]
+    sources, n_tables = [], 0
+    for r in mode.residuals:
+        active = pick(r.layers or ":", L)
+        if r.of in "qkv":
+            active = [n for n in active if owners[n][r.of] == n]
+        elif r.of != "hidden":  # scores of borrowed q and k are the owner's already
+            active = [n for n in active if n in (owners[n]["q"], owners[n]["k"])]
+        if r.source == "token":
+            order = {
+                "each": lambda j, m: j,
+                "mirror": lambda j, m: min(j, m - 1 - j),
+                "cycle": lambda j, m: j % ((m + 1) // 2),
+            }
+            tables = [n_tables + order[r.tables](j, len(active)) for j in range(len(active))]
+            of_layer = {n: (-1 - t,) for n, t in zip(active, tables, strict=True)}
+            n_tables = max(tables, default=n_tables - 1) + 1
+        else:
+            before = {"first": lambda n: [0], "prev": lambda n: [n - 1], "all": range, "mirror": lambda n: [L - 1 - n]}
+            of_layer = {n: [i for i in before[r.source](n) if i < n] for n in active if n}
+            if r.of in "qkv" and r.map != "cross":  # raw tensors are their owners'
+                of_layer = {n: sorted({owners[i][r.of] for i in found}) for n, found in of_layer.items()}
+        sources.append([tuple(of_layer.get(n, ())) for n in range(L)])
+    return [LayerPlan(owners[n], tuple(s[n] for s in sources)) for n in range(L)]
+
+
+def read_later(cfg):
+    """Which tensors of each layer later layers read: (raw, used), two lists of sets of names, one set per layer."""
+    raw, used = ([set() for _ in range(cfg.n_layer)] for _ in range(2))
+    for n, layer in enumerate(plan_layers(cfg)):
+        for t, owner in layer.owner.items():
+            if owner != n:
+                used[owner].add(t)
+        for r, sources in zip(cfg.value_mode.residuals, layer.sources, strict=True):
+            for i in sources:
+                if r.map == "cross" and i >= 0:
+                    used[i] |= {"k", "v"}
+                elif r.of in ("scores", "probs"):
+                    used[i] |= {"q", "k"}
+                elif i >= 0:
+                    raw[i].add(r.of)
+    return raw, used
 
 
 def kv_floats_per_token(cfg):
@@ -256,11 +448,11 @@ def full(x):
 
 
 class Linear(nn.Linear):
-    """A bias-free Linear that computes several named tensors in one product: parts = {name: width}, rows in order."""
+    """A Linear that computes several named tensors in one product: parts = {name: width}, rows in order."""
 
-    def __init__(self, n_in, parts):
+    def __init__(self, n_in, parts, bias=False):
         self.parts = parts
-        super().__init__(n_in, sum(parts.values()), bias=False)
+        super().__init__(n_in, sum(parts.values()), bias=bias)
 
     def reset_parameters(self):
         pass  # GPT.init_weights fills every weight
@@ -290,48 +482,200 @@ class Rope(nn.Module):
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def attend(q, k, v, kind="sdpa"):
+def attend(q, k, v, kind="sdpa", scale=None, layers=1):
     """A V: softmax attention of the last T of S positions, each over itself and those before it.
 
-    q (B, H, T, D); k, v (B, G, S, D) -> (B, H, T, D). kind: "sdpa" (torch's fused kernels), "flash" (the flash-attn
-    package), "eager" (the formula, softmax in fp32).
+    q (B, H, T, D); k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E). kind: "sdpa" (torch's fused kernels), "flash" (the
+    flash-attn package), "eager" (the formula, softmax in fp32). scale: 1/sqrt(D) if None. With layers > 1, k and v hold
+    the S positions of so many layers one after another, (B, G, layers * S, …), under one softmax.
     """
-    T, S = q.size(2), k.size(2)
-    if kind == "flash":
+    T, S = q.size(2), k.size(2) // layers
+    if kind == "flash" and layers == 1:
         from flash_attn import flash_attn_func
 
-        return flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=True).transpose(1, 2)
-    seen = None if T == S or T == 1 else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    if kind == "sdpa":
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return flash_attn_func(q, k, v, causal=True, softmax_scale=scale).transpose(1, 2)
+    causal = T == S and layers == 1
+    if kind != "eager" and (causal or T == 1):
+        mask = None
+    else:
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T).repeat(1, layers)  # (T, layers * S)
+    if kind != "eager":
         gqa = q.size(1) != k.size(1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=T == S and T > 1, enable_gqa=gqa)
-    k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))  # (B, H, S, D)
-    scores = full(q @ k.mT) / math.sqrt(q.size(-1))  # (B, H, T, S)
-    unseen = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
-    return scores.masked_fill(unseen, -math.inf).softmax(dim=-1).to(v.dtype) @ v
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal and T > 1, scale=scale, enable_gqa=gqa
+        )
+    k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))  # (B, H, layers * S, …)
+    scores = full(q @ k.mT) * (scale or q.size(-1) ** -0.5)  # (B, H, T, layers * S)
+    return scores.masked_fill(~mask, -math.inf).softmax(dim=-1).to(v.dtype) @ v
 
 
-def mix(own, others, weights):
-    """l_own * own + sum of l * others, for weights (l_own, l)."""
-    own = own if weights[0] == 1 else weights[0] * own
-    return own + weights[1] * sum(others[1:], others[0])
+class MergedAttention(torch.autograd.Function):
+    """softmax(Q [K_1; K_2; …]^T / sqrt(D)) [V_1; V_2; …], each part causal, by one fused call for each part.
+
+    q, each k, each v (B, H, T, D) -> (B, H, T, D). A part's output O_i counts as exp(lse_i - lse), lse_i being the
+    log-sum-exp of its scores and lse that of all. Given the merged output and lse, the fused kernel's own backward
+    yields each part's share of the gradient: with them P_ij = exp(s_ij - lse) and dS = P * (dP - rowsum(dO * O)) are
+    those of the one softmax. (torch gives an lse no gradient of its own, so merging outside of this would be wrong.)
+    """
+
+    @staticmethod
+    def fused(q):
+        """The (forward, backward) kernels for these tensors, or None."""
+        aten = torch.ops.aten
+        if q.device.type == "cpu":
+            return (
+                aten._scaled_dot_product_flash_attention_for_cpu,
+                aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            )
+        if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and q.size(-1) % 8 == 0:
+            return aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
+        return None
+
+    @staticmethod
+    def forward(ctx, q, *kv):
+        forward, n = MergedAttention.fused(q)[0], len(kv) // 2
+        parts = [forward(q, k, v, 0.0, True) for k, v in zip(kv[:n], kv[n:], strict=True)]
+        lse = torch.stack([part[1] for part in parts]).logsumexp(dim=0)  # (B, H, T)
+        y = sum((part[1] - lse).exp()[..., None].to(q.dtype) * part[0] for part in parts)
+        rest = [
+            [extra for extra in part[2:8]] for part in parts
+        ]  # CUDA: two sequence tables, two lengths, two rng states
+        ctx.lengths = [r[2:4] for r in rest]
+        ctx.save_for_backward(q, *kv, y, lse, *(t for r in rest for t in r if isinstance(t, torch.Tensor)))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        n, (q, *saved) = len(ctx.lengths), ctx.saved_tensors
+        kv, (y, lse, *rest), backward = saved[: 2 * n], saved[2 * n :], MergedAttention.fused(q)[1]
+        grads = []
+        for i, (k, v) in enumerate(zip(kv[:n], kv[n:], strict=True)):
+            more = rest[4 * i : 4 * i + 4]
+            before, after = ((*more[:2], *ctx.lengths[i]), more[2:]) if more else ((), ())
+            grads.append(backward(grad, q, k, v, y, lse, *before, 0.0, True, *after))
+        return sum(g[0] for g in grads), *(g[1] for g in grads), *(g[2] for g in grads)
+
+
+def attend_layers(q, ks, vs, kind):
+    """Attention of q over the keys of several layers under one softmax (Eq 2). Shapes as in `attend`."""
+    if kind != "eager" and q.size(2) == ks[0].size(2) > 1 and MergedAttention.fused(q):
+        groups = q.size(1) // ks[0].size(1)
+        return MergedAttention.apply(q, *(t.repeat_interleave(groups, dim=1) for t in (*ks, *vs)))
+    return attend(q, torch.cat(ks, dim=2), torch.cat(vs, dim=2), kind, layers=len(ks))
+
+
+def mix(weights, own, others):
+    """w_0 * own + w_1 * others_1 + …: numbers, learned scalars or tensors that broadcast."""
+    total = own if isinstance(weights[0], float) and weights[0] == 1 else weights[0] * own
+    for w, other in zip(weights[1:], others, strict=True):
+        total = total + w * other.to(own.dtype)  # under autocast embeddings are fp32
+    return total
+
+
+class Lambdas(nn.Module):
+    """The weights of one residual: forward() -> for each layer (own, one for each source), or None where the residual
+    does nothing or a Gate computes them. Learned ones are vectors, so the optimizer leaves them out of weight decay."""
+
+    def __init__(self, r, sources):
+        super().__init__()
+        self.r, self.sources = r, sources
+        active, new = [s for s in sources if s], lambda n: nn.Parameter(torch.empty(n))
+        if r.learn == "scalar":
+            self.scalars = nn.ParameterList(new(1 + len(s)) for s in active)
+        elif r.learn == "lerp":
+            self.share = new(len(active))
+        elif r.learn == "softmax":
+            self.own, self.logits, self.scale = new(len(active)), new(len(active)), new(1)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        if self.r.learn == "scalar":
+            for p, s in zip(self.scalars, filter(None, self.sources), strict=True):
+                p.copy_(torch.tensor(self.r.weights(len(s))))
+        elif self.r.learn == "lerp":
+            self.share.fill_(self.r.weights(1)[1])
+        elif self.r.learn == "softmax":
+            own, rise = self.r.lam or (0.5, 0.0)
+            self.own.fill_(own)
+            self.logits.copy_(rise * torch.arange(len(self.logits)))
+            self.scale.fill_(len(self.sources))
+
+    def forward(self):
+        if self.r.learn == "scalar":
+            found = iter([tuple(p) for p in self.scalars])
+        elif self.r.learn == "lerp":
+            found = iter([(1 - share, share) for share in self.share])
+        elif self.r.learn == "softmax":
+            found = iter(list(zip(self.own, self.scale * self.logits.softmax(0), strict=True)))
+        elif self.r.per_token or self.r.map == "cross":
+            return [None] * len(self.sources)
+        else:
+            return [self.r.weights(len(s)) if s else None for s in self.sources]
+        return [next(found) if s else None for s in self.sources]
+
+
+class Gate(nn.Module):
+    """Weights from the token: normed input x (B, T, C) of a layer -> (own, source), that broadcast over (B, G, T, D).
+
+    "head":    (g, 1 - g), g = sigmoid(W x + b) for each head                        x-transformers
+    "channel": (1 - g, g), g = sigmoid(b + W_up W_down x) for each channel           RWKV-7, without its token shift
+    "sigmoid": (l_own, l sigmoid(W x[:12])) for each head, W = 0 at first            nanochat, modded-nanogpt
+    "relu":    (l_own, l relu(W x)) for each head                                    SATFormer
+    """
+
+    def __init__(self, cfg, r):
+        super().__init__()
+        C, self.n_kv_head, self.r = cfg.n_embd, cfg.n_kv_head, r
+        self.n_in = 12 if r.learn == "sigmoid" else C
+        if r.learn == "channel":
+            width, rank = cfg.n_kv_head * cfg.head_dim, max(32, round(1.7 * C**0.5 / 32) * 32)
+            self.down, self.up = Linear(C, {"down": rank}), Linear(rank, {"up": width}, bias=True)
+        else:
+            self.w = Linear(self.n_in, {"gate": cfg.n_kv_head}, bias=r.learn == "head")
+
+    @torch.no_grad()
+    def init_weights(self, seed, name):
+        """What is not as in every Linear. RWKV-7: a gate of 0.72 falling to 0.63 over the channels."""
+        if self.r.learn == "channel":
+            self.down.weight.zero_()
+            nn.init.orthogonal_(self.up.weight.T, 0.1, generator=generator(seed, name))
+            self.up.bias.copy_(0.93 - 0.4 * torch.linspace(0, 1, len(self.up.bias)))
+        elif self.r.learn == "sigmoid":
+            self.w.weight.zero_()
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        z = self.up(self.down(x)) if self.r.learn == "channel" else self.w(x[..., : self.n_in])
+        z = z.view(B, T, self.n_kv_head, -1).transpose(1, 2)  # (B, G, T, D or 1)
+        if self.r.learn in ("head", "channel"):
+            g = z.sigmoid()
+            return (g, 1 - g) if self.r.learn == "head" else (1 - g, g)
+        own, top = self.r.weights(1)
+        return own, top * (z.sigmoid() if self.r.learn == "sigmoid" else z.relu())
 
 
 class Attention(nn.Module):
     """x (B, T, C) -> U_n W_o (B, T, C), raw, used: this layer's q, k, v as projected, and as attended over.
 
-    raws[i], useds[i] are those of the layers i < n in this forward pass. They come as arguments and go as results, so
-    that activation checkpointing and torch.compile see every dependency.
+    raws[i], useds[i] are those of the layers i < n in this forward pass, and raws[-1 - t] the values of token table t.
+    They come as arguments and go as results, so that activation checkpointing and torch.compile see every dependency.
+    lam[j]: the weights of residual j here, see Lambdas.
     """
 
     def __init__(self, cfg, n, plan, kind):
         super().__init__()
-        self.n, self.plan, self.kind, self.residuals = n, plan, kind, cfg.value_mode.residuals
+        self.n, self.plan, self.kind = n, plan, kind
         self.head_dim, self.groups = cfg.head_dim, cfg.n_head // cfg.n_kv_head
         heads = {"q": cfg.n_head, "k": cfg.n_kv_head, "v": cfg.n_kv_head}
         self.heads = {t: heads[t] for t in "qkv" if plan.owner[t] == n}  # a borrowed tensor has no weights here
-        self.proj = Linear(cfg.n_embd, {t: h * cfg.head_dim for t, h in self.heads.items()})
-        self.out = Linear(cfg.n_embd, {"o": cfg.n_embd})
+        bias = cfg.arch == "gpt2"
+        self.proj = Linear(cfg.n_embd, {t: h * cfg.head_dim for t, h in self.heads.items()}, bias)
+        self.out = Linear(cfg.n_embd, {"o": cfg.n_embd}, bias)
+        pairs = enumerate(zip(cfg.value_mode.residuals, plan.sources, strict=True))
+        self.residuals = [(j, r, sources) for j, (r, sources) in pairs if sources and r.of != "hidden"]
+        self.gates = nn.ModuleDict({str(j): Gate(cfg, r) for j, r, _ in self.residuals if r.per_token})
 
     def project(self, x, rope, start):
         """The tensors this layer owns: {t: (B, heads of t, T, D)}, q and k rotated. One product for all."""
@@ -342,55 +686,86 @@ class Attention(nn.Module):
         v = (all_heads[:, rotated:],) if "v" in self.heads else ()
         return dict(zip(self.heads, (*qk, *v), strict=True))
 
-    def forward(self, x, rope, raws, useds, cache=None):
+    def forward(self, x, rope, lam, raws, useds, cache=None):
         B, T, C = x.shape
-        owner = self.plan.owner
         raw = self.project(x, rope, cache.pos if cache else 0)
-        raw |= {t: raws[owner[t]][t] for t in "qkv" if owner[t] != self.n}
         used, late = dict(raw), []
-        for r, sources in zip(self.residuals, self.plan.sources, strict=True):
-            if sources and r.map == "own":
-                used[r.of] = mix(used[r.of], [raws[i][r.of] for i in sources], r.weights(len(sources)))
-            elif sources:
-                late.append((r, sources))
-        v_now = used["v"]  # of the tokens of this call; with a cache used["v"] becomes longer
+        for j, r, sources in self.residuals:
+            w = self.gates[str(j)](x) if r.per_token else lam[j]
+            if r.of in "qkv" and r.map == "own":
+                used[r.of] = mix(w, used[r.of], [raws[i][r.of] for i in sources])
+            else:
+                late.append((r, sources, w, used.get("v")))  # V_n of the tokens of this call, as mixed so far
         for t in "qkv":
-            if owner[t] != self.n:
-                used[t] = useds[owner[t]][t]
+            if t not in self.heads:
+                used[t] = useds[self.plan.owner[t]][t]
             elif t != "q" and cache:
                 used[t] = cache.extend(t, self.n, used[t])
-        y = attend(used["q"], used["k"], used["v"], self.kind)  # (B, H, T, D)
-        for r, sources in late:
-            values = [raws[i]["v"] - v_now if r.map == "delta" else raws[i]["v"] for i in sources]
-            y = mix(y, [v.repeat_interleave(self.groups, dim=1) for v in values], r.weights(len(sources)))
+        y = self.attend(used, late, useds)  # (B, H, T, D)
+        for r, sources, w, v_now in late:
+            if r.of == "probs":
+                y = mix(w, y, [attend(useds[i]["q"], useds[i]["k"], used["v"], self.kind) for i in sources])
+            elif r.map in ("identity", "delta"):
+                values = [raws[i]["v"] - v_now if r.map == "delta" else raws[i]["v"] for i in sources]
+                y = mix(w, y, [v.repeat_interleave(self.groups, dim=1) for v in values])
         return self.out(y.transpose(1, 2).reshape(B, T, C)), raw, used
+
+    def attend(self, used, late, useds):
+        """A_n V_n, with what residuals make of A_n: the keys of other layers under the same softmax, or their scores
+        added; those are one product: l_own q_n k_n^T + l q_i k_i^T = [l_own q_n; l q_i] [k_n; k_i]^T."""
+        q, k, v = (used[t] for t in "qkv")
+        cross = [i for r, sources, _, _ in late if r.map == "cross" for i in sources]
+        if cross:
+            return attend_layers(
+                q, [k, *(useds[i]["k"] for i in cross)], [v, *(useds[i]["v"] for i in cross)], self.kind
+            )
+        for r, sources, w, _ in late:
+            if r.of == "scores":
+                q = torch.cat([w[0] * q, *(wi * useds[i]["q"] for wi, i in zip(w[1:], sources, strict=True))], dim=-1)
+                k = torch.cat([k, *(useds[i]["k"] for i in sources)], dim=-1)
+        v = F.pad(v, (0, q.size(-1) - self.head_dim))  # fused kernels want one width
+        return attend(q, k, v, self.kind, self.head_dim**-0.5)[..., : self.head_dim]
 
 
 class MLP(nn.Module):
-    """SwiGLU: x (B, T, C) -> (silu(x W_gate) * x W_up) W_down (B, T, C)."""
+    """x (B, T, C) -> (B, T, C): SwiGLU, (silu(x W_gate) * x W_up) W_down, or GPT-2's gelu(x W_up) W_down."""
 
     def __init__(self, cfg):
         super().__init__()
-        self.up = Linear(cfg.n_embd, {"gate": cfg.n_hidden, "up": cfg.n_hidden})
-        self.down = Linear(cfg.n_hidden, {"down": cfg.n_embd})
+        self.gated, bias = cfg.arch == "llama", cfg.arch == "gpt2"
+        self.up = Linear(cfg.n_embd, ({"gate": cfg.n_hidden} if self.gated else {}) | {"up": cfg.n_hidden}, bias)
+        self.down = Linear(cfg.n_hidden, {"down": cfg.n_embd}, bias)
 
     def forward(self, x):
+        if not self.gated:
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
         gate, up = self.up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
 
+def new_norm(cfg):
+    return (nn.LayerNorm if cfg.arch == "gpt2" else nn.RMSNorm)(cfg.n_embd, cfg.norm_eps)
+
+
 class Block(nn.Module):
-    """One layer: x (B, T, C) -> x (B, T, C), raw, used. See Attention for raws, useds."""
+    """One layer: x (B, T, C) -> x (B, T, C), raw, used, of the last two only what later layers read. See Attention."""
 
-    def __init__(self, cfg, n, plan, kind):
+    def __init__(self, cfg, n, plan, kind, keep):
         super().__init__()
-        self.norm1, self.attn = nn.RMSNorm(cfg.n_embd, cfg.norm_eps), Attention(cfg, n, plan, kind)
-        self.norm2, self.mlp = nn.RMSNorm(cfg.n_embd, cfg.norm_eps), MLP(cfg)
+        self.keep_raw, self.keep_used = keep
+        self.norm1, self.attn = new_norm(cfg), Attention(cfg, n, plan, kind)
+        self.norm2, self.mlp = new_norm(cfg), MLP(cfg)
+        pairs = enumerate(zip(cfg.value_mode.residuals, plan.sources, strict=True))
+        self.residuals = [(j, sources) for j, (r, sources) in pairs if sources and r.of == "hidden"]
 
-    def forward(self, x, rope, raws, useds, cache=None):
-        y, raw, used = self.attn(self.norm1(x), rope, raws, useds, cache)
-        x = x + y
-        return x + self.mlp(self.norm2(x)), raw, used
+    def forward(self, x, rope, lam, raws, useds, cache=None):
+        h = x
+        for j, sources in self.residuals:
+            h = mix(lam[j], h, [raws[i]["hidden"] for i in sources])
+        y, raw, used = self.attn(self.norm1(h), rope, lam, raws, useds, cache)
+        raw = {"hidden": x} | raw
+        h = h + y
+        return h + self.mlp(self.norm2(h)), {t: raw[t] for t in self.keep_raw}, {t: used[t] for t in self.keep_used}
 
 
 class DepthAverage(nn.Module):
@@ -464,24 +839,38 @@ class LinearCrossEntropy(torch.autograd.Function):
         return gx * grad.to(gx.dtype), (gw * grad).to(ctx.dtype), None, None, None
 
 
-def normal(seed, name, shape, std):
-    """N(0, std) fp32 of `shape` that depends on (seed, name) alone, not on what else is drawn."""
+def generator(seed, name):
+    """A random generator that depends on (seed, name) alone, not on what else is drawn."""
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
-    return torch.randn(shape, generator=torch.Generator().manual_seed(key % 2**63)) * std
+    return torch.Generator().manual_seed(key % 2**63)
+
+
+def normal(seed, name, shape, std):
+    """N(0, std), fp32."""
+    return torch.randn(shape, generator=generator(seed, name)) * std
 
 
 class GPT(nn.Module):
     """The model. attn: "sdpa", "flash" or "eager" (see `attend`); it changes no number beyond rounding.
+    recompute: activation checkpointing, each block's inside is computed again in the backward instead of being kept.
     init=False leaves the weights for a checkpoint to fill."""
 
-    def __init__(self, cfg, seed=0, attn="sdpa", init=True):
+    def __init__(self, cfg, seed=0, attn="sdpa", init=True, recompute=False):
         super().__init__()
-        self.cfg = cfg
+        self.cfg, self.recompute, plan = cfg, recompute, plan_layers(cfg)
         self.embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
-        self.rope = Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta)
-        self.blocks = nn.ModuleList(Block(cfg, n, plan, attn) for n, plan in enumerate(plan_layers(cfg)))
+        gpt2, kv = cfg.arch == "gpt2", cfg.n_kv_head * cfg.head_dim
+        self.positions = nn.Embedding(cfg.block_size, cfg.n_embd) if gpt2 else None
+        self.rope = (lambda x, start: x) if gpt2 else Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta)
+        n_tables = -min((i for layer in plan for s in layer.sources for i in s if i < 0), default=0)
+        self.tables = nn.ModuleList(nn.Embedding(cfg.vocab_size, kv) for _ in range(n_tables))
+        self.lambdas = nn.ModuleList(
+            Lambdas(r, [layer.sources[j] for layer in plan]) for j, r in enumerate(cfg.value_mode.residuals)
+        )
+        keep = zip(*read_later(cfg), strict=True)
+        self.blocks = nn.ModuleList(Block(cfg, n, plan[n], attn, kept) for n, kept in enumerate(keep))
         self.dense = DepthAverage(cfg.n_layer, *cfg.value_mode.dense) if cfg.value_mode.dense else None
-        self.norm = nn.RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.norm = new_norm(cfg)
         self.head = Linear(cfg.n_embd, {"head": cfg.vocab_size})
         if init and not self.embed.weight.is_meta:
             self.init_weights(seed)
@@ -489,33 +878,53 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed):
         """N(0, init_std) for every matrix, each from (seed, its name): modes share all the weights they have in common.
-        A fused product is drawn part by part, so that it does not matter what it is fused with."""
-        std = self.cfg.init_std
+        A fused product is drawn part by part, so that it does not matter what it is fused with. Token tables are
+        N(0, 1/sqrt(C)), nanochat's spread; GPT-2's projections into the residual stream are smaller by sqrt(2 L)."""
+        cfg = self.cfg
         for name, module in self.named_modules():
-            if isinstance(module, nn.RMSNorm):
+            std = cfg.n_embd**-0.5 if name.startswith("tables.") else cfg.init_std
+            if isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
                 module.weight.fill_(1)
             elif isinstance(module, nn.Embedding):
                 module.weight.copy_(normal(seed, name, module.weight.shape, std))
             elif isinstance(module, Linear):
+                if cfg.arch == "gpt2" and name.endswith((".out", ".mlp.down")):
+                    std /= math.sqrt(2 * cfg.n_layer)
                 parts = [
                     normal(seed, f"{name}.{p}", (rows, module.in_features), std) for p, rows in module.parts.items()
                 ]
                 module.weight.copy_(torch.cat(parts))
-            elif isinstance(module, DepthAverage):
+            elif isinstance(module, (DepthAverage, Lambdas)):
                 module.init_weights()
+            if getattr(module, "bias", None) is not None:
+                module.bias.zero_()
+        for name, module in self.named_modules():
+            if isinstance(module, Gate):
+                module.init_weights(seed, name)
+
+    def mixing_weights(self):
+        """[residual][layer] -> its weights, [own, each source], or None: it does nothing there, or a Gate has them."""
+        return [[w and [float(x) for x in w] for w in weights()] for weights in self.lambdas]
 
     def hidden(self, idx, cache=None):
         """Normed output of the last layer, (B, T, C), for token ids idx (B, T). With a KVCache these are the T tokens
         that follow cache.pos, and the cache moves on by T."""
-        T, start = idx.size(1), cache.pos if cache else 0
+        (B, T), start = idx.shape, cache.pos if cache else 0
         if start + T > self.cfg.block_size:
             raise ValueError(f"{start + T} tokens do not fit block_size={self.cfg.block_size}")
         x = self.embed(idx)
-        raws, useds, xs = [], [], [x]
+        if self.positions:
+            x = x + self.positions.weight[start : start + T]
+        lam = [weights() for weights in self.lambdas]  # [residual][layer]
+        raws, useds, xs = {}, {}, [x]
+        for t, table in enumerate(self.tables):
+            raws[-1 - t] = {"v": table(idx).view(B, T, self.cfg.n_kv_head, -1).transpose(1, 2)}  # (B, G, T, D)
         for n, block in enumerate(self.blocks):
-            x, raw, used = block(x, self.rope, raws, useds, cache)
-            raws.append(raw)
-            useds.append(used)
+            inputs = (x, self.rope, [weights[n] for weights in lam], raws, useds, cache)
+            if self.recompute and torch.is_grad_enabled():
+                x, raws[n], useds[n] = checkpoint(block, *inputs, use_reentrant=False)
+            else:
+                x, raws[n], useds[n] = block(*inputs)
             if self.dense:
                 xs.append(x)
                 x = self.dense(n + 1, xs)
@@ -537,17 +946,34 @@ class GPT(nn.Module):
 
 
 def count_parameters(cfg):
-    """(all parameters, those that multiply: matrices without the input embedding). Builds nothing but shapes."""
+    """(all parameters, those that multiply: matrices without the embeddings). Builds nothing but shapes."""
     with torch.device("meta"):
         model = GPT(cfg)
+    looked_up = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
     every = sum(p.numel() for p in model.parameters())
-    return every, sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.embed.weight.numel()
+    return every, sum(p.numel() for p in model.parameters() if p.ndim == 2) - looked_up
 
 
 def flops_per_token(cfg):
     """Training FLOPs per token, 6 N + 12 L C T with N the parameters that multiply (PaLM, appendix B: attention counted
-    in full, not causal), at T = block_size."""
-    return 6 * count_parameters(cfg)[1] + 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
+    in full, not causal), at T = block_size. Half of 12 C T is q k^T, half A V; residuals on them add their own."""
+    halves = 2 * cfg.n_layer
+    for layer in plan_layers(cfg):
+        for r, sources in zip(cfg.value_mode.residuals, layer.sources, strict=True):
+            halves += len(sources) * (2 * (r.map == "cross" or r.of == "probs") + (r.of == "scores"))
+    return 6 * count_parameters(cfg)[1] + 6 * halves * cfg.n_embd * cfg.block_size
+
+
+def describe_residual(r, sources):
+    """What residual r does in a layer, in words."""
+    where = " ".join(f"layer {i}" if i >= 0 else f"table {-1 - i}" for i in sources)
+    if r.map == "cross":
+        return f"attends over {where} too"
+    what = r.of if r.map == "own" else f"{r.of} {r.map}"
+    if r.per_token or r.learn == "softmax":
+        return f"{what}: {r.learn} weights of own and {where}"
+    own, *each = r.weights(len(sources))
+    return f"{what}: {own:g} own + {each[0]:g} {where}" + (f" ({r.learn}, learned)" if r.learn != "fixed" else "")
 
 
 def describe(cfg):
@@ -555,10 +981,7 @@ def describe(cfg):
     mode, lines = cfg.value_mode, []
     for n, layer in enumerate(plan_layers(cfg)):
         words = [f"{t} {'own' if layer.owner[t] == n else f'of layer {layer.owner[t]}':10}" for t in "qkv"]
-        for r, sources in zip(mode.residuals, layer.sources, strict=True):
-            if sources:
-                own, each = r.weights(len(sources))
-                words.append(f"{r.of} {r.map}: {own:g} here + {each:g} of {', '.join(map(str, sources))}")
+        words += [describe_residual(r, s) for r, s in zip(mode.residuals, layer.sources, strict=True) if s]
         lines.append(f"layer {n:2}  " + "  ".join(words))
     if mode.dense:
         lines.append(f"after each {mode.dense[1]} blocks: weighted average over depth, dilation {mode.dense[0]}")
@@ -572,12 +995,32 @@ def describe(cfg):
     return "\n".join(lines)
 
 
+def table(cfg):
+    """All rows of TABLE at the shape of `cfg`, as Markdown."""
+    vanilla = count_parameters(dataclasses.replace(cfg, value_mode="vanilla"))[0]
+    lines = ["| mode | equation | from | parameters | KV numbers per token | of vanilla's | config |"]
+    lines += ["|---|---|---|---:|---:|---:|---|"]
+    for name, (_, equation, source) in TABLE.items():
+        row = dataclasses.replace(cfg, value_mode=name, n_kv_head=0)
+        more, kv = count_parameters(row)[0] - vanilla, kv_floats_per_token(row)
+        numbers = f"{more:+,} | {kv:,}" if more else f"±0 | {kv:,}"
+        file = Path(__file__).with_name("config") / f"{name}.py"
+        config = f"config/{name}.py" if file.exists() else f"--value_mode={name}"
+        share = kv / (2 * cfg.n_layer * cfg.n_embd)
+        lines.append(f"| `{name}` | {equation} | {source} | {numbers} | {share:.4g} | `{config}` |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     import configurator
     import model  # a config file's ValueMode is model.ValueMode, while this file runs as __main__
 
     def main():
-        cfg = configurator.load(model.ModelConfig, usage=__doc__)
-        print(f"{model.mode_name(cfg.value_mode)}\n{model.describe(cfg)}")
+        words = sys.argv[1:]
+        cfg = configurator.load(model.ModelConfig, words[words[:1] == ["table"] :], usage=__doc__)
+        if words[:1] == ["table"]:
+            print(model.table(cfg))
+        else:
+            print(f"{model.mode_name(cfg.value_mode)}\n{model.describe(cfg)}")
 
     configurator.run(main)

@@ -66,14 +66,15 @@ class TrainConfig:
     verify: bool = setting(True, "compare the sha256 of the data with the manifest at the start")
 
     value_mode: str | ValueMode = setting(
-        "vanilla", "a row of VALUE_MODES in model.py, or a ValueMode in a config file"
+        "vanilla", "a row of `python model.py table`, neutreno_0.6 for its λ = 0.6; a ValueMode in a config file"
     )
     block_size: int = setting(2048, "tokens per sequence")
     n_layer: int = setting(8, "layers")
     n_head: int = setting(8, "query heads")
-    n_kv_head: int = setting(0, "key and value heads; 0 = n_head, fewer = grouped-query attention")
+    n_kv_head: int = setting(0, "key and value heads, fewer = grouped queries; 0 = as value_mode says, else n_head")
     n_embd: int = setting(512, "width of the residual stream")
-    n_hidden: int = setting(0, "width of the SwiGLU; 0 = 3.5 n_embd")
+    n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd")
+    arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
 
     batch_tokens: int = setting(2_097_152, "tokens per optimizer step, over all ranks")
     micro_batch: int = setting(32, "sequences per rank and forward pass; accumulation follows from batch_tokens")
@@ -97,6 +98,7 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of autocast; auto = bf16 if fast here")
     compile: bool | None = setting(None, "torch.compile; none = on GPUs only")
     attn: Literal["sdpa", "flash", "eager"] = setting("sdpa", "attention kernel: torch's, flash-attn's, or plain")
+    recompute: bool = setting(False, "activation checkpointing: less memory, a third more computing, the same numbers")
 
     def __post_init__(self):
         object.__setattr__(self, "value_mode", get_mode(self.value_mode))
@@ -115,7 +117,7 @@ class TrainConfig:
 
     def model(self, vocab_size):
         """The ModelConfig of these settings; raises ValueError on an impossible shape."""
-        names = ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "value_mode")
+        names = ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "arch", "value_mode")
         return ModelConfig(vocab_size=vocab_size, **{k: getattr(self, k) for k in names})
 
     def accumulation(self, ranks):
@@ -362,7 +364,7 @@ def build(cfg, world):
     cfg.accumulation(world.size)
     corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify and world.first_of_node)
     torch.manual_seed(cfg.seed)
-    raw = GPT(cfg.model(corpus.tokenizer.n_vocab), cfg.seed, cfg.attn).to(world.device)
+    raw = GPT(cfg.model(corpus.tokenizer.n_vocab), cfg.seed, cfg.attn, recompute=cfg.recompute).to(world.device)
     optimizer = adamw(raw, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
     scaler = torch.amp.GradScaler(world.kind, enabled=dtype == torch.float16)
     return Run(cfg, world, corpus, raw, optimizer, scaler, dtype)
@@ -406,6 +408,7 @@ def compare_settings(run, done):
         if not isinstance(old, dict):
             raise UserError(f"{path} is not the config of a run; repair it or move it away")
     free = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every")
+    free += ("recompute",)
     changed = {k: old[k] for k in new if k not in free and k in old and old[k] != new[k]}
     what = ", ".join(f"{k} (was {str(v)[:40]})" for k, v in changed.items())
     if changed.keys() & {"seed", "batch_tokens", "data"} or (changed and done >= cfg.max_steps):
@@ -418,7 +421,7 @@ def announce(run, done, metrics):
     cfg, world, model = run.cfg, run.world, run.raw.cfg
     name, every, dtype = mode_name(model.value_mode), count_parameters(model)[0], str(run.dtype).removeprefix("torch.")
     record = {"event": "start", "step": done, "value_mode": name, "seed": cfg.seed, "parameters": every}
-    record |= {"block_size": cfg.block_size, "data": run.corpus.hash}
+    record |= {"arch": cfg.arch, "block_size": cfg.block_size, "data": run.corpus.hash}
     record |= {"kv_bytes_per_token": 2 * kv_floats_per_token(model)}  # in bf16
     metrics.write(record | {"dtype": dtype, "device": world.kind, "ranks": world.size, "max_steps": cfg.max_steps})
     metrics.say(
@@ -488,7 +491,7 @@ def evaluate(run):
     """Validation on the first eval_tokens of each domain, the same windows whatever the number of ranks.
 
     Returns {val: {domain: nats per token}, val_mean: their plain mean (the paper's "Avg"), val_mixture: weighted by the
-    mixture, bpb: {domain: bits per byte of text}, bpb_mean}.
+    mixture, bpb: {domain: bits per byte of text}, bpb_mean, and of modes with learned scalars lam, see mixing_weights}.
     """
     cfg, world, corpus = run.cfg, run.world, run.corpus
     n_bytes, jobs = corpus.tokenizer.token_bytes(), []
@@ -507,7 +510,8 @@ def evaluate(run):
     bpb = dict(zip(corpus.domains, (nats / n_bytes / math.log(2)).tolist(), strict=True))
     mixed = sum(corpus.mixture[d] * loss for d, loss in val.items())
     mean = {"val_mean": sum(val.values()) / len(val), "val_mixture": mixed, "bpb_mean": sum(bpb.values()) / len(bpb)}
-    return {"val": val, "bpb": bpb} | mean
+    learned = any(True for weights in run.raw.lambdas for _ in weights.parameters())
+    return {"val": val, "bpb": bpb} | mean | ({"lam": run.raw.mixing_weights()} if learned else {})
 
 
 class Stop:

@@ -16,38 +16,47 @@ sys.path.insert(0, str(ROOT))
 
 from model import GPT, VALUE_MODES, ModelConfig, Residual, ValueMode  # noqa: E402
 
-# The rows of the table, and combinations of its axes that no row uses yet: the frame has to carry them all.
+# The rows of the table, and combinations of its axes that no row uses: the frame has to carry them all.
 MODES = VALUE_MODES | {
-    "constant": ValueMode((Residual(lam=(1.0, 2.0)),)),
-    "sparse": ValueMode((Residual(lam=(1.0, 5.0), layers=(2, 3)),)),
-    "previous": ValueMode((Residual(source="prev"),)),
-    "all": ValueMode((Residual(source="all"),)),
-    "identity": ValueMode((Residual(map="identity", source="all", lam=(1.0, 1.0)),)),
-    "key": ValueMode((Residual(of="k"),)),
-    "query": ValueMode((Residual(of="q"),)),
-    "share_k": ValueMode(share_k=0),
-    "share_q": ValueMode(share_q=0),
+    "explicit_layers": ValueMode((Residual(lam=(1.0, 5.0), layers=(2, -1)),)),
+    "all_learned_keys": ValueMode((Residual(of="k", source="all", learn="scalar"),)),
+    "probs_all": ValueMode((Residual(of="probs", source="all", learn="scalar"),)),
+    "scores_twice": ValueMode((Residual(of="scores", source="all"), Residual(of="scores", lam=(1.0, -0.5)))),
+    "hidden_all": ValueMode((Residual(of="hidden", source="all"), Residual())),
+    "cross_all": ValueMode((Residual(map="cross", source="all"), Residual())),
+    "cross_share_k": ValueMode((Residual(map="cross"),), share_k=2),
+    "scores_share_q": ValueMode((Residual(of="scores", source="prev"),), share_q=2),
+    "prev_of_anchors": ValueMode((Residual(source="prev"), Residual(map="delta", source="all")), share_v=(0, 2, 3)),
     "anchors": ValueMode(share_v=(0, 2)),
-    "cla2": ValueMode(share_k=2, share_v=2),
-    "cla2_svformer": ValueMode(share_k=2, share_v=0),
+    "two_gates": ValueMode((Residual(learn="head"), Residual(source="token", learn="relu", layers="2:"))),
     "resformer_share_k": ValueMode((Residual(),), share_k=2),
-    "dense22": ValueMode((Residual(),), dense=(2, 2)),
+    "token_after_attention": ValueMode((Residual(map="identity", source="token", lam=(1.0, 0.5)),)),
+    "everything": ValueMode(
+        (Residual(learn="scalar"), Residual(of="k"), Residual(map="delta", lam=(1.0, 0.2)), Residual(of="scores")),
+        share_q=(0, 2),
+        dense=(2, 2),
+    ),
 }
 
 
 def config(mode="vanilla", **kw):
-    """A model small enough for float64 on two cores: 4 layers, 4 heads of 8, 61 tokens of vocabulary."""
+    """A model small enough for float64 on two cores: 4 layers, 8 heads of 4, 61 tokens of vocabulary."""
     return ModelConfig(
-        **dict(vocab_size=61, block_size=32, n_layer=4, n_head=4, n_embd=32, value_mode=MODES.get(mode, mode)) | kw
+        **dict(vocab_size=61, block_size=32, n_layer=4, n_head=8, n_embd=32, value_mode=MODES.get(mode, mode)) | kw
     )
 
 
+def widths(*modes):
+    """(mode, n_kv_head) for all, half and one key and value head, as far as the mode leaves it open."""
+    return [(m, n) for m in modes for n in ([8, 4, 1] if MODES[m].kv_group == 1 else [0])]
+
+
 def tiny(mode="vanilla", seed=0, std=0.2, attn="sdpa", **kw):
-    """A float64 model whose weights are large enough that nothing hides in rounding, and no vector is at its init."""
+    """A float64 model whose weights are large enough that nothing hides in rounding, and nothing is at its init."""
     model = GPT(config(mode, init_std=std, **kw), seed=seed, attn=attn).double().eval()
     g = torch.Generator().manual_seed(seed + 1)
-    for p in model.parameters():
-        if p.ndim == 1:
+    for name, p in model.named_parameters():
+        if p.ndim == 1 or "gates" in name:
             p.data += 0.1 * torch.randn(p.shape, generator=g, dtype=p.dtype)
     return model
 

@@ -92,7 +92,7 @@ def test_hf_folder_round_trip(tmp_path):
     parts = {name: p[rows].detach().clone() for name, p, rows in checkpoint.hf_parts(model)}
     assert sum("v_proj" in name for name in parts) == 1 and len(parts) == 3 + 4 * 9 - 3
     hf = dict(model_type="llama", vocab_size=61, hidden_size=32, intermediate_size=112, num_hidden_layers=4)
-    hf |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-5)
+    hf |= dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-5)
     (tmp_path / "config.json").write_text(json.dumps(hf | {"value_mode": "svformer"}))
     save_file(parts, tmp_path / "model.safetensors")
     idx = tokens((1, 9))
@@ -102,7 +102,9 @@ def test_hf_folder_round_trip(tmp_path):
         (dict(value_mode="resformer"), "has no tensor"),
         (dict(value_mode="svformer", intermediate_size=96), r"gate_proj.weight is \(112, 32\)"),
         (dict(value_mode="svformer", rope_scaling={"factor": 8}), "rope_scaling"),
-        (dict(value_mode="denseformer"), "no names for DenseFormer"),
+        (dict(value_mode="denseformer"), "no names for the weights"),
+        (dict(value_mode="resformer_learned"), "no names for the weights"),
+        (dict(value_mode="value_embed"), "no names for the weights"),
         (dict(value_mode="svfomer"), "did you mean 'svformer'"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(hf | change))

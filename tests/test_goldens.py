@@ -73,8 +73,9 @@ def test_depth_average(dilation, period):
     for i in range(1, n + 1):
         xs.append(y + torch.tanh(y @ W[i - 1]))
         y = dwa(i, xs)
-        torch.testing.assert_close(xs[-1].detach().numpy(), expected["block_out"][i - 1], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(y.detach().numpy(), expected["y"][i - 1], rtol=1e-6, atol=1e-6)
+        # both are fp32: processors differ in the last bit of a product, and nine blocks carry it on
+        torch.testing.assert_close(xs[-1].detach().numpy(), expected["block_out"][i - 1], rtol=1e-6, atol=5e-6)
+        torch.testing.assert_close(y.detach().numpy(), expected["y"][i - 1], rtol=1e-6, atol=5e-6)
 
 
 def test_hf_folder_of_another_kind_is_refused(tmp_path):
