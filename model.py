@@ -161,7 +161,7 @@ class ValueMode:
 
 R, M = Residual, ValueMode
 # fmt: off
-TABLE = {  # name: (mode, equation in layers n >= 2 of the paper's count, where from). V' is V_n as mixed, A_n V' = U_n.
+TABLE = {  # name: (mode, equation in layers n >= 2 of the paper's count, where from). V' is V_n as mixed: U_n = A_n V'.
     "vanilla": (M(), "A_n V_n", "baseline"),
     # -- ResFormer and its weights
     "resformer": (M((R(),)), "½ A_n (V_n + V_1)", "Eq 7"),
@@ -183,8 +183,8 @@ TABLE = {  # name: (mode, equation in layers n >= 2 of the paper's count, where 
     "cross_prev": (M((R(map="cross", source="prev"),)), "softmax(Q_n [K_n; K_{n-1}]ᵀ) [V_n; V_{n-1}]", "Eq 2, Fig 4"),
     "query": (M((R(of="q"),)), "½ (Q_n + Q_1) for Q_n", "Fig 9"),
     "key": (M((R(of="k"),)), "½ (K_n + K_1) for K_n", "Fig 9"),
-    "hidden": (M((R(of="hidden"),)), "½ (H_{n-1} + H_0) for H_{n-1}", "v5"),
-    "scores": (M((R(of="scores"),)), "½ (Q_n K_nᵀ + Q_1 K_1ᵀ) for Q_n K_nᵀ", "attention residual"),
+    "hidden": (M((R(of="hidden"),)), "½ (H_{n-1} + H_0) for H_{n-1}", "v5, scale ours"),
+    "scores": (M((R(of="scores"),)), "½ (Q_n K_nᵀ + Q_1 K_1ᵀ) for Q_n K_nᵀ", "v5, or the next"),
     "probs": (M((R(of="probs"),)), "½ (A_n + A_1) V_n", "v5, attention matrix"),
     # -- sharing
     "svformer": (M(share_v=0), "A_n V_1", "Eq 10"),
@@ -211,7 +211,7 @@ TABLE = {  # name: (mode, equation in layers n >= 2 of the paper's count, where 
     "resformer_neutreno": (M((R(), R(map="delta", lam=(1.0, 0.2)))),
                            "A_n V' + λ (V_1 − V'), λ = 0.2, V' = ½ (V_n + V_1)", "Fig 7, authors' code"),
     "resformer_neutreno_literal": (M((R(map="delta", lam=(1.0, 0.2)), R())),
-                                   "½ A_n (V_n + V_1) + λ (V_1 − V_n), λ = 0.2", "Fig 7 as printed"),
+                                   "½ A_n (V_n + V_1) + λ (V_1 − V_n), λ = 0.2", "Fig 7, Eq 7 + Eq 8"),
     "denseformer": (M(dense=(1, 1)), "H_n = Σ_{j≤n} α_nj X_j, from α_nn = 1", "Eq 9, Fig 7"),
     "denseformer_2x2": (M(dense=(2, 2)), "the same after every 2nd block, over every 2nd j", "DenseFormer"),
     "resformer_denseformer": (M((R(),), dense=(1, 1)), "both", "combination"),
@@ -617,18 +617,19 @@ class Lambdas(nn.Module):
 
 
 class Gate(nn.Module):
-    """Weights from the token: normed input x (B, T, C) of a layer -> (own, source), that broadcast over (B, G, T, D).
+    """Weights from the token: a layer's normed input x (B, T, C) -> (own, source), that broadcast over (B, G, T, D).
+    A head is a key and value head.
 
     "head":    (g, 1 - g), g = sigmoid(W x + b) for each head                        x-transformers
     "channel": (1 - g, g), g = sigmoid(b + W_up W_down x) for each channel           RWKV-7, without its token shift
-    "sigmoid": (l_own, l sigmoid(W x[:12])) for each head, W = 0 at first            nanochat, modded-nanogpt
+    "sigmoid": (l_own, l sigmoid(W x[:12])) for each head, from W = 0                modded-nanogpt, nanochat
     "relu":    (l_own, l relu(W x)) for each head                                    SATFormer
     """
 
     def __init__(self, cfg, r):
         super().__init__()
         C, self.n_kv_head, self.r = cfg.n_embd, cfg.n_kv_head, r
-        self.n_in = 12 if r.learn == "sigmoid" else C
+        self.n_in = min(12, C) if r.learn == "sigmoid" else C
         if r.learn == "channel":
             width, rank = cfg.n_kv_head * cfg.head_dim, max(32, round(1.7 * C**0.5 / 32) * 32)
             self.down, self.up = Linear(C, {"down": rank}), Linear(rank, {"up": width}, bias=True)
@@ -902,6 +903,7 @@ class GPT(nn.Module):
             if isinstance(module, Gate):
                 module.init_weights(seed, name)
 
+    @torch.no_grad()
     def mixing_weights(self):
         """[residual][layer] -> its weights, [own, each source], or None: it does nothing there, or a Gate has them."""
         return [[w and [float(x) for x in w] for w in weights()] for weights in self.lambdas]

@@ -1,0 +1,347 @@
+"""Every row of VALUE_MODES against a naive float64 transcription of its equation.
+
+The transcriptions share no code with model.py. They take a model's weights by name and go through heads and positions
+one by one: complex numbers turn q and k, softmaxes run row by row, what an equation concatenates is concatenated.
+Layers count from 1 here, as in the paper, so that V[1] is its V_1 and X[0] its H_0, the embedding.
+"""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny, tokens, widths
+
+from model import TABLE, VALUE_MODES, MergedAttention, Rope, attend
+
+EXACT = dict(rtol=0, atol=1e-10)
+
+
+# ---- the parts that all equations share
+
+
+def norm(x, P, name, gpt2):
+    if gpt2:  # LayerNorm
+        x = x - x.mean(-1, keepdim=True)
+    x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * P[name + ".weight"]
+    return x + P[name + ".bias"] if gpt2 else x
+
+
+def linear(x, P, name, gpt2):
+    y = x @ P[name + ".weight"].T
+    return y + P[name + ".bias"] if gpt2 else y
+
+
+def mlp(x, P, name, gpt2):
+    y = linear(x, P, name + ".up", gpt2)
+    if gpt2:  # gelu_new
+        y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+    else:  # SwiGLU
+        gate, up = y.chunk(2, dim=1)
+        y = gate / (1 + torch.exp(-gate)) * up
+    return linear(y, P, name + ".down", gpt2)
+
+
+def rotate(x, turn):  # one head, (T, D): pairs (i, i + D/2) as complex numbers, times turn (T, D/2)
+    half = x.size(1) // 2
+    pairs = [torch.complex(x[:, i], x[:, i + half]) * turn[: len(x), i] for i in range(half)]
+    return torch.stack([p.real for p in pairs] + [p.imag for p in pairs], dim=1)
+
+
+def softmax(scores, size):  # causal, row by row: scores (T, T) of heads of this size -> A (T, T)
+    rows = [torch.softmax(row[: i + 1] / math.sqrt(size), dim=0) for i, row in enumerate(scores)]
+    return torch.stack([torch.cat((row, row.new_zeros(len(rows) - len(row)))) for row in rows])
+
+
+def A(q, k):  # one head, (T, D) each
+    return softmax(q @ k.T, q.size(1))
+
+
+def cross(q, ks, vs):  # softmax(q [k_1; k_2; ...]^T) [v_1; v_2; ...]: one softmax for each row
+    rows = []
+    for i in range(len(q)):
+        seen = torch.cat([k[: i + 1] for k in ks]), torch.cat([v[: i + 1] for v in vs])
+        rows.append(torch.softmax(seen[0] @ q[i] / math.sqrt(q.size(1)), dim=0) @ seen[1])
+    return torch.stack(rows)
+
+
+# ---- the parts that some equations share. s: what there is besides q, k and v in a layer, see naive
+
+
+def weighted(weights, *tensors):
+    return sum(w * t for w, t in zip(weights, tensors, strict=True))
+
+
+def lerp(a, b, share):
+    return (1 - share) * a + share * b
+
+
+def sigmoid(z):
+    return 1 / (1 + torch.exp(-z))
+
+
+def scalars(s, a):  # of the a-th layer, from 0, that has any
+    return s.P[f"lambdas.0.scalars.{a}"]
+
+
+def gate(s, x, bias=False):  # per key and value head: (T, 1)
+    z = x @ s.W("gates.0.w.weight").T + (s.W("gates.0.w.bias") if bias else 0)
+    return z[:, s.head : s.head + 1]
+
+
+def channel_gate(s):  # (T, D)
+    z = (s.x @ s.W("gates.0.down.weight").T) @ s.W("gates.0.up.weight").T + s.W("gates.0.up.bias")
+    return sigmoid(z)[:, s.columns]
+
+
+def plus(n, V, s):
+    share = torch.softmax(s.P["lambdas.0.logits"], dim=0)[n - 2]  # over the layers that have a source, 2 to L
+    return s.P["lambdas.0.own"][n - 2] * V[n] + s.P["lambdas.0.scale"] * share * V[1]
+
+
+def E(s, t):  # values looked up in table t by token id
+    return s.P[f"tables.{t}.weight"][s.tokens][:, s.columns]
+
+
+def cycle(n, V, s):  # tables in the first and the last 3 layers; the second half of those has the tables of the first
+    layers = sorted({1, 2, 3, s.L - 2, s.L - 1, s.L})
+    a = layers.index(n) if n in layers else None
+    return V[n] if a is None else weighted(scalars(s, a), V[n], E(s, a % math.ceil(len(layers) / 2)))
+
+
+def gated(n, V, s, top, layers):
+    layers = sorted(layers)
+    return V[n] + top * sigmoid(gate(s, s.x[:, :12])) * E(s, layers.index(n)) if n in layers else V[n]
+
+
+def anchor(n, *anchors):
+    return max(i for i in anchors if i <= n)
+
+
+def first(n, c):  # of the c layers that n is in
+    return n - (n - 1) % c
+
+
+# ---- the equations, one head at a time. Layer 1 is plain in all but those of LAYER_1_TOO
+
+VALUES = {  # V' of U_n = A_n V'
+    "vanilla": lambda n, V, s: V[n],
+    "resformer": lambda n, V, s: (V[n] + V[1]) / 2,
+    "resformer_lambda": lambda n, V, s: V[n] + 2 * V[1],
+    "resformer_learned": lambda n, V, s: weighted(scalars(s, n - 2), V[n], V[1]),
+    "resformer_plus": plus,
+    "resformer_plus_deep": plus,
+    "resformer_sparse": lambda n, V, s: V[n] + 5 * V[1] if n > s.L - 3 else V[n],
+    "resformer_dense": lambda n, V, s: weighted(scalars(s, n - 2), V[n], *(V[i] for i in range(1, n))),
+    "resformer_prev": lambda n, V, s: (V[n] + V[n - 1]) / 2,
+    "resformer_all": lambda n, V, s: sum(V[i] for i in range(1, n + 1)) / n,
+    "svformer": lambda n, V, s: V[1],
+    "svformer_2anchors": lambda n, V, s: V[anchor(n, 1, s.L)],
+    "svformer_3anchors": lambda n, V, s: V[anchor(n, 1, 1 + s.L // 2, s.L)],  # 1, 5, 8 of 8
+    "svformer_4anchors": lambda n, V, s: V[anchor(n, 1, 1 + s.L * 3 // 8, 1 + s.L * 5 // 8, s.L)],  # 1, 4, 6, 8 of 8
+    "share_v2": lambda n, V, s: V[first(n, 2)],
+    "svformer_gqa4": lambda n, V, s: V[1],
+    "resformer_lerp": lambda n, V, s: lerp(V[n], V[1], s.P["lambdas.0.share"][n - 2]),
+    "resformer_head": lambda n, V, s: lerp(V[1], V[n], sigmoid(gate(s, s.x, bias=True))),
+    "resformer_channel": lambda n, V, s: lerp(V[n], V[1], channel_gate(s)),
+    "resformer_relu": lambda n, V, s: V[n] + gate(s, s.x).clamp(min=0) * V[1],
+    "resformer_unet": lambda n, V, s: (V[n] + V[s.L + 1 - n]) / 2 if n > s.L + 1 - n else V[n],
+    "value_embed": lambda n, V, s: lerp(V[n], E(s, n - 1), s.P["lambdas.0.share"][n - 1]),
+    "value_embed_unet": lambda n, V, s: weighted(scalars(s, n - 1), V[n], E(s, min(n, s.L + 1 - n) - 1)),
+    "value_embed_cycle": cycle,
+    "value_embed_gated": lambda n, V, s: gated(n, V, s, 3, range(s.L, 0, -2)),
+    "value_embed_gated2": lambda n, V, s: gated(n, V, s, 2, {2, 3, s.L - 2, s.L - 1, s.L}),
+    "resformer_denseformer": lambda n, V, s: (V[n] + V[1]) / 2,
+}
+OUTPUTS = {  # U_n
+    "identity": lambda n, Q, K, V, s: A(Q[n], K[n]) @ V[n] + V[1],
+    "identity_all": lambda n, Q, K, V, s: A(Q[n], K[n]) @ V[n] + sum(V[i] for i in range(1, n)) / (n - 1),
+    "cross": lambda n, Q, K, V, s: cross(Q[n], [K[n], K[1]], [V[n], V[1]]),
+    "cross_prev": lambda n, Q, K, V, s: cross(Q[n], [K[n], K[n - 1]], [V[n], V[n - 1]]),
+    "query": lambda n, Q, K, V, s: A((Q[n] + Q[1]) / 2, K[n]) @ V[n],
+    "key": lambda n, Q, K, V, s: A(Q[n], (K[n] + K[1]) / 2) @ V[n],
+    "scores": lambda n, Q, K, V, s: softmax((Q[n] @ K[n].T + Q[1] @ K[1].T) / 2, Q[n].size(1)) @ V[n],
+    "probs": lambda n, Q, K, V, s: (A(Q[n], K[n]) + A(Q[1], K[1])) / 2 @ V[n],
+    "share_q": lambda n, Q, K, V, s: A(Q[1], K[n]) @ V[n],
+    "share_k": lambda n, Q, K, V, s: A(Q[n], K[1]) @ V[n],
+    "share_q2": lambda n, Q, K, V, s: A(Q[first(n, 2)], K[n]) @ V[n],
+    "share_k2": lambda n, Q, K, V, s: A(Q[n], K[first(n, 2)]) @ V[n],
+    "cla2": lambda n, Q, K, V, s: A(Q[n], K[first(n, 2)]) @ V[first(n, 2)],
+    "cla4": lambda n, Q, K, V, s: A(Q[n], K[first(n, 4)]) @ V[first(n, 4)],
+    "cla2_svformer": lambda n, Q, K, V, s: A(Q[n], K[first(n, 2)]) @ V[1],
+    "neutreno": lambda n, Q, K, V, s: A(Q[n], K[n]) @ V[n] + 0.4 * (V[1] - V[n]),
+    "resformer_neutreno": lambda n, Q, K, V, s: A(Q[n], K[n]) @ (V[n] + V[1]) / 2 + 0.2 * (V[1] - (V[n] + V[1]) / 2),
+    "resformer_neutreno_literal": lambda n, Q, K, V, s: A(Q[n], K[n]) @ (V[n] + V[1]) / 2 + 0.2 * (V[1] - V[n]),
+}
+OUTPUTS |= {"mlkv": OUTPUTS["cla4"], "cla2_gqa4": OUTPUTS["cla2"]}
+STREAMS = {  # what enters layer i + 1, or the last norm if i = L; X[0] the embedding, X[i] what layer i puts out
+    "hidden": lambda i, X, s: (X[i] + X[0]) / 2 if i < s.L else X[i],
+    "hidden_learned": lambda i, X, s: weighted(scalars(s, i - 1), X[i], X[0]) if i < s.L else X[i],
+    "denseformer": lambda i, X, s: weighted(s.P[f"dense.alphas.{i - 1}"], *X),
+    "denseformer_2x2": lambda i, X, s: X[i] if i % 2 else weighted(s.P[f"dense.alphas.{i // 2 - 1}"], *X[::2]),
+}
+STREAMS["resformer_denseformer"] = STREAMS["denseformer"]
+VALUES = dict.fromkeys((*STREAMS, "gqa2", "gqa4", "gqa8", "mqa"), VALUES["vanilla"]) | VALUES
+LAYER_1_TOO = {name for name in VALUES if name.startswith("value_embed")}  # a table is a source for layer 1 as well
+QUERIES_PER_KEY = dict(gqa2=2, gqa4=4, gqa8=8, mqa=8, mlkv=8, svformer_gqa4=4, cla2_gqa4=4)  # 8 query heads in all
+EQUATIONS = VALUES.keys() | OUTPUTS.keys()
+
+
+def naive(model, mode, idx, queries_per_key=1):
+    """Logits (T, V) of one sequence under the equation of a mode."""
+    cfg, P = model.cfg, dict(model.named_parameters())
+    gpt2, L, H, D = cfg.arch == "gpt2", cfg.n_layer, cfg.n_head, cfg.n_embd // cfg.n_head
+    turn = None if gpt2 else torch.complex(model.rope.cos, model.rope.sin)  # test_rope_table is about these
+    X = [P["embed.weight"][idx] + (P["positions.weight"][: len(idx)] if gpt2 else 0)]
+    x, past = X[0], {"q": {}, "k": {}, "v": {}}  # past: tensor -> layer -> heads, each (T, D)
+    for n in range(1, L + 1):
+        name = f"blocks.{n - 1}."
+        h = norm(x, P, name + "norm1", gpt2)
+        y, row = linear(h, P, name + "attn.proj", gpt2), 0
+        for t, rows in model.blocks[n - 1].attn.proj.parts.items():  # those that this layer projects
+            assert rows == H * D // (1 if t == "q" else queries_per_key)
+            past[t][n] = list(y[:, row : row + rows].split(D, dim=1))
+            if t != "v" and not gpt2:
+                past[t][n] = [rotate(head, turn) for head in past[t][n]]
+            row += rows
+        outputs = []
+        for i in range(H):
+            g = i // queries_per_key
+            Q, K, V = ({j: heads[i if t == "q" else g] for j, heads in past[t].items()} for t in "qkv")
+            s = SimpleNamespace(P=P, L=L, x=h, tokens=idx, head=g, columns=slice(g * D, g * D + D))
+            s.W = lambda w, name=name: P[f"{name}attn.{w}"]
+            if n == 1 and mode not in LAYER_1_TOO:
+                outputs.append(A(Q[1], K[1]) @ V[1])
+            elif mode in OUTPUTS:
+                outputs.append(OUTPUTS[mode](n, Q, K, V, s))
+            else:
+                outputs.append(A(Q[n], K[n]) @ VALUES[mode](n, V, s))
+        x = x + linear(torch.cat(outputs, dim=1), P, name + "attn.out", gpt2)
+        X.append(x + mlp(norm(x, P, name + "norm2", gpt2), P, name + "mlp", gpt2))
+        x = STREAMS[mode](n, X, SimpleNamespace(P=P, L=L)) if mode in STREAMS else X[n]
+    return norm(x, P, "norm", gpt2) @ P["head.weight"].T
+
+
+# ---- the comparison
+
+
+def check(mode, n_kv_head=0, **kw):
+    """A model and its equation agree, in logits and gradients (a V_1 that is detached gives the same logits)."""
+    model, idx = tiny(mode, n_kv_head=n_kv_head, **kw), tokens((11,))
+    group = QUERIES_PER_KEY.get(mode, 8 // (n_kv_head or 8))
+    logits, right = model(idx[None])[0][0], naive(model, mode, idx, group)
+    assert right.dtype == torch.float64 and right.std() > 0.1  # the comparison is of something
+    torch.testing.assert_close(logits, right, **EXACT)
+    toward = torch.randn(right.shape, dtype=right.dtype, generator=torch.Generator().manual_seed(1))
+    params = list(model.parameters())
+    for a, b in zip(*(torch.autograd.grad((y * toward).sum(), params) for y in (logits, right)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_every_row_that_names_a_source_has_a_transcription():
+    missing = sorted(name for name, (_, _, source) in TABLE.items() if source and name not in EQUATIONS)
+    assert not missing, (
+        f"nothing here checks {', '.join(missing)}. Write the equation of each, from its source and not from model.py: "
+        "one line in VALUES if it says what A_n multiplies, in OUTPUTS if it says more, in STREAMS if it says what "
+        "enters a layer (and LAYER_1_TOO, QUERIES_PER_KEY if they apply). A row of your own, without a source, may go "
+        "without."
+    )
+
+
+@pytest.mark.parametrize("mode,n_kv_head", widths(*(name for name in VALUE_MODES if name in EQUATIONS)))
+def test_mode_equals_its_equation(mode, n_kv_head):
+    check(mode, n_kv_head)
+
+
+@pytest.mark.parametrize("n_layer", [8, 5])
+@pytest.mark.parametrize("mode", [name for name in VALUE_MODES if name in EQUATIONS])
+def test_mode_equals_its_equation_at_other_depths(mode, n_layer):
+    """8 layers, where the paper's anchors and the first and last 3 layers lie apart, and an odd number."""
+    check(mode, n_layer=n_layer)
+
+
+@pytest.mark.parametrize("n_kv_head", [8, 2])
+@pytest.mark.parametrize("mode", ["vanilla", "resformer", "svformer", "neutreno", "cross"])
+def test_mode_equals_its_equation_in_gpt2(mode, n_kv_head):
+    check(mode, n_kv_head, arch="gpt2")
+
+
+def test_rope_table():
+    """Position t turns pair i by t * theta^(-2i/D): the fp32 tables against float64."""
+    rope = Rope(8, 2048, 10000.0)
+    angle = torch.arange(2048).double()[:, None] * 10000.0 ** (-torch.arange(4).double() / 4)
+    torch.testing.assert_close(torch.complex(rope.cos, rope.sin), torch.exp(1j * angle).cfloat(), rtol=0, atol=2e-4)
+
+
+def test_equations_tell_rows_apart():
+    """Given vanilla's weights, rows that have them all compute something else than vanilla, and than each other."""
+    vanilla, idx, seen = tiny(n_layer=8).state_dict(), tokens((1, 12)), {}
+    for mode in sorted(EQUATIONS & VALUE_MODES.keys()):
+        model = tiny(mode, n_layer=8)
+        has = model.state_dict()
+        if all(name in has and has[name].shape == w.shape for name, w in vanilla.items()):  # not rows that share
+            model.load_state_dict(vanilla, strict=False)
+            seen[mode] = model(idx)[0]
+    assert len(seen) > 30
+    for a, b in itertools.combinations(seen, 2):
+        assert (seen[a] - seen[b]).abs().max() > 1e-3, (a, b)
+
+
+# ---- identities
+
+
+def random(*shapes, dtype=torch.float64, std=1.0, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.normal(0, std, shape, generator=g).to(dtype).requires_grad_() for shape in shapes]
+
+
+def concatenated(q, *kv):
+    """Eq 2 head by head: q (B, H, T, D), then each layer's k, then each layer's v (B, G, T, D)."""
+    (B, H), G, layers, out = q.shape[:2], kv[0].size(1), len(kv) // 2, []
+    for b, h in itertools.product(range(B), range(H)):
+        heads = [t[b, h * G // H] for t in kv]
+        out.append(cross(q[b, h], heads[:layers], heads[layers:]))
+    return torch.stack(out).view(q.shape)
+
+
+def with_gradients(y, inputs):
+    (toward,) = random(y.shape, dtype=torch.bfloat16, seed=1)  # numbers that every dtype holds
+    return [y, *torch.autograd.grad(y, inputs, toward.to(y.dtype))]
+
+
+def test_eq_3_is_eq_4():
+    """K_n in place of K_m: one softmax over scores that are all there twice halves each probability."""
+    q, k, v_n, v_m = random(*[(11, 4)] * 4)
+    torch.testing.assert_close(cross(q, [k, k], [v_n, v_m]), A(q, k) @ (v_n + v_m) / 2, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("std", [1, 10])  # 10: scores in the hundreds, so that one of the parts has almost all weight
+@pytest.mark.parametrize("layers", [2, 3])
+def test_merging_is_concatenation(layers, std):
+    """Also over more positions than the fused kernels take at a time."""
+    inputs = random(*[(2, 2, 70, 8)] * (1 + 2 * layers), std=std)
+    ours, right = (with_gradients(f(*inputs), inputs) for f in (MergedAttention.apply, concatenated))
+    for a, b in zip(ours, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("layers", [2, 3])
+def test_merging_in_lower_precision(layers, dtype, tolerance):
+    inputs = random(*[(2, 2, 70, 8)] * (1 + 2 * layers), dtype=dtype)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    ours = with_gradients(MergedAttention.apply(*inputs), inputs)
+    for a, b in zip(ours, with_gradients(concatenated(*exact), exact), strict=True):
+        assert a.dtype == dtype and (a - b).norm() < tolerance * b.norm()
+
+
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+@pytest.mark.parametrize("G", [4, 2, 1])
+@pytest.mark.parametrize("T", [11, 3, 1])  # all positions, or the last as in decoding
+def test_attend_over_two_layers_is_concatenation(kind, G, T):
+    inputs = random((2, 4, 11, 8), *[(2, G, 11, 8)] * 4)
+    q, k1, k2, v1, v2 = inputs
+    y = attend(q[:, :, -T:], torch.cat((k1, k2), dim=2), torch.cat((v1, v2), dim=2), kind, layers=2)
+    for a, b in zip(*(with_gradients(t, inputs) for t in (y, concatenated(*inputs)[:, :, -T:])), strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
