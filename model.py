@@ -724,8 +724,10 @@ class Attention(nn.Module):
             if r.of == "scores":
                 q = torch.cat([w[0] * q, *(wi * useds[i]["q"] for wi, i in zip(w[1:], sources, strict=True))], dim=-1)
                 k = torch.cat([k, *(useds[i]["k"] for i in sources)], dim=-1)
+        if q.size(-1) == self.head_dim:
+            return attend(q, k, v, self.kind)
         v = F.pad(v, (0, q.size(-1) - self.head_dim))  # fused kernels want one width
-        return attend(q, k, v, self.kind, self.head_dim**-0.5)[..., : self.head_dim]
+        return attend(q, k, v, self.kind, scale=self.head_dim**-0.5)[..., : self.head_dim]
 
 
 class MLP(nn.Module):
