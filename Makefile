@@ -27,7 +27,7 @@ modes: .venv/ready
 	for seed in $(SEEDS); do for mode in $(SWEEP); do echo $$mode $$seed; done; done | \
 	OMP_NUM_THREADS=1 xargs -P 2 -L 1 sh -c '$(PY) train.py config/small.py --value_mode=$$0 --seed=$$1 \
 	  --out_dir=out/modes/$$0-$$1 --resume=auto --keep=1 || exit 255'
-	$(PY) plot.py compare out/modes/* --out_file=out/modes/relative.png --json_file=out/modes/compare.json
+	$(PY) plot.py ablations out/modes/*-* --out_file=out/modes/ablations.png --json_file=out/modes/ablations.json
 
 test: .venv/ready-dev
 	$(PY) -m pytest tests

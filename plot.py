@@ -3,6 +3,7 @@
     python plot.py relative out/vanilla out/resformer out/svformer   training loss minus the baseline's of the same seed
     python plot.py loss out/vanilla out/resformer                    training loss, and validation loss as markers
     python plot.py compare out/vanilla* out/resformer*               prints a Markdown table, and draws `relative`
+    python plot.py ablations out/modes/*                             the paper's claims, figure by figure, on our runs
 
 Runs are named by their folders, or by metrics.jsonl files, and grouped by value_mode. The seeds of a mode become one
 line with a band: from lowest to highest of two seeds, mean ± standard deviation (n - 1) of three or more.
@@ -28,6 +29,48 @@ LOOK = {"font.size": 9, "legend.fontsize": 8, "legend.frameon": False, "lines.li
 LOOK |= {"lines.markeredgewidth": 0.9, "axes.spines.top": False, "axes.spines.right": False}
 START = ("value_mode", "seed", "parameters", "kv_bytes_per_token", "data", "block_size", "dtype", "device", "max_steps")
 STEP = ("step", "loss", "tokens", "tokens_per_s")
+# The paper's ablations: figure -> what its text says of the losses, as (lower, higher) pairs of modes, then modes that
+# only its panel shows. "v5" are the numbers of the paper's last version; the last two groups make no claim.
+FIGURES = {
+    "5": ([("share_v2", "share_k2"), ("share_v2", "cla2")], []),
+    "7": (
+        [("resformer", m) for m in ("vanilla", "denseformer", "neutreno")] + [("resformer_neutreno", "resformer")],
+        ["resformer_neutreno_literal", "resformer_denseformer", "denseformer_2x2"],
+    ),
+    "8": (
+        [(f"resformer_lambda{x}", "vanilla") for x in ("_0.2", "_0.5", "_0.8", "_1", "", "_5")]
+        + [("resformer_lambda", f"resformer_lambda{x}") for x in ("_0.2", "_0.5", "_0.8", "_1", "_5")],
+        ["resformer"],
+    ),
+    "9": ([("resformer", "vanilla"), ("vanilla", "query"), ("vanilla", "key")], []),
+    "10": ([("vanilla", "identity"), ("resformer", "cross")], ["identity_all", "cross_prev"]),
+    "11": ([("resformer", "resformer_prev"), ("resformer", "resformer_all")], []),
+    "13": ([("gqa2", "svformer")], ["cla2", "svformer_gqa4", "cla2_gqa4", "gqa8"]),
+    "16": ([(a, b) for a in ("vanilla", "svformer") for b in ("share_q", "share_k")], []),
+    "17": (
+        [("svformer_2anchors", "svformer"), ("svformer_3anchors", "svformer_2anchors")]
+        + [("svformer_4anchors", "svformer_3anchors")],
+        [],
+    ),
+    "22": (
+        [(f"neutreno{x}", "vanilla") for x in ("_0.2", "", "_0.6", "_0.8")]
+        + [("neutreno", f"neutreno{x}") for x in ("_0.2", "_0.6", "_0.8")],
+        [],
+    ),
+    "v5": (
+        [("resformer_learned", "resformer"), ("resformer_lambda", "resformer_learned")]
+        + [("resformer_sparse", "resformer_lambda"), ("resformer_plus", "resformer_sparse")]
+        + [("vanilla", "hidden"), ("vanilla", "probs")],
+        ["resformer_plus_deep", "resformer_dense", "scores"],
+    ),
+    "more sharing": ([], ["share_q2", "cla2_svformer", "cla4", "gqa4", "mqa", "mlkv"]),
+    "other code": (
+        [],
+        [f"resformer_{x}" for x in ("lerp", "head", "channel", "relu", "unet")]
+        + ["hidden_learned", "value_embed", "value_embed_unet", "value_embed_cycle"]
+        + ["value_embed_gated", "value_embed_gated2"],
+    ),
+}
 EARLY = 0.1  # share of the steps that may run out of the y axis: the first losses would squash all others
 
 
@@ -35,11 +78,11 @@ EARLY = 0.1  # share of the steps that may run out of the y axis: the first loss
 class PlotConfig:
     """Every setting of plot.py."""
 
-    words: tuple[str, ...] = setting((), "what to draw (relative, loss or compare), then the runs")
+    words: tuple[str, ...] = setting((), "what to draw (relative, loss, compare or ablations), then the runs")
     baseline: str = setting("vanilla", "value_mode that the others are compared with")
     window: int = setting(0, "steps of the moving average; 0 = 100, or 10 if a run has fewer than 200 steps")
     out_file: str = setting("", "PNG to write; empty = <what is drawn>.png")
-    json_file: str = setting("", "compare: also write the numbers of the table here")
+    json_file: str = setting("", "compare, ablations: also write the numbers of the table here")
 
     def __post_init__(self):
         kind = self.words[0] if self.words else "nothing"
@@ -49,8 +92,8 @@ class PlotConfig:
             raise ValueError(f"no runs are named, as in `python plot.py {kind} out/vanilla out/resformer`")
         if self.window < 0:
             raise ValueError(f"window={self.window} must be at least 0")
-        if self.json_file and kind != "compare":
-            raise ValueError(f"json_file is for the table of compare, and {kind} has none")
+        if self.json_file and kind not in ("compare", "ablations"):
+            raise ValueError(f"json_file is for the tables of compare and ablations, and {kind} has none")
         object.__setattr__(self, "out_file", self.out_file or f"{kind}.png")
         if not self.out_file.endswith(".png"):
             raise ValueError(f"out_file={self.out_file} must end in .png")
@@ -198,8 +241,8 @@ def fit(ax, zero):
 
 
 @contextlib.contextmanager
-def figure(path, xlabel, ylabel, zero=False):
-    """Axes to draw lines over training steps on, then written as a PNG; zero: mark 0, for values that are differences.
+def page(path, size):
+    """An empty matplotlib figure of `size` inches to draw on, then written as a PNG.
 
     The same lines give the same bytes: no date, no version, nothing from the user's matplotlibrc.
     """
@@ -211,18 +254,25 @@ def figure(path, xlabel, ylabel, zero=False):
     except ImportError:
         raise UserError("figures need the matplotlib package: pip install matplotlib") from None
     with style.context(["default", LOOK]):
-        canvas = FigureCanvasAgg(Figure(figsize=(6, 4), dpi=150, layout="constrained"))
-        ax = canvas.figure.subplots()
+        canvas = FigureCanvasAgg(Figure(figsize=size, dpi=150, layout="constrained"))
+        yield canvas.figure
+        canvas.draw()
+        image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(128)  # a third of the bytes
+        write_atomic(path, lambda temporary: image.save(temporary, "PNG", optimize=True, dpi=(150, 150)))
+    print(f"wrote {path}")
+
+
+@contextlib.contextmanager
+def figure(path, xlabel, ylabel, zero=False):
+    """Axes to draw lines over training steps on; zero: mark 0, for values that are differences."""
+    with page(path, (6, 4)) as paper:
+        ax = paper.subplots()
         yield ax
         fit(ax, zero)
         if zero:
             ax.axhline(0, color="0.5", linewidth=0.8, zorder=0)
         ax.set(xlabel=xlabel, ylabel=ylabel)
-        canvas.figure.legend(loc="outside upper left", ncols=2, handlelength=4.5)
-        canvas.draw()
-        image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(128)  # a third of the bytes
-        write_atomic(path, lambda temporary: image.save(temporary, "PNG", optimize=True, dpi=(150, 150)))
-    print(f"wrote {path}")
+        paper.legend(loc="outside upper left", ncols=2, handlelength=4.5)
 
 
 def relative(cfg, groups, window):
@@ -291,7 +341,77 @@ def compare(cfg, groups, window):
     relative(cfg, groups, window)
 
 
-KINDS = {"relative": relative, "loss": loss, "compare": compare}
+def difference(losses, low, high):
+    """Loss of mode `low` minus that of `high`, for each seed that has both: losses is {mode: {seed: loss}}."""
+    return [losses[low][seed] - losses[high][seed] for seed in sorted(losses[low].keys() & losses[high].keys())]
+
+
+def verdict(gaps):
+    """Whether losses that should be lower are so: the mean of their differences against one standard deviation."""
+    if len(gaps) < 2:
+        return "one seed"
+    mean, std = np.mean(gaps), np.std(gaps, ddof=1)
+    return "agree" if mean < -std else "disagree" if mean > std else "within the spread"
+
+
+def claims(losses):
+    """Markdown lines: each claim of FIGURES whose two modes have losses, {mode: {seed: loss}}, and what ours say."""
+    lines = ["| figure | the paper: lower loss | than | ours, difference | |", "|---|---|---|---:|---|"]
+    for name, (pairs, _) in FIGURES.items():
+        for low, high in pairs:
+            if gaps := difference(losses, low, high) if low in losses and high in losses else []:
+                of = statistics(gaps)
+                spread = f" ± {of['std']:.3f}" if of["n"] > 1 else ""
+                said = f"{of['mean']:+.3f}{spread} | {verdict(gaps)}"
+                lines.append(f"| {name} | `{low}` | `{high}` | {said} |")
+    return lines
+
+
+def panel(ax, title, modes, losses, baseline):
+    """One figure's modes as a column of dots: seeds grey, mean and standard deviation black, lowest loss on top."""
+    gaps = {m: difference(losses, m, baseline) for m in modes if m in losses}
+    order = sorted((m for m in gaps if gaps[m]), key=lambda m: -np.mean(gaps[m]))
+    for y, mode in enumerate(order):
+        of = statistics(gaps[mode])
+        ax.plot(gaps[mode], [y] * of["n"], "o", color="0.65", markersize=4, markeredgewidth=0)
+        ax.errorbar(of["mean"], y, xerr=of["std"], fmt="|", color=COLORS[1], markersize=9, markeredgewidth=1.6)
+    ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
+    ax.set(yticks=range(len(order)), yticklabels=order, ylim=(-0.6, len(order) - 0.4))
+    ax.set_title(title, loc="left", fontsize=9)
+    ax.grid(axis="x", color="0.9", linewidth=0.6)
+    ax.set_axisbelow(True)
+
+
+def ablations(cfg, groups, window):
+    """Print the paper's claims beside our runs, write all losses as JSON if asked to, and draw them by figure."""
+    losses = {mode: {r.seed: r.val[r.last] for r in runs if r.finished} for mode, runs in groups.items()}
+    pair(groups, cfg.baseline)  # that they are runs of one kind
+    print("\n".join(claims(losses)))
+    print(
+        "difference: validation loss, nats per token, ± standard deviation over seeds, which sets what agreement means"
+    )
+    if cfg.json_file:
+        rows = [row | {"losses": losses[row["mode"]]} for row in summary(groups, cfg.baseline)]
+        write_json(cfg.json_file, {"baseline": cfg.baseline, "modes": rows})
+    shown = {
+        f"Figure {name}" if name.isdigit() else name: modes
+        for name, (pairs, others) in FIGURES.items()
+        if (modes := {m for two in pairs for m in two} | set(others) - {cfg.baseline}) & losses.keys()
+    }
+    heights = [len((modes - {cfg.baseline}) & losses.keys()) + 2.5 for modes in shown.values()]
+    half = min(range(len(heights)), key=lambda i: abs(sum(heights[:i]) - sum(heights) / 2))
+    columns = [c for c in (slice(half), slice(half, None)) if heights[c]]
+    tallest = max(sum(heights[c]) for c in columns)
+    with page(cfg.out_file, (4.5 * len(columns), 0.17 * tallest + 0.5)) as paper:
+        for part, column in zip(np.atleast_1d(paper.subfigures(1, len(columns))), columns, strict=True):
+            names = list(shown)[column]
+            axes = part.subplots(len(names), 1, height_ratios=heights[column], squeeze=False)[:, 0]
+            for ax, name in zip(axes, names, strict=True):
+                panel(ax, name, shown[name] - {cfg.baseline}, losses, cfg.baseline)
+            axes[-1].set_xlabel(f"validation loss minus {cfg.baseline}'s (nats per token)")
+
+
+KINDS = {"relative": relative, "loss": loss, "compare": compare, "ablations": ablations}
 
 
 def main():
@@ -301,7 +421,8 @@ def main():
     for r in runs:
         if not r.finished:
             print(f"note: {r.name} is not finished: {r.progress}")
-    KINDS[kind](cfg, by_mode(runs, cfg.baseline), pick_window(runs, cfg.window))
+    window = pick_window(runs, cfg.window) if kind != "ablations" else 0
+    KINDS[kind](cfg, by_mode(runs, cfg.baseline), window)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from conftest import refused, script
 
 import plot
 from configurator import UserError, load
+from model import TABLE, get_mode
 
 
 def make_run(folder, mode, seed, losses, val=None, batch=512, max_steps=None, parameters=1000, rate=100.0):
@@ -252,7 +253,7 @@ def test_refused_settings():
         (["loss"], "no runs are named"),
         (["loss", "x", "--window=-1"], "window=-1"),
         (["loss", "x", "--out_file=x.pdf"], "must end in .png"),
-        (["loss", "x", "--json_file=x.json"], "json_file is for the table of compare"),
+        (["loss", "x", "--json_file=x.json"], "json_file is for the tables of compare"),
     ):
         with pytest.raises(UserError, match=message):
             load(plot.PlotConfig, words, positional="words")
@@ -267,3 +268,41 @@ def test_one_sentence_and_exit_code_2(tmp_path):
     result = script("plot.py", "compare", *runs, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
     refused(result, "pip install matplotlib")
     assert table(result.stdout)[2][0] == "vanilla"  # the table needs no matplotlib
+
+
+# ---- ablations
+
+
+def test_verdicts_weigh_the_mean_against_the_spread():
+    assert plot.verdict([-0.3, -0.2, -0.25]) == "agree"
+    assert plot.verdict([0.3, 0.2, 0.25]) == "disagree"
+    assert plot.verdict([-0.3, 0.2, 0.05]) == "within the spread"
+    assert plot.verdict([-0.3]) == "one seed"
+
+
+def test_claims_are_of_modes_that_the_table_has():
+    """Each name in FIGURES is one that train.py takes, and every row of the table is shown in some panel."""
+    shown = {m for pairs, others in plot.FIGURES.values() for m in [*others, *(m for two in pairs for m in two)]}
+    for name in shown:
+        get_mode(name)
+    assert shown >= {name for name, (_, _, source) in TABLE.items() if source}
+
+
+def test_ablations(tmp_path):
+    """Differences are paired by seed: levels that differ by 10 between seeds leave a spread of 0.1."""
+    losses = {"vanilla": [5.0, 15.0, 25.0], "resformer": [4.8, 14.9, 24.7], "query": [4.5, 15.5, 25.0]}
+    runs = [
+        make_run(tmp_path / f"{mode}-{seed}", mode, seed, [9.0, loss])
+        for mode, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+    png, numbers = tmp_path / "a.png", tmp_path / "a.json"
+    result = script("plot.py", "ablations", *runs, f"--out_file={png}", f"--json_file={numbers}")
+    assert result.returncode == 0, result.stderr
+    assert "| 9 | `resformer` | `vanilla` | -0.200 ± 0.100 | agree |" in result.stdout
+    assert "| 9 | `vanilla` | `query` | +0.000 ± 0.500 | within the spread |" in result.stdout
+    assert "`key`" not in result.stdout and "moving average" not in result.stdout
+    rows = {row["mode"]: row for row in json.loads(numbers.read_text())["modes"]}
+    assert rows["resformer"]["losses"] == {"0": 4.8, "1": 14.9, "2": 24.7}
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    refused(script("plot.py", "ablations", *runs[3:]), "vanilla")
