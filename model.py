@@ -109,7 +109,7 @@ class ValueMode:
     share_q, share_k, share_v: 1 = every layer owns it, c > 1 = the first of every c layers does (CLA), 0 = layer 0 does
     for all (SVFormer), (0, 4, 7) = these do (see `pick`), and the rest read the nearest one below. A layer that reads
     another's tensor reads it as used there (mixed, cached), has no weights for it and no residual on it.
-    kv_group: query heads that share a key and value head (GQA), 0 = all of them (MQA).
+    kv_group: query heads that share a key and value head (GQA), at most all of them; 0 = all (MQA).
     dense: (dilation, period) of DenseFormer's depth-weighted average, or None.
     """
 
@@ -293,7 +293,7 @@ class ModelConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.arch not in ("llama", "gpt2"):
             raise ValueError(f"arch={self.arch!r} is not one of llama, gpt2")
-        group = self.value_mode.kv_group or self.n_head
+        group = min(self.value_mode.kv_group or self.n_head, self.n_head)
         if self.n_head % group:
             raise ValueError(
                 f"value_mode has {group} query heads to a key head: n_head={self.n_head} is no multiple of it"

@@ -451,6 +451,11 @@ def test_sizes_of_the_papers_text():
     assert m.count_parameters(ModelConfig(arch="gpt2", value_mode="svformer"))[0] == 77_752_320 - 7 * (d * d + d)
 
 
+def test_groups_are_of_all_heads_at_most():
+    """GQA8 of a model with 4 heads is MQA, as the paper's GQA8 is of its 82M with 8."""
+    assert [ModelConfig(n_head=h, value_mode="gqa8").n_kv_head for h in (4, 8, 16)] == [1, 1, 2]
+
+
 @pytest.mark.parametrize("mode,times", [("cross", 1 + 7 / 8), ("probs", 1 + 7 / 8), ("scores", 1 + 7 / 16)])
 def test_attention_that_costs_more_is_counted(mode, times):
     """Of the 12 L C T for attention: seven layers do it twice, or only the half that is q k^T."""
@@ -522,7 +527,7 @@ IMPOSSIBLE = [
     (lambda: ModelConfig(arch="gpt3"), "arch='gpt3' is not one of llama, gpt2"),
     (lambda: ModelConfig(value_mode="resfromer"), "did you mean 'resformer'"),
     (lambda: ModelConfig(value_mode="resformer_0.5"), "resformer takes no number"),
-    (lambda: ModelConfig(n_head=4, value_mode="gqa8"), "n_head=4 is no multiple"),
+    (lambda: ModelConfig(n_head=16, n_embd=96, value_mode=ValueMode(kv_group=3)), "n_head=16 is no multiple"),
     (lambda: ModelConfig(n_kv_head=4, value_mode="gqa4"), "value_mode makes it 2"),
     (lambda: ValueMode(kv_group=-1), "kv_group=-1"),
     (lambda: ModelConfig(n_layer=4, value_mode=ValueMode(share_v=(0, 7))), "only 0..3"),

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, make_data, refused, script
+from conftest import MODES, ROOT, make_data, refused, script
 from safetensors.torch import load_file
 
 import checkpoint
 import train
+from configurator import load
+from model import VALUE_MODES
 from train import TrainConfig, World, build, learning_rate, read_metrics
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_tokens=128, micro_batch=8, warmup_steps=5, seed=1)
@@ -400,3 +402,63 @@ def test_loaded_checkpoint_is_the_trained_model(base):
     assert path.name == "step_00000012.safetensors"
     stored, model = load_file(path), checkpoint.load(base)
     assert all(torch.equal(stored[k], v) for k, v in model.state_dict().items())
+
+
+# ---- every mode
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains(mode, data_dir, tmp_path, monkeypatch):
+    """Two steps in bf16, accumulated and recomputed: no dtypes that clash, and the weights that mix are on record."""
+    more = dict(value_mode=MODES[mode], n_layer=4, n_head=8, micro_batch=4, dtype="bfloat16", recompute=True)
+    cfg = TrainConfig(**SMALL | more | dict(data_dir=str(data_dir), out_dir=str(tmp_path), max_steps=2))
+    run = build(cfg, World("cpu"))
+    train.train(run)
+    assert [math.isfinite(r["loss"]) for r in steps_of(tmp_path)] == [True, True]
+    (evaluation,) = [r for r in read_metrics(tmp_path / "metrics.jsonl") if r.get("event") == "eval"]
+    learns = any(r.learn in ("scalar", "lerp", "softmax") for r in MODES[mode].residuals)
+    assert ("lam" in evaluation) == learns
+    if learns:
+        assert evaluation["lam"] == run.raw.mixing_weights() and len(evaluation["lam"]) == len(MODES[mode].residuals)
+
+
+@pytest.mark.parametrize("name", VALUE_MODES)
+def test_every_mode_fits_the_demo_and_the_papers_sizes(name):
+    for size in ("tiny", "small", "size_2m", "size_82m", "size_180m", "size_468m"):
+        if (name, size) != ("gqa8", "size_180m"):  # 12 heads are no groups of 8
+            cfg = load(TrainConfig, [str(ROOT / f"config/{size}.py"), f"--value_mode={name}"])
+            assert cfg.out_dir == f"out/{name}"
+
+
+def test_recomputing_gives_the_same_run(base, data_dir, tmp_path):
+    trained(data_dir, tmp_path, recompute=True)
+    assert numbers(tmp_path) == numbers(base) and weights(tmp_path, 12) == weights(base, 12)
+
+
+def test_gpt2_trains_and_resumes(data_dir, tmp_path):
+    kw = dict(arch="gpt2", value_mode="svformer")
+    trained(data_dir, tmp_path / "whole", **kw)
+    losses = [r["loss"] for r in steps_of(tmp_path / "whole")]
+    assert losses[-1] < 0.9 * losses[0]
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for path in (tmp_path / "cut").glob("step_00000012.*"):
+        path.unlink()
+    trained(data_dir, tmp_path / "cut", **kw, resume="auto")
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+    llama = script("train.py", *flags(data_dir, tmp_path / "cut", value_mode="svformer", resume="auto", max_steps=20))
+    refused(llama, "arch gpt2")
+
+
+def test_a_checkpoint_from_before_a_setting_existed_goes_on(base, data_dir, tmp_path):
+    """Headers of older versions lack newer fields, which have their defaults then."""
+    out = tmp_path / "old"
+    shutil.copytree(base, out)
+    for path in checkpoint.steps(out).values():
+        header = checkpoint.read_header(path)
+        for old in (header["config"], *header["config"]["value_mode"]["residuals"]):
+            for field in ("arch", "learn", "tables"):
+                old.pop(field, None)
+        header["config"]["value_mode"].pop("kv_group")
+        checkpoint._write(path, load_file(path), header)
+    assert "started with other settings" not in trained(data_dir, out, resume="auto", max_steps=14).stderr
+    assert len(steps_of(out)) == 14
