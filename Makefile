@@ -30,7 +30,7 @@ modes: .venv/ready
 	$(PY) plot.py ablations out/modes/*-* --out_file=out/modes/ablations.png --json_file=out/modes/ablations.json
 
 test: .venv/ready-dev
-	$(PY) -m pytest tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests --numprocesses=auto --maxprocesses=4
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .

@@ -24,6 +24,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
+def refuse(wrong, sentence):
+    if wrong:
+        raise ValueError(sentence)
+
+
 @dataclass(frozen=True)
 class Residual:
     """One extra path from earlier layers i into layer n.
@@ -56,29 +61,27 @@ class Residual:
 
     def __post_init__(self):
         for field in ("of", "source", "map", "learn", "tables"):
-            known = get_args(get_type_hints(Residual)[field])
-            if getattr(self, field) not in known:
-                raise ValueError(f"Residual({field}={getattr(self, field)!r}): {field} is one of {', '.join(known)}")
-        if self.lam is not None and not (isinstance(self.lam, tuple) and len(self.lam) == 2):
-            raise ValueError(f"Residual(lam={self.lam}): two weights, (own, sources together), or None for the mean")
-        if not isinstance(self.layers, (str, tuple)):
-            raise ValueError(f"Residual(layers={self.layers!r}): a tuple of layers, or a slice of them as '-3:'")
-        refused = {
-            f"map={self.map!r} concerns values: of must be 'v', not {self.of!r}": self.map != "own" and self.of != "v",
-            f"a table of values has no {self.of}: of must be 'v'": self.source == "token" and self.of != "v",
-            "a table has no keys to attend to": self.source == "token" and self.map == "cross",
-            "one softmax sets the weights of map='cross': neither lam nor learn applies": self.map == "cross"
-            and (self.lam is not None or self.learn != "fixed"),
-            f"learn={self.learn!r} weighs one source against the layer's own: not source='all'": self.source == "all"
-            and self.learn not in ("fixed", "scalar"),
-            f"learn={self.learn!r} has a weight per token, for of='v', map='own' alone": self.per_token
-            and (self.of != "v" or self.map != "own"),
-            f"learn={self.learn!r} shares 1 between the two: lam stays None": self.learn in ("head", "channel")
-            and self.lam is not None,
-        }
-        for sentence, wrong in refused.items():
-            if wrong:
-                raise ValueError(f"{self}: {sentence}")
+            known, given = get_args(get_type_hints(Residual)[field]), getattr(self, field)
+            refuse(given not in known, f"Residual({field}={given!r}): {field} is one of {', '.join(known)}")
+        v, own, mine = self.of == "v", self.map == "own", f"learn={self.learn!r}"
+        pair = self.lam is None or isinstance(self.lam, tuple) and len(self.lam) == 2
+        refuse(not pair, f"Residual(lam={self.lam!r}): two weights, (own, sources together), or None for the mean")
+        refuse(
+            not isinstance(self.layers, (str, tuple)), f"layers={self.layers!r}: a tuple, or a slice of them as '-3:'"
+        )
+        refuse(not own and not v, f"map={self.map!r} concerns values: of must be 'v', not {self.of!r}")
+        if self.source == "token":
+            refuse(not v, f"a table of values has no {self.of}: of must be 'v'")
+            refuse(self.map == "cross", "a table of values has no keys to attend to: map cannot be 'cross'")
+        if self.map == "cross":
+            fixed = self.lam is None and self.learn == "fixed"
+            refuse(not fixed, "one softmax sets the weights of map='cross': neither lam nor learn applies")
+        if self.learn not in ("fixed", "scalar"):
+            refuse(self.source == "all", f"{mine} weighs one source against the layer's own: not source='all'")
+        if self.per_token:
+            refuse(not (v and own), f"{mine} makes a weight per token, for of='v' and map='own' alone")
+        if self.learn in ("head", "channel"):
+            refuse(self.lam, f"{mine} divides 1 between own and source: lam stays None")
         pick(self.layers, 1)
 
     @property
@@ -123,18 +126,14 @@ class ValueMode:
     def __post_init__(self):
         for t in "qkv":
             share = getattr(self, f"share_{t}")
-            if isinstance(share, tuple) and 0 not in share[:1]:
-                raise ValueError(f"share_{t}={share}: the owning layers begin with 0, as in (0, 4, 7)")
-            if isinstance(share, int) and share < 0:
-                raise ValueError(
-                    f"share_{t}={share}: use 1 (own), 0 (layer 0 for all), or the length of a run of layers"
-                )
-        if self.dense and min(self.dense) < 1:
-            raise ValueError(f"dense={self.dense}: dilation and period are at least 1")
-        if self.kv_group < 0:
-            raise ValueError(f"kv_group={self.kv_group}: query heads per key and value head, or 0 for all")
-        if {"cross", "scores"} <= {word for r in self.residuals for word in (r.map, r.of)}:
-            raise ValueError("map='cross' and of='scores' are two answers to what the softmax sees: use one of them")
+            if isinstance(share, tuple):
+                refuse(0 not in share[:1], f"share_{t}={share}: the owning layers begin with 0, as in (0, 4, 7)")
+            else:
+                refuse(share < 0, f"share_{t}={share}: 1 (own), 0 (layer 0 for all), or the length of a run of layers")
+        refuse(self.dense and min(self.dense) < 1, f"dense={self.dense}: dilation and period are at least 1")
+        refuse(self.kv_group < 0, f"kv_group={self.kv_group}: query heads per key and value head, or 0 for all")
+        both = {"cross", "scores"} <= {word for r in self.residuals for word in (r.map, r.of)}
+        refuse(both, "map='cross' and of='scores' are two answers to what the softmax sees: use one of them")
 
     def owner(self, t, n, n_layer):
         """The layer whose tensor t ("q", "k" or "v") layer n uses."""
@@ -288,31 +287,21 @@ class ModelConfig:
             object.__setattr__(self, name, value)
 
         put("value_mode", get_mode(self.value_mode))
+        H, mode = self.n_head, self.value_mode
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.arch not in ("llama", "gpt2"):
-            raise ValueError(f"arch={self.arch!r} is not one of llama, gpt2")
-        group = min(self.value_mode.kv_group or self.n_head, self.n_head)
-        if self.n_head % group:
-            raise ValueError(
-                f"value_mode has {group} query heads to a key head: n_head={self.n_head} is no multiple of it"
-            )
-        if self.value_mode.kv_group != 1 and self.n_kv_head not in (0, self.n_head // group):
-            raise ValueError(
-                f"n_kv_head={self.n_kv_head}, but value_mode makes it {self.n_head // group}; leave it at 0"
-            )
-        put("n_kv_head", self.n_kv_head or self.n_head // group)
+            refuse(getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 1")
+        refuse(self.arch not in ("llama", "gpt2"), f"arch={self.arch!r} is not one of llama, gpt2")
+        group = min(mode.kv_group or H, H)
+        refuse(H % group, f"value_mode has {group} query heads to a key head: n_head={H} is no multiple of it")
+        other = mode.kv_group != 1 and self.n_kv_head not in (0, H // group)
+        refuse(other, f"n_kv_head={self.n_kv_head}, but value_mode makes it {H // group}; leave it at 0")
+        put("n_kv_head", self.n_kv_head or H // group)
         put("n_hidden", self.n_hidden or (4 * self.n_embd if self.arch == "gpt2" else 7 * self.n_embd // 2))
-        if self.n_embd % self.n_head or self.n_embd // self.n_head % 2:
-            raise ValueError(
-                f"n_embd={self.n_embd} must be n_head={self.n_head} times an even head size (RoPE turns pairs)"
-            )
+        even = self.n_embd % H == 0 and self.n_embd // H % 2 == 0
+        refuse(not even, f"n_embd={self.n_embd} must be n_head={H} times an even head size (RoPE turns pairs)")
         for name in ("n_kv_head", "n_hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
+            refuse(getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 1")
+        refuse(H % self.n_kv_head, f"n_head={H} must be a multiple of n_kv_head={self.n_kv_head}")
         self.check_layers()
 
     def check_layers(self):
@@ -321,8 +310,8 @@ class ModelConfig:
         named = [pick(r.layers, self.n_layer) for r in mode.residuals]
         named += [pick(s, self.n_layer) for t in "qkv" if isinstance(s := getattr(mode, f"share_{t}"), tuple)]
         named = sorted({i for layers in named for i in layers})
-        if named and not 0 <= named[0] <= named[-1] <= last:
-            raise ValueError(f"value_mode names layers {named}, but there are only 0..{last}")
+        outside = named and not 0 <= named[0] <= named[-1] <= last
+        refuse(outside, f"value_mode names layers {named}, but there are only 0..{last}")
         plan = plan_layers(self)
         for j, r in enumerate(mode.residuals):
             idle = [n for n in range(self.n_layer) if not plan[n].sources[j]]
@@ -330,13 +319,12 @@ class ModelConfig:
                 idle = [n for n in pick(r.layers, self.n_layer) if n in idle]
             elif len(idle) < self.n_layer or self.n_layer == 1:
                 continue
-            if idle:
-                raise ValueError(
-                    f"{r} does nothing in layer {idle[-1]}: it has no source there, or reads a borrowed tensor"
-                )
+            refuse(
+                idle, f"{r} does nothing in layer {max(idle, default=0)}: no source, or it would mix a borrowed tensor"
+            )
         for n, layer in enumerate(plan):
-            if n not in layer.owner.values():
-                raise ValueError(f"layer {n} would own none of q, k, v: its attention would read nothing of its input")
+            idle = n not in layer.owner.values()
+            refuse(idle, f"layer {n} would own none of q, k, v: its attention would read nothing of its input")
 
     @property
     def head_dim(self):

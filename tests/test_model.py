@@ -542,7 +542,7 @@ IMPOSSIBLE = [
     (lambda: Residual(learn="scalars"), "learn is one of fixed, scalar"),
     (lambda: Residual(lam=2.0), "two weights"),
     (lambda: Residual(lam=(1.0, 2.0, 3.0)), "two weights"),
-    (lambda: Residual(layers=3), "a tuple of layers"),
+    (lambda: Residual(layers=3), "layers=3: a tuple, or a slice"),
     (lambda: Residual(layers="last"), "is not a slice of layers"),
     (lambda: Residual(of="k", map="delta"), "of must be 'v'"),
     (lambda: Residual(of="hidden", map="identity"), "of must be 'v'"),
