@@ -498,6 +498,30 @@ def attend(q, k, v, kind="sdpa", scale=None, layers=1):
     return scores.masked_fill(~mask, -math.inf).softmax(dim=-1).to(v.dtype) @ v
 
 
+def fused_kernel(q):
+    """Whether `causal_forward` and `causal_backward` serve tensors like q."""
+    cuda = q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and q.size(-1) % 8 == 0
+    return cuda or q.device.type == "cpu"
+
+
+def causal_forward(q, k, v):
+    """A V (B, H, T, D), the log-sum-exp of its scores (B, H, T), and what else the backward takes."""
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        return *aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True), ()
+    y, lse, *rest = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    return y, lse, rest[:6]  # two tables of lengths (None: all are equal), the lengths, two states of random numbers
+
+
+def causal_backward(grad, q, k, v, y, lse, rest):
+    """Gradients of q, k and v."""
+    aten = torch.ops.aten
+    if not rest:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, y, lse, 0.0, True)
+    call = (grad, q, k, v, y, lse, *rest[:4], 0.0, True, *rest[4:])
+    return aten._scaled_dot_product_flash_attention_backward(*call)
+
+
 class MergedAttention(torch.autograd.Function):
     """softmax(Q [K_1; K_2; …]^T / sqrt(D)) [V_1; V_2; …], each part causal, by one fused call for each part.
 
@@ -508,46 +532,28 @@ class MergedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def fused(q):
-        """The (forward, backward) kernels for these tensors, or None."""
-        aten = torch.ops.aten
-        if q.device.type == "cpu":
-            return (
-                aten._scaled_dot_product_flash_attention_for_cpu,
-                aten._scaled_dot_product_flash_attention_for_cpu_backward,
-            )
-        if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and q.size(-1) % 8 == 0:
-            return aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
-        return None
-
-    @staticmethod
     def forward(ctx, q, *kv):
-        forward, n = MergedAttention.fused(q)[0], len(kv) // 2
-        parts = [forward(q, k, v, 0.0, True) for k, v in zip(kv[:n], kv[n:], strict=True)]
-        lse = torch.stack([part[1] for part in parts]).logsumexp(dim=0)  # (B, H, T)
-        y = sum((part[1] - lse).exp()[..., None].to(q.dtype) * part[0] for part in parts)
-        rest = [
-            [extra for extra in part[2:8]] for part in parts
-        ]  # CUDA: two sequence tables, two lengths, two rng states
-        ctx.lengths = [r[2:4] for r in rest]
-        ctx.save_for_backward(q, *kv, y, lse, *(t for r in rest for t in r if isinstance(t, torch.Tensor)))
+        n = len(kv) // 2
+        ys, lses, rests = zip(*(causal_forward(q, k, v) for k, v in zip(kv[:n], kv[n:], strict=True)), strict=True)
+        lse = torch.stack(lses).logsumexp(dim=0)  # (B, H, T)
+        y = sum((part - lse).exp()[..., None].to(q.dtype) * y for part, y in zip(lses, ys, strict=True))
+        ctx.lengths = [rest[2:4] for rest in rests]  # these are no tensors
+        ctx.save_for_backward(q, *kv, y, lse, *(t for rest in rests for t in (*rest[:2], *rest[4:])))
         return y
 
     @staticmethod
     def backward(ctx, grad):
         n, (q, *saved) = len(ctx.lengths), ctx.saved_tensors
-        kv, (y, lse, *rest), backward = saved[: 2 * n], saved[2 * n :], MergedAttention.fused(q)[1]
-        grads = []
-        for i, (k, v) in enumerate(zip(kv[:n], kv[n:], strict=True)):
-            more = rest[4 * i : 4 * i + 4]
-            before, after = ((*more[:2], *ctx.lengths[i]), more[2:]) if more else ((), ())
-            grads.append(backward(grad, q, k, v, y, lse, *before, 0.0, True, *after))
+        kv, (y, lse, *more) = saved[: 2 * n], saved[2 * n :]
+        rests = [(*more[4 * i : 4 * i + 2], *ctx.lengths[i], *more[4 * i + 2 : 4 * i + 4]) for i in range(n)]
+        parts = zip(kv[:n], kv[n:], rests, strict=True)
+        grads = [causal_backward(grad, q, k, v, y, lse, rest) for k, v, rest in parts]
         return sum(g[0] for g in grads), *(g[1] for g in grads), *(g[2] for g in grads)
 
 
 def attend_layers(q, ks, vs, kind):
     """Attention of q over the keys of several layers under one softmax (Eq 2). Shapes as in `attend`."""
-    if kind != "eager" and q.size(2) == ks[0].size(2) > 1 and MergedAttention.fused(q):
+    if kind != "eager" and q.size(2) == ks[0].size(2) > 1 and fused_kernel(q):
         groups = q.size(1) // ks[0].size(1)
         return MergedAttention.apply(q, *(t.repeat_interleave(groups, dim=1) for t in (*ks, *vs)))
     return attend(q, torch.cat(ks, dim=2), torch.cat(vs, dim=2), kind, layers=len(ks))

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import tiny, tokens, widths
+from torch._subclasses import FakeTensorMode
 
-from model import TABLE, VALUE_MODES, MergedAttention, Rope, attend
+from model import TABLE, VALUE_MODES, MergedAttention, Rope, attend, causal_backward, causal_forward, fused_kernel
 
 EXACT = dict(rtol=0, atol=1e-10)
 
@@ -334,6 +335,17 @@ def test_merging_in_lower_precision(layers, dtype, tolerance):
     ours = with_gradients(MergedAttention.apply(*inputs), inputs)
     for a, b in zip(ours, with_gradients(concatenated(*exact), exact), strict=True):
         assert a.dtype == dtype and (a - b).norm() < tolerance * b.norm()
+
+
+def test_merging_speaks_to_the_gpu_kernel():
+    """Without a GPU: torch's shape checks accept what we give its CUDA kernels, and give what we expect of them."""
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 33, 16, device="cuda", dtype=torch.bfloat16)
+        assert fused_kernel(q) and not fused_kernel(q.new_empty(2, 4, 33, 4))
+        y, lse, rest = causal_forward(q, q, q)
+        assert y.shape == q.shape and lse.shape == (2, 4, 33) and len(rest) == 6
+        assert [isinstance(r, int) for r in rest] == [False, False, True, True, False, False]
+        assert [g.shape for g in causal_backward(q, q, q, q, y, lse, rest)] == [q.shape] * 3
 
 
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])
