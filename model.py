@@ -975,17 +975,21 @@ def describe_residual(r, sources):
 
 
 def describe(cfg):
-    """The plan as text: per layer who owns q, k, v and what is mixed in, then parameters, FLOPs and KV cache."""
-    mode, lines = cfg.value_mode, []
+    """The plan as text: the equation, per layer who owns q, k, v and what is mixed in, then sizes."""
+    mode, lines = cfg.value_mode, [mode_name(cfg.value_mode)]
+    if mode in VALUE_MODES.values():
+        _, equation, source = TABLE[mode_name(mode)]
+        lines[0] += f": {equation}" + f" ({source})" * bool(source)
     for n, layer in enumerate(plan_layers(cfg)):
         words = [f"{t} {'own' if layer.owner[t] == n else f'of layer {layer.owner[t]}':10}" for t in "qkv"]
         words += [describe_residual(r, s) for r, s in zip(mode.residuals, layer.sources, strict=True) if s]
-        lines.append(f"layer {n:2}  " + "  ".join(words))
+        lines.append(f"layer {n:2}  " + "  ".join(words).rstrip())
     if mode.dense:
         lines.append(f"after each {mode.dense[1]} blocks: weighted average over depth, dilation {mode.dense[0]}")
     every, multiply = count_parameters(cfg)
     kv, most = kv_floats_per_token(cfg), 2 * cfg.n_layer * cfg.n_embd
     lines += [
+        f"heads           {cfg.n_head} of width {cfg.head_dim}, {cfg.n_kv_head} of keys and values",
         f"parameters      {every:,} ({multiply:,} multiply)",
         f"training FLOPs  {flops_per_token(cfg):,} per token at block_size {cfg.block_size}",
         f"KV cache        {kv:,} numbers per token = {2 * kv:,} bytes in bf16, {kv / most:.4f} of full attention's",
@@ -1019,6 +1023,6 @@ if __name__ == "__main__":
         if words[:1] == ["table"]:
             print(model.table(cfg))
         else:
-            print(f"{model.mode_name(cfg.value_mode)}\n{model.describe(cfg)}")
+            print(model.describe(cfg))
 
     configurator.run(main)

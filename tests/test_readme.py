@@ -47,7 +47,7 @@ def test_mode_table_is_current():
 
 
 def test_printed_plan_is_current():
-    block = next(block for block in BLOCKS if block.startswith("svformer\n"))
+    block = next(block for block in BLOCKS if block.startswith("svformer: "))
     printed = script("model.py", "--value_mode=svformer", "--n_layer=4").stdout
     assert block.splitlines() == [line.rstrip() for line in printed.splitlines()]
 
