@@ -29,46 +29,67 @@ LOOK = {"font.size": 9, "legend.fontsize": 8, "legend.frameon": False, "lines.li
 LOOK |= {"lines.markeredgewidth": 0.9, "axes.spines.top": False, "axes.spines.right": False}
 START = ("value_mode", "seed", "parameters", "kv_bytes_per_token", "data", "block_size", "dtype", "device", "max_steps")
 STEP = ("step", "loss", "tokens", "tokens_per_s")
-# The paper's ablations: figure -> what its text says of the losses, as (lower, higher) pairs of modes, then modes that
-# only its panel shows. "v5" are the numbers of the paper's last version; the last two groups make no claim.
+# The paper's ablations: figure -> what its text says, that as pairs of modes (lower loss, higher loss), and modes that
+# are shown beside them. "v5" are the validation losses of the paper's last version; the last two claim nothing.
+LAMBDAS = ["resformer_lambda", *(f"resformer_lambda_{x}" for x in ("0.2", "0.5", "0.8", "1", "5"))]
+NEUTRENOS = ["neutreno", *(f"neutreno_{x}" for x in ("0.2", "0.6", "0.8"))]
+ANCHORS = ["svformer_4anchors", "svformer_3anchors", "svformer_2anchors", "svformer"]
 FIGURES = {
-    "5": ([("share_v2", "share_k2"), ("share_v2", "cla2")], []),
+    "5": ("of every two layers, sharing values hurts least", [("share_v2", "share_k2"), ("share_v2", "cla2")], []),
     "7": (
-        [("resformer", m) for m in ("vanilla", "denseformer", "neutreno")] + [("resformer_neutreno", "resformer")],
+        "ResFormer beats DenseFormer and NeuTRENO; with NeuTRENO it is better still",
+        [("resformer", x) for x in ("vanilla", "denseformer", "neutreno")] + [("resformer_neutreno", "resformer")],
         ["resformer_neutreno_literal", "resformer_denseformer", "denseformer_2x2"],
     ),
     "8": (
-        [(f"resformer_lambda{x}", "vanilla") for x in ("_0.2", "_0.5", "_0.8", "_1", "", "_5")]
-        + [("resformer_lambda", f"resformer_lambda{x}") for x in ("_0.2", "_0.5", "_0.8", "_1", "_5")],
+        "every λ beats vanilla, 2 is best",
+        [(x, "vanilla") for x in LAMBDAS] + [(LAMBDAS[0], x) for x in LAMBDAS[1:]],
         ["resformer"],
     ),
-    "9": ([("resformer", "vanilla"), ("vanilla", "query"), ("vanilla", "key")], []),
-    "10": ([("vanilla", "identity"), ("resformer", "cross")], ["identity_all", "cross_prev"]),
-    "11": ([("resformer", "resformer_prev"), ("resformer", "resformer_all")], []),
-    "13": ([("gqa2", "svformer")], ["cla2", "svformer_gqa4", "cla2_gqa4", "gqa8"]),
-    "16": ([(a, b) for a in ("vanilla", "svformer") for b in ("share_q", "share_k")], []),
-    "17": (
-        [("svformer_2anchors", "svformer"), ("svformer_3anchors", "svformer_2anchors")]
-        + [("svformer_4anchors", "svformer_3anchors")],
+    "9": (
+        "a residual helps on values, not on queries or keys",
+        [("resformer", "vanilla"), ("vanilla", "query"), ("vanilla", "key")],
         [],
     ),
+    "10": (
+        "identity mapping harms, cross-layer attention ends above ResFormer",
+        [("vanilla", "identity"), ("resformer", "cross")],
+        ["identity_all", "cross_prev"],
+    ),
+    "11": (
+        "the first layer is the source, not the one before or all",
+        [("resformer", "resformer_prev"), ("resformer", "resformer_all")],
+        [],
+    ),
+    "13": (
+        "at length 2,048 GQA2 beats SVFormer",
+        [("gqa2", "svformer")],
+        ["cla2", "svformer_gqa4", "cla2_gqa4", "gqa8"],
+    ),
+    "16": (
+        "layer 1's queries or keys for all layers hurt, more than its values",
+        [(low, high) for low in ("vanilla", "svformer") for high in ("share_q", "share_k")],
+        [],
+    ),
+    "17": ("the more anchors, the better", list(zip(ANCHORS, ANCHORS[1:], strict=False)), []),
     "22": (
-        [(f"neutreno{x}", "vanilla") for x in ("_0.2", "", "_0.6", "_0.8")]
-        + [("neutreno", f"neutreno{x}") for x in ("_0.2", "_0.6", "_0.8")],
+        "every λ beats vanilla, 0.4 is best",
+        [(x, "vanilla") for x in NEUTRENOS] + [(NEUTRENOS[0], x) for x in NEUTRENOS[1:]],
         [],
     ),
     "v5": (
-        [("resformer_learned", "resformer"), ("resformer_lambda", "resformer_learned")]
-        + [("resformer_sparse", "resformer_lambda"), ("resformer_plus", "resformer_sparse")]
+        "Plus < Sparse < Constant < Learnable < ResFormer; on hidden states or A it hurts",
+        [("resformer_plus", "resformer_sparse"), ("resformer_sparse", "resformer_lambda")]
+        + [("resformer_lambda", "resformer_learned"), ("resformer_learned", "resformer")]
         + [("vanilla", "hidden"), ("vanilla", "probs")],
         ["resformer_plus_deep", "resformer_dense", "scores"],
     ),
-    "more sharing": ([], ["share_q2", "cla2_svformer", "cla4", "gqa4", "mqa", "mlkv"]),
+    "more sharing": ("", [], ["share_q2", "cla2_svformer", "cla4", "gqa4", "mqa", "mlkv"]),
     "other code": (
+        "",
         [],
-        [f"resformer_{x}" for x in ("lerp", "head", "channel", "relu", "unet")]
-        + ["hidden_learned", "value_embed", "value_embed_unet", "value_embed_cycle"]
-        + ["value_embed_gated", "value_embed_gated2"],
+        ["resformer_lerp", "resformer_head", "resformer_channel", "resformer_relu", "resformer_unet", "hidden_learned"]
+        + ["value_embed", "value_embed_unet", "value_embed_cycle", "value_embed_gated", "value_embed_gated2"],
     ),
 }
 EARLY = 0.1  # share of the steps that may run out of the y axis: the first losses would squash all others
@@ -355,15 +376,41 @@ def verdict(gaps):
 
 
 def claims(losses):
-    """Markdown lines: each claim of FIGURES whose two modes have losses, {mode: {seed: loss}}, and what ours say."""
-    lines = ["| figure | the paper: lower loss | than | ours, difference | |", "|---|---|---|---:|---|"]
-    for name, (pairs, _) in FIGURES.items():
+    """(figure, mode of the lower loss, of the higher, differences by seed, verdict) of each claim in FIGURES whose two
+    modes have losses, {mode: {seed: loss}}."""
+    for name, (_, pairs, _) in FIGURES.items():
         for low, high in pairs:
             if gaps := difference(losses, low, high) if low in losses and high in losses else []:
-                of = statistics(gaps)
-                spread = f" ± {of['std']:.3f}" if of["n"] > 1 else ""
-                said = f"{of['mean']:+.3f}{spread} | {verdict(gaps)}"
-                lines.append(f"| {name} | `{low}` | `{high}` | {said} |")
+                yield name, low, high, gaps, verdict(gaps)
+
+
+def plus_minus(gaps):
+    of = statistics(gaps)
+    return f"{of['mean']:+.3f}" + (f" ± {of['std']:.3f}" if of["n"] > 1 else "")
+
+
+def figure_table(losses, baseline):
+    """Markdown: for each figure what the paper says, our modes from the lowest loss up, and whether that agrees."""
+    lines = [
+        f"| figure | the paper | ours: loss minus {baseline}'s, lowest first | do they agree? |",
+        "|---|---|---|---|",
+    ]
+    found = list(claims(losses))
+    for name, (said, _, _) in FIGURES.items():
+        mine = [claim for claim in found if claim[0] == name]
+        modes = {mode for claim in mine for mode in claim[1:3]} - {baseline}
+        gaps = {mode: difference(losses, mode, baseline) for mode in modes}
+        order = ", ".join(
+            f"`{mode}` {plus_minus(gaps[mode])}" for mode in sorted(modes, key=lambda m: np.mean(gaps[m]))
+        )
+        agree = sum(claim[4] == "agree" for claim in mine)
+        other = {}
+        for _, low, high, _, said_of in mine:
+            if said_of != "agree":
+                other.setdefault(said_of, []).append(f"`{low}` < `{high}`")
+        rest = [f"{word}: {', '.join(what)}" for word, what in other.items()]
+        if mine:
+            lines.append(f"| {name} | {said} | {order} | {'; '.join([f'agree {agree} of {len(mine)}', *rest])} |")
     return lines
 
 
@@ -386,16 +433,19 @@ def ablations(cfg, groups, window):
     """Print the paper's claims beside our runs, write all losses as JSON if asked to, and draw them by figure."""
     losses = {mode: {r.seed: r.val[r.last] for r in runs if r.finished} for mode, runs in groups.items()}
     pair(groups, cfg.baseline)  # that they are runs of one kind
-    print("\n".join(claims(losses)))
+    print("\n".join(figure_table(losses, cfg.baseline)), end="\n\n")
+    print("| figure | the paper: lower loss | than | ours, difference | |\n|---|---|---|---:|---|")
+    for name, low, high, gaps, said in claims(losses):
+        print(f"| {name} | `{low}` | `{high}` | {plus_minus(gaps)} | {said} |")
     print(
-        "difference: validation loss, nats per token, ± standard deviation over seeds, which sets what agreement means"
+        "validation loss, nats per token, ± standard deviation over seeds: what is within one of 0 is within the spread"
     )
     if cfg.json_file:
         rows = [row | {"losses": losses[row["mode"]]} for row in summary(groups, cfg.baseline)]
         write_json(cfg.json_file, {"baseline": cfg.baseline, "modes": rows})
     shown = {
         f"Figure {name}" if name.isdigit() else name: modes
-        for name, (pairs, others) in FIGURES.items()
+        for name, (_, pairs, others) in FIGURES.items()
         if (modes := {m for two in pairs for m in two} | set(others) - {cfg.baseline}) & losses.keys()
     }
     heights = [len((modes - {cfg.baseline}) & losses.keys()) + 2.5 for modes in shown.values()]

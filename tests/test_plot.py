@@ -282,7 +282,7 @@ def test_verdicts_weigh_the_mean_against_the_spread():
 
 def test_claims_are_of_modes_that_the_table_has():
     """Each name in FIGURES is one that train.py takes, and every row of the table is shown in some panel."""
-    shown = {m for pairs, others in plot.FIGURES.values() for m in [*others, *(m for two in pairs for m in two)]}
+    shown = {m for _, pairs, others in plot.FIGURES.values() for m in [*others, *(m for two in pairs for m in two)]}
     for name in shown:
         get_mode(name)
     assert shown >= {name for name, (_, _, source) in TABLE.items() if source}
@@ -301,6 +301,9 @@ def test_ablations(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "| 9 | `resformer` | `vanilla` | -0.200 ± 0.100 | agree |" in result.stdout
     assert "| 9 | `vanilla` | `query` | +0.000 ± 0.500 | within the spread |" in result.stdout
+    row = next(line for line in result.stdout.splitlines() if line.startswith("| 9 | a residual helps"))
+    assert "| `resformer` -0.200 ± 0.100, `query` +0.000 ± 0.500 |" in row
+    assert row.endswith("| agree 1 of 2; within the spread: `vanilla` < `query` |")
     assert "`key`" not in result.stdout and "moving average" not in result.stdout
     rows = {row["mode"]: row for row in json.loads(numbers.read_text())["modes"]}
     assert rows["resformer"]["losses"] == {"0": 4.8, "1": 14.9, "2": 24.7}

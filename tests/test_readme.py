@@ -1,13 +1,16 @@
 """The README tells the truth: its commands parse, its files exist, its table of modes is what the plan gives."""
 
 import importlib
+import json
 import re
 import shlex
 
 import pytest
 from conftest import ROOT, script
 
+import plot
 from configurator import load
+from model import VALUE_MODES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```[a-z]*\n(.*?)```", README, re.S)
@@ -44,6 +47,14 @@ def test_there_are_commands_of_every_stage():
 
 def test_mode_table_is_current():
     assert script("model.py", "table").stdout in README, "paste the output of `python model.py table` into the README"
+
+
+def test_figure_table_is_that_of_the_committed_runs():
+    results = json.loads((ROOT / "results" / "modes.json").read_text(encoding="utf-8"))
+    losses = {row["mode"]: row["losses"] for row in results["modes"]}
+    assert all(len(of) == 3 for of in losses.values()) and losses.keys() >= VALUE_MODES.keys()
+    table = "\n".join(plot.figure_table(losses, results["baseline"]))
+    assert table in README, "paste the first table of `python plot.py ablations` into the README"
 
 
 def test_printed_plan_is_current():
