@@ -252,7 +252,8 @@ def hf_config(folder):
     if odd:
         raise UserError(f"{folder}/config.json: {', '.join(f'{k}={c[k]}' for k in odd)} is not supported")
     # the authors' code and ours name this combination in opposite orders
-    mode = {"neutreno_resformer": "resformer_neutreno"}.get(c.get("value_mode"), c.get("value_mode", "vanilla"))
+    mode = c.get("value_mode", "vanilla")
+    mode = "resformer_neutreno" if mode == "neutreno_resformer" else mode
     try:
         cfg = ModelConfig(
             vocab_size=c["vocab_size"],
@@ -268,7 +269,7 @@ def hf_config(folder):
         )
     except KeyError as e:
         raise UserError(f"{folder}/config.json has no {e}") from None
-    except ValueError as e:
+    except (ValueError, TypeError, AttributeError) as e:
         raise UserError(f"{folder}/config.json: {e}") from None
     if cfg.value_mode.dense or any(r.learn != "fixed" or r.source == "token" for r in cfg.value_mode.residuals):
         raise UserError(f"{folder}/config.json: this layout has no names for the weights that {mode} adds to Llama's")

@@ -97,8 +97,9 @@ def check(hints, key, value, where):
         raise UserError(f"{where}: {key} takes {type_name(hints[key])}, not {value!r}") from None
 
 
-def from_file(path):
-    """The settings that a config file assigns, as a dict; raises UserError if the file is missing or fails."""
+def from_file(path, known=()):
+    """The settings that a config file assigns, as a dict; raises UserError if the file is missing or fails.
+    Names in `known` count whatever they are: `value_mode = ValueMode`, without brackets, is a mistake."""
     if not os.path.isfile(path):
         raise UserError(f"{path}: no such config file")
     try:
@@ -108,7 +109,7 @@ def from_file(path):
     return {
         k: v
         for k, v in names.items()
-        if k[0] != "_" and not isinstance(v, (types.ModuleType, type)) and not callable(v)
+        if k in known or k[0] != "_" and not isinstance(v, (types.ModuleType, type)) and not callable(v)
     }
 
 
@@ -121,11 +122,12 @@ def show_help(cls, usage):
     sys.exit(0)
 
 
-def load(cls, argv=None, positional=None, usage=""):
+def load(cls, argv=None, positional=None, usage="", skip=()):
     """An instance of dataclass `cls`: its defaults, changed by config files and flags, left to right.
 
     argv: the words after the script's name. `--key=value`, `--key value`, `--flag` (true); a word that ends in .py is a
     config file; with `positional`, the name of a field, any other word goes there (appended if the field is a tuple).
+    skip: settings that config files may hold for another script.
     Raises UserError for unknown names, wrong types, and whatever `cls.__post_init__` refuses with a ValueError.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -146,8 +148,9 @@ def load(cls, argv=None, positional=None, usage=""):
             else:
                 values[key] = check(hints, key, True, word)
         elif word.endswith(".py"):
-            for key, value in from_file(word).items():
-                values[key] = check(hints, key, value, word)
+            for key, value in from_file(word, hints).items():
+                if key in hints or key not in skip:
+                    values[key] = check(hints, key, value, word)
         elif positional and (many or positional not in values):
             values[positional] = values.get(positional, ()) + (word,) if many else check(hints, positional, word, word)
         else:

@@ -16,17 +16,29 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_type_hints
+from typing import Literal, get_type_hints
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from configurator import convert, type_name
+
 
 def refuse(wrong, sentence):
     if wrong:
         raise ValueError(sentence)
+
+
+def typed(of):
+    """Give each field of a frozen dataclass the exact type it says (lists become tuples), or refuse it."""
+    for field, hint in get_type_hints(type(of)).items():
+        value = getattr(of, field)
+        try:
+            object.__setattr__(of, field, convert(value, hint))
+        except TypeError:
+            raise ValueError(f"{type(of).__name__}({field}={value!r}): {field} takes {type_name(hint)}") from None
 
 
 @dataclass(frozen=True)
@@ -56,19 +68,14 @@ class Residual:
     map: Literal["own", "identity", "delta", "cross"] = "own"
     lam: tuple[float, float] | None = None
     learn: Literal["fixed", "scalar", "lerp", "softmax", "head", "channel", "sigmoid", "relu"] = "fixed"
-    layers: str | tuple[float, ...] = ()
+    layers: str | tuple[int | float, ...] = ()
     tables: Literal["each", "mirror", "cycle"] = "each"
 
     def __post_init__(self):
-        for field in ("of", "source", "map", "learn", "tables"):
-            known, given = get_args(get_type_hints(Residual)[field]), getattr(self, field)
-            refuse(given not in known, f"Residual({field}={given!r}): {field} is one of {', '.join(known)}")
+        typed(self)
         v, own, mine = self.of == "v", self.map == "own", f"learn={self.learn!r}"
-        pair = self.lam is None or isinstance(self.lam, tuple) and len(self.lam) == 2
+        pair = self.lam is None or len(self.lam) == 2 and all(map(math.isfinite, self.lam))
         refuse(not pair, f"Residual(lam={self.lam!r}): two weights, (own, sources together), or None for the mean")
-        refuse(
-            not isinstance(self.layers, (str, tuple)), f"layers={self.layers!r}: a tuple, or a slice of them as '-3:'"
-        )
         refuse(not own and not v, f"map={self.map!r} concerns values: of must be 'v', not {self.of!r}")
         if self.source == "token":
             refuse(not v, f"a table of values has no {self.of}: of must be 'v'")
@@ -82,6 +89,9 @@ class Residual:
             refuse(not (v and own), f"{mine} makes a weight per token, for of='v' and map='own' alone")
         if self.learn in ("head", "channel"):
             refuse(self.lam, f"{mine} divides 1 between own and source: lam stays None")
+        if self.learn == "lerp" and self.lam:
+            refuse(abs(sum(self.lam) - 1) > 1e-6, f"{mine} has weights 1 - l and l: lam={self.lam} must sum to 1")
+        refuse(self.tables != "each" and self.source != "token", f"tables={self.tables!r} is for source='token'")
         pick(self.layers, 1)
 
     @property
@@ -99,7 +109,8 @@ def pick(spec, n_layer):
     tuple in which negative numbers count from the end and fractions go by depth (0.5 is layer n_layer // 2)."""
     if isinstance(spec, str):
         try:
-            return sorted(range(n_layer)[slice(*(int(part) if part else None for part in spec.split(":")))])
+            first, last, *step = (int(part) if part else None for part in spec.split(":"))
+            return sorted(range(n_layer)[slice(first, last, *step)])
         except (ValueError, TypeError):
             raise ValueError(f"layers={spec!r} is not a slice of layers, as '-3:' or '::2'") from None
     return sorted({int(i * n_layer) if isinstance(i, float) else i + n_layer * (i < 0) for i in spec})
@@ -109,6 +120,7 @@ def pick(spec, n_layer):
 class ValueMode:
     """A variant: residuals, which layers own their q, k and v, and averaging of the residual stream over depth.
 
+    residuals: applied in this order, each to what those before it made of the tensor.
     share_q, share_k, share_v: 1 = every layer owns it, c > 1 = the first of every c layers does (CLA), 0 = layer 0 does
     for all (SVFormer), (0, 4, 7) = these do (see `pick`), and the rest read the nearest one below. A layer that reads
     another's tensor reads it as used there (mixed, cached), has no weights for it and no residual on it.
@@ -117,20 +129,22 @@ class ValueMode:
     """
 
     residuals: tuple[Residual, ...] = ()
-    share_q: int | tuple[float, ...] = 1
-    share_k: int | tuple[float, ...] = 1
-    share_v: int | tuple[float, ...] = 1
+    share_q: int | tuple[int | float, ...] = 1
+    share_k: int | tuple[int | float, ...] = 1
+    share_v: int | tuple[int | float, ...] = 1
     kv_group: int = 1
     dense: tuple[int, int] | None = None
 
     def __post_init__(self):
+        typed(self)
         for t in "qkv":
             share = getattr(self, f"share_{t}")
             if isinstance(share, tuple):
                 refuse(0 not in share[:1], f"share_{t}={share}: the owning layers begin with 0, as in (0, 4, 7)")
             else:
                 refuse(share < 0, f"share_{t}={share}: 1 (own), 0 (layer 0 for all), or the length of a run of layers")
-        refuse(self.dense and min(self.dense) < 1, f"dense={self.dense}: dilation and period are at least 1")
+        pair = self.dense is None or len(self.dense) == 2 and min(self.dense) >= 1
+        refuse(not pair, f"dense={self.dense}: (dilation, period), both at least 1, or None")
         refuse(self.kv_group < 0, f"kv_group={self.kv_group}: query heads per key and value head, or 0 for all")
         both = {"cross", "scores"} <= {word for r in self.residuals for word in (r.map, r.of)}
         refuse(both, "map='cross' and of='scores' are two answers to what the softmax sees: use one of them")
@@ -144,7 +158,7 @@ class ValueMode:
 
     def with_lam(self, value):
         """This mode with the weight of the sources of its last residual that has a lam set to `value`."""
-        j = max((j for j, r in enumerate(self.residuals) if r.lam), default=None)
+        j = max((j for j, r in enumerate(self.residuals) if r.lam and r.learn != "softmax"), default=None)
         if j is None:
             raise ValueError("it has no weight to set")
         r = dataclasses.replace(self.residuals[j], lam=(self.residuals[j].lam[0], value))
@@ -153,9 +167,7 @@ class ValueMode:
     @classmethod
     def from_dict(cls, d):
         """Inverse of dataclasses.asdict, after a trip through JSON (which makes lists of tuples)."""
-        frozen = {k: tuple(v) if isinstance(v, list) else v for k, v in d.items()}
-        residuals = [{k: tuple(v) if isinstance(v, list) else v for k, v in r.items()} for r in d["residuals"]]
-        return cls(**frozen | {"residuals": tuple(Residual(**r) for r in residuals)})
+        return cls(**d | {"residuals": tuple(Residual(**r) for r in d["residuals"])})
 
 
 R, M = Residual, ValueMode
@@ -239,10 +251,12 @@ VALUE_MODES = {name: mode for name, (mode, _, _) in TABLE.items()}
 def get_mode(mode):
     """The ValueMode of a name in VALUE_MODES (or `mode` itself if it is one); raises ValueError on another name.
     A name may end in the weight of the sources: resformer_lambda_0.5, neutreno_0.6 (see ValueMode.with_lam)."""
-    if isinstance(mode, ValueMode) or mode in VALUE_MODES:
-        return VALUE_MODES.get(mode, mode) if isinstance(mode, str) else mode
+    if isinstance(mode, ValueMode):
+        return mode
+    if mode in VALUE_MODES:
+        return VALUE_MODES[mode]
     name, _, number = mode.rpartition("_")
-    if name in VALUE_MODES and re.fullmatch(r"-?\d+(\.\d+)?", number):
+    if name in VALUE_MODES and re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", number, re.ASCII):
         try:
             return VALUE_MODES[name].with_lam(float(number))
         except ValueError as e:
@@ -253,16 +267,16 @@ def get_mode(mode):
 
 
 def mode_name(mode):
-    """The name that get_mode takes for a ValueMode, or "custom"."""
+    """The name that get_mode takes for a ValueMode, or "custom_" and a few digits that tell it from others."""
     for name, row in VALUE_MODES.items():
         if row == mode:
             return name
     for name, row in VALUE_MODES.items():
-        if any(r.lam for r in row.residuals) and len(row.residuals) == len(mode.residuals):
+        if any(r.lam and r.learn != "softmax" for r in row.residuals) and len(row.residuals) == len(mode.residuals):
             for value in {r.lam[1] for r in mode.residuals if r.lam}:
-                if row.with_lam(value) == mode and get_mode(f"{name}_{value:g}") == mode:
-                    return f"{name}_{value:g}"
-    return "custom"
+                if row.with_lam(value) == mode:
+                    return f"{name}_{value!r}".removesuffix(".0").replace("e+", "e")
+    return "custom_" + hashlib.sha256(repr(mode).encode()).hexdigest()[:6]
 
 
 @dataclass(frozen=True)
@@ -297,8 +311,9 @@ class ModelConfig:
         refuse(other, f"n_kv_head={self.n_kv_head}, but value_mode makes it {H // group}; leave it at 0")
         put("n_kv_head", self.n_kv_head or H // group)
         put("n_hidden", self.n_hidden or (4 * self.n_embd if self.arch == "gpt2" else 7 * self.n_embd // 2))
-        even = self.n_embd % H == 0 and self.n_embd // H % 2 == 0
-        refuse(not even, f"n_embd={self.n_embd} must be n_head={H} times an even head size (RoPE turns pairs)")
+        refuse(self.n_embd % H, f"n_embd={self.n_embd} must be a multiple of n_head={H}")
+        odd = self.arch == "llama" and self.n_embd // H % 2
+        refuse(odd, f"n_embd={self.n_embd} must be n_head={H} times an even head size: RoPE turns pairs")
         for name in ("n_kv_head", "n_hidden"):
             refuse(getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 1")
         refuse(H % self.n_kv_head, f"n_head={H} must be a multiple of n_kv_head={self.n_kv_head}")
@@ -317,11 +332,13 @@ class ModelConfig:
             idle = [n for n in range(self.n_layer) if not plan[n].sources[j]]
             if isinstance(r.layers, tuple) and r.layers:  # each of them was meant
                 idle = [n for n in pick(r.layers, self.n_layer) if n in idle]
-            elif len(idle) < self.n_layer or self.n_layer == 1:
+            elif len(idle) < self.n_layer:
                 continue
             refuse(
                 idle, f"{r} does nothing in layer {max(idle, default=0)}: no source, or it would mix a borrowed tensor"
             )
+        far = max(mode.dense or (0,))
+        refuse(far > self.n_layer, f"dense={mode.dense} would average nothing: there are only {self.n_layer} blocks")
         for n, layer in enumerate(plan):
             idle = n not in layer.owner.values()
             refuse(idle, f"layer {n} would own none of q, k, v: its attention would read nothing of its input")
@@ -354,11 +371,13 @@ def plan_layers(cfg):
     owners = [{t: mode.owner(t, n, L) for t in "qkv"} for n in range(L)]
     sources, n_tables = [], 0
     for r in mode.residuals:
-        active = pick(r.layers or ":", L)
-        if r.of in "qkv":
-            active = [n for n in active if owners[n][r.of] == n]
-        elif r.of != "hidden":  # scores of borrowed q and k are the owner's already
-            active = [n for n in active if n in (owners[n]["q"], owners[n]["k"])]
+        read = "kv" if r.map == "cross" else {"hidden": "", "scores": "qk", "probs": "qk"}.get(r.of, r.of)
+
+        def first(i, read=read):
+            """The first layer whose tensors are those of layer i."""
+            return min(j for j in range(i + 1) if all(owners[j][t] == owners[i][t] for t in read)) if read else i
+
+        active = [n for n in pick(r.layers or ":", L) if first(n) == n]
         if r.source == "token":
             order = {
                 "each": lambda j, m: j,
@@ -370,11 +389,15 @@ def plan_layers(cfg):
             n_tables = max(tables, default=n_tables - 1) + 1
         else:
             before = {"first": lambda n: [0], "prev": lambda n: [n - 1], "all": range, "mirror": lambda n: [L - 1 - n]}
-            of_layer = {n: [i for i in before[r.source](n) if i < n] for n in active if n}
-            if r.of in "qkv" and r.map != "cross":  # raw tensors are their owners'
-                of_layer = {n: sorted({owners[i][r.of] for i in found}) for n, found in of_layer.items()}
+            of_layer = {n: sorted({first(i) for i in before[r.source](n) if i < n}) for n in active if n}
         sources.append([tuple(of_layer.get(n, ())) for n in range(L)])
     return [LayerPlan(owners[n], tuple(s[n] for s in sources)) for n in range(L)]
+
+
+def active(mode, layer):
+    """(j, residual, its sources) for the residuals of a mode that do something in a layer, given its LayerPlan."""
+    pairs = enumerate(zip(mode.residuals, layer.sources, strict=True))
+    return [(j, r, sources) for j, (r, sources) in pairs if sources]
 
 
 def read_later(cfg):
@@ -384,7 +407,7 @@ def read_later(cfg):
         for t, owner in layer.owner.items():
             if owner != n:
                 used[owner].add(t)
-        for r, sources in zip(cfg.value_mode.residuals, layer.sources, strict=True):
+        for _, r, sources in active(cfg.value_mode, layer):
             for i in sources:
                 if r.map == "cross" and i >= 0:
                     used[i] |= {"k", "v"}
@@ -470,6 +493,11 @@ class Rope(nn.Module):
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+def unturned(x, start):
+    """In place of Rope where positions are learned."""
+    return x
+
+
 def attend(q, k, v, kind="sdpa", scale=None, layers=1):
     """A V: softmax attention of the last T of S positions, each over itself and those before it.
 
@@ -498,28 +526,33 @@ def attend(q, k, v, kind="sdpa", scale=None, layers=1):
     return scores.masked_fill(~mask, -math.inf).softmax(dim=-1).to(v.dtype) @ v
 
 
+@torch.compiler.assume_constant_result
+def flash_gpu():
+    return torch.cuda.get_device_capability() >= (8, 0)  # Ampere; before it there is no such kernel
+
+
 def fused_kernel(q):
     """Whether `causal_forward` and `causal_backward` serve tensors like q."""
-    cuda = q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and q.size(-1) % 8 == 0
-    return cuda or q.device.type == "cpu"
+    half, D = q.dtype in (torch.float16, torch.bfloat16), q.size(-1)
+    return q.device.type == "cpu" or q.device.type == "cuda" and half and D % 8 == 0 and D <= 256 and flash_gpu()
 
 
 def causal_forward(q, k, v):
-    """A V (B, H, T, D), the log-sum-exp of its scores (B, H, T), and what else the backward takes."""
+    """A V (B, H, T, D), the log-sum-exp of its scores (B, H, T), and the random states that CUDA's backward wants."""
     aten = torch.ops.aten
     if q.device.type == "cpu":
         return *aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True), ()
     y, lse, *rest = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
-    return y, lse, rest[:6]  # two tables of lengths (None: all are equal), the lengths, two states of random numbers
+    return y, lse, rest[4:6]
 
 
-def causal_backward(grad, q, k, v, y, lse, rest):
+def causal_backward(grad, q, k, v, y, lse, states):
     """Gradients of q, k and v."""
-    aten = torch.ops.aten
-    if not rest:
+    aten, T = torch.ops.aten, q.size(2)
+    if not states:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, y, lse, 0.0, True)
-    call = (grad, q, k, v, y, lse, *rest[:4], 0.0, True, *rest[4:])
-    return aten._scaled_dot_product_flash_attention_backward(*call)
+    packing = (None, None, T, T)  # no table of lengths: all sequences have T tokens
+    return aten._scaled_dot_product_flash_attention_backward(grad, q, k, v, y, lse, *packing, 0.0, True, *states)
 
 
 class MergedAttention(torch.autograd.Function):
@@ -534,20 +567,19 @@ class MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, *kv):
         n = len(kv) // 2
-        ys, lses, rests = zip(*(causal_forward(q, k, v) for k, v in zip(kv[:n], kv[n:], strict=True)), strict=True)
+        ys, lses, states = zip(*(causal_forward(q, k, v) for k, v in zip(kv[:n], kv[n:], strict=True)), strict=True)
         lse = torch.stack(lses).logsumexp(dim=0)  # (B, H, T)
         y = sum((part - lse).exp()[..., None].to(q.dtype) * y for part, y in zip(lses, ys, strict=True))
-        ctx.lengths = [rest[2:4] for rest in rests]  # these are no tensors
-        ctx.save_for_backward(q, *kv, y, lse, *(t for rest in rests for t in (*rest[:2], *rest[4:])))
+        ctx.save_for_backward(q, *kv, y, lse, *(t for pair in states for t in pair))
+        ctx.n = n
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        n, (q, *saved) = len(ctx.lengths), ctx.saved_tensors
-        kv, (y, lse, *more) = saved[: 2 * n], saved[2 * n :]
-        rests = [(*more[4 * i : 4 * i + 2], *ctx.lengths[i], *more[4 * i + 2 : 4 * i + 4]) for i in range(n)]
-        parts = zip(kv[:n], kv[n:], rests, strict=True)
-        grads = [causal_backward(grad, q, k, v, y, lse, rest) for k, v, rest in parts]
+        n, (q, *saved) = ctx.n, ctx.saved_tensors
+        kv, (y, lse, *states) = saved[: 2 * n], saved[2 * n :]
+        parts = enumerate(zip(kv[:n], kv[n:], strict=True))
+        grads = [causal_backward(grad, q, k, v, y, lse, states[2 * i : 2 * i + 2]) for i, (k, v) in parts]
         return sum(g[0] for g in grads), *(g[1] for g in grads), *(g[2] for g in grads)
 
 
@@ -555,7 +587,7 @@ def attend_layers(q, ks, vs, kind):
     """Attention of q over the keys of several layers under one softmax (Eq 2). Shapes as in `attend`."""
     if kind != "eager" and q.size(2) == ks[0].size(2) > 1 and fused_kernel(q):
         groups = q.size(1) // ks[0].size(1)
-        return MergedAttention.apply(q, *(t.repeat_interleave(groups, dim=1) for t in (*ks, *vs)))
+        return MergedAttention.apply(q, *(t.to(q.dtype).repeat_interleave(groups, dim=1) for t in (*ks, *vs)))
     return attend(q, torch.cat(ks, dim=2), torch.cat(vs, dim=2), kind, layers=len(ks))
 
 
@@ -668,8 +700,7 @@ class Attention(nn.Module):
         bias = cfg.arch == "gpt2"
         self.proj = Linear(cfg.n_embd, {t: h * cfg.head_dim for t, h in self.heads.items()}, bias)
         self.out = Linear(cfg.n_embd, {"o": cfg.n_embd}, bias)
-        pairs = enumerate(zip(cfg.value_mode.residuals, plan.sources, strict=True))
-        self.residuals = [(j, r, sources) for j, (r, sources) in pairs if sources and r.of != "hidden"]
+        self.residuals = [found for found in active(cfg.value_mode, plan) if found[1].of != "hidden"]
         self.gates = nn.ModuleDict({str(j): Gate(cfg, r) for j, r, _ in self.residuals if r.per_token})
 
     def project(self, x, rope, start):
@@ -752,8 +783,7 @@ class Block(nn.Module):
         self.keep_raw, self.keep_used = keep
         self.norm1, self.attn = new_norm(cfg), Attention(cfg, n, plan, kind)
         self.norm2, self.mlp = new_norm(cfg), MLP(cfg)
-        pairs = enumerate(zip(cfg.value_mode.residuals, plan.sources, strict=True))
-        self.residuals = [(j, sources) for j, (r, sources) in pairs if sources and r.of == "hidden"]
+        self.residuals = [(j, sources) for j, r, sources in active(cfg.value_mode, plan) if r.of == "hidden"]
 
     def forward(self, x, rope, lam, raws, useds, cache=None):
         h = x
@@ -858,7 +888,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         gpt2, kv = cfg.arch == "gpt2", cfg.n_kv_head * cfg.head_dim
         self.positions = nn.Embedding(cfg.block_size, cfg.n_embd) if gpt2 else None
-        self.rope = (lambda x, start: x) if gpt2 else Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta)
+        self.rope = unturned if gpt2 else Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta)
         n_tables = -min((i for layer in plan for s in layer.sources for i in s if i < 0), default=0)
         self.tables = nn.ModuleList(nn.Embedding(cfg.vocab_size, kv) for _ in range(n_tables))
         self.lambdas = nn.ModuleList(
@@ -957,7 +987,7 @@ def flops_per_token(cfg):
     in full, not causal), at T = block_size. Half of 12 C T is q k^T, half A V; residuals on them add their own."""
     halves = 2 * cfg.n_layer
     for layer in plan_layers(cfg):
-        for r, sources in zip(cfg.value_mode.residuals, layer.sources, strict=True):
+        for _, r, sources in active(cfg.value_mode, layer):
             halves += len(sources) * (2 * (r.map == "cross" or r.of == "probs") + (r.of == "scores"))
     return 6 * count_parameters(cfg)[1] + 6 * halves * cfg.n_embd * cfg.block_size
 
@@ -971,7 +1001,9 @@ def describe_residual(r, sources):
     if r.per_token or r.learn == "softmax":
         return f"{what}: {r.learn} weights of own and {where}"
     own, *each = r.weights(len(sources))
-    return f"{what}: {own:g} own + {each[0]:g} {where}" + (f" ({r.learn}, learned)" if r.learn != "fixed" else "")
+    return f"{what}: {own:g} own + {each[0]:g} {'of each ' * (len(each) > 1)}{where}" + (
+        f" ({r.learn}, learned)" if r.learn != "fixed" else ""
+    )
 
 
 def describe(cfg):
@@ -982,7 +1014,7 @@ def describe(cfg):
         lines[0] += f": {equation}" + f" ({source})" * bool(source)
     for n, layer in enumerate(plan_layers(cfg)):
         words = [f"{t} {'own' if layer.owner[t] == n else f'of layer {layer.owner[t]}':10}" for t in "qkv"]
-        words += [describe_residual(r, s) for r, s in zip(mode.residuals, layer.sources, strict=True) if s]
+        words += [describe_residual(r, sources) for _, r, sources in active(mode, layer)]
         lines.append(f"layer {n:2}  " + "  ".join(words).rstrip())
     if mode.dense:
         lines.append(f"after each {mode.dense[1]} blocks: weighted average over depth, dilation {mode.dense[0]}")
@@ -999,11 +1031,14 @@ def describe(cfg):
 
 def table(cfg):
     """All rows of TABLE at the shape of `cfg`, as Markdown."""
-    vanilla = count_parameters(dataclasses.replace(cfg, value_mode="vanilla"))[0]
+    vanilla = count_parameters(dataclasses.replace(cfg, value_mode="vanilla", n_kv_head=0))[0]
     lines = ["| mode | equation | from | parameters | KV numbers per token | of vanilla's | config |"]
     lines += ["|---|---|---|---:|---:|---:|---|"]
     for name, (_, equation, source) in TABLE.items():
-        row = dataclasses.replace(cfg, value_mode=name, n_kv_head=0)
+        try:
+            row = dataclasses.replace(cfg, value_mode=name, n_kv_head=0)
+        except ValueError:
+            continue  # not with so many layers or heads
         more, kv = count_parameters(row)[0] - vanilla, kv_floats_per_token(row)
         numbers = f"{more:+,} | {kv:,}" if more else f"±0 | {kv:,}"
         file = Path(__file__).with_name("config") / f"{name}.py"
@@ -1016,10 +1051,12 @@ def table(cfg):
 if __name__ == "__main__":
     import configurator
     import model  # a config file's ValueMode is model.ValueMode, while this file runs as __main__
+    from train import TrainConfig
 
     def main():
         words = sys.argv[1:]
-        cfg = configurator.load(model.ModelConfig, words[words[:1] == ["table"] :], usage=__doc__)
+        names = TrainConfig.__dataclass_fields__  # a run's config file says more than a model's shape
+        cfg = configurator.load(model.ModelConfig, words[words[:1] == ["table"] :], usage=__doc__, skip=names)
         if words[:1] == ["table"]:
             print(model.table(cfg))
         else:

@@ -273,6 +273,8 @@ class Metrics:
             self.file.write(json.dumps(record, allow_nan=False) + "\n")
             self.file.flush()
             flat = record | {f"{k}/{d}": v for k in ("val", "bpb") for d, v in record.get(k, {}).items()}
+            for j, layers in enumerate(record.get("lam", ())):
+                flat |= {f"lam/{j}/{n}/{i}": x for n, w in enumerate(layers) for i, x in enumerate(w or ())}
             for write, _ in self.others if record.get("event") != "start" else ():
                 write({k: v for k, v in flat.items() if isinstance(v, (int, float))}, record["step"])
 

@@ -97,6 +97,9 @@ def test_hf_folder_round_trip(tmp_path):
     save_file(parts, tmp_path / "model.safetensors")
     idx = tokens((1, 9))
     assert torch.equal(checkpoint.load_hf(tmp_path)(idx)[0], model(idx)[0])
+    mode = json.loads(json.dumps(model.cfg.to_dict()))["value_mode"]  # a mode without a name, spelled out
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"value_mode": mode}))
+    assert checkpoint.load_hf(tmp_path).cfg.value_mode == model.cfg.value_mode
     for change, says in (
         (dict(), "has no tensor"),  # without value_mode it is a vanilla model, whose values are not there
         (dict(value_mode="resformer"), "has no tensor"),
@@ -106,6 +109,8 @@ def test_hf_folder_round_trip(tmp_path):
         (dict(value_mode="resformer_learned"), "no names for the weights"),
         (dict(value_mode="value_embed"), "no names for the weights"),
         (dict(value_mode="svfomer"), "did you mean 'svformer'"),
+        (dict(value_mode=5), "config.json: "),
+        (dict(value_mode={"residuals": 3}), "config.json: "),
     ):
         (tmp_path / "config.json").write_text(json.dumps(hf | change))
         with pytest.raises(UserError, match=says):

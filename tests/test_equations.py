@@ -14,7 +14,8 @@ import torch
 from conftest import tiny, tokens, widths
 from torch._subclasses import FakeTensorMode
 
-from model import TABLE, VALUE_MODES, MergedAttention, Rope, attend, causal_backward, causal_forward, fused_kernel
+import model
+from model import TABLE, VALUE_MODES, MergedAttention, Rope, attend, fused_kernel
 
 EXACT = dict(rtol=0, atol=1e-10)
 
@@ -337,15 +338,23 @@ def test_merging_in_lower_precision(layers, dtype, tolerance):
         assert a.dtype == dtype and (a - b).norm() < tolerance * b.norm()
 
 
-def test_merging_speaks_to_the_gpu_kernel():
-    """Without a GPU: torch's shape checks accept what we give its CUDA kernels, and give what we expect of them."""
+@pytest.mark.parametrize("layers", [2, 3])
+def test_merging_speaks_to_the_gpu_kernels(layers):
+    """Without a GPU: the shape functions of torch's CUDA kernels take what we give them, there and back."""
+    tensors = [torch.empty(2, 4, 64, 16, device="meta", dtype=torch.bfloat16) for _ in range(1 + 2 * layers)]
+    y = MergedAttention.apply(*(t.requires_grad_() for t in tensors))
+    y.sum().backward()
+    assert y.shape == tensors[0].shape and all(t.grad.shape == t.shape for t in tensors)
+
+
+def test_gpu_kernels_are_asked_only_for_what_they_do(monkeypatch):
     with FakeTensorMode():
         q = torch.empty(2, 4, 33, 16, device="cuda", dtype=torch.bfloat16)
-        assert fused_kernel(q) and not fused_kernel(q.new_empty(2, 4, 33, 4))
-        y, lse, rest = causal_forward(q, q, q)
-        assert y.shape == q.shape and lse.shape == (2, 4, 33) and len(rest) == 6
-        assert [isinstance(r, int) for r in rest] == [False, False, True, True, False, False]
-        assert [g.shape for g in causal_backward(q, q, q, q, y, lse, rest)] == [q.shape] * 3
+        wide, narrow = (q.new_empty(2, 4, 33, D) for D in (264, 4))
+    monkeypatch.setattr(model, "flash_gpu", lambda: True)
+    assert fused_kernel(q) and not any(map(fused_kernel, (wide, narrow)))
+    monkeypatch.setattr(model, "flash_gpu", lambda: False)  # a V100
+    assert not fused_kernel(q)
 
 
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])

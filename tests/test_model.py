@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import gc
+import json
 import math
 import re
 
@@ -106,22 +108,32 @@ def test_cached_decoding_equals_the_full_forward(mode, n_kv_head):
     assert cache.nbytes == 2 * 16 * 8 * m.kv_floats_per_token(model.cfg)
 
 
-def storage_bytes(tensors):
-    """Bytes of the memory behind tensors, each piece counted once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+class NewMemory:
+    """Counts the bytes behind the tensors that were made since, and are alive."""
+
+    def __enter__(self):
+        gc.freeze()  # what there is already is not looked at again
+        return self
+
+    def __exit__(self, *_):
+        gc.unfreeze()
+
+    def nbytes(self):
+        gc.collect()
+        storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @pytest.mark.parametrize("dtype,size", [(torch.float32, 4), (torch.bfloat16, 2)])
 @pytest.mark.parametrize("mode", MODES)
-def test_cache_takes_the_bytes_that_the_plan_says(mode, dtype, size):
-    """While decoding: the memory that outlives a call of the model is the plan's, and belongs to the cache."""
+def test_decoding_takes_the_bytes_that_the_plan_says(mode, dtype, size):
+    """All memory that outlives the decoding of a token is the cache's, as many bytes as planned."""
     model, idx = GPT(config(mode)).to(dtype).eval(), tokens((3, 6))
-    cache = KVCache(model.cfg, 3, 10, dtype=dtype)
-    with torch.no_grad():
+    with torch.no_grad(), NewMemory() as new:
+        cache = KVCache(model.cfg, 3, 10, dtype=dtype)
         for i in range(6):
             model(idx[:, i : i + 1], cache=cache)
-    planned = 3 * 10 * size * m.kv_floats_per_token(model.cfg)
-    assert storage_bytes(cache.tensors.values()) == cache.nbytes == planned
+        assert new.nbytes() == cache.nbytes == 3 * 10 * size * m.kv_floats_per_token(model.cfg)
     assert all(t[:, :, :6].abs().amax(dim=(1, 3)).min() > 0 for t in cache.tensors.values())  # and it was used
 
 
@@ -135,22 +147,28 @@ def test_recomputing_changes_nothing(mode):
         assert torch.equal(grad, plain[name]), name
 
 
-def test_recomputing_keeps_less(monkeypatch):
-    """What autograd holds between forward and backward shrinks to the blocks' inputs (and V_1)."""
-
-    def held(model):
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-            loss = model(idx[:, :-1], idx[:, 1:])[1]
-        del loss
-        return storage_bytes(t for t in kept if isinstance(t, torch.Tensor))
-
+def test_recomputing_keeps_less():
+    """Between forward and backward only the inputs of the blocks are alive, and V_1 where it is read later."""
     idx = tokens((4, 33))
     for mode in ("vanilla", "resformer", "svformer"):
-        model = GPT(config(mode))
-        plain = held(model)
-        model.recompute = True
-        assert held(model) < 0.3 * plain
+        model, held = GPT(config(mode)), []
+        for model.recompute in (False, True):
+            with NewMemory() as new:
+                loss = model(idx[:, :-1], idx[:, 1:])[1]
+                held.append(new.nbytes())
+            del loss
+        x, v1, head = 4 * 32 * 32 * 4, (mode != "vanilla") * 4 * 32 * 3 * 32 * 4, 61 * 32 * 4
+        assert held[1] < 5 * x + v1 + 3 * x + 2 * head < 0.5 * held[0]
+
+
+@pytest.mark.parametrize(
+    "mode,raw,used", [("vanilla", "", ""), ("resformer", "v", ""), ("cla2", "", "kv"), ("cross", "", "kv")]
+)
+def test_a_block_hands_on_only_what_is_read_later(mode, raw, used):
+    model, seen = tiny(mode), []
+    model.blocks[0].register_forward_hook(lambda module, args, out: seen.append(out))
+    model(tokens((1, 5)))
+    assert seen[0][1].keys() == set(raw) and seen[0][2].keys() == set(used)
 
 
 def test_cache_has_an_end():
@@ -184,8 +202,6 @@ def test_compiled_equals_eager_without_graph_breaks(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_config_survives_json(mode):
-    import json
-
     cfg = config(mode)
     assert ModelConfig.from_dict(json.loads(json.dumps(cfg.to_dict()))) == cfg
 
@@ -464,6 +480,11 @@ def test_attention_that_costs_more_is_counted(mode, times):
     assert m.flops_per_token(cfg) - m.flops_per_token(vanilla) == attention * (times - 1)
 
 
+def test_token_tables_have_nanochats_spread():
+    table = GPT(config("value_embed", n_embd=64, vocab_size=500)).tables[2].weight
+    assert abs(table.std() * 8 - 1) < 0.05
+
+
 def test_gpt2_initial_values():
     """N(0, 0.02), projections into the residual stream smaller by sqrt(2 L), biases 0."""
     model = GPT(config(arch="gpt2", n_embd=128, vocab_size=500), seed=1)
@@ -475,7 +496,8 @@ def test_gpt2_initial_values():
             assert abs(p.std() / std - 1) < 0.05, name
 
 
-NAMED = "resformer_lambda_0.2 resformer_lambda_5 neutreno_0.6 resformer_neutreno_0.4 identity_0.5 resformer_sparse_2"
+NAMED = "resformer_lambda_0.2 resformer_lambda_5 neutreno_0.6 resformer_neutreno_0.4 identity_0.5 resformer_sparse_2 "
+NAMED += "resformer_lambda_1e-05 resformer_lambda_1e16 resformer_lambda_-0.5 neutreno_0.123456789"
 
 
 @pytest.mark.parametrize("name", [*m.VALUE_MODES, *NAMED.split()])
@@ -483,10 +505,40 @@ def test_names_lead_to_modes_and_back(name):
     assert m.mode_name(get_mode(name)) == name
 
 
+def test_other_spellings_of_a_number():
+    assert m.mode_name(get_mode("resformer_lambda_0.50")) == "resformer_lambda_0.5"
+    assert m.mode_name(get_mode("resformer_lambda_1000000")) == "resformer_lambda_1000000"
+    assert m.mode_name(get_mode("resformer_lambda_2.0")) == "resformer_lambda"
+
+
+def test_lists_become_tuples():
+    """A mode written with lists is the one that a checkpoint gives back."""
+    mode = ValueMode([Residual(lam=[1, 0.7], layers=[1, -1])], share_k=[0, 2], dense=[1, 1])
+    assert mode == ValueMode((Residual(lam=(1.0, 0.7), layers=(1, -1)),), share_k=(0, 2), dense=(1, 1))
+    assert ValueMode.from_dict(json.loads(json.dumps(dataclasses.asdict(mode)))) == mode
+
+
+def test_pairs_of_borrowed_tensors_are_read_once():
+    """Scores of layers that share q and k are the same scores: they count once, and not at all in those layers."""
+    cfg = config(mode_of(Residual(of="probs", source="all"), share_q=2, share_k=2))
+    assert [layer.sources[0] for layer in m.plan_layers(cfg)] == [(), (), (0,), ()]
+    cfg = config(mode_of(Residual(map="cross", source="all"), share_k=2, share_v=2))
+    assert [layer.sources[0] for layer in m.plan_layers(cfg)] == [(), (), (0,), ()]
+
+
+def test_cross_attention_reads_a_cache_of_another_precision():
+    model, idx = GPT(config("cross")).eval(), tokens((1, 9))
+    full = model(idx)[0]
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert (model(idx, cache=KVCache(model.cfg, 1, 9))[0] - full).abs().max() < 0.05
+
+
 def test_a_number_behind_a_name_is_the_weight_of_the_sources():
     assert get_mode("resformer_lambda_0.2").residuals == (Residual(lam=(1.0, 0.2)),)
     assert get_mode("resformer_neutreno_0.4").residuals == (Residual(), Residual(map="delta", lam=(1.0, 0.4)))
-    assert m.mode_name(ValueMode((Residual(lam=(0.7, 0.3)),))) == "custom"
+    assert m.mode_name(ValueMode((Residual(lam=(0.7, 0.3)),))).startswith("custom_")
+    one, other = (ValueMode((Residual(lam=(0.7, x)),)) for x in (0.3, 0.4))
+    assert m.mode_name(one) != m.mode_name(other)  # two models of a user's own are not seeds of one
 
 
 @pytest.mark.parametrize(
@@ -519,6 +571,21 @@ def test_unmixed_sources_are_their_owners():
 
 
 IMPOSSIBLE = [
+    (lambda: ModelConfig(n_layer=1, value_mode="resformer"), "does nothing in layer 0"),
+    (lambda: ModelConfig(value_mode=ValueMode(dense=(1, 9))), "would average nothing"),
+    (lambda: ValueMode(dense=(1,)), "(dilation, period)"),
+    (lambda: ValueMode(dense=1), "dense takes tuple of int or none"),
+    (lambda: ValueMode(kv_group=2.5), "kv_group takes int"),
+    (lambda: ValueMode(share_v=(0, "a")), "share_v takes int or tuple"),
+    (lambda: ValueMode(("resformer",)), "residuals takes tuple of Residual"),
+    (lambda: Residual(lam=("1", "2")), "lam takes"),
+    (lambda: Residual(lam=(1.0, math.nan)), "two weights"),
+    (lambda: Residual(layers="3"), "is not a slice of layers"),
+    (lambda: Residual(layers="::0"), "is not a slice of layers"),
+    (lambda: Residual(tables="mirror"), "is for source='token'"),
+    (lambda: Residual(learn="lerp", lam=(5.0, 0.3)), "must sum to 1"),
+    (lambda: ModelConfig(value_mode="resformer_plus_2"), "resformer_plus takes no number"),
+    (lambda: ModelConfig(n_embd=24, value_mode="vanilla"), "an even head size"),
     (lambda: ModelConfig(n_embd=510), "n_embd=510"),
     (lambda: ModelConfig(n_kv_head=3), "n_kv_head=3"),
     (lambda: ModelConfig(n_layer=0), "n_layer=0"),
@@ -537,12 +604,12 @@ IMPOSSIBLE = [
     (lambda: ValueMode(share_v=()), "begin with 0"),
     (lambda: ValueMode(share_v=-2), "share_v=-2"),
     (lambda: ValueMode(dense=(0, 1)), "at least 1"),
-    (lambda: Residual(map="dleta"), "map is one of own, identity, delta, cross"),
-    (lambda: Residual(source="second"), "source is one of first, prev, all, mirror, token"),
-    (lambda: Residual(learn="scalars"), "learn is one of fixed, scalar"),
-    (lambda: Residual(lam=2.0), "two weights"),
+    (lambda: Residual(map="dleta"), "map takes 'own' or 'identity' or 'delta' or 'cross'"),
+    (lambda: Residual(source="second"), "source takes 'first' or 'prev' or 'all'"),
+    (lambda: Residual(learn="scalars"), "learn takes 'fixed' or 'scalar'"),
+    (lambda: Residual(lam=2.0), "lam takes tuple of float or none"),
     (lambda: Residual(lam=(1.0, 2.0, 3.0)), "two weights"),
-    (lambda: Residual(layers=3), "layers=3: a tuple, or a slice"),
+    (lambda: Residual(layers=3), "layers takes str or tuple"),
     (lambda: Residual(layers="last"), "is not a slice of layers"),
     (lambda: Residual(of="k", map="delta"), "of must be 'v'"),
     (lambda: Residual(of="hidden", map="identity"), "of must be 'v'"),
@@ -573,6 +640,13 @@ def test_impossible_models_are_refused(make, says):
 def test_plan_is_printed():
     out = script("model.py", "--value_mode=svformer", "--n_layer=4").stdout
     assert "layer  3  q own         k own         v of layer 0" in out and "0.6250 of full" in out
+    assert (
+        "v: 0.25 own + 0.25 of each layer 0 layer 1 layer 2" in script("model.py", "--value_mode=resformer_all").stdout
+    )
+    assert "heads           12 of width 64" in script("model.py", "config/size_180m.py", "config/resformer.py").stdout
+    assert (
+        "gqa2" in script("model.py", "table", "--n_layer=2", "--n_kv_head=2").stdout
+    )  # rows that do not fit are left out
     assert "v: 0.5 own + 0.5 layer 0" in script("model.py", "--value_mode=resformer").stdout
 
 
