@@ -536,6 +536,8 @@ def test_cross_attention_reads_a_cache_of_another_precision():
 def test_a_number_behind_a_name_is_the_weight_of_the_sources():
     assert get_mode("resformer_lambda_0.2").residuals == (Residual(lam=(1.0, 0.2)),)
     assert get_mode("resformer_neutreno_0.4").residuals == (Residual(), Residual(map="delta", lam=(1.0, 0.4)))
+    two = ValueMode((Residual(lam=(1.0, 0.5)), Residual(map="delta", lam=(1.0, 0.2))))
+    assert [r.lam for r in two.with_lam(0.9).residuals] == [(1.0, 0.5), (1.0, 0.9)]  # the last
     assert m.mode_name(ValueMode((Residual(lam=(0.7, 0.3)),))).startswith("custom_")
     one, other = (ValueMode((Residual(lam=(0.7, x)),)) for x in (0.3, 0.4))
     assert m.mode_name(one) != m.mode_name(other)  # two models of a user's own are not seeds of one

@@ -413,6 +413,7 @@ def test_every_mode_trains(mode, data_dir, tmp_path, monkeypatch):
     more = dict(value_mode=MODES[mode], n_layer=4, n_head=8, micro_batch=4, dtype="bfloat16", recompute=True)
     cfg = TrainConfig(**SMALL | more | dict(data_dir=str(data_dir), out_dir=str(tmp_path), max_steps=2))
     run = build(cfg, World("cpu"))
+    assert run.raw.recompute
     train.train(run)
     assert [math.isfinite(r["loss"]) for r in steps_of(tmp_path)] == [True, True]
     (evaluation,) = [r for r in read_metrics(tmp_path / "metrics.jsonl") if r.get("event") == "eval"]
