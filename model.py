@@ -377,19 +377,19 @@ def plan_layers(cfg):
             """The first layer whose tensors are those of layer i."""
             return min(j for j in range(i + 1) if all(owners[j][t] == owners[i][t] for t in read)) if read else i
 
-        active = [n for n in pick(r.layers or ":", L) if first(n) == n]
+        layers = [n for n in pick(r.layers or ":", L) if first(n) == n]
         if r.source == "token":
             order = {
                 "each": lambda j, m: j,
                 "mirror": lambda j, m: min(j, m - 1 - j),
                 "cycle": lambda j, m: j % ((m + 1) // 2),
             }
-            tables = [n_tables + order[r.tables](j, len(active)) for j in range(len(active))]
-            of_layer = {n: (-1 - t,) for n, t in zip(active, tables, strict=True)}
+            tables = [n_tables + order[r.tables](j, len(layers)) for j in range(len(layers))]
+            of_layer = {n: (-1 - t,) for n, t in zip(layers, tables, strict=True)}
             n_tables = max(tables, default=n_tables - 1) + 1
         else:
             before = {"first": lambda n: [0], "prev": lambda n: [n - 1], "all": range, "mirror": lambda n: [L - 1 - n]}
-            of_layer = {n: sorted({first(i) for i in before[r.source](n) if i < n}) for n in active if n}
+            of_layer = {n: sorted({first(i) for i in before[r.source](n) if i < n}) for n in layers if n}
         sources.append([tuple(of_layer.get(n, ())) for n in range(L)])
     return [LayerPlan(owners[n], tuple(s[n] for s in sources)) for n in range(L)]
 
@@ -606,13 +606,13 @@ class Lambdas(nn.Module):
     def __init__(self, r, sources):
         super().__init__()
         self.r, self.sources = r, sources
-        active, new = [s for s in sources if s], lambda n: nn.Parameter(torch.empty(n))
+        there, new = [s for s in sources if s], lambda n: nn.Parameter(torch.empty(n))
         if r.learn == "scalar":
-            self.scalars = nn.ParameterList(new(1 + len(s)) for s in active)
+            self.scalars = nn.ParameterList(new(1 + len(s)) for s in there)
         elif r.learn == "lerp":
-            self.share = new(len(active))
+            self.share = new(len(there))
         elif r.learn == "softmax":
-            self.own, self.logits, self.scale = new(len(active)), new(len(active)), new(1)
+            self.own, self.logits, self.scale = new(len(there)), new(len(there)), new(1)
         self.init_weights()
 
     @torch.no_grad()

@@ -98,7 +98,7 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of autocast; auto = bf16 if fast here")
     compile: bool | None = setting(None, "torch.compile; none = on GPUs only")
     attn: Literal["sdpa", "flash", "eager"] = setting("sdpa", "attention kernel: torch's, flash-attn's, or plain")
-    recompute: bool = setting(False, "activation checkpointing: less memory, a third more computing, the same numbers")
+    recompute: bool = setting(False, "activation checkpointing: less memory, more computing, the same numbers")
 
     def __post_init__(self):
         object.__setattr__(self, "value_mode", get_mode(self.value_mode))
