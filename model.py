@@ -992,18 +992,17 @@ def flops_per_token(cfg):
     return 6 * count_parameters(cfg)[1] + 6 * halves * cfg.n_embd * cfg.block_size
 
 
-def describe_residual(r, sources):
-    """What residual r does in a layer, in words."""
+def describe_residual(r, sources, weights):
+    """What residual r does in a layer, in words; weights: those it has or starts from, see Lambdas."""
     where = " ".join(f"layer {i}" if i >= 0 else f"table {-1 - i}" for i in sources)
     if r.map == "cross":
         return f"attends over {where} too"
     what = r.of if r.map == "own" else f"{r.of} {r.map}"
-    if r.per_token or r.learn == "softmax":
-        return f"{what}: {r.learn} weights of own and {where}"
-    own, *each = r.weights(len(sources))
-    return f"{what}: {own:g} own + {each[0]:g} {'of each ' * (len(each) > 1)}{where}" + (
-        f" ({r.learn}, learned)" if r.learn != "fixed" else ""
-    )
+    if r.per_token:
+        return f"{what}: {r.learn} gate between own and {where}"
+    own, *each = (float(w) for w in weights)
+    learned = f" ({r.learn}, learned)" if r.learn != "fixed" else ""
+    return f"{what}: {own:.4g} own + {each[0]:.4g} {'of each ' * (len(each) > 1)}{where}{learned}"
 
 
 def describe(cfg):
@@ -1012,9 +1011,12 @@ def describe(cfg):
     if mode in VALUE_MODES.values():
         _, equation, source = TABLE[mode_name(mode)]
         lines[0] += f": {equation}" + f" ({source})" * bool(source)
-    for n, layer in enumerate(plan_layers(cfg)):
+    plan = plan_layers(cfg)
+    lambdas = [Lambdas(r, [layer.sources[j] for layer in plan]) for j, r in enumerate(mode.residuals)]
+    start = [weights.requires_grad_(False)() for weights in lambdas]  # [residual][layer]
+    for n, layer in enumerate(plan):
         words = [f"{t} {'own' if layer.owner[t] == n else f'of layer {layer.owner[t]}':10}" for t in "qkv"]
-        words += [describe_residual(r, sources) for _, r, sources in active(mode, layer)]
+        words += [describe_residual(r, sources, start[j][n]) for j, r, sources in active(mode, layer)]
         lines.append(f"layer {n:2}  " + "  ".join(words).rstrip())
     if mode.dense:
         lines.append(f"after each {mode.dense[1]} blocks: weighted average over depth, dilation {mode.dense[0]}")

@@ -645,6 +645,8 @@ def test_plan_is_printed():
     assert (
         "v: 0.25 own + 0.25 of each layer 0 layer 1 layer 2" in script("model.py", "--value_mode=resformer_all").stdout
     )
+    assert "v: 0.5 own + 1.143 layer 0 (softmax, learned)" in script("model.py", "--value_mode=resformer_plus").stdout
+    assert "v: head gate between own and layer 0" in script("model.py", "--value_mode=resformer_head").stdout
     assert "heads           12 of width 64" in script("model.py", "config/size_180m.py", "config/resformer.py").stdout
     assert (
         "gqa2" in script("model.py", "table", "--n_layer=2", "--n_kv_head=2").stdout
