@@ -409,7 +409,7 @@ def read_later(cfg):
                 used[owner].add(t)
         for _, r, sources in active(cfg.value_mode, layer):
             for i in sources:
-                if r.map == "cross" and i >= 0:
+                if r.map == "cross":
                     used[i] |= {"k", "v"}
                 elif r.of in ("scores", "probs"):
                     used[i] |= {"q", "k"}
@@ -1007,10 +1007,9 @@ def describe_residual(r, sources, weights):
 
 def describe(cfg):
     """The plan as text: the equation, per layer who owns q, k, v and what is mixed in, then sizes."""
-    mode, lines = cfg.value_mode, [mode_name(cfg.value_mode)]
-    if mode in VALUE_MODES.values():
-        _, equation, source = TABLE[mode_name(mode)]
-        lines[0] += f": {equation}" + f" ({source})" * bool(source)
+    mode, name = cfg.value_mode, mode_name(cfg.value_mode)
+    _, equation, source = TABLE.get(name, (mode, "", ""))
+    lines = [name + f": {equation}" * bool(equation) + f" ({source})" * bool(source)]
     plan = plan_layers(cfg)
     lambdas = [Lambdas(r, [layer.sources[j] for layer in plan]) for j, r in enumerate(mode.residuals)]
     start = [weights.requires_grad_(False)() for weights in lambdas]  # [residual][layer]

@@ -416,7 +416,7 @@ def figure_table(losses, baseline):
 
 def panel(ax, title, modes, losses, baseline):
     """One figure's modes as a column of dots: seeds grey, mean and standard deviation black, lowest loss on top."""
-    gaps = {m: difference(losses, m, baseline) for m in modes if m in losses}
+    gaps = {m: difference(losses, m, baseline) for m in modes}
     order = sorted((m for m in gaps if gaps[m]), key=lambda m: -np.mean(gaps[m]))
     for y, mode in enumerate(order):
         of = statistics(gaps[mode])
@@ -431,8 +431,18 @@ def panel(ax, title, modes, losses, baseline):
 
 def ablations(cfg, groups, window):
     """Print the paper's claims beside our runs, write all losses as JSON if asked to, and draw them by figure."""
-    losses = {mode: {r.seed: r.val[r.last] for r in runs if r.finished} for mode, runs in groups.items()}
     pair(groups, cfg.baseline)  # that they are runs of one kind
+    finished = {mode: {r.seed: r.val[r.last] for r in runs if r.finished} for mode, runs in groups.items()}
+    losses = {mode: of for mode, of in finished.items() if of}
+    if cfg.baseline not in losses:
+        raise UserError(f"no run of {cfg.baseline} is finished, and losses are shown against it")
+    panels = {}
+    for name, (_, pairs, others) in FIGURES.items():
+        modes = {mode for two in pairs for mode in two} | set(others)
+        if modes := modes & (losses.keys() - {cfg.baseline}):
+            panels[f"Figure {name}" if name.isdigit() else name] = modes
+    if not panels:
+        raise UserError("none of the finished runs is of a mode in the paper's figures; `compare` takes any mode")
     print("\n".join(figure_table(losses, cfg.baseline)), end="\n\n")
     print("| figure | the paper: lower loss | than | ours, difference | |\n|---|---|---|---:|---|")
     for name, low, high, gaps, said in claims(losses):
@@ -441,23 +451,18 @@ def ablations(cfg, groups, window):
         "validation loss, nats per token, ± standard deviation over seeds: what is within one of 0 is within the spread"
     )
     if cfg.json_file:
-        rows = [row | {"losses": losses[row["mode"]]} for row in summary(groups, cfg.baseline)]
+        rows = [row | {"losses": finished[row["mode"]]} for row in summary(groups, cfg.baseline)]
         write_json(cfg.json_file, {"baseline": cfg.baseline, "modes": rows})
-    shown = {
-        f"Figure {name}" if name.isdigit() else name: modes
-        for name, (_, pairs, others) in FIGURES.items()
-        if (modes := {m for two in pairs for m in two} | set(others) - {cfg.baseline}) & losses.keys()
-    }
-    heights = [len((modes - {cfg.baseline}) & losses.keys()) + 2.5 for modes in shown.values()]
+    heights = [len(modes) + 2.5 for modes in panels.values()]
     half = min(range(len(heights)), key=lambda i: abs(sum(heights[:i]) - sum(heights) / 2))
     columns = [c for c in (slice(half), slice(half, None)) if heights[c]]
     tallest = max(sum(heights[c]) for c in columns)
     with page(cfg.out_file, (4.5 * len(columns), 0.17 * tallest + 0.5)) as paper:
         for part, column in zip(np.atleast_1d(paper.subfigures(1, len(columns))), columns, strict=True):
-            names = list(shown)[column]
+            names = list(panels)[column]
             axes = part.subplots(len(names), 1, height_ratios=heights[column], squeeze=False)[:, 0]
             for ax, name in zip(axes, names, strict=True):
-                panel(ax, name, shown[name] - {cfg.baseline}, losses, cfg.baseline)
+                panel(ax, name, panels[name], losses, cfg.baseline)
             axes[-1].set_xlabel(f"validation loss minus {cfg.baseline}'s (nats per token)")
 
 

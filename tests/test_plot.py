@@ -309,3 +309,8 @@ def test_ablations(tmp_path):
     assert rows["resformer"]["losses"] == {"0": 4.8, "1": 14.9, "2": 24.7}
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     refused(script("plot.py", "ablations", *runs[3:]), "vanilla")
+    late = make_run(tmp_path / "late", "vanilla", 1, [9.0, 8.0], val={}, max_steps=30)
+    query = make_run(tmp_path / "early", "query", 1, [9.0, 8.0], max_steps=30)
+    refused(script("plot.py", "ablations", late, query), "no run of vanilla is finished")
+    own = make_run(tmp_path / "own", "custom_1a2b3c", 0, [9.0, 8.0])
+    refused(script("plot.py", "ablations", runs[0], own), "`compare` takes any mode")
