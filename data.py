@@ -283,3 +283,8 @@ class Corpus:
     def val_batch(self, domain, first, last):
         """Validation windows first..last-1 of a domain: x, y (rows, block_size) int64."""
         return self._read("val", [(domain, i) for i in range(first, last)])
+
+    def val_rest(self, domain):
+        """What validation windows leave over: x, y (1, fewer than block_size, maybe 0) int64, y one token after x."""
+        rest = self._files["val"][domain][self.windows("val", domain) * self.block_size :].astype(np.int64)
+        return rest[None, :-1], rest[None, 1:]

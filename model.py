@@ -430,6 +430,8 @@ class KVCache:
     What is stored is what is attended over: keys rotated, values mixed. `nbytes` is what was really allocated.
     """
 
+    mask = None  # causal
+
     def __init__(self, cfg, batch_size, length=None, device=None, dtype=None):
         self.length, self.pos = length or cfg.block_size, 0  # tokens there is room for, tokens stored
         shape = (batch_size, cfg.n_kv_head, self.length, cfg.head_dim)
@@ -442,15 +444,52 @@ class KVCache:
 
     def extend(self, t, n, new):
         """Store `new` (B, G, T, D) behind what layer n's tensor t holds; returns all of it, (B, G, pos + T, D)."""
-        end, store = self.pos + new.size(2), self.tensors[t, n]
+        end, store = self.stop(new.size(2)), self.tensors[t, n]
         if end > self.length:
             raise ValueError(f"the KV cache holds {self.length} tokens, not {end}")
         store[:, :, self.pos : end] = new
         return store[:, :, :end]
 
+    def stop(self, T):
+        """One more than the last position of the T tokens that come next."""
+        return self.pos + T
+
+    def at(self, T):
+        """Their positions."""
+        return slice(self.pos, self.pos + T)
+
+    def advance(self, T):
+        self.pos += T
+
     @property
     def nbytes(self):
         return sum(t.nbytes for t in self.tensors.values())
+
+
+class Forks:
+    """For `GPT.hidden` in a cache's place: rows of tokens that fork, a beginning and then each of its continuations.
+
+    positions, forks: (B, T) int64: where a token is in its own sequence, and the number of its continuation, 0 in the
+    beginning that all share. A token attends to the beginning and to what is before it in its own continuation, as if
+    each sequence stood alone. It changes no number beyond rounding, and a beginning is computed once.
+    """
+
+    def __init__(self, positions, forks):
+        self.positions, self.last = positions, int(positions.max())
+        here, there = forks[:, :, None], forks[:, None, :]  # (B, T, 1), (B, 1, T)
+        self.mask = ((here == there) | (there == 0)).tril()[:, None]  # (B, 1, T, T)
+
+    def stop(self, T):
+        return self.last + 1
+
+    def at(self, T):
+        return self.positions
+
+    def extend(self, t, n, new):
+        return new
+
+    def advance(self, T):
+        pass
 
 
 def full(x):
@@ -470,7 +509,8 @@ class Linear(nn.Linear):
 
 
 class Rope(nn.Module):
-    """Rotary positions in the rotate-half layout (Llama's): x (B, h, T, D), positions from `start` -> same shape."""
+    """Rotary positions in the rotate-half layout (Llama's): x (B, h, T, D) -> same shape. at: the positions of the T
+    tokens, a slice or a tensor (B, T)."""
 
     def __init__(self, head_dim, length, theta):
         super().__init__()
@@ -487,35 +527,36 @@ class Rope(nn.Module):
             self.cos, self.sin = cos.to(self.cos.device), sin.to(self.sin.device)
         return self
 
-    def forward(self, x, start):
-        cos, sin = (t[start : start + x.size(2)] for t in (self.cos, self.sin))  # (T, D/2), fp32 whatever x is
+    def forward(self, x, at):
+        cos, sin = (t[at].unsqueeze(-3) for t in (self.cos, self.sin))  # (1 or B, 1, T, D/2), fp32 whatever x is
         a, b = full(x).chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def unturned(x, start):
+def unturned(x, at):
     """In place of Rope where positions are learned."""
     return x
 
 
-def attend(q, k, v, kind="sdpa", scale=None, layers=1):
-    """A V: softmax attention of the last T of S positions, each over itself and those before it.
+def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
+    """A V: softmax attention of the last T of S positions, each over itself and those before it, or as `mask`
+    (B, 1, T, S) says.
 
     q (B, H, T, D); k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E). kind: "sdpa" (torch's fused kernels), "flash" (the
     flash-attn package), "eager" (the formula, softmax in fp32). scale: 1/sqrt(D) if None. With layers > 1, k and v hold
     the S positions of so many layers one after another, (B, G, layers * S, …), under one softmax.
     """
     T, S = q.size(2), k.size(2) // layers
-    if kind == "flash" and layers == 1:
+    if kind == "flash" and layers == 1 and mask is None:
         from flash_attn import flash_attn_func
 
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return flash_attn_func(q, k, v, causal=True, softmax_scale=scale).transpose(1, 2)
-    causal = T == S and layers == 1
-    if kind != "eager" and (causal or T == 1):
-        mask = None
-    else:
-        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T).repeat(1, layers)  # (T, layers * S)
+    causal = mask is None and T == S and layers == 1
+    if mask is None and (kind == "eager" or not (causal or T == 1)):
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    if mask is not None:
+        mask = torch.cat([mask] * layers, dim=-1)  # (…, T, layers * S)
     if kind != "eager":
         gqa = q.size(1) != k.size(1)
         return F.scaled_dot_product_attention(
@@ -583,12 +624,12 @@ class MergedAttention(torch.autograd.Function):
         return sum(g[0] for g in grads), *(g[1] for g in grads), *(g[2] for g in grads)
 
 
-def attend_layers(q, ks, vs, kind):
+def attend_layers(q, ks, vs, kind, mask=None):
     """Attention of q over the keys of several layers under one softmax (Eq 2). Shapes as in `attend`."""
-    if kind != "eager" and q.size(2) == ks[0].size(2) > 1 and fused_kernel(q):
+    if mask is None and kind != "eager" and q.size(2) == ks[0].size(2) > 1 and fused_kernel(q):
         groups = q.size(1) // ks[0].size(1)
         return MergedAttention.apply(q, *(t.to(q.dtype).repeat_interleave(groups, dim=1) for t in (*ks, *vs)))
-    return attend(q, torch.cat(ks, dim=2), torch.cat(vs, dim=2), kind, layers=len(ks))
+    return attend(q, torch.cat(ks, dim=2), torch.cat(vs, dim=2), kind, layers=len(ks), mask=mask)
 
 
 def mix(weights, own, others):
@@ -703,19 +744,19 @@ class Attention(nn.Module):
         self.residuals = [found for found in active(cfg.value_mode, plan) if found[1].of != "hidden"]
         self.gates = nn.ModuleDict({str(j): Gate(cfg, r) for j, r, _ in self.residuals if r.per_token})
 
-    def project(self, x, rope, start):
+    def project(self, x, rope, at):
         """The tensors this layer owns: {t: (B, heads of t, T, D)}, q and k rotated. One product for all."""
         B, T, _ = x.shape
         all_heads = self.proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, heads, T, D), q before k before v
         rotated = sum(h for t, h in self.heads.items() if t != "v")
-        qk = rope(all_heads[:, :rotated], start).split([h for t, h in self.heads.items() if t != "v"], dim=1)
+        qk = rope(all_heads[:, :rotated], at).split([h for t, h in self.heads.items() if t != "v"], dim=1)
         v = (all_heads[:, rotated:],) if "v" in self.heads else ()
         return dict(zip(self.heads, (*qk, *v), strict=True))
 
     def forward(self, x, rope, lam, raws, useds, cache=None):
         B, T, C = x.shape
-        raw = self.project(x, rope, cache.pos if cache else 0)
-        used, late = dict(raw), []
+        raw = self.project(x, rope, cache.at(T) if cache else slice(T))
+        used, late, mask = dict(raw), [], cache.mask if cache else None
         for j, r, sources in self.residuals:
             w = self.gates[str(j)](x) if r.per_token else lam[j]
             if r.of in "qkv" and r.map == "own":
@@ -727,32 +768,32 @@ class Attention(nn.Module):
                 used[t] = useds[self.plan.owner[t]][t]
             elif t != "q" and cache:
                 used[t] = cache.extend(t, self.n, used[t])
-        y = self.attend(used, late, useds)  # (B, H, T, D)
+        y = self.attend(used, late, useds, mask)  # (B, H, T, D)
         for r, sources, w, v_now in late:
             if r.of == "probs":
-                y = mix(w, y, [attend(useds[i]["q"], useds[i]["k"], used["v"], self.kind) for i in sources])
+                old = [attend(useds[i]["q"], useds[i]["k"], used["v"], self.kind, mask=mask) for i in sources]
+                y = mix(w, y, old)
             elif r.map in ("identity", "delta"):
                 values = [raws[i]["v"] - v_now if r.map == "delta" else raws[i]["v"] for i in sources]
                 y = mix(w, y, [v.repeat_interleave(self.groups, dim=1) for v in values])
         return self.out(y.transpose(1, 2).reshape(B, T, C)), raw, used
 
-    def attend(self, used, late, useds):
+    def attend(self, used, late, useds, mask=None):
         """A_n V_n, with what residuals make of A_n: the keys of other layers under the same softmax, or their scores
         added; those are one product: l_own q_n k_n^T + l q_i k_i^T = [l_own q_n; l q_i] [k_n; k_i]^T."""
         q, k, v = (used[t] for t in "qkv")
         cross = [i for r, sources, _, _ in late if r.map == "cross" for i in sources]
         if cross:
-            return attend_layers(
-                q, [k, *(useds[i]["k"] for i in cross)], [v, *(useds[i]["v"] for i in cross)], self.kind
-            )
+            ks, vs = [k, *(useds[i]["k"] for i in cross)], [v, *(useds[i]["v"] for i in cross)]
+            return attend_layers(q, ks, vs, self.kind, mask)
         for r, sources, w, _ in late:
             if r.of == "scores":
                 q = torch.cat([w[0] * q, *(wi * useds[i]["q"] for wi, i in zip(w[1:], sources, strict=True))], dim=-1)
                 k = torch.cat([k, *(useds[i]["k"] for i in sources)], dim=-1)
         if q.size(-1) == self.head_dim:
-            return attend(q, k, v, self.kind)
+            return attend(q, k, v, self.kind, mask=mask)
         v = F.pad(v, (0, q.size(-1) - self.head_dim))  # fused kernels want one width
-        return attend(q, k, v, self.kind, scale=self.head_dim**-0.5)[..., : self.head_dim]
+        return attend(q, k, v, self.kind, self.head_dim**-0.5, mask=mask)[..., : self.head_dim]
 
 
 class MLP(nn.Module):
@@ -936,13 +977,13 @@ class GPT(nn.Module):
 
     def hidden(self, idx, cache=None):
         """Normed output of the last layer, (B, T, C), for token ids idx (B, T). With a KVCache these are the T tokens
-        that follow cache.pos, and the cache moves on by T."""
-        (B, T), start = idx.shape, cache.pos if cache else 0
-        if start + T > self.cfg.block_size:
-            raise ValueError(f"{start + T} tokens do not fit block_size={self.cfg.block_size}")
+        that follow cache.pos, and the cache moves on by T. With Forks they are as those say."""
+        (B, T), stop = idx.shape, cache.stop(idx.size(1)) if cache else idx.size(1)
+        if stop > self.cfg.block_size:
+            raise ValueError(f"{stop} tokens do not fit block_size={self.cfg.block_size}")
         x = self.embed(idx)
         if self.positions:
-            x = x + self.positions.weight[start : start + T]
+            x = x + self.positions.weight[cache.at(T) if cache else slice(T)]
         lam = [weights() for weights in self.lambdas]  # [residual][layer]
         raws, useds, xs = {}, {}, [x]
         for t, table in enumerate(self.tables):
@@ -957,7 +998,7 @@ class GPT(nn.Module):
                 xs.append(x)
                 x = self.dense(n + 1, xs)
         if cache:
-            cache.pos += T
+            cache.advance(T)
         return self.norm(x)
 
     def forward(self, idx, targets=None, cache=None):

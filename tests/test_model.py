@@ -14,7 +14,7 @@ from conftest import MODES, config, script, tiny, tokens, widths
 
 import checkpoint
 import model as m
-from model import GPT, KVCache, LinearCrossEntropy, ModelConfig, Residual, ValueMode, get_mode
+from model import GPT, Forks, KVCache, LinearCrossEntropy, ModelConfig, Residual, ValueMode, get_mode
 
 EXACT = dict(rtol=0, atol=1e-10)
 
@@ -106,6 +106,44 @@ def test_cached_decoding_equals_the_full_forward(mode, n_kv_head):
     pieces = [model(idx[:, a:b], cache=cache)[0] for a, b in zip(cuts, cuts[1:], strict=False)]
     torch.testing.assert_close(torch.cat(pieces, 1), full, **EXACT)
     assert cache.nbytes == 2 * 16 * 8 * m.kv_floats_per_token(model.cfg)
+
+
+def forked(rows):
+    """Rows of (beginning, continuations) -> (ids, positions, forks) as tensors filled up to one width, and for each row
+    and continuation the places of its whole sequence."""
+    wide = max(len(start) + sum(map(len, ends)) for start, ends in rows)
+    ids, positions, forks = torch.zeros(3, len(rows), wide, dtype=torch.int64)
+    where = {}
+    for b, (start, ends) in enumerate(rows):
+        at = len(start)
+        ids[b, :at], positions[b, :at] = torch.tensor(start), torch.arange(at)
+        for k, end in enumerate(ends):
+            places = range(at, at + len(end))
+            ids[b, places], forks[b, places] = torch.tensor(end), k + 1
+            positions[b, places] = torch.arange(len(start), len(start) + len(end))
+            where[b, k], at = [*range(len(start)), *places], at + len(end)
+    return (ids, positions, forks), where
+
+
+@pytest.mark.parametrize("mode,n_kv_head", widths(*MODES))
+def test_forks_equal_their_sequences_one_by_one(mode, n_kv_head):
+    rows = [([3, 1, 4, 1, 5], [[9, 2, 6], [5], [9, 2, 7, 1]]), ([2, 7], [[1, 8, 2, 8, 1, 8], [2, 8, 4]])]
+    (ids, *how), where = forked(rows)
+    for attn in ("sdpa", "eager"):
+        model = tiny(mode, attn=attn, n_kv_head=n_kv_head)
+        all_at_once = model.hidden(ids, Forks(*how))
+        for (b, k), places in where.items():
+            alone = model.hidden(torch.tensor([rows[b][0] + rows[b][1][k]]))
+            torch.testing.assert_close(all_at_once[b, places], alone[0], **EXACT)
+
+
+def test_forks_end_with_the_block():
+    model = tiny()
+    (ids, *how), _ = forked([([1] * 30, [[2, 2], [3, 3], [4, 4]])])  # 36 tokens, none beyond position 31
+    assert model.hidden(ids, Forks(*how)).shape == (1, 36, 32)
+    (ids, *how), _ = forked([([1] * 30, [[2, 2, 2], [3]])])
+    with pytest.raises(ValueError, match="33 tokens do not fit block_size=32"):
+        model.hidden(ids, Forks(*how))
 
 
 class NewMemory:
