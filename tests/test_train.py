@@ -164,11 +164,11 @@ def test_resumed_run_equals_an_uninterrupted_one(data_dir, tmp_path, kw):
     assert "already finished" in trained(data_dir, tmp_path / "term", **LONG, **kw, resume="auto").stdout
 
 
-def torchrun(n, *words):
+def torchrun(n, *words, of="train.py"):
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", "--standalone"]
     env = dict(os.environ, OMP_NUM_THREADS="1")
     return subprocess.run(
-        [*command, str(ROOT / "train.py"), *words], env=env, capture_output=True, text=True, timeout=300
+        [*command, str(ROOT / of), *map(str, words)], env=env, capture_output=True, text=True, timeout=300
     )
 
 

@@ -1,0 +1,977 @@
+"""Evaluate checkpoints: loss per domain, and zero-shot tasks as the field's reference harness scores them (lm-eval).
+
+    python eval.py --task hellaswag                                     the latest checkpoint of out/resformer
+    python eval.py out/vanilla out/resformer --task=table1,table5       the paper's tables, side by side
+    torchrun --nproc_per_node=8 eval.py out/resformer --task=all        documents split over the ranks
+    python eval.py out/resformer --task=piqa --data_dir=evals           local files, no network
+    python eval.py out/resformer --task=mmlu --backend=lm_eval          any task of the harness, by the harness
+
+Tasks: loss (validation loss per domain), hellaswag openbookqa winogrande arc_challenge arc_easy piqa, lambada;
+table1 = the six multiple-choice tasks, table5 = loss, all = everything. Prints Markdown tables and writes them to
+out_file; writes eval.json beside each checkpoint. A rerun after an interruption goes on from what is already scored.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import checkpoint
+from configurator import UserError, load, run, setting
+from data import Corpus, Tokenizer, read_json, sha256, write_atomic, write_json
+from model import Forks, full
+from sample import generate, load_tokenizer
+from train import World, environment
+
+SHOT_SEED = 1234  # of the harness's few-shot examples
+FORMAT = "nanoresformer-eval/1"
+
+
+class Question(NamedTuple):
+    """What a task asks in one document. Choice j is text contexts[j], of which nothing is scored, then delimiter, then
+    choices[j]. gold: the right one."""
+
+    contexts: tuple[str, ...]
+    choices: tuple[str, ...]
+    gold: int
+    delimiter: str = " "
+
+
+def clean(text):
+    """HellaSwag's texts without the tags of its WikiHow part. Source: lm_eval/tasks/hellaswag/utils.py."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def ask_hellaswag(row):
+    context = clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+    endings = tuple(clean(ending) for ending in row["endings"])
+    return Question((context,) * len(endings), endings, int(row["label"]))
+
+
+def ask_piqa(row):
+    return Question((f"Question: {row['goal']}\nAnswer:",) * 2, (row["sol1"], row["sol2"]), int(row["label"]))
+
+
+def gold(labels, key):
+    """Which of the labels "A", "B", … or "1", "2", … is the key; -1 if none."""
+    return labels.index(key) if key in labels else -1
+
+
+def ask_arc(row):
+    choices, labels = tuple(row["choices"]["text"]), list(row["choices"]["label"])
+    return Question((f"Question: {row['question']}\nAnswer:",) * len(choices), choices, gold(labels, row["answerKey"]))
+
+
+def ask_openbookqa(row):
+    choices, labels = tuple(row["choices"]["text"]), list(row["choices"]["label"])
+    return Question((row["question_stem"],) * len(choices), choices, gold(labels, row["answerKey"].lstrip()))
+
+
+def ask_winogrande(row):
+    """The options stand in the context, and what follows the gap is scored."""
+    before, gap, after = row["sentence"].partition("_")
+    if not gap:
+        raise ValueError("its sentence has no gap '_'")
+    contexts = (before + row["option1"], before + row["option2"])
+    return Question(contexts, (after.strip(),) * 2, gold(["1", "2"], row["answer"]))
+
+
+def ask_lambada(row):
+    words = row["text"].split(" ")
+    return Question((" ".join(words[:-1]),), (" " + words[-1],), 0, delimiter="")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Where a task's documents are on the hub, and how one becomes a Question. Source: lm_eval/tasks (0.4.13)."""
+
+    hub: str
+    config: str | None
+    revision: str
+    split: str
+    ask: Callable
+    columns: tuple[str, ...]
+    metrics: tuple[str, ...] = ("acc", "acc_norm")
+    shots_from: str = "train"  # the split that few-shot examples are drawn from
+
+
+ARC = ("id", "question", "choices", "answerKey")
+TASKS = {  # the paper's Table 1 in its order, then LAMBADA as OpenAI cut it
+    "hellaswag": Task(
+        *("Rowan/hellaswag", None, "218ec52e09a7e7462a5400043bb9a69a41d06b76", "validation", ask_hellaswag),
+        ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+    ),
+    "openbookqa": Task(
+        *("allenai/openbookqa", "main", "388097ea7776314e93a529163e0fea805b8a6454", "test", ask_openbookqa),
+        ("question_stem", "choices", "answerKey"),
+    ),
+    "winogrande": Task(
+        *("allenai/winogrande", "winogrande_xl", "01e74176c63542e6b0bcb004dcdea22d94fb67b5", "validation"),
+        ask_winogrande,
+        ("sentence", "option1", "option2", "answer"),
+        metrics=("acc",),
+    ),
+    "arc_challenge": Task(
+        *("allenai/ai2_arc", "ARC-Challenge", "210d026faf9955653af8916fad021475a3f00453", "test", ask_arc), ARC
+    ),
+    "arc_easy": Task(
+        *("allenai/ai2_arc", "ARC-Easy", "210d026faf9955653af8916fad021475a3f00453", "test", ask_arc), ARC
+    ),
+    "piqa": Task(
+        *("baber/piqa", None, "142f6d7367fd9877f0fb3b5734ea6a545f54cdd1", "validation", ask_piqa),
+        ("goal", "sol1", "sol2", "label"),
+    ),
+    "lambada": Task(
+        *("EleutherAI/lambada_openai", "default", "900124bf3b8235c6daf21033af9948b3f07346c4", "test", ask_lambada),
+        ("text",),
+        metrics=("acc", "perplexity"),
+        shots_from="test",
+    ),
+}
+TABLE1 = tuple(TASKS)[:6]
+HARNESS_NAMES = {"lambada": "lambada_openai"}  # where lm-eval calls a task otherwise
+GROUPS = {"table1": TABLE1, "table5": ("loss",), "all": ("loss", *TASKS)}
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Every setting of eval.py."""
+
+    runs: tuple[str, ...] = setting(
+        ("out/resformer",), "runs' folders, or checkpoints' files; the first is the baseline"
+    )
+    task: tuple[str, ...] = setting(("all",), "one or several with commas, see above")
+    which: Literal["last", "best"] = setting("last", "which checkpoint of a run: last, or best in validation")
+    data_dir: str = setting("", "folder of local task files, see README; empty = from the hub through `datasets`")
+    corpus: str = setting("", "prepared data for the loss; empty = what the run was trained on")
+    limit: int = setting(0, "only the first documents of each task; 0 = all")
+    num_fewshot: int = setting(0, "solved examples before each question, drawn as the harness draws them")
+    batch_tokens: int = setting(0, "tokens of a forward pass; 0 = 2,048 on a CPU (more is slower), 65,536 on a GPU")
+    share: bool = setting(True, "compute what the choices of a question have in common once; it changes no score")
+    device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of weights; log-probabilities are fp32")
+    log_samples: str = setting("", "file that gets one JSON line for each choice of each document")
+    out_file: str = setting(
+        "", "the tables as Markdown; empty = eval.md in the run's folder, of several in their parent"
+    )
+    backend: Literal["native", "lm_eval"] = setting("native", "lm_eval: the harness itself, by pip install lm-eval")
+
+    def __post_init__(self):
+        for name in ("limit", "num_fewshot", "batch_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        if not self.runs or not self.task:
+            raise ValueError("name at least one run and one task")
+        if self.backend == "native":
+            names = tuple(dict.fromkeys(t for name in self.task for t in GROUPS.get(name, (name,))))
+            if unknown := [t for t in names if t not in GROUPS["all"]]:
+                known = ", ".join((*GROUPS["all"], *GROUPS))
+                raise ValueError(
+                    f"unknown task {unknown[0]!r}; known are {known}; --backend=lm_eval has the harness's own"
+                )
+            object.__setattr__(self, "task", names)
+        elif self.log_samples:
+            raise ValueError("log_samples is written by --backend=native only")
+
+    def tokens_per_pass(self, world):
+        return self.batch_tokens or (2048 if world.kind == "cpu" else 65536)
+
+
+def download(name, folder):
+    """The command that puts a task's files where find_files finds them."""
+    where = f"--repo-type=dataset --revision={TASKS[name].revision} --local-dir={Path(folder) / name}"
+    return f"hf download {TASKS[name].hub} {where}"
+
+
+def find_files(folder, name, split):
+    """Files of a task's split in a folder of local ones: <task>.<split>.jsonl, for the split that is scored also
+    <task>.jsonl, or in a folder <task>, or named as the hub's, a file with the split in its name (the hub's own layout)
+    or a dataset saved to disk; .parquet as well as .jsonl."""
+    task, folder = TASKS[name], Path(folder)
+    stems = [f"{name}.{split}"] + [name] * (split == task.split)
+    for path in (folder / (stem + end) for stem in stems for end in (".jsonl", ".parquet")):
+        if path.is_file():
+            return [path]
+    for inner in (folder / name, folder / task.hub.split("/")[1]):
+        if any((inner / mark).exists() for mark in ("dataset_dict.json", "dataset_info.json")):
+            return [inner]
+        word = re.compile(rf"(^|[^a-z]){split}([^a-z]|$)", re.IGNORECASE)
+        found = sorted(p for p in inner.rglob("*") if p.suffix in (".jsonl", ".parquet") and word.search(p.stem))
+        found = [p for p in found if task.config in p.relative_to(inner).parts] or found
+        if found:
+            return found
+    raise UserError(
+        f"{folder} has no {name}.jsonl, {name}.{split}.jsonl or .parquet, nor a folder {name} with a file of its "
+        f"{split} split; with network: `{download(name, folder)}`"
+    )
+
+
+def read_file(path, split):
+    """Rows of one local file, or of a dataset saved to disk, as dicts."""
+    if path.is_dir():
+        import datasets
+
+        try:
+            found = datasets.load_from_disk(str(path))
+            return list(found[split] if isinstance(found, dict) else found)
+        except Exception as e:  # of any of the libraries below it
+            raise UserError(f"{path} is not a dataset with the split {split}: {str(e).splitlines()[0]}") from None
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            return pyarrow.parquet.read_table(path).to_pylist()
+        except (pyarrow.ArrowException, OSError) as e:
+            raise UserError(f"{path} is truncated or not a parquet file: {str(e).splitlines()[0]}") from None
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # other line ends may stand in a JSON string
+    except ValueError as e:
+        raise UserError(f"{path} is not UTF-8 text: {e}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as e:
+            raise UserError(f"{path}, line {number}: not JSON, or cut short ({e})") from None
+    return rows
+
+
+def read_rows(name, split, data_dir):
+    """(rows of a task's split, where they are from: dataset and revision, or file and hash)."""
+    task = TASKS[name]
+    if data_dir:
+        paths = find_files(data_dir, name, split)
+        rows = [row for path in paths for row in read_file(path, split)]
+        known = [f"{p.name} (sha256 {sha256(p)[:16]})" if p.is_file() else p.name for p in paths]
+        where = ", ".join(known)
+    else:
+        where = f"{task.hub}@{task.revision[:8]}"
+        try:
+            import datasets
+
+            rows = list(datasets.load_dataset(task.hub, task.config, revision=task.revision, split=split))
+        except ImportError:
+            raise UserError(
+                "tasks need the datasets package: pip install datasets, or give files by --data_dir"
+            ) from None
+        except Exception as e:  # network, hub, disk: each library below has its own
+            reason = f"{type(e).__name__}: {(str(e).strip() or '?').splitlines()[0][:200]}"
+            raise UserError(
+                f"{task.hub} cannot be had from the hub ({reason}); for a machine without network, fetch it on another "
+                f"(`{download(name, 'evals')}`) and use --data_dir=evals"
+            ) from None
+    if not rows:
+        raise UserError(f"{where} has no rows")
+    return rows, where
+
+
+def question(name, row, where):
+    """The Question of a row; raises UserError that says what is wrong with it. where: file and number, for that."""
+    task = TASKS[name]
+    if not isinstance(row, dict) or (missing := [c for c in task.columns if c not in row]):
+        has = f"no column {', '.join(missing)}" if isinstance(row, dict) else f"a {type(row).__name__}, no columns"
+        raise UserError(f"{where} has {has}; {name} takes those of {task.hub}: {', '.join(task.columns)}")
+    try:
+        asked = task.ask(row)
+        lengths = [len(choice) for choice in asked.choices]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
+        raise UserError(f"{where} is not a row of {name}: {type(e).__name__}: {e}") from None
+    if not 0 <= asked.gold < len(lengths):
+        raise UserError(f"{where}: its label is none of its {len(lengths)} choices")
+    if not all(lengths):
+        raise UserError(f"{where}: choice {lengths.index(0)} is empty; there is nothing to score")
+    return asked
+
+
+def questions(name, cfg):
+    """(the Questions of a task, few-shot examples in their contexts, where its rows are from)."""
+    task = TASKS[name]
+    rows, where = read_rows(name, task.split, cfg.data_dir)
+    found = [question(name, row, f"{where}, row {i}") for i, row in enumerate(rows[: cfg.limit or None])]
+    if cfg.num_fewshot:
+        pool, _ = read_rows(name, task.shots_from, cfg.data_dir)
+        if len(pool) <= cfg.num_fewshot:
+            raise UserError(f"{name} has {len(pool)} examples, not the {cfg.num_fewshot + 1} that num_fewshot asks for")
+        draw, found = random.Random(SHOT_SEED), list(zip(rows, found, strict=False))
+        found = [add_shots(name, q, draw_shots(draw, pool, row, cfg.num_fewshot, task.split)) for row, q in found]
+    return found, where
+
+
+def draw_shots(draw, pool, row, n, split):
+    """n rows of the pool. The harness takes one more, and leaves out the row itself, where a task has no test split."""
+    if split == "test":
+        return draw.sample(pool, n)
+    kept = [shot for shot in draw.sample(pool, n + 1) if shot != row][:n]
+    return kept if len(kept) == n else draw.sample([shot for shot in pool if shot != row], n)
+
+
+def add_shots(name, q, shots):
+    """The Question after solved examples."""
+    text = ""
+    for shot in shots:
+        solved = question(name, shot, f"an example of {name}")
+        text += f"{solved.contexts[solved.gold]} {solved.choices[solved.gold]}\n\n"
+    return q._replace(contexts=tuple(text + context for context in q.contexts))
+
+
+class Row(NamedTuple):
+    """A choice as the model sees it: token ids, the last n of which are scored; cut: it was longer than the block."""
+
+    ids: list[int]
+    n: int
+    cut: bool = False
+
+
+def fit(context, scored, block_size):
+    """A Row of context and scored ids; the block holds block_size + 1, the last of which is only predicted. The context
+    loses what is too much on its left. Raises ValueError if the scored ids alone are too many."""
+    if not 0 < len(scored) <= block_size:
+        raise ValueError(f"{len(scored)} tokens are scored, and 1 to block_size={block_size} can be")
+    ids = context + scored
+    return Row(ids[-(block_size + 1) :], len(scored), len(ids) > block_size + 1)
+
+
+def encode(tokenizer, context, scored):
+    """Token ids of a context and of the text scored after it, which the two share at their border as the harness does:
+    spaces that end the context belong to the scored text, and its tokens are those of both minus as many as the context
+    has alone. Without a context, the end of a document is one. Source: lm_eval/api/model.py, TemplateLM."""
+    bare = context.rstrip()
+    scored, context = context[len(bare) :] + scored, bare
+    if not context:
+        return [tokenizer.eot], tokenizer.encode(scored)
+    ids, whole = tokenizer.encode(context), tokenizer.encode(context + scored)
+    return ids, whole[len(ids) :]
+
+
+def rows_of(name, asked, tokenizer, block_size):
+    """For each Question the Rows of its choices."""
+    found = []
+    for i, q in enumerate(asked):
+        try:
+            pairs = [(c, q.delimiter + choice) for c, choice in zip(q.contexts, q.choices, strict=True)]
+            found.append([fit(*encode(tokenizer, *pair), block_size) for pair in pairs])
+        except ValueError as e:
+            raise UserError(
+                f"{name}, document {i}: {e}; use a model with a larger block, or leave the task out"
+            ) from None
+    return found
+
+
+class Unit(NamedTuple):
+    """Rows that begin with the same `shared` tokens, to be computed as one: those, then each row's own tokens."""
+
+    shared: int
+    rows: list[Row]
+    slots: list[tuple[int, int]]  # (document, choice) of each row
+
+    @property
+    def width(self):
+        return self.shared + sum(len(row.ids) - 1 - self.shared for row in self.rows)  # the last token is not read
+
+
+def units_of(documents, share):
+    """Units of documents, a list of lists of Rows: what a document's rows have in common at their start is `shared`."""
+    units = []
+    for i, rows in enumerate(documents):
+        ends = [row.ids[:-1] for row in rows]
+        low, high = min(ends), max(ends)  # in the order of lists: these two have the least in common
+        same = next((k for k, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+        if share and same:
+            units.append(Unit(same, rows, [(i, j) for j in range(len(rows))]))
+        else:
+            units += [Unit(len(row.ids) - 1, [row], [(i, j)]) for j, row in enumerate(rows)]
+    return units
+
+
+def batches(units, batch_tokens):
+    """Lists of units of similar width, one for each forward pass, widest first: what is too much fails at once."""
+    batch = []
+    for unit in sorted(units, key=lambda u: u.width, reverse=True):
+        if batch and (len(batch) + 1) * batch[0].width > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(unit)
+    if batch:
+        yield batch
+
+
+def lay_out(batch):
+    """Units as rows of one width: token ids, positions and forks (see Forks), each (B, T) int64, and what is scored:
+    places in the flattened rows (n,), the tokens to come there (n,), the number of the Row they belong to (n,). Token 0
+    fills up the ends, where nothing that is scored attends to."""
+    ids, positions, forks = np.zeros((3, len(batch), max(u.width for u in batch)), np.int64)
+    places, targets, owners, number = [], [], [], 0
+    for b, unit in enumerate(batch):
+        ids[b, : unit.shared] = unit.rows[0].ids[: unit.shared]
+        positions[b, : unit.shared] = range(unit.shared)
+        end = unit.shared
+        for k, row in enumerate(unit.rows):
+            own = row.ids[unit.shared : -1]
+            here = slice(end, end + len(own))
+            ids[b, here], positions[b, here], forks[b, here] = own, range(unit.shared, unit.shared + len(own)), k + 1
+            at = np.arange(len(row.ids) - 1 - row.n, len(row.ids) - 1)  # positions that predict the scored tokens
+            places.append(b * ids.shape[1] + np.where(at < unit.shared, at, at - unit.shared + end))
+            targets.append(row.ids[-row.n :])
+            owners.append(np.full(row.n, number))
+            end, number = end + len(own), number + 1
+    return ids, positions, forks, *map(np.concatenate, (places, targets, owners))
+
+
+def log_probs(model, x, places, targets):
+    """Log-probability in nats of token targets[i] after hidden state x[places[i]], and whether it is the likeliest, as
+    arrays (n,). x (N, C). The head is computed once for each place, in chunks of rows, and nowhere else."""
+    unique, which = np.unique(places, return_inverse=True)
+    order = np.argsort(which, kind="stable")  # targets by the place they come after
+    found, greedy = np.zeros(len(places)), np.zeros(len(places), bool)
+    x, size = x[torch.from_numpy(unique).to(x.device)], max(1, 2**24 // model.cfg.vocab_size)  # 64 MiB of fp32 logits
+    for first in range(0, len(unique), size):
+        z = full(model.head(x[first : first + size]))  # (size, V)
+        mine = order[slice(*np.searchsorted(which[order], (first, first + size)))]
+        rows, ids = (torch.from_numpy(a).to(x.device) for a in (which[mine] - first, targets[mine]))
+        top, best = z.max(dim=1)
+        picked = z[rows, ids].double() - top[rows]  # from here on in float64: sums of hundreds of nats are compared
+        norm = z.sub_(top[:, None]).exp_().sum(dim=1).double().log()
+        found[mine] = (picked - norm[rows]).cpu().numpy()
+        greedy[mine] = (best[rows] == ids).cpu().numpy()
+    return found, greedy
+
+
+@torch.inference_mode()
+def score_batch(model, batch):
+    """[((document, choice), sum of log-probabilities in nats, all tokens likeliest)] of a list of units."""
+    *inputs, places, targets, owners = lay_out(batch)
+    idx, positions, forks = (torch.from_numpy(a).to(model.head.weight.device) for a in inputs)
+    x = model.hidden(idx, Forks(positions, forks) if any(len(u.rows) > 1 for u in batch) else None)  # (B, T, C)
+    each, greedy = log_probs(model, x.flatten(0, 1), places, targets)
+    slots = [slot for unit in batch for slot in unit.slots]
+    sums = np.bincount(owners, each, len(slots))  # float64
+    wrong = np.bincount(owners, ~greedy, len(slots))
+    return [(slot, s, not w) for slot, s, w in zip(slots, sums.tolist(), wrong.tolist(), strict=True)]
+
+
+def score(model, documents, batch_tokens, share=True):
+    """Yields lists of (document, [(sum of log-probabilities in nats, all tokens likeliest) of each choice]) as they are
+    done, longest first. documents: a list of Rows for each."""
+    parts = [{} for _ in documents]
+    for batch in batches(units_of(documents, share), batch_tokens):
+        found = score_batch(model, batch)
+        for (i, j), *result in found:
+            parts[i][j] = tuple(result)
+        done = dict.fromkeys(i for (i, _), *_ in found if len(parts[i]) == len(documents[i]))
+        yield [(i, [parts[i][j] for j in range(len(documents[i]))]) for i in done]
+
+
+class Store:
+    """What an interrupted call has scored: JSON lines [key, scores] beside the checkpoint, one file for each rank. A
+    key is a hash of all that the scores follow from, so that nothing stale is ever read."""
+
+    def __init__(self, weights_file, cfg, world):
+        digest = hashlib.sha256(f"{sha256(weights_file)} {cfg.dtype} {world.kind} {cfg.share}".encode()).hexdigest()
+        self.digest, self.known, self.name = digest, {}, f"eval_partial.{digest[:12]}"
+        self.folder = folder = Path(weights_file).parent
+        for path in sorted(folder.glob(f"{self.name}.*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):  # cut off in writing
+                    key, scores = json.loads(line)
+                    self.known[key] = scores
+        if world.sum([len(self.known)]).item() != len(self.known) * world.size:
+            raise UserError(f"the ranks do not see the same files in {folder}; put it on a disk that all share")
+        self.file = open(folder / f"{self.name}.{world.rank}.jsonl", "a", encoding="utf-8")
+        self.file.write("\n" * (self.file.tell() > 0))
+
+    def key(self, *what):
+        return hashlib.sha256(f"{self.digest} {what}".encode()).hexdigest()[:24]
+
+    def put(self, pairs):
+        """Keep (key, scores) pairs, as far as the operating system does."""
+        self.file.write("".join(json.dumps(pair) + "\n" for pair in pairs))
+        self.file.flush()
+
+    def remove(self):
+        self.file.close()
+        for path in self.folder.glob(f"{self.name}.*.jsonl"):  # those of all ranks, and of an earlier call's
+            path.unlink()
+
+
+class Progress:
+    """A bar on a terminal, else a line every ten seconds; both say what time is left."""
+
+    def __init__(self, name, total, on=True):
+        self.name, self.total, self.done, self.began = name, total, 0, time.time()
+        self.on, self.said = on and total > 0, self.began
+        self.bar = None
+        if self.on and sys.stderr.isatty():
+            self.bar = tqdm(total=total, desc=name, unit="tok", unit_scale=True, dynamic_ncols=True, leave=False)
+
+    def update(self, n):
+        self.done, now = self.done + n, time.time()
+        if self.bar:
+            self.bar.update(n)
+        elif self.on and now - self.said > 10:
+            left = (now - self.began) * (self.total / self.done - 1)
+            print(f"{self.name}: {self.done / self.total:.0%}, {left:.0f} s left", file=sys.stderr, flush=True)
+            self.said = now
+
+    def close(self):
+        if self.bar:
+            self.bar.close()
+
+
+def gather(world, results, mine):
+    """results (list of lists of (sum, greedy), None for those of other ranks) complete on every rank; `mine`: which
+    of them this rank answers for."""
+    sizes = [len(r) for r in results]
+    offsets = np.cumsum([0, *sizes])
+    flat = np.zeros((offsets[-1], 2))
+    for i in mine:
+        flat[offsets[i] : offsets[i + 1]] = results[i]
+    flat = world.sum(flat).numpy()
+    return [[(s, bool(g)) for s, g in flat[a:b].tolist()] for a, b in zip(offsets, offsets[1:], strict=False)]
+
+
+def run_task(model, name, documents, store, world, batch_tokens, share):
+    """[(sum of log-probabilities, greedy) of each choice] of each document, a list of Rows."""
+    keys = [store.key([(row.ids, row.n) for row in rows]) for rows in documents]
+    results = [store.known.get(key, [(0.0, False)] * len(rows)) for key, rows in zip(keys, documents, strict=True)]
+    weight = [sum(len(row.ids) for row in rows) for rows in documents]
+    todo = sorted((i for i, key in enumerate(keys) if key not in store.known), key=lambda i: weight[i])
+    todo = todo[world.rank :: world.size]
+    progress = Progress(name, sum(weight[i] for i in todo), world.rank == 0)
+    for done in score(model, [documents[i] for i in todo], batch_tokens, share):
+        for k, scores in done:
+            results[todo[k]] = scores
+        store.put((keys[todo[k]], scores) for k, scores in done)
+        progress.update(sum(weight[todo[k]] for k, _ in done))
+    progress.close()
+    known = [i for i, key in enumerate(keys) if key in store.known] if world.rank == 0 else []
+    results = gather(world, results, [*todo, *known])
+    if not all(math.isfinite(s) for scores in results for s, _ in scores):
+        raise UserError(f"{name}: the model's log-probabilities are not finite; its training has failed, or its dtype")
+    return results
+
+
+def right(name, asked, results):
+    """{metric: (documents,) array, whose mean is the metric; of perplexity the nats}. As the harness counts: acc takes
+    the choice of the highest sum, acc_norm of the highest sum per character; LAMBADA is right if greedy decoding is."""
+    if "perplexity" in TASKS[name].metrics:
+        greedy = np.array([scores[0][1] for scores in results], float)
+        return {"acc": greedy, "perplexity": np.array([-scores[0][0] for scores in results])}
+    found = {"acc": [], "acc_norm": []}
+    for q, scores in zip(asked, results, strict=True):
+        sums = np.array([s for s, _ in scores])
+        found["acc"].append(sums.argmax() == q.gold)
+        found["acc_norm"].append((sums / [len(choice) for choice in q.choices]).argmax() == q.gold)
+    return {metric: np.array(found[metric], float) for metric in TASKS[name].metrics}
+
+
+def stderr(values):
+    """Standard error of a mean, from the sample's standard deviation (n - 1); None of a single value."""
+    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
+
+
+def summarize(asked, documents, found):
+    """The record of a task in eval.json, from what `right` returns."""
+    record = {"n": len(asked), "cut": sum(any(row.cut for row in rows) for rows in documents)}
+    record["chance"] = float(np.mean([1 / len(q.choices) for q in asked])) if len(asked[0].choices) > 1 else 0.0
+    for metric, values in found.items():
+        mean, error = float(values.mean()), stderr(values)
+        if metric == "perplexity":  # by the delta method; the harness draws bootstrap samples
+            mean = math.exp(mean)
+            error = error and error * mean
+        record |= {metric: mean, f"{metric}_stderr": error}
+    return record
+
+
+def windows(corpus, batch_tokens):
+    """Parts of the validation split: (domain, first window, last, or -1 for what the windows leave over)."""
+    step = max(1, batch_tokens // corpus.block_size)
+    for domain in corpus.domains:
+        n = corpus.windows("val", domain)
+        yield from ((domain, i, min(n, i + step)) for i in range(0, n, step))
+        if corpus.val_rest(domain)[1].size:
+            yield domain, n, -1
+
+
+@torch.inference_mode()
+def run_loss(model, corpus, store, world, batch_tokens):
+    """Loss over the whole validation split: every token but the first of each domain is predicted once.
+
+    Returns {val: {domain: nats per token}, val_mean: plain mean (the paper's "Avg"), val_mixture: weighted as in
+    training, perplexity: {domain: exp(val)}, bpb: {domain: bits per byte of text}, bpb_mean, tokens: {domain: number}}.
+    """
+    n_bytes, parts = corpus.tokenizer.token_bytes(), list(windows(corpus, batch_tokens))
+    about = {d: corpus.manifest["splits"]["val"][d]["sha256"] for d in corpus.domains}
+    keys = [store.key("loss", about[d], corpus.block_size, first, last) for d, first, last in parts]
+    sums = {d: np.zeros(3) for d in corpus.domains}  # nats, tokens, bytes
+    progress = Progress("loss", len(parts), world.rank == 0)
+    for (domain, first, last), key in list(zip(parts, keys, strict=True))[world.rank :: world.size]:
+        x, y = corpus.val_rest(domain) if last < 0 else corpus.val_batch(domain, first, last)
+        if key not in store.known:
+            store.known[key] = model(*world.put((x, y)))[1].item() * y.size
+            store.put([(key, store.known[key])])
+        sums[domain] += store.known[key], y.size, n_bytes[y].sum()
+        progress.update(world.size)
+    progress.close()
+    nats, tokens, n_bytes = world.sum(np.array(list(sums.values()))).numpy().T
+    if not np.isfinite(nats).all():
+        raise UserError("loss: the model's loss is not finite; its training has failed, or its dtype")
+    by_domain = lambda values: dict(zip(corpus.domains, values.tolist(), strict=True))  # noqa: E731
+    val, bpb = nats / tokens, nats / n_bytes / math.log(2)
+    result = {"val": by_domain(val), "val_mean": val.mean()}
+    result |= {"val_mixture": sum(corpus.mixture[d] * v for d, v in result["val"].items())}
+    result |= {"perplexity": by_domain(np.exp(val)), "bpb": by_domain(bpb), "bpb_mean": bpb.mean()}
+    return result | {"tokens": {d: int(n) for d, n in by_domain(tokens).items()}}
+
+
+@dataclass
+class Entry:
+    """A checkpoint and what was found of it. correct: {task: {metric: array for each document}}, see `right`."""
+
+    path: Path
+    tokenizer: Tokenizer
+    corpus: Corpus | None
+    header: dict
+    label: str
+    records: dict
+    correct: dict
+
+
+def open_corpus(path, tokenizer, header, cfg, world):
+    """The data of --task=loss: --corpus, or what the run was trained on."""
+    config = path.parent / "config.json"
+    trained = read_json(config, "the config of a run") if config.exists() else {}
+    data_dir = cfg.corpus or trained.get("data_dir", "")
+    if not Path(data_dir or "/dev/null").is_dir():
+        what = f"was trained on {data_dir}, which is not here" if data_dir else "does not say what it was trained on"
+        raise UserError(f"{path.parent} {what}; name the prepared data for --task=loss by --corpus")
+    mixture = None if cfg.corpus else trained.get("mixture")
+    corpus = Corpus(data_dir, header["config"]["block_size"], mixture=mixture, verify=world.first_of_node)
+    if corpus.tokenizer.hash != tokenizer.hash:
+        raise UserError(f"{data_dir} was made with another tokenizer than {path}; give the run's own data by --corpus")
+    return corpus
+
+
+def open_runs(cfg, world):
+    """The Entries of all checkpoints, still without results: what is wrong with one shows before any is scored."""
+    entries, paths = [], [checkpoint.find(name, cfg.which) for name in cfg.runs]
+    for path in paths:
+        header, tokenizer, _ = checkpoint.read_header(path), load_tokenizer(path), read_results(path.parent)
+        corpus = open_corpus(path, tokenizer, header, cfg, world) if "loss" in cfg.task else None
+        entries.append(Entry(path, tokenizer, corpus, header, header["mode"], {}, {}))
+    for entry, label in zip(entries, distinct(entries), strict=True):
+        entry.label = label
+    return entries
+
+
+def distinct(entries):
+    """Names for the table: the shortest that tell all checkpoints apart, mode, folder, folder and file or path."""
+    for name in (
+        lambda e: e.header["mode"],
+        lambda e: e.path.parent.name,
+        lambda e: f"{e.path.parent.name}/{e.path.stem}",
+        lambda e: str(e.path),
+    ):
+        labels = [name(entry) for entry in entries]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
+
+
+def evaluate(entry, asked, cfg, world):
+    """Fill an Entry; returns the Store to remove when all is written, and the lines of --log_samples."""
+    model = checkpoint.load(entry.path, device=world.device).to(getattr(torch, cfg.dtype))
+    store, lines = Store(entry.path, cfg, world), []
+    world.wait()  # for all to have read the files of all
+    batch_tokens = cfg.tokens_per_pass(world)
+    for name in cfg.task:
+        began = time.time()
+        if name == "loss":
+            record = run_loss(model, entry.corpus, store, world, batch_tokens)
+        else:
+            found, where = asked[name]
+            documents = rows_of(name, found, entry.tokenizer, model.cfg.block_size)
+            results = run_task(model, name, documents, store, world, batch_tokens, cfg.share)
+            entry.correct[name] = right(name, found, results)
+            record = summarize(found, documents, entry.correct[name]) | {"data": where, "num_fewshot": cfg.num_fewshot}
+            record |= {"limit": cfg.limit}
+            if cfg.log_samples and world.rank == 0:
+                lines += samples(entry.label, name, found, documents, results)
+        entry.records[name] = record | {"dtype": cfg.dtype, "seconds": round(time.time() - began, 3)}
+    return store, lines
+
+
+def samples(label, name, asked, documents, results):
+    """Lines of --log_samples: one for each choice."""
+    for i, (q, rows, scores) in enumerate(zip(asked, documents, results, strict=True)):
+        for j, (row, (total, greedy)) in enumerate(zip(rows, scores, strict=True)):
+            line = {"checkpoint": label, "task": name, "document": i, "choice": j, "context": q.contexts[j]}
+            line |= {"continuation": q.delimiter + q.choices[j], "ids": row.ids[-row.n :], "log_prob": total}
+            yield json.dumps(line | {"greedy": greedy, "gold": q.gold}, ensure_ascii=False) + "\n"
+
+
+def number(value, error=None, sign=""):
+    return f"{value:{sign}.4f}" + (f" ± {error:.4f}" if error is not None else "")
+
+
+def markdown(header, rows):
+    """Lines of a Markdown table, numbers to the right."""
+    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def mean(values, errors):
+    """Mean of some tasks' means, and its standard error."""
+    return np.mean(values), math.sqrt(sum(e**2 for e in errors)) / len(errors) if None not in errors else None
+
+
+def task_table(entries, metric, names):
+    """The paper's Table 1 for one metric: checkpoints, differences from the first (paired by document), chance. "Avg"
+    is the mean of the six tasks, of those that have the metric, where all were asked for."""
+    six = [t for t in TABLE1 if metric in TASKS[t].metrics]
+    six = six if set(six) <= set(names) else []
+
+    def row(label, cells, sign=""):
+        average = [number(*mean(*zip(*(cells[t] for t in six), strict=True)), sign)] if six else []
+        return [label, *(number(*cells[t], sign) for t in names), *average]
+
+    rows = [row(e.label, {t: (e.records[t][metric], e.records[t][f"{metric}_stderr"]) for t in names}) for e in entries]
+    first = entries[0]
+    if metric != "perplexity":
+        for e in entries[1:]:
+            gaps = {t: e.correct[t][metric] - first.correct[t][metric] for t in names}
+            cells = {t: (gap.mean(), stderr(gap)) for t, gap in gaps.items()}
+            rows.append(row(f"{e.label} − {first.label}", cells, "+"))
+        rows.append(row("chance", {t: (first.records[t]["chance"], None) for t in names}))
+    rows.append(["documents", *(f"{first.records[t]['n']:,}" for t in names), *[""] * bool(six)])
+    return markdown([metric, *names, *["Avg"] * bool(six)], rows)
+
+
+def loss_table(entries, title, key, last):
+    """The paper's Table 5: by domain, then `last` {column: function of the record}; differences from the first."""
+    first, *others = [(e.label, e.records["loss"]) for e in entries]
+    values = lambda record: np.array([*record[key].values(), *(f(record) for f in last.values())])  # noqa: E731
+    rows = [[label, *map(number, values(record))] for label, record in (first, *others)]
+    for label, record in others:
+        if record[key].keys() != first[1][key].keys():
+            raise UserError(f"{label} and {first[0]} have losses of different domains; give both one --corpus")
+        gaps = values(record) - values(first[1])
+        rows.append([f"{label} − {first[0]}", *(number(gap, sign="+") for gap in gaps)])
+    return markdown([title, *first[1][key], *last], rows)
+
+
+def report(entries, names):
+    """All tables, as lines of Markdown."""
+    lines, tasks = [], [t for t in TASKS if t in names]
+    for metric in ("acc", "acc_norm", "perplexity"):
+        if having := [t for t in tasks if metric in TASKS[t].metrics]:
+            lines += task_table(entries, metric, having)
+    if "loss" in names:
+        both = {"Avg": lambda r: r["val_mean"], "mixture": lambda r: r["val_mixture"]}
+        lines += loss_table(entries, "loss (nats per token)", "val", both)
+        exps = {name: lambda r, f=f: math.exp(f(r)) for name, f in both.items()}
+        lines += loss_table(entries, "perplexity", "perplexity", exps)
+        lines += loss_table(entries, "bits per byte", "bpb", {"Avg": lambda r: r["bpb_mean"]})
+    for e in entries:
+        cut = [f"{e.records[t]['cut']:,} of {t}" for t in tasks if e.records[t]["cut"]]
+        if cut:
+            lines += [f"{e.label}: longer than the block and cut on the left were {', '.join(cut)}", ""]
+    return lines
+
+
+def record_key(name, record):
+    """The name of a task's record in eval.json: what is not the default is part of it, so that nothing is replaced by a
+    result of another kind."""
+    odd = {"num_fewshot": 0, "limit": 0, "dtype": "float32", "backend": "native"}
+    return name + "".join(f" {k}={record[k]}" for k, usual in odd.items() if record.get(k, usual) != usual)
+
+
+def read_results(folder):
+    """{checkpoint's file: {mode, step, sha256, results {task: record}, env}} from a run's eval.json, {} without one."""
+    path = Path(folder) / "eval.json"
+    if not path.exists():
+        return {}
+    found = read_json(path, "results of eval.py")
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise UserError(f"{path} is not a file of this eval.py; move it away")
+    return found["checkpoints"]
+
+
+def write_results(entry):
+    """Add an Entry's records to the eval.json of its folder."""
+    known = read_results(entry.path.parent)
+    mine, digest = known.get(entry.path.name, {}), sha256(entry.path)
+    results = mine.get("results", {}) if mine.get("sha256") == digest else {}
+    results |= {record_key(name, record): record for name, record in entry.records.items()}
+    about = {"mode": entry.header["mode"], "step": entry.header["step"], "sha256": digest, "results": results}
+    known[entry.path.name] = about | {"env": environment()}
+    write_json(entry.path.parent / "eval.json", {"format": FORMAT, "checkpoints": known})
+
+
+def write_text(path, lines):
+    write_atomic(path, lambda temporary: Path(temporary).write_text("".join(lines), encoding="utf-8"))
+
+
+def out_file(cfg, entries):
+    if cfg.out_file:
+        return Path(cfg.out_file)
+    folders = {e.path.parent for e in entries}
+    return (folders.pop() if len(folders) == 1 else entries[0].path.parent.parent) / "eval.md"
+
+
+def native(cfg, world):
+    """Everything by our own code."""
+    entries = open_runs(cfg, world)
+    if not world.first_of_node:
+        world.wait()  # for the first rank of each node to have downloaded what all will read
+    asked = {name: questions(name, cfg) for name in cfg.task if name != "loss"}
+    if world.first_of_node:
+        world.wait()
+    stores, lines = [], []
+    for entry in entries:
+        store, more = evaluate(entry, asked, cfg, world)
+        stores.append(store)
+        lines += more
+        if world.rank == 0:
+            write_results(entry)
+    if world.rank == 0:
+        found = report(entries, cfg.task)
+        print("\n".join(found))
+        write_text(out_file(cfg, entries), (line + "\n" for line in found))
+        if cfg.log_samples:
+            write_text(cfg.log_samples, lines)
+    world.wait()
+    if world.rank == 0:
+        for store in stores:
+            store.remove()
+
+
+def harness_model(model, tokenizer, batch_tokens):
+    """The model as the harness wants one: an lm_eval.api.model.TemplateLM, which encodes pairs of texts itself."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    block_size = model.cfg.block_size
+
+    class Ours(TemplateLM):
+        eot_token_id = tokenizer.eot
+
+        def tok_encode(self, string, add_special_tokens=None, **kw):
+            return tokenizer.encode(string)
+
+        def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kw):
+            groups, results = {}, [None] * len(requests)
+            for i, (_, context, _) in enumerate(requests):
+                groups.setdefault(tuple(context), []).append(i)
+            groups = list(groups.values())
+            documents = [[fit(*requests[i][1:], block_size) for i in group] for group in groups]
+            progress = Progress("lm_eval", len(requests), not disable_tqdm)
+            for done in score(model, documents, batch_tokens):
+                for k, scores in done:
+                    for i, found in zip(groups[k], scores, strict=True):
+                        results[i] = found
+                progress.update(sum(len(scores) for _, scores in done))
+            progress.close()
+            return results
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            parts, owners = [], []
+            for i, (text,) in enumerate(request.args for request in requests):
+                for window in get_rolling_token_windows(tokenizer.encode(text), tokenizer.eot, block_size, 1):
+                    parts.append((None, *make_disjoint_window(window)))
+                    owners.append(i)
+            sums = [s for s, _ in self._loglikelihood_tokens(parts, disable_tqdm)]
+            return np.bincount(owners, sums, len(requests)).tolist()
+
+        def generate_until(self, requests, disable_tqdm=False):
+            texts, progress = [], Progress("lm_eval", len(requests), not disable_tqdm)
+            for context, how in (request.args for request in requests):
+                n = min(how.get("max_gen_toks", 256), block_size - 1)
+                ids = (tokenizer.encode(context) or [tokenizer.eot])[n - block_size :]
+                warm = how.get("temperature", 1.0) if how.get("do_sample") else 0
+                rows, *_ = generate(model, ids, n, eot=tokenizer.eot, temperature=warm)
+                until = how.get("until") or []
+                text = tokenizer.decode(rows[0])
+                for stop in [until] if isinstance(until, str) else until:
+                    text = text.split(stop)[0] if stop else text
+                texts.append(text)
+                progress.update(1)
+            progress.close()
+            return texts
+
+    return Ours()
+
+
+def local_tasks(cfg, known, folder):
+    """Write the harness's task files on local rows into a folder: its own definitions, told to read JSON lines. known:
+    its TaskManager's index of them."""
+    for name in cfg.task:
+        if name not in TASKS:
+            raise UserError(f"--data_dir serves {', '.join(TASKS)}; {name} is read from the hub, leave --data_dir out")
+        task, files = TASKS[name], {}
+        for split in {task.split} | ({task.shots_from} if cfg.num_fewshot else set()):
+            files[split] = str(folder / f"{name}.{split}.jsonl")
+            rows, _ = read_rows(name, split, cfg.data_dir)
+            write_text(files[split], (json.dumps(row) + "\n" for row in rows))
+        include = str(known[HARNESS_NAMES.get(name, name)].yaml_path)
+        about = {"include": include, "task": name, "dataset_path": "json", "dataset_name": None}
+        about |= {"dataset_kwargs": {"data_files": files}}
+        for key, split in (("training_split", "train"), ("validation_split", "validation"), ("test_split", "test")):
+            about |= {} if split in files else {key: None}
+        write_json(folder / f"{name}.yaml", about)  # JSON is YAML
+
+
+def by_harness(cfg, world):
+    """Everything by lm-eval, but the model and, with --data_dir, the rows."""
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+    except ImportError:
+        raise UserError("--backend=lm_eval needs the harness: pip install lm-eval==0.4.13") from None
+    if world.size > 1:
+        raise UserError("--backend=lm_eval runs in one process; leave torchrun out, or use --backend=native")
+    entries, batch_tokens = open_runs(cfg, world), cfg.tokens_per_pass(world)
+    with tempfile.TemporaryDirectory() as folder:
+        names, manager = [HARNESS_NAMES.get(name, name) for name in cfg.task], TaskManager()
+        if cfg.data_dir:
+            local_tasks(cfg, manager.task_index, Path(folder))
+            names, manager = list(cfg.task), TaskManager(include_path=folder, include_defaults=False)
+        if unknown := [name for name in names if not manager.match_tasks([name])]:
+            raise UserError(f"the harness has no task {', '.join(unknown)}; `lm-eval ls tasks` lists them")
+        for entry in entries:
+            model = checkpoint.load(entry.path, device=world.device).to(getattr(torch, cfg.dtype))
+            lm = harness_model(model, entry.tokenizer, batch_tokens)
+            how = dict(num_fewshot=cfg.num_fewshot or None, limit=cfg.limit or None, task_manager=manager)
+            try:
+                found = lm_eval.simple_evaluate(lm, tasks=names, log_samples=False, **how)
+            except OSError as e:  # of the network and the hub too
+                raise UserError(f"the harness could not read its data: {str(e).splitlines()[0]}") from None
+            print(f"{entry.label}\n{make_table(found)}")
+            for name, record in found["results"].items():
+                settings = dict(num_fewshot=cfg.num_fewshot, limit=cfg.limit, dtype=cfg.dtype, backend="lm_eval")
+                entry.records[name] = {k: v for k, v in record.items() if v == v and v != "N/A"} | settings
+            write_results(entry)
+
+
+def main():
+    cfg = load(EvalConfig, positional="runs", usage=__doc__)
+    world = World(cfg.device)
+    (native if cfg.backend == "native" else by_harness)(cfg, world)
+    world.close()
+
+
+if __name__ == "__main__":
+    run(main)
