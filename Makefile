@@ -1,5 +1,5 @@
 # make demo: prepare real text, train three modes on it, compare and sample. make modes: all modes, three seeds, small.
-# make test: the whole suite.
+# make test: the whole suite. make test-peers: the part that compares with lm-eval and transformers, which it installs.
 # All make .venv on first use. PYTHON=python3.12 picks another interpreter (3.10 or later).
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -14,7 +14,7 @@ SWEEP = $(shell $(PY) model.py table | sed -n 's/^| `\([a-z0-9_]*\)`.*/\1/p') \
         $(addprefix resformer_lambda_,0.2 0.5 0.8 1 5) $(addprefix neutreno_,0.2 0.6 0.8)
 SEEDS := 42 1 2
 
-.PHONY: demo modes test lint clean
+.PHONY: demo modes test test-peers lint clean
 demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=16e6
 	for mode in $(MODES); do \
@@ -31,6 +31,10 @@ modes: .venv/ready
 
 test: .venv/ready-dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests --numprocesses=auto --maxprocesses=4
+
+test-peers: .venv/ready-dev
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-peers.txt -c constraints.txt
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .

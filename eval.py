@@ -434,19 +434,20 @@ def log_probs(model, x, places, targets):
     """Log-probability in nats of token targets[i] after hidden state x[places[i]], and whether it is the likeliest, as
     arrays (n,). x (N, C). The head is computed once for each place, in chunks of rows, and nowhere else."""
     unique, which = np.unique(places, return_inverse=True)
-    order = np.argsort(which, kind="stable")  # targets by the place they come after
-    found, greedy = np.zeros(len(places)), np.zeros(len(places), bool)
-    x, size = x[torch.from_numpy(unique).to(x.device)], max(1, 2**24 // model.cfg.vocab_size)  # 64 MiB of fp32 logits
+    order, parts = np.argsort(which, kind="stable"), []  # targets by the place they come after
+    x = x[torch.from_numpy(unique).to(x.device)]
+    size = max(1, 2 ** (24 if x.device.type == "cpu" else 28) // model.cfg.vocab_size)  # 64 MiB or 1 GiB of fp32 logits
     for first in range(0, len(unique), size):
         z = full(model.head(x[first : first + size]))  # (size, V)
         mine = order[slice(*np.searchsorted(which[order], (first, first + size)))]
         rows, ids = (torch.from_numpy(a).to(x.device) for a in (which[mine] - first, targets[mine]))
         top, best = z.max(dim=1)
-        picked = z[rows, ids].double() - top[rows]  # from here on in float64: sums of hundreds of nats are compared
-        norm = z.sub_(top[:, None]).exp_().sum(dim=1).double().log()
-        found[mine] = (picked - norm[rows]).cpu().numpy()
-        greedy[mine] = (best[rows] == ids).cpu().numpy()
-    return found, greedy
+        picked, norm = z[rows, ids], z.sub_(top[:, None]).exp_().sum(dim=1)
+        parts.append(torch.stack((picked, top[rows], norm[rows], (best[rows] == ids).to(z.dtype))))
+    found = np.empty((4, len(places)))  # float64: what is compared are sums of hundreds of nats
+    found[:, order] = torch.cat(parts, dim=1).cpu().numpy()
+    picked, top, norm, greedy = found
+    return picked - top - np.log(norm), greedy > 0
 
 
 @torch.inference_mode()
@@ -628,7 +629,10 @@ def run_loss(model, corpus, store, world, batch_tokens):
     nats, tokens, n_bytes = world.sum(np.array(list(sums.values()))).numpy().T
     if not np.isfinite(nats).all():
         raise UserError("loss: the model's loss is not finite; its training has failed, or its dtype")
-    by_domain = lambda values: dict(zip(corpus.domains, values.tolist(), strict=True))  # noqa: E731
+
+    def by_domain(values):
+        return dict(zip(corpus.domains, values.tolist(), strict=True))
+
     val, bpb = nats / tokens, nats / n_bytes / math.log(2)
     result = {"val": by_domain(val), "val_mean": val.mean()}
     result |= {"val_mixture": sum(corpus.mixture[d] * v for d, v in result["val"].items())}
@@ -654,7 +658,7 @@ def open_corpus(path, tokenizer, header, cfg, world):
     config = path.parent / "config.json"
     trained = read_json(config, "the config of a run") if config.exists() else {}
     data_dir = cfg.corpus or trained.get("data_dir", "")
-    if not Path(data_dir or "/dev/null").is_dir():
+    if not data_dir or not Path(data_dir).is_dir():
         what = f"was trained on {data_dir}, which is not here" if data_dir else "does not say what it was trained on"
         raise UserError(f"{path.parent} {what}; name the prepared data for --task=loss by --corpus")
     mixture = None if cfg.corpus else trained.get("mixture")
@@ -762,7 +766,10 @@ def task_table(entries, metric, names):
 def loss_table(entries, title, key, last):
     """The paper's Table 5: by domain, then `last` {column: function of the record}; differences from the first."""
     first, *others = [(e.label, e.records["loss"]) for e in entries]
-    values = lambda record: np.array([*record[key].values(), *(f(record) for f in last.values())])  # noqa: E731
+
+    def values(record):
+        return np.array([*record[key].values(), *(f(record) for f in last.values())])
+
     rows = [[label, *map(number, values(record))] for label, record in (first, *others)]
     for label, record in others:
         if record[key].keys() != first[1][key].keys():
@@ -861,6 +868,7 @@ def native(cfg, world):
 def harness_model(model, tokenizer, batch_tokens):
     """The model as the harness wants one: an lm_eval.api.model.TemplateLM, which encodes pairs of texts itself."""
     from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     block_size = model.cfg.block_size
@@ -897,15 +905,15 @@ def harness_model(model, tokenizer, batch_tokens):
 
         def generate_until(self, requests, disable_tqdm=False):
             texts, progress = [], Progress("lm_eval", len(requests), not disable_tqdm)
-            for context, how in (request.args for request in requests):
-                n = min(how.get("max_gen_toks", 256), block_size - 1)
+            for context, asked in (request.args for request in requests):
+                how = normalize_gen_kwargs(asked, min(256, block_size // 2))
+                n = min(how["max_gen_toks"], block_size - 1)
                 ids = (tokenizer.encode(context) or [tokenizer.eot])[n - block_size :]
-                warm = how.get("temperature", 1.0) if how.get("do_sample") else 0
+                warm = how.get("temperature", 1.0) if how["do_sample"] else 0
                 rows, *_ = generate(model, ids, n, eot=tokenizer.eot, temperature=warm)
-                until = how.get("until") or []
                 text = tokenizer.decode(rows[0])
-                for stop in [until] if isinstance(until, str) else until:
-                    text = text.split(stop)[0] if stop else text
+                for stop in filter(None, how["until"]):
+                    text = text.split(stop)[0]
                 texts.append(text)
                 progress.update(1)
             progress.close()

@@ -1,9 +1,10 @@
-"""Figures and a table of runs, from their metrics.jsonl alone.
+"""Figures and tables of runs, from their metrics.jsonl alone, or from eval.py's eval.json.
 
     python plot.py relative out/vanilla out/resformer out/svformer   training loss minus the baseline's of the same seed
     python plot.py loss out/vanilla out/resformer                    training loss, and validation loss as markers
     python plot.py compare out/vanilla* out/resformer*               prints a Markdown table, and draws `relative`
     python plot.py ablations out/modes/*                             the paper's claims, figure by figure, on our runs
+    python plot.py eval out/vanilla out/resformer                    accuracies with errors and chance, loss by domain
 
 Runs are named by their folders, or by metrics.jsonl files, and grouped by value_mode. The seeds of a mode become one
 line with a band: from lowest to highest of two seeds, mean ± standard deviation (n - 1) of three or more.
@@ -14,6 +15,7 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -92,6 +94,7 @@ FIGURES = {
         + ["value_embed", "value_embed_unet", "value_embed_cycle", "value_embed_gated", "value_embed_gated2"],
     ),
 }
+TASKS = ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "piqa", "lambada")  # those of eval.py
 EARLY = 0.1  # share of the steps that may run out of the y axis: the first losses would squash all others
 
 
@@ -99,9 +102,10 @@ EARLY = 0.1  # share of the steps that may run out of the y axis: the first loss
 class PlotConfig:
     """Every setting of plot.py."""
 
-    words: tuple[str, ...] = setting((), "what to draw (relative, loss, compare or ablations), then the runs")
+    words: tuple[str, ...] = setting((), "what to draw (relative, loss, compare, ablations or eval), then the runs")
     baseline: str = setting("vanilla", "value_mode that the others are compared with")
     window: int = setting(0, "steps of the moving average; 0 = 100, or 10 if a run has fewer than 200 steps")
+    metric: Literal["acc", "acc_norm"] = setting("acc", "eval: the accuracy to draw, see eval.py")
     out_file: str = setting("", "PNG to write; empty = <what is drawn>.png")
     json_file: str = setting("", "compare, ablations: also write the numbers of the table here")
 
@@ -466,12 +470,86 @@ def ablations(cfg, groups, window):
             axes[-1].set_xlabel(f"validation loss minus {cfg.baseline}'s (nats per token)")
 
 
-KINDS = {"relative": relative, "loss": loss, "compare": compare, "ablations": ablations}
+def read_eval(name):
+    """(mode, {task: record}) of the last checkpoint in the eval.json of a run; raises UserError if there is none."""
+    path = Path(name, "eval.json") if Path(name).is_dir() else Path(name)
+    if not path.exists():
+        raise UserError(f"{path} does not exist; make it: `python eval.py {name} --task=table1,table5`")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["checkpoints"].values()
+        last = max(found, key=lambda c: c["step"])
+        return last["mode"], last["results"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"{path} is not a file of eval.py: {type(e).__name__} {e}") from None
+
+
+def side_by_side(n):
+    """Places of n marks around 0."""
+    return (np.arange(n) - (n - 1) / 2) * min(0.16, 0.7 / n)
+
+
+def accuracies(ax, runs, tasks, metric):
+    """Accuracy of each run on each task, ± one standard error, and chance."""
+    for i, (dx, (name, results)) in enumerate(zip(side_by_side(len(runs)), runs.items(), strict=True)):
+        there = [(x, results[t]) for x, t in enumerate(tasks) if metric in results.get(t, ())]
+        y, error = ([record[key] or 0 for _, record in there] for key in (metric, f"{metric}_stderr"))
+        look = {"color": COLORS[i % len(COLORS)], "fmt": MARKERS[i % len(MARKERS)], "markerfacecolor": "none"}
+        ax.errorbar([x + dx for x, _ in there], y, error, capsize=2, label=name, **look)
+        for x, record in there:
+            chance = {"label": "chance"} if i == x == 0 else {}
+            ax.hlines(record["chance"], x - 0.42, x + 0.42, color="0.6", linestyle=(0, (3, 2)), zorder=0, **chance)
+    ax.set(xticks=range(len(tasks)), xlim=(-0.6, len(tasks) - 0.4), ylim=(0, None))
+    ax.set_xticklabels(tasks, rotation=30, ha="right", rotation_mode="anchor")
+    ax.set_ylabel(f"{metric} ± standard error")
+    ax.grid(axis="y", color="0.9", linewidth=0.6)
+
+
+def losses_by_domain(ax, runs):
+    """Loss of each run in each domain, and the domains' mean."""
+    domains = list(dict.fromkeys(d for results in runs.values() for d in results.get("loss", {"val": ()})["val"]))
+    rows = [*domains, "mean"][::-1]
+    for i, (dy, (name, results)) in enumerate(zip(side_by_side(len(runs)), runs.items(), strict=True)):
+        if "loss" in results:
+            val = results["loss"]["val"] | {"mean": results["loss"]["val_mean"]}
+            look = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)], "markerfacecolor": "none"}
+            at = [y - dy for y, row in enumerate(rows) if row in val]
+            ax.plot([val[row] for row in rows if row in val], at, linestyle="", label=name, **look)
+    ax.set(yticks=range(len(rows)), yticklabels=rows, ylim=(-0.6, len(rows) - 0.4))
+    ax.set_xlabel("validation loss (nats per token)")
+    ax.grid(color="0.9", linewidth=0.6)
+
+
+def evaluation(cfg, names):
+    """Draw what eval.py found of several runs: tasks on the left, losses on the right, as far as there are any."""
+    found = [read_eval(name) for name in names]
+    modes = [mode for mode, _ in found]
+    labels = modes if len(set(modes)) == len(modes) else names
+    runs = dict(zip(labels, (results for _, results in found), strict=True))
+    tasks = [t for t in TASKS if any(cfg.metric in results.get(t, ()) for results in runs.values())]
+    loss = any("loss" in results for results in runs.values())
+    if not tasks and not loss:
+        raise UserError(
+            f"{names[0]} has no result of a whole task; make one: `python eval.py {names[0]}`, without --limit"
+        )
+    widths = [1.2 + 0.8 * len(tasks)] * bool(tasks) + [4.0] * loss
+    with page(cfg.out_file, (sum(widths), 3.8)) as paper:
+        axes = list(np.atleast_1d(paper.subplots(1, len(widths), width_ratios=widths)))
+        handles = (axes[0] if tasks else axes[-1]).get_legend_handles_labels
+        if tasks:
+            accuracies(axes[0], runs, tasks, cfg.metric)
+        if loss:
+            losses_by_domain(axes[-1], runs)
+        paper.legend(*handles(), loc="outside upper left", ncols=4)
+
+
+KINDS = {"relative": relative, "loss": loss, "compare": compare, "ablations": ablations, "eval": evaluation}
 
 
 def main():
     cfg = load(PlotConfig, positional="words", usage=__doc__)
     kind, *names = cfg.words
+    if kind == "eval":
+        return evaluation(cfg, names)
     runs = [read_run(name) for name in names]
     for r in runs:
         if not r.finished:

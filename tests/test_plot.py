@@ -314,3 +314,49 @@ def test_ablations(tmp_path):
     refused(script("plot.py", "ablations", late, query), "no run of vanilla is finished")
     own = make_run(tmp_path / "own", "custom_1a2b3c", 0, [9.0, 8.0])
     refused(script("plot.py", "ablations", runs[0], own), "`compare` takes any mode")
+
+
+def make_eval(folder, mode, results, step=8):
+    folder.mkdir()
+    old = {"mode": mode, "step": 1, "results": {}}
+    found = {"step_00000001.safetensors": old, "step_x.safetensors": old | {"step": step, "results": results}}
+    (folder / "eval.json").write_text(json.dumps({"format": "nanoresformer-eval/1", "checkpoints": found}))
+    return folder
+
+
+def test_evaluations(tmp_path, monkeypatch):
+    """Each run's accuracies with their errors over the chance of the task, and its losses by domain."""
+    record = {"acc": 0.3, "acc_stderr": 0.02, "acc_norm": 0.4, "acc_norm_stderr": 0.03, "chance": 0.25}
+    loss = {"val": {"C4": 3.0, "Book": 4.0}, "val_mean": 3.5}
+    wino = {"acc": 0.5, "acc_stderr": 0.01, "chance": 0.5}
+    a = make_eval(tmp_path / "a", "vanilla", {"hellaswag": record, "winogrande": wino, "loss": loss})
+    b = make_eval(tmp_path / "b", "resformer", {"hellaswag": record | {"acc": 0.35, "acc_stderr": None}})
+    seen = {}
+    for name in ("accuracies", "losses_by_domain"):
+        draw = getattr(plot, name)
+        monkeypatch.setattr(
+            plot, name, lambda ax, *args, name=name, draw=draw: (draw(ax, *args), seen.update({name: ax}))
+        )
+    plot.evaluation(plot.PlotConfig(words=("eval", str(a), str(b)), out_file=str(tmp_path / "e.png")), [a, b])
+    ax = seen["accuracies"]
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["hellaswag", "winogrande"]
+    assert [c.get_label() for c in ax.containers] == ["vanilla", "resformer"]
+    ys = [line.get_ydata().tolist() for line in (c.lines[0] for c in ax.containers)]
+    assert ys == [[0.3, 0.5], [0.35]]
+    low, high = ax.containers[0].lines[2][0].get_segments()[0][:, 1]
+    assert (low, high) == pytest.approx((0.28, 0.32))
+    assert {path.vertices[0, 1] for c in ax.collections[-3:] for path in c.get_paths()} >= {0.25}
+    ax = seen["losses_by_domain"]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["mean", "Book", "C4"]
+    assert ax.lines[0].get_xdata().tolist() == [3.5, 4.0, 3.0] and (tmp_path / "e.png").stat().st_size > 5000
+    norm = plot.PlotConfig(words=("eval", str(a)), metric="acc_norm", out_file=str(tmp_path / "n.png"))
+    plot.evaluation(norm, [a])
+    assert [t.get_text() for t in seen["accuracies"].get_xticklabels()] == ["hellaswag"]
+
+
+def test_refused_evaluations(tmp_path):
+    refused(script("plot.py", "eval", tmp_path), "eval.json does not exist", "python eval.py")
+    (tmp_path / "eval.json").write_text("{}")
+    refused(script("plot.py", "eval", tmp_path), "is not a file of eval.py")
+    run = make_eval(tmp_path / "a", "vanilla", {"hellaswag limit=5": {"acc": 0.2}})
+    refused(script("plot.py", "eval", run), "no result of a whole task")

@@ -1,0 +1,586 @@
+"""eval.py against the field's reference harness, lm-eval, where that is installed: the same questions, token ids,
+log-probabilities and metrics, on whole splits. Reference: HFLM, its class for transformers' models."""
+
+import functools
+import importlib
+import json
+import os
+import random
+import re
+import shutil
+import textwrap
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from conftest import MODES, SHARED, byte_tokenizer, needs_shared, script, tiny
+
+import checkpoint
+import eval as ours
+import prepare
+from data import Tokenizer
+from sample import load_tokenizer
+
+OFFLINE = dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+OFFLINE |= dict(HF_DATASETS_DISABLE_PROGRESS_BARS="1", LMEVAL_LOG_LEVEL="ERROR")
+with mock.patch.dict(os.environ, OFFLINE):  # read as they are imported
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks.hellaswag.utils import preprocess
+
+    importlib.import_module("lm_eval.evaluator")  # which `lm_eval` itself puts off
+
+pytestmark = needs_shared
+EVAL = SHARED / "data/eval"
+SHAKESPEARE = SHARED / "data/text/tinyshakespeare.txt"
+CASES = {  # name of ours: task, file
+    "hellaswag": ("hellaswag", "hellaswag/hellaswag_val_lmeval1000.jsonl"),
+    "hellaswag_head10": ("hellaswag", "hellaswag/hellaswag_val_head10.jsonl"),
+    "hellaswag_tagged10": ("hellaswag", "hellaswag/hellaswag_val_wikihow_tagged10.jsonl"),
+    "piqa": ("piqa", "piqa/hf_piqa_validation.jsonl"),
+    "arc_easy": ("arc_easy", "arc/ARC-Easy-Test.hf.jsonl"),
+    "arc_challenge": ("arc_challenge", "arc/ARC-Challenge-Test.hf.jsonl"),
+    "openbookqa": ("openbookqa", "openbookqa/test.hf.jsonl"),
+    "winogrande": ("winogrande", "winogrande/hf_winogrande_xl_validation.jsonl"),
+    "lambada": ("lambada", None),
+    "lambada_odd": ("lambada", None),
+}
+WHOLE = {"hellaswag_10042": ("hellaswag", "hellaswag/hellaswag_val_10042.normalized.jsonl")}  # too long to score here
+YAML = {name: f"{name}/{name}.yaml" for name in ours.TASKS}  # in the harness's folder of tasks
+YAML |= {name: f"arc/{name}.yaml" for name in ("arc_easy", "arc_challenge")}
+YAML |= dict(winogrande="winogrande/default.yaml", lambada="lambada/lambada_openai.yaml")
+BLOCK = 490  # PIQA's longest answer has 485 of the test's tokens, its longest rows are cut
+LAMBADA = [
+    '"Where did you put the lantern?" he asked. "In the barn," she said. "Then go and fetch the lantern."',
+    "The dog barked twice.  The cat hissed.  Nobody in the house knew who had opened the door for the dog",
+    "There  were  two  spaces  between  all  of  these  words",
+    "Two spaces only at the very end came before the last  word",
+    "Word",
+    "Two words",
+    "A tab\there and a newline\nthere do not split this text, only spaces do",
+    "the last token of this one carries a newline\nword",
+    "the context ends in a newline\n word",
+    "東京の駅で彼は待っていた。 彼女は来なかった。 それでも彼は 待っていた。",
+    "The combining accent in cafe\u0301 and the composed one in café differ, yet both are a cafe\u0301",
+    "The emoji 🙂 was the only thing in the message, so she answered with the same 🙂",
+    " a leading space opens this text and the harness keeps it in the context",
+    "This text ends in a space so the last piece is empty ",
+    "Use {{braces}} and {% percent %} freely: the template must not render the {{braces}}",
+    "Back\\slash and quote' and double\" quote, then again a quote'",
+    "A non-breaking space\u00a0does not split\u00a0here, and the last word holds one\u00a0too",
+    "the end of a document <|endoftext|> in a text is text, also as its last <|endoftext|>",
+]
+
+
+# ---------------------------------------------------------------------------------------------------- documents
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def untidy(text):
+    """A text that the harness's cleaning turns into `text`, also where it would change that once more."""
+    if preprocess(text) == text:
+        return text
+    tag = ["[x]" if ends.isspace() else "" for ends in (text[:1], text[-1:])]
+    return tag[0] + re.sub(" {2,}", lambda run: 2 * run[0], text) + tag[1]
+
+
+def hellaswag_rows(prepared):
+    """Documents whose query and choices, once prepared, are those that the harness itself has prepared."""
+    whole = read(EVAL / WHOLE["hellaswag_10042"][1])
+    for row in prepared:
+        yield whole[row["row"]] | {"endings": [untidy(choice) for choice in row["choices"]]}
+
+
+def play():
+    return SHAKESPEARE.read_text(encoding="utf-8")
+
+
+def passages(n, length=25):
+    """n LAMBADA-like texts of a play, the last words short: the harder they are, the less sure is a standard error."""
+    words = play().split()
+    ends = [i for i in range(length, len(words)) if len(words[i - 1]) < 5]
+    return [" ".join(words[i - length : i]) for i in random.Random(0).sample(ends, n)]
+
+
+@functools.cache
+def rows_of_case(case):
+    task, file = (CASES | WHOLE)[case]
+    if task == "lambada":  # the last of the many is longer than the block
+        texts = LAMBADA if case == "lambada_odd" else [*passages(2000), *passages(1, 1000)]
+        return [{"text": text} for text in texts]
+    rows = read(EVAL / file)
+    return list(hellaswag_rows(rows)) if case == "hellaswag" else rows
+
+
+def lay(folder, case, pool=()):
+    """The rows of a case in a folder for --data_dir, and rows to draw examples from; {split: file}."""
+    name = (CASES | WHOLE)[case][0]
+    task = ours.TASKS[name]
+    folder.mkdir(exist_ok=True)
+    parts = {task.shots_from: pool} if pool else {}
+    parts[task.split] = rows_of_case(case)
+    return {split: write(folder / f"{name}.{split}.jsonl", rows) for split, rows in parts.items()}
+
+
+def harness_tasks(folder, cases):
+    """The harness's own definitions of {case: {split: file}}, told to read these files."""
+    folder.mkdir(exist_ok=True)
+    packaged = importlib.import_module("lm_eval.tasks").__path__[0]
+    for case, files in cases.items():
+        about = {"include": f"{packaged}/{YAML[(CASES | WHOLE)[case][0]]}", "task": case, "dataset_path": "json"}
+        about |= {"dataset_name": None, "dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")}}
+        for key, split in (("training_split", "train"), ("validation_split", "validation"), ("test_split", "test")):
+            about |= {} if split in files else {key: None}
+        (folder / f"{case}.yaml").write_text(json.dumps(about))  # JSON is YAML
+    return TaskManager(include_path=str(folder), include_defaults=False)
+
+
+def questions(folder, case, shots=0, limit=0):
+    name = (CASES | WHOLE)[case][0]
+    cfg = ours.EvalConfig(task=(name,), data_dir=str(folder), num_fewshot=shots, limit=limit)
+    return ours.questions(name, cfg)[0]
+
+
+def pairs_of(asked):
+    """[(document, choice, context, what is scored)] of all Questions, in order."""
+    for i, q in enumerate(asked):
+        for j, (context, choice) in enumerate(zip(q.contexts, q.choices, strict=True)):
+            yield i, j, context, q.delimiter + choice
+
+
+# ---------------------------------------------------------------------------------------------------- questions
+
+
+class Counting(random.Random):
+    drawn = 0
+
+    def sample(self, *args, **kw):
+        Counting.drawn += 1
+        return super().sample(*args, **kw)
+
+
+# Examples from 200 rows, and from pools so small that most documents are in them, and some twice: then the harness
+# leaves the document out, and draws once more if too few are left
+POOLS = {"200 rows": lambda rows: rows[:200], "10 rows, 2 twice": lambda rows: [*rows[:10], *rows[:2]]}
+POOLS |= {"3 rows twice": lambda rows: [row for row in rows[:3] for _ in range(2)]}
+
+
+def same_questions(tmp_path, case, pool=(), shots=0, limit=0):
+    """Assert that our Questions are the harness's requests; returns how often we drew examples."""
+    files, Counting.drawn = lay(tmp_path / "rows", case, pool), 0
+    with mock.patch("random.Random", Counting):
+        asked = questions(tmp_path / "rows", case, shots, limit)
+    drawn = Counting.drawn
+    task = harness_tasks(tmp_path / "tasks", {case: files}).load([case])["tasks"][case]
+    task.set_config("num_fewshot", shots)
+    task.set_fewshot_seed(1234)
+    task.build_all_requests(limit=limit or None)
+    theirs = [(request.doc_id, request.idx, *request.args) for request in task.instances]
+    assert list(pairs_of(asked)) == theirs
+    assert len(asked) == (limit or len(rows_of_case(case)))
+    docs = {request.doc_id: request.doc for request in task.instances}
+    for i, q in enumerate(asked):  # what the harness counts as right, as it says itself
+        if len(q.choices) > 1:
+            only = [(0.0 if j == q.gold else -1.0, False) for j in range(len(q.choices))]
+            assert task.process_results(docs[i], only)["acc"] == 1.0, i
+    return drawn
+
+
+@pytest.mark.parametrize("case", [*CASES, *WHOLE])
+def test_questions(tmp_path, case):
+    assert same_questions(tmp_path, case) == 0
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("case", CASES)
+def test_few_shot_questions(tmp_path, case, pool):
+    rows = rows_of_case(case)
+    limit = min(100 if pool == "200 rows" else 12, len(rows))
+    drawn = same_questions(tmp_path, case, POOLS[pool](rows), shots=2, limit=limit)
+    again = pool == "3 rows twice" and ours.TASKS[CASES[case][0]].split == "validation"
+    assert drawn > limit if again else drawn >= limit
+
+
+def test_hellaswag_as_the_harness_prepared_it(tmp_path):
+    lay(tmp_path, "hellaswag")
+    published, asked = read(EVAL / CASES["hellaswag"][1]), questions(tmp_path, "hellaswag")
+    assert len(asked) == len(published) == 1000
+    for q, row in zip(asked, published, strict=True):
+        assert (set(q.contexts), list(q.choices), q.gold) == ({row["query"]}, row["choices"], row["gold"])
+
+
+# ---------------------------------------------------------------------------------------------------- token ids
+
+
+def request(*args, kind="loglikelihood"):
+    return Instance(request_type=kind, doc={}, arguments=args, idx=0, metadata=("task", 0, 1))
+
+
+@pytest.fixture(scope="module", params=["bytes", "neox"])
+def tokenizer(request):
+    if request.param == "bytes":
+        return byte_tokenizer()
+    return Tokenizer(prepare.neox(str(SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json")))
+
+
+@pytest.mark.parametrize("case", [*CASES, *WHOLE])
+def test_token_ids(tmp_path, tokenizer, case):
+    lay(tmp_path, case)
+    pairs, found = [pair[2:] for pair in pairs_of(questions(tmp_path, case))], []
+    lm = ours.harness_model(tiny(), tokenizer, 2048)
+    lm._loglikelihood_tokens = lambda requests, **kw: found.extend(requests)
+    lm.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
+    assert [pair for pair, *_ in found] == pairs and len(pairs) >= len(rows_of_case(case))
+    for pair, context, scored in found:
+        assert ours.encode(tokenizer, *pair) == (context, scored), pair
+        assert context and scored, pair
+
+
+# ---------------------------------------------------------------------------------------------------- models
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on a play, long enough that scores are not all alike."""
+    pytest.importorskip("rustbpe")
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "play.txt").write_text(textwrap.fill(play(), 5000))  # else it would only learn where lines end
+    words = ("files", f"--input_dir={folder / 'play.txt'}", "--tokenizer=bpe:1024", "--workers=1")
+    assert script("prepare.py", *words, f"--out_dir={folder / 'data'}").returncode == 0
+    how = dict(block_size=BLOCK, n_layer=3, n_head=4, n_kv_head=2, n_embd=64, batch_tokens=2 * BLOCK, micro_batch=2)
+    how |= dict(max_steps=240, warmup_steps=20, learning_rate=5e-3, eval_tokens=5 * BLOCK, device="cpu", compile=False)
+    how |= dict(data_dir=folder / "data", out_dir=folder / "run")
+    assert script("train.py", *(f"--{key}={value}" for key, value in how.items())).returncode == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    return checkpoint.load(run)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(run):
+    return load_tokenizer(checkpoint.find(run))
+
+
+def as_llama(model):
+    """The same weights in transformers' own Llama."""
+    transformers = pytest.importorskip("transformers")
+    tensors, c = {name: p[rows].detach() for name, p, rows in checkpoint.hf_parts(model)}, model.cfg
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=c.vocab_size,
+            hidden_size=c.n_embd,
+            intermediate_size=len(tensors["model.layers.0.mlp.up_proj.weight"]),
+            num_hidden_layers=c.n_layer,
+            num_attention_heads=c.n_head,
+            num_key_value_heads=len(tensors["model.layers.0.self_attn.k_proj.weight"]) * c.n_head // c.n_embd,
+            max_position_embeddings=c.block_size,
+            rms_norm_eps=c.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        )
+    )
+    llama.load_state_dict(tensors)
+    return llama.eval()
+
+
+class Plain(torch.nn.Module):
+    """A model of ours, one forward pass for each row, with what HFLM asks of a module of transformers."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.device = model, torch.device("cpu")
+        self.config = SimpleNamespace(model_type="ours", vocab_size=model.cfg.vocab_size)
+
+    def tie_weights(self):
+        pass
+
+    def forward(self, ids):
+        return SimpleNamespace(logits=self.model(ids)[0])
+
+
+def hflm(module, tokenizer, block_size):
+    """The harness's own class over a module that returns logits, with a tokenizer of ours."""
+    pytest.importorskip("accelerate")
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+
+    class Reference(huggingface.HFLM):
+        def _create_tokenizer(self, *args, **kw):
+            ids = dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id"), tokenizer.eot)
+            self.tokenizer = SimpleNamespace(**ids, vocab_size=self._model.config.vocab_size, chat_template=None)
+            self.tokenizer.pad_token = self.tokenizer.eos_token = self.tokenizer.name_or_path = "ours"
+
+        def tok_encode(self, string, add_special_tokens=None, **kw):
+            return tokenizer.encode(string)
+
+    # its cache of logits takes the wrong ones where rows with equal ids score different numbers of them
+    return Reference(module, backend="causal", batch_size=16, max_length=block_size, logits_cache=False)
+
+
+# ---------------------------------------------------------------------------------------------------- scores
+
+
+def native(model, tokenizer, name, asked):
+    """(Questions, Rows, results) as eval.py has them."""
+    documents = ours.rows_of(name, asked, tokenizer, model.cfg.block_size)
+    results = dict(pair for done in ours.score(model, documents, 2048) for pair in done)
+    return asked, documents, [results[i] for i in range(len(asked))]
+
+
+def evaluate(lm, manager, names, **kw):
+    """{case: (samples in the order of documents, metrics)} of the harness's simple_evaluate."""
+    with mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"):  # of the bootstrap
+        how = dict(tasks=names, task_manager=manager, bootstrap_iters=10_000, log_samples=True, **kw)
+        found = lm_eval.simple_evaluate(lm, **how)
+    ordered = {case: sorted(samples, key=lambda s: s["doc_id"]) for case, samples in found["samples"].items()}
+    return {case: (samples, found["results"][case]) for case, samples in ordered.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("evals")
+
+
+@pytest.fixture(scope="module")
+def mine(folder, model, vocabulary):
+    """What eval.py finds, of each case."""
+    found = {}
+    for case, (name, _) in CASES.items():
+        lay(folder / case, case)
+        found[case] = native(model, vocabulary, name, questions(folder / case, case))
+    return found
+
+
+@pytest.fixture(scope="module")
+def manager(folder):
+    return harness_tasks(folder / "tasks", {case: lay(folder / case, case) for case in CASES})
+
+
+def llama_lm(model, vocabulary):
+    return hflm(as_llama(model), vocabulary, model.cfg.block_size)
+
+
+def our_lm(model, vocabulary):
+    return ours.harness_model(model, vocabulary, 2048)
+
+
+@pytest.fixture(scope="module", params=[our_lm, llama_lm], ids=["ours in the harness", "transformers' in the harness"])
+def theirs(request, mine, manager, model, vocabulary):
+    return evaluate(request.param(model, vocabulary), manager, list(CASES))
+
+
+def same_scores(results, samples):
+    """Assert that all log-probabilities are within 1e-4 and all greedy flags equal. The harness adds up in fp32, in
+    which numbers above 1,000 are 1.2e-4 apart."""
+    assert len(results) == len(samples)
+    for i, (scores, sample) in enumerate(zip(results, samples, strict=True)):
+        for (total, greedy), [(reference, right)] in zip(scores, sample["resps"], strict=True):
+            assert abs(total - reference) < 1e-4 + 1e-7 * abs(reference) and greedy == right, (i, total, reference)
+
+
+def same_predictions(asked, results, samples, found):
+    """Assert that a document is right here and wrong there only where its two best choices are as good as equal, and
+    few are; {metric: values as the harness has them}."""
+    agreed = {}
+    for metric, values in found.items():
+        agreed[metric] = np.array([sample[metric] for sample in samples])
+        differ = np.flatnonzero(values != agreed[metric])
+        assert len(differ) <= 3, (metric, differ)
+        for i in differ:
+            sums = np.array([total for total, _ in results[i]])
+            sums = sums / [len(choice) for choice in asked[i].choices] if metric == "acc_norm" else sums
+            assert np.diff(np.sort(sums)[-2:]) < 1e-4, (metric, i)
+    return agreed
+
+
+def same_metrics(name, mine, theirs):
+    (asked, documents, results), (samples, reference) = mine, theirs
+    same_scores(results, samples)
+    found = ours.right(name, asked, results)
+    accuracies = {metric: values for metric, values in found.items() if metric != "perplexity"}
+    agreed = same_predictions(asked, results, samples, accuracies)
+    record = ours.summarize(asked, documents, found | agreed)
+    assert record["n"] == len(samples) and accuracies
+    for key in (key for metric in accuracies for key in (metric, f"{metric}_stderr")):
+        assert abs(record[key] - reference[f"{key},none"]) < 1e-12, key
+    return record
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_and_metrics(mine, theirs, case):
+    record = same_metrics(CASES[case][0], mine[case], theirs[case])
+    assert (record["cut"] > 0) == (case in ("piqa", "lambada"))
+    totals = [total for scores in mine[case][2] for total, _ in scores]
+    assert record["n"] < 20 or len({round(total, 4) for total in totals}) > 0.9 * len(totals)  # nothing degenerate
+
+
+@pytest.mark.parametrize("case", ["lambada", "lambada_odd"])
+def test_lambada(mine, theirs, case):
+    record, reference = same_metrics("lambada", mine[case], theirs[case]), theirs[case][1]
+    assert abs(record["perplexity"] / reference["perplexity,none"] - 1) < 1e-5
+    if case == "lambada":  # of fewer documents, the two methods' errors differ more
+        assert 0 < record["acc"] < 1
+        assert abs(record["perplexity_stderr"] / reference["perplexity_stderr,none"] - 1) < 0.05
+
+
+@pytest.mark.parametrize("make", [our_lm, llama_lm], ids=["ours in the harness", "transformers' in the harness"])
+def test_few_shot_scores(tmp_path, model, vocabulary, make):
+    files = {case: lay(tmp_path / case, case, rows_of_case(case)[-200:]) for case in CASES}
+    manager = harness_tasks(tmp_path / "tasks", files)
+    found = evaluate(make(model, vocabulary), manager, list(CASES), num_fewshot=4, limit=10)
+    cut = 0
+    for case, (name, _) in CASES.items():
+        asked = questions(tmp_path / case, case, shots=4, limit=10)
+        cut += same_metrics(name, native(model, vocabulary, name, asked), found[case])["cut"]
+    assert 0 < cut < 10 * len(CASES)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(tmp_path, mode):
+    """float64, in which nothing but an error is larger than 1e-9."""
+    model, tokenizer, requests, totals = tiny(mode, vocab_size=257, block_size=512), byte_tokenizer(), [], []
+    for case in ("hellaswag_tagged10", "arc_challenge", "winogrande"):
+        lay(tmp_path / case, case)
+        asked = questions(tmp_path / case, case, limit=4)
+        requests += [request(*pair[2:]) for pair in pairs_of(asked)]
+        totals += [total for scores in native(model, tokenizer, CASES[case][0], asked)[2] for total in scores]
+    found = hflm(Plain(model), tokenizer, 512).loglikelihood(requests, disable_tqdm=True)
+    assert len(found) == len(totals) > 30
+    for (total, greedy), (reference, right) in zip(totals, found, strict=True):
+        assert abs(total - reference) < 1e-9 * abs(reference) and greedy == right
+
+
+# ---------------------------------------------------------------------------------------------------- the rest
+
+
+def test_command(tmp_path, run):
+    shutil.copytree(run, tmp_path / "run")
+    names = ("piqa", "winogrande", "lambada")
+    for name in names:
+        lay(tmp_path / "evals", name)
+    words = ("eval.py", tmp_path / "run", f"--task={','.join(names)}", f"--data_dir={tmp_path / 'evals'}", "--limit=20")
+    env = OFFLINE | dict(DISABLE_MULTIPROC="1", HF_DATASETS_CACHE=str(tmp_path / "cache"))
+    printed = script(*words, "--backend=lm_eval", env=env)
+    assert printed.returncode == 0, printed.stderr
+    assert script(*words).returncode == 0
+    (about,) = json.loads((tmp_path / "run/eval.json").read_text())["checkpoints"].values()
+    lines = [line.split("|") for line in printed.stdout.splitlines() if line.startswith("|")]
+    for name in names:
+        here, there = (about["results"][f"{name} limit=20{more}"] for more in ("", " backend=lm_eval"))
+        assert there.get("acc_norm,none") == here.get("acc_norm")
+        assert there["acc,none"] == here["acc"] and abs(there["acc_stderr,none"] - here["acc_stderr"]) < 1e-12
+        (start,) = [i for i, cells in enumerate(lines) if cells[1].strip() == name]
+        rows = [cells for cells in lines[start : start + 2] if cells[5].strip() == "acc"]  # a task's name stands once
+        assert [float(rows[0][7])] == [round(here["acc"], 4)]
+    assert abs(there["perplexity,none"] / here["perplexity"] - 1) < 1e-5
+
+
+def test_rolling(model, vocabulary):
+    """Texts shorter than the block, as long as it, one token longer, and of several blocks."""
+    text = play()
+    ids = vocabulary.encode(text[:20_000])
+    cuts = [1, 100, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + BLOCK // 2]
+    texts = [vocabulary.decode(ids[:n]) for n in cuts] + [""]
+    lengths = [len(vocabulary.encode(t)) for t in texts]
+    assert min(lengths) == 0 and {BLOCK, BLOCK + 1} & set(lengths) and max(lengths) > 3 * BLOCK
+    requests = [request(t, kind="loglikelihood_rolling") for t in texts]
+    found = ours.harness_model(model, vocabulary, 2048).loglikelihood_rolling(requests, disable_tqdm=True)
+    for t, n, total in zip(texts, lengths, found, strict=True):
+        if n <= BLOCK:
+            row = torch.tensor([vocabulary.eot, *vocabulary.encode(t)])
+            plain = model(row[None, :-1])[0][0].double().log_softmax(-1) if n else torch.zeros(0, 1)
+            np.testing.assert_allclose(total, plain.gather(1, row[1:, None]).sum().item(), rtol=1e-6, atol=1e-5)
+    reference = llama_lm(model, vocabulary).loglikelihood_rolling(requests, disable_tqdm=True)
+    np.testing.assert_allclose(found, reference, rtol=1e-6, atol=1e-5)
+
+
+def test_rolling_over_nothing(model, vocabulary):
+    """As HFLM: a text without tokens has log-probability 0."""
+    lm = ours.harness_model(model, vocabulary, 2048)
+    assert lm.loglikelihood_rolling([request("", kind="loglikelihood_rolling")], disable_tqdm=True) == [0.0]
+
+
+@torch.inference_mode()
+def likeliest(model, ids, n):
+    """n tokens after ids, each the likeliest, by full forward passes."""
+    ids = list(ids)
+    for _ in range(n):
+        ids.append(model(torch.tensor([ids]))[0][0, -1].argmax().item())
+    return ids[-n:]
+
+
+class Letters:
+    """A tokenizer of 61 characters, for a model whose text does not repeat itself."""
+
+    def __init__(self, eot=60):
+        self.eot = eot
+
+    def encode(self, text):
+        return [ord(c) - 64 for c in text]
+
+    def decode(self, ids):
+        return "".join(chr(64 + i) for i in ids)
+
+
+def generated(context, tokenizer=None, **how):
+    lm = ours.harness_model(tiny(block_size=64).float(), tokenizer or Letters(), 2048)
+    (text,) = lm.generate_until([request(context, how, kind="generate_until")], disable_tqdm=True)
+    return text
+
+
+def greedy(ids, n):
+    return Letters().decode(likeliest(tiny(block_size=64).float(), ids, n))
+
+
+HELLO = Letters().encode("HELLO")
+
+
+def test_generation():
+    text = greedy(HELLO, 24)
+    assert len(set(text)) > 10 and Letters().decode([Letters().eot]) not in text
+    assert generated("HELLO", max_gen_toks=24) == text
+    assert generated("HELLO", max_gen_toks=24, until=[], do_sample=False, temperature=0.0) == text
+    early, late = text[8:11], text[16:20]
+    assert generated("HELLO", max_gen_toks=24, until=early) == text.split(early)[0] != text
+    for until in ([late, early], [early, late], ["", early, "never there"]):
+        assert generated("HELLO", max_gen_toks=24, until=until) == text.split(early)[0]
+    assert generated("HELLO", max_gen_toks=24, until=[late]) == text.split(late)[0] != text
+
+
+def test_generation_ends_with_the_document():
+    text = greedy(HELLO, 24)
+    (eot,) = Letters().encode(text[12])
+    assert generated("HELLO", Letters(eot), max_gen_toks=24) == text.split(text[12])[0]
+
+
+def test_generation_after_long_and_no_contexts():
+    """What is too much on the left goes, so that all new tokens have a place."""
+    ids = torch.randint(60, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert generated(Letters().decode(ids), max_gen_toks=20) == greedy(ids[-44:], 20)
+    assert generated("", max_gen_toks=20) == greedy([Letters().eot], 20)
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_tokens", "max_completion_tokens"])
+def test_other_names_of_the_limit(name):
+    """The harness's models read them all as max_gen_toks (lm_eval.models.utils.normalize_gen_kwargs)."""
+    assert generated("HELLO", **{name: 7}) == greedy(HELLO, 7)
+
+
+def test_sampling_where_only_a_temperature_is_asked_for():
+    """As the harness reads a task's settings: do_sample follows from the temperature."""
+    text = greedy(HELLO, 24)
+    assert generated("HELLO", max_gen_toks=24, temperature=5.0, do_sample=False) == text
+    assert generated("HELLO", max_gen_toks=24, temperature=5.0, do_sample=True) != text
+    assert generated("HELLO", max_gen_toks=24, temperature=5.0) != text
