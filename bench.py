@@ -12,6 +12,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -35,7 +36,7 @@ class BenchConfig:
     batch_tokens: int = setting(0, "eval.py's setting; 0 = its own choice")
     batch_sizes: tuple[int, ...] = setting((1, 4, 16, 64), "the peer's; the best for each task counts")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1")
-    dtype: str = setting("float32", "of both sides' weights")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of both sides' weights")
     out_file: str = setting("", "JSON to write; empty = results/bench_<what>_<machine>.json")
 
     def __post_init__(self):
@@ -43,8 +44,15 @@ class BenchConfig:
             raise ValueError(
                 f"say what to time ({', '.join(KINDS)}) and on which run: python bench.py eval out/vanilla"
             )
-        if self.rounds < 1 or self.limit < 0 or min(self.batch_sizes, default=0) < 1:
-            raise ValueError("rounds and batch_sizes must be at least 1, limit at least 0")
+        if self.rounds < 1 or min(self.batch_sizes, default=0) < 1:
+            raise ValueError("rounds and batch_sizes must be at least 1")
+        if "loss" in self.evaluation().task:
+            raise ValueError("loss is no task of the harness; name some of " + ", ".join(ours.TASKS))
+
+    def evaluation(self):
+        """The same as settings of eval.py; raises ValueError if they are none."""
+        names = ("task", "data_dir", "limit", "batch_tokens", "dtype")
+        return ours.EvalConfig(**{name: getattr(self, name) for name in names})
 
 
 def machine(device):
@@ -152,7 +160,7 @@ def bench_eval(cfg, world):
     tokenizer, model = load_tokenizer(path), checkpoint.load(path, device=world.device)
     model = model.to(getattr(torch, cfg.dtype))
     lm, rows = harness_class(model, tokenizer, 1), []
-    about = ours.EvalConfig(task=cfg.task, data_dir=cfg.data_dir, limit=cfg.limit, batch_tokens=cfg.batch_tokens)
+    about = cfg.evaluation()
     print(
         "| task | documents | eval.py, documents/s | lm-eval's HFLM (batch size) | ratio (least, greatest) | largest |"
     )

@@ -284,6 +284,12 @@ class Corpus:
         """Validation windows first..last-1 of a domain: x, y (rows, block_size) int64."""
         return self._read("val", [(domain, i) for i in range(first, last)])
 
+    @property
+    def val_hash(self):
+        """Of what is validated on: tokenizer, domains and their files, in whatever order."""
+        files = {d: self.manifest["splits"]["val"][d]["sha256"] for d in self.domains}
+        return hashlib.sha256(json.dumps([self.tokenizer.hash, files], sort_keys=True).encode()).hexdigest()[:16]
+
     def val_rest(self, domain):
         """What validation windows leave over: x, y (1, fewer than block_size, maybe 0) int64, y one token after x."""
         rest = self._files["val"][domain][self.windows("val", domain) * self.block_size :].astype(np.int64)

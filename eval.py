@@ -33,6 +33,7 @@ import checkpoint
 from configurator import UserError, load, run, setting
 from data import Corpus, Tokenizer, read_json, sha256, write_atomic, write_json
 from model import Forks, full
+from prepare import need
 from sample import generate, load_tokenizer
 from train import World, environment
 
@@ -55,29 +56,39 @@ def clean(text):
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
+def which(label):
+    """A label that counts choices from 0: an int, or its digits; raises ValueError."""
+    if isinstance(label, str) and label.isdecimal() or isinstance(label, int) and not isinstance(label, bool):
+        return int(label)
+    raise ValueError(f"its label {label!r} is not a whole number")
+
+
 def ask_hellaswag(row):
     context = clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
     endings = tuple(clean(ending) for ending in row["endings"])
-    return Question((context,) * len(endings), endings, int(row["label"]))
+    return Question((context,) * len(endings), endings, which(row["label"]))
 
 
 def ask_piqa(row):
-    return Question((f"Question: {row['goal']}\nAnswer:",) * 2, (row["sol1"], row["sol2"]), int(row["label"]))
+    return Question((f"Question: {row['goal']}\nAnswer:",) * 2, (row["sol1"], row["sol2"]), which(row["label"]))
 
 
-def gold(labels, key):
-    """Which of the labels "A", "B", … or "1", "2", … is the key; -1 if none."""
-    return labels.index(key) if key in labels else -1
+def options(row, key):
+    """(texts of the choices, which of their labels "A", "B", … or "1", "2", … is the key, -1 if none)."""
+    texts, labels = row["choices"]["text"], row["choices"]["label"]
+    if not isinstance(texts, list) or not isinstance(labels, list) or len(texts) != len(labels):
+        raise ValueError("its choices are not a list of texts and as many labels")
+    return tuple(texts), labels.index(key) if key in labels else -1
 
 
 def ask_arc(row):
-    choices, labels = tuple(row["choices"]["text"]), list(row["choices"]["label"])
-    return Question((f"Question: {row['question']}\nAnswer:",) * len(choices), choices, gold(labels, row["answerKey"]))
+    choices, gold = options(row, row["answerKey"])
+    return Question((f"Question: {row['question']}\nAnswer:",) * len(choices), choices, gold)
 
 
 def ask_openbookqa(row):
-    choices, labels = tuple(row["choices"]["text"]), list(row["choices"]["label"])
-    return Question((row["question_stem"],) * len(choices), choices, gold(labels, row["answerKey"].lstrip()))
+    choices, gold = options(row, row["answerKey"].lstrip())
+    return Question((row["question_stem"],) * len(choices), choices, gold)
 
 
 def ask_winogrande(row):
@@ -86,7 +97,7 @@ def ask_winogrande(row):
     if not gap:
         raise ValueError("its sentence has no gap '_'")
     contexts = (before + row["option1"], before + row["option2"])
-    return Question(contexts, (after.strip(),) * 2, gold(["1", "2"], row["answer"]))
+    return Question(contexts, (after.strip(),) * 2, {"1": 0, "2": 1}.get(row["answer"], -1))
 
 
 def ask_lambada(row):
@@ -103,25 +114,25 @@ class Task:
     revision: str
     split: str
     ask: Callable
-    columns: tuple[str, ...]
+    columns: dict[str, type]
     metrics: tuple[str, ...] = ("acc", "acc_norm")
     shots_from: str = "train"  # the split that few-shot examples are drawn from
 
 
-ARC = ("id", "question", "choices", "answerKey")
+ARC = {"question": str, "choices": dict, "answerKey": str}
 TASKS = {  # the paper's Table 1 in its order, then LAMBADA as OpenAI cut it
     "hellaswag": Task(
         *("Rowan/hellaswag", None, "218ec52e09a7e7462a5400043bb9a69a41d06b76", "validation", ask_hellaswag),
-        ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+        {"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": list, "label": object},
     ),
     "openbookqa": Task(
         *("allenai/openbookqa", "main", "388097ea7776314e93a529163e0fea805b8a6454", "test", ask_openbookqa),
-        ("question_stem", "choices", "answerKey"),
+        {"question_stem": str, "choices": dict, "answerKey": str},
     ),
     "winogrande": Task(
         *("allenai/winogrande", "winogrande_xl", "01e74176c63542e6b0bcb004dcdea22d94fb67b5", "validation"),
         ask_winogrande,
-        ("sentence", "option1", "option2", "answer"),
+        dict.fromkeys(("sentence", "option1", "option2", "answer"), str),
         metrics=("acc",),
     ),
     "arc_challenge": Task(
@@ -132,11 +143,11 @@ TASKS = {  # the paper's Table 1 in its order, then LAMBADA as OpenAI cut it
     ),
     "piqa": Task(
         *("baber/piqa", None, "142f6d7367fd9877f0fb3b5734ea6a545f54cdd1", "validation", ask_piqa),
-        ("goal", "sol1", "sol2", "label"),
+        {"goal": str, "sol1": str, "sol2": str, "label": object},
     ),
     "lambada": Task(
         *("EleutherAI/lambada_openai", "default", "900124bf3b8235c6daf21033af9948b3f07346c4", "test", ask_lambada),
-        ("text",),
+        {"text": str},
         metrics=("acc", "perplexity"),
         shots_from="test",
     ),
@@ -158,7 +169,9 @@ class EvalConfig:
     data_dir: str = setting("", "folder of local task files, see README; empty = from the hub through `datasets`")
     corpus: str = setting("", "prepared data for the loss; empty = what the run was trained on")
     limit: int = setting(0, "only the first documents of each task; 0 = all")
-    num_fewshot: int = setting(0, "solved examples before each question, drawn as the harness draws them")
+    num_fewshot: int | None = setting(
+        None, "solved examples before each question, drawn as the harness does; none = 0, in lm_eval what the task says"
+    )
     batch_tokens: int = setting(0, "tokens of a forward pass; 0 = 2,048 on a CPU (more is slower), 65,536 on a GPU")
     share: bool = setting(True, "compute what the choices of a question have in common once; it changes no score")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps")
@@ -171,23 +184,22 @@ class EvalConfig:
 
     def __post_init__(self):
         for name in ("limit", "num_fewshot", "batch_tokens"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         if not self.runs or not self.task:
             raise ValueError("name at least one run and one task")
+        names = tuple(dict.fromkeys(t for name in self.task for t in GROUPS.get(name, (name,))))
+        object.__setattr__(self, "task", names)
         if self.backend == "native":
-            names = tuple(dict.fromkeys(t for name in self.task for t in GROUPS.get(name, (name,))))
+            object.__setattr__(self, "num_fewshot", self.num_fewshot or 0)
             if unknown := [t for t in names if t not in GROUPS["all"]]:
                 known = ", ".join((*GROUPS["all"], *GROUPS))
-                raise ValueError(
-                    f"unknown task {unknown[0]!r}; known are {known}; --backend=lm_eval has the harness's own"
-                )
-            object.__setattr__(self, "task", names)
-        elif self.log_samples:
-            raise ValueError("log_samples is written by --backend=native only")
+                raise ValueError(f"unknown task {unknown[0]!r}; known are {known}; --backend=lm_eval has the harness's")
+        elif "loss" in names or self.log_samples:
+            raise ValueError("loss and log_samples are of --backend=native; name the harness's tasks, as --task=table1")
 
     def tokens_per_pass(self, world):
-        return self.batch_tokens or (2048 if world.kind == "cpu" else 65536)
+        return self.batch_tokens or (65536 if world.kind == "cuda" else 2048)
 
 
 def download(name, folder):
@@ -198,9 +210,11 @@ def download(name, folder):
 
 def find_files(folder, name, split):
     """Files of a task's split in a folder of local ones: <task>.<split>.jsonl, for the split that is scored also
-    <task>.jsonl, or in a folder <task>, or named as the hub's, a file with the split in its name (the hub's own layout)
-    or a dataset saved to disk; .parquet as well as .jsonl."""
+    <task>.jsonl, or in a folder <task>, or named as the hub's, a dataset saved to disk or a file whose name ends in the
+    split, maybe in shards: the hub's own layout. .parquet as well as .jsonl."""
     task, folder = TASKS[name], Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"--data_dir={folder} is no folder; it should hold {name}.jsonl, or see README")
     stems = [f"{name}.{split}"] + [name] * (split == task.split)
     for path in (folder / (stem + end) for stem in stems for end in (".jsonl", ".parquet")):
         if path.is_file():
@@ -208,9 +222,12 @@ def find_files(folder, name, split):
     for inner in (folder / name, folder / task.hub.split("/")[1]):
         if any((inner / mark).exists() for mark in ("dataset_dict.json", "dataset_info.json")):
             return [inner]
-        word = re.compile(rf"(^|[^a-z]){split}([^a-z]|$)", re.IGNORECASE)
-        found = sorted(p for p in inner.rglob("*") if p.suffix in (".jsonl", ".parquet") and word.search(p.stem))
+        shards, named = re.compile(r"-\d+-of-\d+$"), re.compile(rf"(^|[^a-z]){split}$", re.IGNORECASE)
+        found = [p for p in sorted(inner.rglob("*")) if p.suffix in (".jsonl", ".parquet")]
+        found = [p for p in found if named.search(shards.sub("", p.stem))]
         found = [p for p in found if task.config in p.relative_to(inner).parts] or found
+        if len({(p.parent, p.suffix, shards.sub("", p.stem)) for p in found}) > 1:
+            raise UserError(f"{inner} has several files of the {split} split: {', '.join(map(str, found))}; keep one")
         if found:
             return found
     raise UserError(
@@ -219,25 +236,30 @@ def find_files(folder, name, split):
     )
 
 
-def read_file(path, split):
-    """Rows of one local file, or of a dataset saved to disk, as dicts."""
-    if path.is_dir():
-        import datasets
+def read_saved(path, split, scored):
+    """Rows of a dataset saved to disk, which must be of the split; one that does not say must be `scored`."""
+    found = need("datasets").load_from_disk(str(path))
+    if isinstance(found, dict):
+        return list(found[split])
+    if (str(found.split) if found.split else scored) != split:
+        raise ValueError(f"it is {found.split or 'one split'} alone")
+    return list(found)
 
-        try:
-            found = datasets.load_from_disk(str(path))
-            return list(found[split] if isinstance(found, dict) else found)
-        except Exception as e:  # of any of the libraries below it
-            raise UserError(f"{path} is not a dataset with the split {split}: {str(e).splitlines()[0]}") from None
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
 
-        try:
-            return pyarrow.parquet.read_table(path).to_pylist()
-        except (pyarrow.ArrowException, OSError) as e:
-            raise UserError(f"{path} is truncated or not a parquet file: {str(e).splitlines()[0]}") from None
+def read_file(path, split, scored):
+    """Rows of one local file, or of a dataset saved to disk, as dicts. scored: the split that a task is scored on."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # other line ends may stand in a JSON string
+        if path.is_dir():
+            return read_saved(path, split, scored)
+        if path.suffix == ".parquet":
+            return need("pyarrow.parquet").read_table(path).to_pylist()
+    except UserError:
+        raise
+    except Exception as e:  # of any of the libraries below them
+        what = f"a dataset with the split {split}" if path.is_dir() else "a parquet file, or cut short"
+        raise UserError(f"{path} is not {what}: {(str(e) or type(e).__name__).splitlines()[0]}") from None
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # other line ends may stand in a JSON string
     except ValueError as e:
         raise UserError(f"{path} is not UTF-8 text: {e}") from None
     rows = []
@@ -254,19 +276,14 @@ def read_rows(name, split, data_dir):
     task = TASKS[name]
     if data_dir:
         paths = find_files(data_dir, name, split)
-        rows = [row for path in paths for row in read_file(path, split)]
+        rows = [row for path in paths for row in read_file(path, split, task.split)]
         known = [f"{p.name} (sha256 {sha256(p)[:16]})" if p.is_file() else p.name for p in paths]
         where = ", ".join(known)
     else:
         where = f"{task.hub}@{task.revision[:8]}"
+        load_dataset = need("datasets").load_dataset
         try:
-            import datasets
-
-            rows = list(datasets.load_dataset(task.hub, task.config, revision=task.revision, split=split))
-        except ImportError:
-            raise UserError(
-                "tasks need the datasets package: pip install datasets, or give files by --data_dir"
-            ) from None
+            rows = list(load_dataset(task.hub, task.config, revision=task.revision, split=split))
         except Exception as e:  # network, hub, disk: each library below has its own
             reason = f"{type(e).__name__}: {(str(e).strip() or '?').splitlines()[0][:200]}"
             raise UserError(
@@ -284,9 +301,11 @@ def question(name, row, where):
     if not isinstance(row, dict) or (missing := [c for c in task.columns if c not in row]):
         has = f"no column {', '.join(missing)}" if isinstance(row, dict) else f"a {type(row).__name__}, no columns"
         raise UserError(f"{where} has {has}; {name} takes those of {task.hub}: {', '.join(task.columns)}")
+    if odd := [f"{c} is {row[c]!r:.40}" for c, kind in task.columns.items() if not isinstance(row[c], kind)]:
+        raise UserError(f"{where} is not a row of {name}: {', '.join(odd)}")
     try:
         asked = task.ask(row)
-        lengths = [len(choice) for choice in asked.choices]
+        lengths = [len("" + choice) for choice in asked.choices]  # of texts
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
         raise UserError(f"{where} is not a row of {name}: {type(e).__name__}: {e}") from None
     if not 0 <= asked.gold < len(lengths):
@@ -302,28 +321,28 @@ def questions(name, cfg):
     rows, where = read_rows(name, task.split, cfg.data_dir)
     found = [question(name, row, f"{where}, row {i}") for i, row in enumerate(rows[: cfg.limit or None])]
     if cfg.num_fewshot:
-        pool, _ = read_rows(name, task.shots_from, cfg.data_dir)
+        pool, origin = read_rows(name, task.shots_from, cfg.data_dir)
         if len(pool) <= cfg.num_fewshot:
             raise UserError(f"{name} has {len(pool)} examples, not the {cfg.num_fewshot + 1} that num_fewshot asks for")
-        draw, found = random.Random(SHOT_SEED), list(zip(rows, found, strict=False))
-        found = [add_shots(name, q, draw_shots(draw, pool, row, cfg.num_fewshot, task.split)) for row, q in found]
+        draw = random.Random(SHOT_SEED)
+        for i, (row, q) in enumerate(zip(rows, found, strict=False)):
+            shots = draw_shots(draw, pool, row, cfg.num_fewshot, task.split)
+            found[i] = add_shots(q, [question(name, pool[k], f"{origin}, row {k}") for k in shots])
     return found, where
 
 
 def draw_shots(draw, pool, row, n, split):
-    """n rows of the pool. The harness takes one more, and leaves out the row itself, where a task has no test split."""
+    """n places in the pool. For tasks without a test split, the harness draws one more and leaves out the row itself."""
+    everything = range(len(pool))
     if split == "test":
-        return draw.sample(pool, n)
-    kept = [shot for shot in draw.sample(pool, n + 1) if shot != row][:n]
-    return kept if len(kept) == n else draw.sample([shot for shot in pool if shot != row], n)
+        return draw.sample(everything, n)
+    kept = [k for k in draw.sample(everything, n + 1) if pool[k] != row][:n]
+    return kept if len(kept) == n else draw.sample([k for k in everything if pool[k] != row], n)
 
 
-def add_shots(name, q, shots):
-    """The Question after solved examples."""
-    text = ""
-    for shot in shots:
-        solved = question(name, shot, f"an example of {name}")
-        text += f"{solved.contexts[solved.gold]} {solved.choices[solved.gold]}\n\n"
+def add_shots(q, shots):
+    """The Question q after solved ones, which the harness joins by a space in every task: LAMBADA's have two there."""
+    text = "".join(f"{s.contexts[s.gold]} {s.choices[s.gold]}\n\n" for s in shots)
     return q._replace(contexts=tuple(text + context for context in q.contexts))
 
 
@@ -338,8 +357,12 @@ class Row(NamedTuple):
 def fit(context, scored, block_size):
     """A Row of context and scored ids; the block holds block_size + 1, the last of which is only predicted. The context
     loses what is too much on its left. Raises ValueError if the scored ids alone are too many."""
-    if not 0 < len(scored) <= block_size:
-        raise ValueError(f"{len(scored)} tokens are scored, and 1 to block_size={block_size} can be")
+    if len(scored) > block_size:
+        raise ValueError(
+            f"{len(scored)} tokens are scored, but the block has {block_size}; take a model of a longer one"
+        )
+    if not scored:
+        raise ValueError("no token of it is left to be scored")
     ids = context + scored
     return Row(ids[-(block_size + 1) :], len(scored), len(ids) > block_size + 1)
 
@@ -364,9 +387,7 @@ def rows_of(name, asked, tokenizer, block_size):
             pairs = [(c, q.delimiter + choice) for c, choice in zip(q.contexts, q.choices, strict=True)]
             found.append([fit(*encode(tokenizer, *pair), block_size) for pair in pairs])
         except ValueError as e:
-            raise UserError(
-                f"{name}, document {i}: {e}; use a model with a larger block, or leave the task out"
-            ) from None
+            raise UserError(f"{name}, document {i}: {e}") from None
     return found
 
 
@@ -383,16 +404,19 @@ class Unit(NamedTuple):
 
 
 def units_of(documents, share):
-    """Units of documents, a list of lists of Rows: what a document's rows have in common at their start is `shared`."""
+    """Units of documents, a list of lists of Rows: what a document's rows have in common at their start is `shared`, if
+    that is an eighth of the longest or more; else rows stand alone, all shared. Eight rows at most: each token's mask
+    spans the unit."""
     units = []
     for i, rows in enumerate(documents):
         ends = [row.ids[:-1] for row in rows]
         low, high = min(ends), max(ends)  # in the order of lists: these two have the least in common
         same = next((k for k, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-        if share and same:
-            units.append(Unit(same, rows, [(i, j) for j in range(len(rows))]))
+        slots = [(i, j) for j in range(len(rows))]
+        if share and 8 * same >= max(map(len, ends)):
+            units += [Unit(same, rows[k : k + 8], slots[k : k + 8]) for k in range(0, len(rows), 8)]
         else:
-            units += [Unit(len(row.ids) - 1, [row], [(i, j)]) for j, row in enumerate(rows)]
+            units += [Unit(len(end), [row], [slot]) for end, row, slot in zip(ends, rows, slots, strict=True)]
     return units
 
 
@@ -434,13 +458,14 @@ def log_probs(model, x, places, targets):
     """Log-probability in nats of token targets[i] after hidden state x[places[i]], and whether it is the likeliest, as
     arrays (n,). x (N, C). The head is computed once for each place, in chunks of rows, and nowhere else."""
     unique, which = np.unique(places, return_inverse=True)
-    order, parts = np.argsort(which, kind="stable"), []  # targets by the place they come after
+    order, parts = np.argsort(which, kind="stable"), []
+    which = which[order]  # targets by the place they come after
     x = x[torch.from_numpy(unique).to(x.device)]
     size = max(1, 2 ** (24 if x.device.type == "cpu" else 28) // model.cfg.vocab_size)  # 64 MiB or 1 GiB of fp32 logits
     for first in range(0, len(unique), size):
         z = full(model.head(x[first : first + size]))  # (size, V)
-        mine = order[slice(*np.searchsorted(which[order], (first, first + size)))]
-        rows, ids = (torch.from_numpy(a).to(x.device) for a in (which[mine] - first, targets[mine]))
+        mine = slice(*np.searchsorted(which, (first, first + size)))
+        rows, ids = (torch.from_numpy(a).to(x.device) for a in (which[mine] - first, targets[order[mine]]))
         top, best = z.max(dim=1)
         picked, norm = z[rows, ids], z.sub_(top[:, None]).exp_().sum(dim=1)
         parts.append(torch.stack((picked, top[rows], norm[rows], (best[rows] == ids).to(z.dtype))))
@@ -476,11 +501,12 @@ def score(model, documents, batch_tokens, share=True):
 
 
 class Store:
-    """What an interrupted call has scored: JSON lines [key, scores] beside the checkpoint, one file for each rank. A
-    key is a hash of all that the scores follow from, so that nothing stale is ever read."""
+    """What an interrupted call has scored: JSON lines [key, scores] beside the checkpoint, one file for each rank, for
+    the same call to read. A key is a hash of all that the scores follow from, so that nothing stale is ever used."""
 
     def __init__(self, weights_file, cfg, world):
-        digest = hashlib.sha256(f"{sha256(weights_file)} {cfg.dtype} {world.kind} {cfg.share}".encode()).hexdigest()
+        call = (cfg.task, cfg.limit, cfg.num_fewshot, cfg.data_dir, cfg.corpus, cfg.batch_tokens, cfg.share, cfg.dtype)
+        digest = hashlib.sha256(f"{sha256(weights_file)} {world.kind} {call}".encode()).hexdigest()
         self.digest, self.known, self.name = digest, {}, f"eval_partial.{digest[:12]}"
         self.folder = folder = Path(weights_file).parent
         for path in sorted(folder.glob(f"{self.name}.*.jsonl")):
@@ -657,7 +683,8 @@ def open_corpus(path, tokenizer, header, cfg, world):
     """The data of --task=loss: --corpus, or what the run was trained on."""
     config = path.parent / "config.json"
     trained = read_json(config, "the config of a run") if config.exists() else {}
-    data_dir = cfg.corpus or trained.get("data_dir", "")
+    trained = trained if isinstance(trained, dict) else {}
+    data_dir = cfg.corpus or str(trained.get("data_dir", ""))
     if not data_dir or not Path(data_dir).is_dir():
         what = f"was trained on {data_dir}, which is not here" if data_dir else "does not say what it was trained on"
         raise UserError(f"{path.parent} {what}; name the prepared data for --task=loss by --corpus")
@@ -675,23 +702,19 @@ def open_runs(cfg, world):
         header, tokenizer, _ = checkpoint.read_header(path), load_tokenizer(path), read_results(path.parent)
         corpus = open_corpus(path, tokenizer, header, cfg, world) if "loss" in cfg.task else None
         entries.append(Entry(path, tokenizer, corpus, header, header["mode"], {}, {}))
+        if corpus and corpus.val_hash != entries[0].corpus.val_hash:
+            raise UserError(f"{paths[0]} and {path} are of different data: compare their losses on one --corpus")
     for entry, label in zip(entries, distinct(entries), strict=True):
         entry.label = label
     return entries
 
 
 def distinct(entries):
-    """Names for the table: the shortest that tell all checkpoints apart, mode, folder, folder and file or path."""
-    for name in (
-        lambda e: e.header["mode"],
-        lambda e: e.path.parent.name,
-        lambda e: f"{e.path.parent.name}/{e.path.stem}",
-        lambda e: str(e.path),
-    ):
-        labels = [name(entry) for entry in entries]
-        if len(set(labels)) == len(labels):
-            break
-    return labels
+    """Names for the table, the shortest that tell the checkpoints apart: mode, folder, file, or with their numbers."""
+    modes, folders = [e.header["mode"] for e in entries], [e.path.parent.name for e in entries]
+    files = [f"{e.path.parent.name}/{e.path.stem}" for e in entries]
+    numbered = [f"{file} ({i})" for i, file in enumerate(files, 1)]
+    return next(names for names in (modes, folders, files, numbered) if len(set(names)) == len(names))
 
 
 def evaluate(entry, asked, cfg, world):
@@ -703,7 +726,7 @@ def evaluate(entry, asked, cfg, world):
     for name in cfg.task:
         began = time.time()
         if name == "loss":
-            record = run_loss(model, entry.corpus, store, world, batch_tokens)
+            record = run_loss(model, entry.corpus, store, world, batch_tokens) | {"data": entry.corpus.val_hash}
         else:
             found, where = asked[name]
             documents = rows_of(name, found, entry.tokenizer, model.cfg.block_size)
@@ -766,17 +789,15 @@ def task_table(entries, metric, names):
 def loss_table(entries, title, key, last):
     """The paper's Table 5: by domain, then `last` {column: function of the record}; differences from the first."""
     first, *others = [(e.label, e.records["loss"]) for e in entries]
+    domains = list(first[1][key])
 
     def values(record):
-        return np.array([*record[key].values(), *(f(record) for f in last.values())])
+        return np.array([*(record[key][d] for d in domains), *(f(record) for f in last.values())])
 
     rows = [[label, *map(number, values(record))] for label, record in (first, *others)]
     for label, record in others:
-        if record[key].keys() != first[1][key].keys():
-            raise UserError(f"{label} and {first[0]} have losses of different domains; give both one --corpus")
-        gaps = values(record) - values(first[1])
-        rows.append([f"{label} − {first[0]}", *(number(gap, sign="+") for gap in gaps)])
-    return markdown([title, *first[1][key], *last], rows)
+        rows.append([f"{label} − {first[0]}", *(number(gap, sign="+") for gap in values(record) - values(first[1]))])
+    return markdown([title, *domains, *last], rows)
 
 
 def report(entries, names):
@@ -788,7 +809,7 @@ def report(entries, names):
     if "loss" in names:
         both = {"Avg": lambda r: r["val_mean"], "mixture": lambda r: r["val_mixture"]}
         lines += loss_table(entries, "loss (nats per token)", "val", both)
-        exps = {name: lambda r, f=f: math.exp(f(r)) for name, f in both.items()}
+        exps = {f"exp({name})": lambda r, f=f: math.exp(f(r)) for name, f in both.items()}
         lines += loss_table(entries, "perplexity", "perplexity", exps)
         lines += loss_table(entries, "bits per byte", "bpb", {"Avg": lambda r: r["bpb_mean"]})
     for e in entries:
@@ -811,9 +832,14 @@ def read_results(folder):
     if not path.exists():
         return {}
     found = read_json(path, "results of eval.py")
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise UserError(f"{path} is not a file of this eval.py; move it away")
-    return found["checkpoints"]
+    try:
+        if found["format"] == FORMAT and all(
+            c["sha256"] and c["results"].keys() for c in found["checkpoints"].values()
+        ):
+            return found["checkpoints"]
+    except (KeyError, TypeError, AttributeError):
+        pass
+    raise UserError(f"{path} is not a file of this eval.py; move it away")
 
 
 def write_results(entry):
@@ -821,14 +847,18 @@ def write_results(entry):
     known = read_results(entry.path.parent)
     mine, digest = known.get(entry.path.name, {}), sha256(entry.path)
     results = mine.get("results", {}) if mine.get("sha256") == digest else {}
-    results |= {record_key(name, record): record for name, record in entry.records.items()}
+    for name, record in entry.records.items():
+        key = record_key(name, record)
+        other = key in results and results[key].get("data") != record.get("data")
+        results[f"{key} data={record['data']}" if other else key] = record
     about = {"mode": entry.header["mode"], "step": entry.header["step"], "sha256": digest, "results": results}
     known[entry.path.name] = about | {"env": environment()}
     write_json(entry.path.parent / "eval.json", {"format": FORMAT, "checkpoints": known})
 
 
 def write_text(path, lines):
-    write_atomic(path, lambda temporary: Path(temporary).write_text("".join(lines), encoding="utf-8"))
+    text = "".join(lines)
+    write_atomic(path, lambda temporary: Path(temporary).write_text(text, encoding="utf-8", errors="backslashreplace"))
 
 
 def out_file(cfg, entries):
@@ -848,7 +878,10 @@ def native(cfg, world):
         world.wait()
     stores, lines = [], []
     for entry in entries:
-        store, more = evaluate(entry, asked, cfg, world)
+        try:
+            store, more = evaluate(entry, asked, cfg, world)
+        except torch.OutOfMemoryError:
+            raise UserError(f"out of the GPU's memory; set --batch_tokens below {cfg.tokens_per_pass(world)}") from None
         stores.append(store)
         lines += more
         if world.rank == 0:
@@ -884,7 +917,10 @@ def harness_model(model, tokenizer, batch_tokens):
             for i, (_, context, _) in enumerate(requests):
                 groups.setdefault(tuple(context), []).append(i)
             groups = list(groups.values())
-            documents = [[fit(*requests[i][1:], block_size) for i in group] for group in groups]
+            try:
+                documents = [[fit(*requests[i][1:], block_size) for i in group] for group in groups]
+            except ValueError as e:
+                raise UserError(f"a request of the harness: {e}") from None
             progress = Progress("lm_eval", len(requests), not disable_tqdm)
             for done in score(model, documents, batch_tokens):
                 for k, scores in done:
@@ -931,7 +967,9 @@ def local_tasks(cfg, known, folder):
         task, files = TASKS[name], {}
         for split in {task.split} | ({task.shots_from} if cfg.num_fewshot else set()):
             files[split] = str(folder / f"{name}.{split}.jsonl")
-            rows, _ = read_rows(name, split, cfg.data_dir)
+            rows, where = read_rows(name, split, cfg.data_dir)
+            for i, row in enumerate(rows):
+                question(name, row, f"{where}, row {i}")
             write_text(files[split], (json.dumps(row) + "\n" for row in rows))
         include = str(known[HARNESS_NAMES.get(name, name)].yaml_path)
         about = {"include": include, "task": name, "dataset_path": "json", "dataset_name": None}
@@ -951,7 +989,7 @@ def by_harness(cfg, world):
         raise UserError("--backend=lm_eval needs the harness: pip install lm-eval==0.4.13") from None
     if world.size > 1:
         raise UserError("--backend=lm_eval runs in one process; leave torchrun out, or use --backend=native")
-    entries, batch_tokens = open_runs(cfg, world), cfg.tokens_per_pass(world)
+    entries, batch_tokens, lines = open_runs(cfg, world), cfg.tokens_per_pass(world), []
     with tempfile.TemporaryDirectory() as folder:
         names, manager = [HARNESS_NAMES.get(name, name) for name in cfg.task], TaskManager()
         if cfg.data_dir:
@@ -962,16 +1000,19 @@ def by_harness(cfg, world):
         for entry in entries:
             model = checkpoint.load(entry.path, device=world.device).to(getattr(torch, cfg.dtype))
             lm = harness_model(model, entry.tokenizer, batch_tokens)
-            how = dict(num_fewshot=cfg.num_fewshot or None, limit=cfg.limit or None, task_manager=manager)
+            how = dict(num_fewshot=cfg.num_fewshot, limit=cfg.limit or None, task_manager=manager)
             try:
                 found = lm_eval.simple_evaluate(lm, tasks=names, log_samples=False, **how)
             except OSError as e:  # of the network and the hub too
                 raise UserError(f"the harness could not read its data: {str(e).splitlines()[0]}") from None
-            print(f"{entry.label}\n{make_table(found)}")
+            lines.append(f"{entry.label}\n{make_table(found)}\n")
+            print(lines[-1])
             for name, record in found["results"].items():
-                settings = dict(num_fewshot=cfg.num_fewshot, limit=cfg.limit, dtype=cfg.dtype, backend="lm_eval")
-                entry.records[name] = {k: v for k, v in record.items() if v == v and v != "N/A"} | settings
+                settings = dict(num_fewshot=found["n-shot"].get(name, 0), limit=cfg.limit, dtype=cfg.dtype)
+                finite = {k: v for k, v in record.items() if not isinstance(v, float) or math.isfinite(v)}
+                entry.records[name] = finite | settings | {"backend": "lm_eval", "data": cfg.data_dir or "hub"}
             write_results(entry)
+        write_text(out_file(cfg, entries), lines)
 
 
 def main():

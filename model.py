@@ -559,6 +559,8 @@ def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
         mask = torch.cat([mask] * layers, dim=-1)  # (…, T, layers * S)
     if kind != "eager":
         gqa = q.size(1) != k.size(1)
+        if gqa and mask is not None and q.is_cuda:  # no fused kernel of torch's takes both there
+            k, v, gqa = *(t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v)), False
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal and T > 1, scale=scale, enable_gqa=gqa
         )

@@ -496,8 +496,8 @@ def accuracies(ax, runs, tasks, metric):
         look = {"color": COLORS[i % len(COLORS)], "fmt": MARKERS[i % len(MARKERS)], "markerfacecolor": "none"}
         ax.errorbar([x + dx for x, _ in there], y, error, capsize=2, label=name, **look)
         for x, record in there:
-            chance = {"label": "chance"} if i == x == 0 else {}
-            ax.hlines(record["chance"], x - 0.42, x + 0.42, color="0.6", linestyle=(0, (3, 2)), zorder=0, **chance)
+            ax.hlines(record["chance"], x - 0.42, x + 0.42, color="0.6", linestyle=(0, (3, 2)), zorder=0)
+    ax.plot([], [], color="0.6", linestyle=(0, (3, 2)), label="chance")
     ax.set(xticks=range(len(tasks)), xlim=(-0.6, len(tasks) - 0.4), ylim=(0, None))
     ax.set_xticklabels(tasks, rotation=30, ha="right", rotation_mode="anchor")
     ax.set_ylabel(f"{metric} ± standard error")

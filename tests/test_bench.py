@@ -51,3 +51,5 @@ def test_eval_against_the_harness(run, tmp_path):
 def test_refused():
     refused(script("bench.py"), "python bench.py eval out/vanilla")
     refused(script("bench.py", "eval", "out/vanilla", "--rounds=0"), "must be at least 1")
+    refused(script("bench.py", "eval", "out/vanilla", "--task=all"), "loss is no task of the harness")
+    refused(script("bench.py", "eval", "out/vanilla", "--task=helaswag"), "unknown task 'helaswag'")
