@@ -332,7 +332,7 @@ def questions(name, cfg):
 
 
 def draw_shots(draw, pool, row, n, split):
-    """n places in the pool. For tasks without a test split, the harness draws one more and leaves out the row itself."""
+    """n places in the pool. For tasks without a test split, the harness draws one more and drops the row itself."""
     everything = range(len(pool))
     if split == "test":
         return draw.sample(everything, n)
@@ -983,10 +983,11 @@ def by_harness(cfg, world):
     """Everything by lm-eval, but the model and, with --data_dir, the rows."""
     try:
         import lm_eval
+        import transformers  # noqa: F401 - whose version the harness records
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
     except ImportError:
-        raise UserError("--backend=lm_eval needs the harness: pip install lm-eval==0.4.13") from None
+        raise UserError("--backend=lm_eval needs the harness: pip install lm-eval==0.4.13 transformers") from None
     if world.size > 1:
         raise UserError("--backend=lm_eval runs in one process; leave torchrun out, or use --backend=native")
     entries, batch_tokens, lines = open_runs(cfg, world), cfg.tokens_per_pass(world), []
