@@ -461,14 +461,17 @@ def log_probs(model, x, places, targets):
     order, parts = np.argsort(which, kind="stable"), []
     which = which[order]  # targets by the place they come after
     x = x[torch.from_numpy(unique).to(x.device)]
-    size = max(1, 2 ** (24 if x.device.type == "cpu" else 28) // model.cfg.vocab_size)  # 64 MiB or 1 GiB of fp32 logits
+    size = max(1, 2 ** (26 if x.device.type == "cpu" else 28) // model.cfg.vocab_size)  # 256 MiB or 1 GiB of fp32
     for first in range(0, len(unique), size):
         z = full(model.head(x[first : first + size]))  # (size, V)
         mine = slice(*np.searchsorted(which, (first, first + size)))
         rows, ids = (torch.from_numpy(a).to(x.device) for a in (which[mine] - first, targets[order[mine]]))
-        top, best = z.max(dim=1)
-        picked, norm = z[rows, ids], z.sub_(top[:, None]).exp_().sum(dim=1)
-        parts.append(torch.stack((picked, top[rows], norm[rows], (best[rows] == ids).to(z.dtype))))
+        top, picked = z.amax(dim=1), z[rows, ids]
+        greedy = (picked == top[rows]).to(z.dtype)
+        tied = greedy.nonzero()[:, 0]  # few; the first of equal ones is the likeliest
+        greedy[tied] = (z[rows[tied]].argmax(dim=1) == ids[tied]).to(z.dtype)
+        norm = z.sub_(top[:, None]).exp_().sum(dim=1)
+        parts.append(torch.stack((picked, top[rows], norm[rows], greedy)))
     found = np.empty((4, len(places)))  # float64: what is compared are sums of hundreds of nats
     found[:, order] = torch.cat(parts, dim=1).cpu().numpy()
     picked, top, norm, greedy = found

@@ -477,7 +477,8 @@ class Forks:
     def __init__(self, positions, forks):
         self.positions, self.last = positions, int(positions.max())
         here, there = forks[:, :, None], forks[:, None, :]  # (B, T, 1), (B, 1, T)
-        self.mask = ((here == there) | (there == 0)).tril()[:, None]  # (B, 1, T, T)
+        seen = ((here == there) | (there == 0)).tril()[:, None]  # (B, 1, T, T)
+        self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -math.inf)  # to be added to scores
 
     def stop(self, T):
         return self.last + 1
@@ -539,8 +540,8 @@ def unturned(x, at):
 
 
 def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
-    """A V: softmax attention of the last T of S positions, each over itself and those before it, or as `mask`
-    (B, 1, T, S) says.
+    """A V: softmax attention of the last T of S positions, each over itself and those before it, or over those where
+    `mask` (B, 1, T, S), added to the scores, is not -inf.
 
     q (B, H, T, D); k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E). kind: "sdpa" (torch's fused kernels), "flash" (the
     flash-attn package), "eager" (the formula, softmax in fp32). scale: 1/sqrt(D) if None. With layers > 1, k and v hold
@@ -554,9 +555,9 @@ def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
         return flash_attn_func(q, k, v, causal=True, softmax_scale=scale).transpose(1, 2)
     causal = mask is None and T == S and layers == 1
     if mask is None and (kind == "eager" or not (causal or T == 1)):
-        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+        mask = torch.full((T, S), -math.inf, device=q.device).triu(S - T + 1)
     if mask is not None:
-        mask = torch.cat([mask] * layers, dim=-1)  # (…, T, layers * S)
+        mask = torch.cat([mask.to(q.dtype)] * layers, dim=-1)  # (…, T, layers * S)
     if kind != "eager":
         gqa = q.size(1) != k.size(1)
         if gqa and mask is not None and q.is_cuda:  # no fused kernel of torch's takes both there
@@ -566,7 +567,7 @@ def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
         )
     k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))  # (B, H, layers * S, …)
     scores = full(q @ k.mT) * (scale or q.size(-1) ** -0.5)  # (B, H, T, layers * S)
-    return scores.masked_fill(~mask, -math.inf).softmax(dim=-1).to(v.dtype) @ v
+    return (scores + mask).softmax(dim=-1).to(v.dtype) @ v
 
 
 @torch.compiler.assume_constant_result

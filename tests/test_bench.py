@@ -44,7 +44,7 @@ def test_eval_against_the_harness(run, tmp_path):
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "b.json").read_text())
     assert [row["task"] for row in found["tasks"]] == ["piqa", "winogrande"] and found["tasks"][0]["documents"] == 10
-    assert all(row["largest_difference"] < 1e-4 and row["ratio"] > 0 for row in found["tasks"])
+    assert all(row["largest_gap"] < 1e-4 and row["to_best"]["ratio"] > 0 for row in found["tasks"])
     assert found["lm-eval"] and found["command"] and found["shape"]["n_embd"] == 16
 
 

@@ -295,7 +295,7 @@ def test_nothing_is_computed_twice_or_for_nothing(monkeypatch):
     assert seen == [6, 2] and head == [4, 1]  # 1 2 3, 4, 4, 7; after 3 (for 4, 4, 7), after each 4, after 7
     hook.remove()
     head.clear()
-    model.cfg = dataclasses.replace(model.cfg, vocab_size=2**23)  # rows of the head in chunks of 2^24 / V
+    model.cfg = dataclasses.replace(model.cfg, vocab_size=2**25)  # rows of the head in chunks of 2^26 / V
     scored(model, docs, 100)
     assert head == [2, 2, 1]
 
