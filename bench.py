@@ -227,7 +227,7 @@ def main():
         raise UserError("bench.py runs in one process; leave torchrun out")
     what, name = cfg.words[0], machine(world.device)
     result = KINDS[what](cfg, world)
-    about = {"what": what, "machine": name} | environment() | versions("transformers", "lm-eval", "tiktoken")
+    about = {"what": what, "processor": name} | environment() | versions("transformers", "lm-eval", "tiktoken")
     write_json(cfg.out_file or f"results/bench_{what}_{name}.json", about | result)
 
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shlex
+import statistics
 
 import pytest
 from conftest import ROOT, script
@@ -21,6 +22,8 @@ STAGES = {
     "prepare.py": ("PrepareConfig", "source"),
     "sample.py": ("SampleConfig", "run"),
     "plot.py": ("PlotConfig", "words"),
+    "eval.py": ("EvalConfig", "runs"),
+    "bench.py": ("BenchConfig", "words"),
     "model.py": ("ModelConfig", None),
 }
 
@@ -83,3 +86,26 @@ def test_links_and_files_exist():
         assert (ROOT / target).exists(), target
     for name in re.findall(r"config/\w+\.py", README):
         assert (ROOT / name).exists(), name
+
+
+def test_evaluation_tables_are_the_results():
+    found = json.loads((ROOT / "results" / "eval_demo.json").read_text())
+    for mode, evaluation in found.items():
+        results = evaluation["checkpoints"]["step_00000600.safetensors"]["results"]
+        tasks = [f"{results[t]['acc']:.4f} ± {results[t]['acc_stderr']:.4f}" for t in plot.TASKS[:6]]
+        assert f"| {mode} | {' | '.join(tasks)} | " in README
+        losses = [*results["loss"]["val"].values(), results["loss"]["val_mean"], results["loss"]["val_mixture"]]
+        assert f"| {mode} | {' | '.join(f'{x:.4f}' for x in losses)} |" in README
+
+
+def test_ratios_of_the_evaluation_are_the_results():
+    rows = [json.loads(path.read_text())["tasks"] for path in sorted((ROOT / "results").glob("bench_eval_*"))]
+    assert len(rows) == 2
+    for of in zip(*rows, strict=True):
+        cells = [f"| {of[0]['task']} "]
+        for row in of:
+            rate = row["documents"] / statistics.median(row["seconds"]["eval.py"])
+            ratios = [row[key] for key in ("to_batch_1", "to_best")]
+            cells += [f"| {rate:,.0f} "]
+            cells += [f"| {r['ratio']:.1f} × ({r['least']:.1f}–{r['greatest']:.1f}) " for r in ratios]
+        assert "".join(cells) + "|" in README
