@@ -321,6 +321,8 @@ def test_accuracies_by_hand():
     results = [[(-6.0, False), (-3.0, False)], [(-4.0, False), (-4.5, True)], [(-1.0, False)] * 3]
     found = e.right("arc_easy", asked, results)
     assert found["acc"].tolist() == [0, 1, 0] and found["acc_norm"].tolist() == [1, 0, 0]
+    close = [e.Question(("c",) * 2, ("ab", "abc"), 1)]  # with the space before them it would be the first
+    assert e.right("arc_easy", close, [[(-2.0, False), (-2.9, False)]])["acc_norm"].tolist() == [1]
     assert list(e.right("winogrande", asked, results)) == ["acc"]
     record = e.summarize(asked, [[e.Row([1], 1), e.Row([1], 1, True)]] * 2 + [[e.Row([1], 1)]], found)
     assert record["n"] == 3 and record["cut"] == 2 and record["chance"] == pytest.approx((1 / 2 + 1 / 2 + 1 / 3) / 3)
@@ -496,6 +498,18 @@ def test_results_of_other_data_are_kept_apart(runs, tmp_path):
     new = results(runs / "b")
     more = {key.split(" data=")[0]: new[key] for key in new.keys() - old.keys()}
     assert new.items() >= old.items() and more["piqa"]["n"] == 1 and more["loss"]["val"] != old["loss"]["val"]
+
+
+def test_results_of_other_weights_are_dropped(runs, tmp_path):
+    """A run made anew in its folder: what eval.json says of a checkpoint is of its bytes."""
+    shutil.copytree(runs / "b", tmp_path / "run")
+    evaluate(runs, tmp_path / "run", "--task=piqa")
+    path = checkpoint.find(tmp_path / "run")
+    model, header = checkpoint.load(path), checkpoint.read_header(path)
+    model.norm.weight.data.mul_(2)
+    checkpoint.save(path.parent, header["step"], model, header["tokenizer"])
+    evaluate(runs, tmp_path / "run", "--task=winogrande")
+    assert list(results(tmp_path / "run")) == ["winogrande"]
 
 
 def test_domains_in_another_order(capsys):
