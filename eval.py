@@ -180,7 +180,7 @@ class EvalConfig:
     out_file: str = setting(
         "", "the tables as Markdown; empty = eval.md in the run's folder, of several in their parent"
     )
-    backend: Literal["native", "lm_eval"] = setting("native", "lm_eval: the harness itself, by pip install lm-eval")
+    backend: Literal["native", "lm_eval"] = setting("native", "lm_eval: the harness itself, see README")
 
     def __post_init__(self):
         for name in ("limit", "num_fewshot", "batch_tokens"):
@@ -577,17 +577,17 @@ def run_task(model, name, documents, store, world, batch_tokens, share):
     keys = [store.key([(row.ids, row.n) for row in rows]) for rows in documents]
     results = [store.known.get(key, [(0.0, False)] * len(rows)) for key, rows in zip(keys, documents, strict=True)]
     weight = [sum(len(row.ids) for row in rows) for rows in documents]
-    todo = sorted((i for i, key in enumerate(keys) if key not in store.known), key=lambda i: weight[i])
-    todo = todo[world.rank :: world.size]
-    progress = Progress(name, sum(weight[i] for i in todo), world.rank == 0)
-    for done in score(model, [documents[i] for i in todo], batch_tokens, share):
+    mine = sorted((i for i, key in enumerate(keys) if key not in store.known), key=lambda i: weight[i])
+    mine = mine[world.rank :: world.size]
+    progress = Progress(name, sum(weight[i] for i in mine), world.rank == 0)
+    for done in score(model, [documents[i] for i in mine], batch_tokens, share):
         for k, scores in done:
-            results[todo[k]] = scores
-        store.put((keys[todo[k]], scores) for k, scores in done)
-        progress.update(sum(weight[todo[k]] for k, _ in done))
+            results[mine[k]] = scores
+        store.put((keys[mine[k]], scores) for k, scores in done)
+        progress.update(sum(weight[mine[k]] for k, _ in done))
     progress.close()
     known = [i for i, key in enumerate(keys) if key in store.known] if world.rank == 0 else []
-    results = gather(world, results, [*todo, *known])
+    results = gather(world, results, [*mine, *known])
     if not all(math.isfinite(s) for scores in results for s, _ in scores):
         raise UserError(f"{name}: the model's log-probabilities are not finite; its training has failed, or its dtype")
     return results
