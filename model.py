@@ -292,6 +292,7 @@ class ModelConfig:
     n_hidden: int = 0  # width of the MLP; 0 = 3.5 n_embd (llama), 4 n_embd (gpt2)
     arch: Literal["llama", "gpt2"] = "llama"  # RMSNorm, RoPE, SwiGLU / LayerNorm, learned positions, GELU, biases
     rope_theta: float = 10000.0
+    rope_scaling: tuple[float, ...] = ()  # Llama 3.1's, see Rope: factor, low, high, original; () = none
     norm_eps: float = 1e-5
     init_std: float = 0.02
     value_mode: str | ValueMode = "vanilla"
@@ -300,11 +301,12 @@ class ModelConfig:
         def put(name, value):
             object.__setattr__(self, name, value)
 
+        refuse(self.arch not in ("llama", "gpt2"), f"arch={self.arch!r} is not one of llama, gpt2")
+        typed(self)
         put("value_mode", get_mode(self.value_mode))
         H, mode = self.n_head, self.value_mode
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
             refuse(getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 1")
-        refuse(self.arch not in ("llama", "gpt2"), f"arch={self.arch!r} is not one of llama, gpt2")
         group = min(mode.kv_group or H, H)
         refuse(H % group, f"value_mode has {group} query heads to a key head: n_head={H} is no multiple of it")
         other = mode.kv_group != 1 and self.n_kv_head not in (0, H // group)
@@ -317,6 +319,12 @@ class ModelConfig:
         for name in ("n_kv_head", "n_hidden"):
             refuse(getattr(self, name) < 1, f"{name}={getattr(self, name)} must be at least 1")
         refuse(H % self.n_kv_head, f"n_head={H} must be a multiple of n_kv_head={self.n_kv_head}")
+        if self.rope_scaling:
+            mine, four = f"rope_scaling={self.rope_scaling}", "factor, low and high frequency factor, original length"
+            positive = len(self.rope_scaling) == 4 and all(0 < x < math.inf for x in self.rope_scaling)
+            refuse(not positive, f"{mine}: four positive numbers, {four}, or none")
+            refuse(self.rope_scaling[1] >= self.rope_scaling[2], f"{mine}: the low factor must be below the high one")
+            refuse(self.arch != "llama", f"{mine} is for arch='llama': {self.arch} learns its positions")
         self.check_layers()
 
     def check_layers(self):
@@ -511,11 +519,23 @@ class Linear(nn.Linear):
 
 class Rope(nn.Module):
     """Rotary positions in the rotate-half layout (Llama's): x (B, h, T, D) -> same shape. at: the positions of the T
-    tokens, a slice or a tensor (B, T)."""
+    tokens, a slice or a tensor (B, T).
 
-    def __init__(self, head_dim, length, theta):
+    Pair i turns by r_i = theta^(-2 i / D) radians a position. Llama 3.1's scaling = (factor, low, high, original) slows
+    the pairs that turn fewer than `high` times within `original` positions, those below `low` by all of `factor`:
+
+        r_i <- (1 - s_i) r_i / factor + s_i r_i;  s_i = (turns_i - low) / (high - low), at least 0 and at most 1
+    """
+
+    def __init__(self, head_dim, length, theta, scaling=()):
         super().__init__()
-        rate = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        # rounded as in transformers: one bit of r is 1e-3 of an angle at position 10,000
+        rate = 1 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        if scaling:
+            factor, low, high, original = scaling
+            turns = original / (2 * math.pi / rate)
+            s = ((turns - low) / (high - low)).clamp(0, 1)
+            rate = (1 - s) * rate / factor + s * rate
         angle = torch.outer(torch.arange(length, dtype=torch.float32), rate)  # (length, D/2)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
@@ -932,7 +952,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         gpt2, kv = cfg.arch == "gpt2", cfg.n_kv_head * cfg.head_dim
         self.positions = nn.Embedding(cfg.block_size, cfg.n_embd) if gpt2 else None
-        self.rope = unturned if gpt2 else Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta)
+        self.rope = unturned if gpt2 else Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling)
         n_tables = -min((i for layer in plan for s in layer.sources for i in s if i < 0), default=0)
         self.tables = nn.ModuleList(nn.Embedding(cfg.vocab_size, kv) for _ in range(n_tables))
         self.lambdas = nn.ModuleList(
