@@ -682,16 +682,22 @@ class Entry:
     correct: dict
 
 
-def open_corpus(path, tokenizer, header, cfg, world):
-    """The data of --task=loss: --corpus, or what the run was trained on."""
-    config = path.parent / "config.json"
+def trained_on(folder, given, instead):
+    """(data folder, mixture or None) that a run in `folder` was trained on, or `given` if that is not empty. Raises
+    UserError, which asks for `instead`, if it is unknown or not here."""
+    config = folder / "config.json"
     trained = read_json(config, "the config of a run") if config.exists() else {}
     trained = trained if isinstance(trained, dict) else {}
-    data_dir = cfg.corpus or str(trained.get("data_dir", ""))
+    data_dir = given or str(trained.get("data_dir", ""))
     if not data_dir or not Path(data_dir).is_dir():
         what = f"was trained on {data_dir}, which is not here" if data_dir else "does not say what it was trained on"
-        raise UserError(f"{path.parent} {what}; name the prepared data for --task=loss by --corpus")
-    mixture = None if cfg.corpus else trained.get("mixture")
+        raise UserError(f"{folder} {what}; name {instead}")
+    return data_dir, None if given else trained.get("mixture")
+
+
+def open_corpus(path, tokenizer, header, cfg, world):
+    """The data of --task=loss: --corpus, or what the run was trained on."""
+    data_dir, mixture = trained_on(path.parent, cfg.corpus, "the prepared data for --task=loss by --corpus")
     corpus = Corpus(data_dir, header["config"]["block_size"], mixture=mixture, verify=world.first_of_node)
     if corpus.tokenizer.hash != tokenizer.hash:
         raise UserError(f"{data_dir} was made with another tokenizer than {path}; give the run's own data by --corpus")

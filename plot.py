@@ -13,6 +13,7 @@ line with a band: from lowest to highest of two seeds, mean ± standard deviatio
 import contextlib
 import functools
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -540,6 +541,156 @@ def evaluation(cfg, names):
         if loss:
             losses_by_domain(axes[-1], runs)
         paper.legend(*handles(), loc="outside upper left", ncols=4)
+
+
+# -- panels of the paper's figures, which reproduce.py fills with runs
+
+
+def legend(ax):
+    ax.legend(handlelength=3.5, fontsize=7, labelspacing=0.3, frameon=True, framealpha=0.7, edgecolor="none")
+
+
+def relative_panel(ax, pairs, window, baseline="Transformer"):
+    """pairs: {label: [(run, the baseline's run of its seed)]} -> training loss minus the baseline's over steps."""
+    for label, both in pairs.items():
+        seeds = [align([(r.steps["step"], r.steps["loss"]) for r in two]) for two in both]
+        draw(ax, *align([smooth(x, y[0] - y[1], window) for x, y in seeds]), label, pairs)
+    fit(ax, zero=True)
+    ax.axhline(0, color="0.5", linewidth=0.8, zorder=0)
+    ax.set(xlabel=f"training step (mean over {window})", ylabel=f"loss minus {baseline}'s (nats per token)")
+    legend(ax)
+
+
+def layer_panel(ax, lines, ylabel, first=1, level=None):
+    """lines: {label: (seeds, n)} of a quantity over layers, counted from `first`; level: (height, name) to mark."""
+    for label, y in lines.items():
+        y = np.array([[np.nan if v is None else v for v in row] for row in y], float)
+        x = first + np.arange(y.shape[1])
+        there = np.isfinite(y).all(0)
+        draw(ax, x[there], y[:, there], label, lines, points=(x[there], y[:, there].mean(0)))
+    if level:
+        ax.axhline(level[0], color="0.5", linewidth=0.8, linestyle=(0, (3, 2)), zorder=0, label=level[1])
+    ax.set(xlabel="layer" if first else "state (0 = embedding)", ylabel=ylabel)
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    legend(ax)
+
+
+def spectrum_panel(ax, lines):
+    """lines: {label: (seeds, n)}, eigenvalues from the largest down."""
+    for label, y in lines.items():
+        y = np.array(y, float)
+        draw(ax, 1 + np.arange(y.shape[1]), np.maximum(y, 1e-12), label, lines)
+    top = max(np.array(y).max() for y in lines.values())
+    ax.set(xlabel="rank of the eigenvalue", ylabel="eigenvalue", xscale="log", yscale="log", ylim=(top / 1e6, top * 2))
+    legend(ax)
+
+
+def semi_log(points):
+    """(a, c) of the straight line L = a + c ln N through points [(parameters N, loss L)], least squares."""
+    n, losses = np.array(points, float).T
+    c, a = np.polyfit(np.log(n), losses, 1)
+    return a, c
+
+
+def saving(points, others):
+    """[share of parameters that `points` [(N, L)] save at the losses of `others`, one for each N]: the horizontal gap
+    of two straight lines over ln N; below 0, they need more. This fit gives 10.4 % on the paper's Table 5. None where
+    it says nothing: losses that do not fall with N, or a gap beyond all numbers."""
+    (a, c), (b, d) = semi_log(points), semi_log(others)
+    gaps = [(b + d * math.log(n) - a) / c - math.log(n) if c < 0 and d < 0 else math.inf for n, _ in others]
+    return [1 - math.exp(gap) if abs(gap) < 50 else None for gap in gaps]
+
+
+def scaling_panel(ax, lines, least=0):
+    """lines: {label: [(parameters, [loss of each seed])]}, straight lines over ln N through those from `least` on."""
+    for i, (label, points) in enumerate(lines.items()):
+        color, x = COLORS[i % len(COLORS)], np.array([n for n, _ in points], float)
+        for n, losses in points:
+            ax.plot([n] * len(losses), losses, MARKERS[i % len(MARKERS)], color=color, markerfacecolor="none")
+        a, c = semi_log([(n, np.mean(losses)) for n, losses in points if n >= least])
+        grid = np.geomspace(max(x.min(), least), x.max(), 50)
+        ax.plot(grid, a + c * np.log(grid), color=color, linestyle=DASHES[i % len(DASHES)], label=label)
+    ax.set(xlabel="parameters", ylabel="validation loss (nats per token)", xscale="log")
+    legend(ax)
+
+
+def reached(curve, loss):
+    """The tokens after which curve (tokens, losses) is at a loss, between evaluations on a straight line; or None."""
+    x, y = (np.array(part, float) for part in curve)
+    below = np.flatnonzero(y <= loss)
+    if len(below):
+        i = below[0]
+        return float(np.interp(loss, [y[i], y[i - 1]], [x[i], x[i - 1]]) if i else x[0])
+
+
+def tokens_saved(curve, target):
+    """Share of tokens that curve (tokens, losses) saves on the way to the last loss of `target`. Below 0 if it ends
+    above that: then it needs at least as many more as `target` was earlier at the curve's last loss."""
+    (x, y), (last_x, last_y) = curve, (target[0][-1], target[1][-1])
+    if (at := reached(curve, last_y)) is not None:
+        return 1 - at / last_x
+    at = reached(target, y[-1])
+    return None if at is None else 1 - x[-1] / at
+
+
+def tokens_panel(ax, lines):
+    """lines: {label: [(tokens, validation losses) of each seed]}."""
+    for label, curves in lines.items():
+        x, y = align([tuple(np.array(part, float) for part in curve) for curve in curves])
+        draw(ax, x, y, label, lines, points=(x, y.mean(0)))
+    ax.set(xlabel="training tokens", ylabel="validation loss (nats per token)")
+    ax.xaxis.set_major_formatter("{x:.3g}")
+    ax.locator_params(axis="x", nbins=5)
+    fit(ax, zero=False)
+    legend(ax)
+
+
+def critical_point(x, y):
+    """(step, extrapolated?) where a relative loss y over steps x goes from below 0 above it for good: the last such
+    crossing, or where the line through the last tenth of the points will; None if that falls or y is above throughout.
+    Source: the paper's Figure 14, whose last tenth is 1,000 steps."""
+    rises = np.flatnonzero((y[:-1] < 0) & (y[1:] >= 0))
+    if y[-1] >= 0:
+        if not len(rises):
+            return None
+        i = rises[-1]
+        return float(np.interp(0, y[i : i + 2], x[i : i + 2])), False
+    tail = slice(-max(2, len(x) // 10), None)
+    slope, height = np.polyfit(x[tail], y[tail], 1)
+    return (float(-height / slope), True) if slope > 0 else None
+
+
+def critical_panel(ax, points):
+    """points: {length: [what critical_point found of each seed]}."""
+    for kind, name, face in ((False, "crossed", COLORS[1]), (True, "extrapolated from the last tenth", "none")):
+        there = [(n, found[0]) for n, seeds in points.items() for found in seeds if found and found[1] == kind]
+        if there:
+            ax.plot(*zip(*there, strict=True), "o", color=COLORS[1], markerfacecolor=face, label=name)
+    ax.set(xlabel="sequence length (tokens)", ylabel="critical point (step)", xscale="log")
+    if ax.lines:
+        ax.set_yscale("log")
+        legend(ax)
+    else:
+        ax.text(0.5, 0.5, "SVFormer is not overtaken,\nnor does its lead shrink", ha="center", transform=ax.transAxes)
+
+
+def heat_maps(paper, models):
+    """models: {label: {quantity: (layers, positions)}}: one row of maps for each model; a column has one colour scale
+    for each map, as their ranges differ by an order of magnitude."""
+    quantities = list(next(iter(models.values())))
+    axes = paper.subplots(len(models), len(quantities), squeeze=False)
+    for row, (label, maps) in zip(axes, models.items(), strict=True):
+        for ax, quantity in zip(row, quantities, strict=True):
+            rows, columns = maps[quantity].shape
+            first = 0 if quantity.endswith("state") else 1  # state 0 is the embedding
+            place = {"extent": (0.5, columns + 0.5, first - 0.5, first + rows - 0.5), "origin": "lower"}
+            image = ax.imshow(maps[quantity], aspect="auto", cmap="viridis", interpolation="nearest", **place)
+            paper.colorbar(image, ax=ax)
+            ax.set_title(f"{label}: {quantity}", fontsize=8, loc="left")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("layer")
+    for ax in axes[-1]:
+        ax.set_xlabel("token position")
 
 
 KINDS = {"relative": relative, "loss": loss, "compare": compare, "ablations": ablations, "eval": evaluation}

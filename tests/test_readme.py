@@ -23,6 +23,7 @@ STAGES = {
     "sample.py": ("SampleConfig", "run"),
     "plot.py": ("PlotConfig", "words"),
     "eval.py": ("EvalConfig", "runs"),
+    "analyze.py": ("AnalyzeConfig", "runs"),
     "bench.py": ("BenchConfig", "words"),
     "model.py": ("ModelConfig", None),
 }
