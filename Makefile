@@ -1,4 +1,5 @@
 # make demo: prepare real text, train three modes on it, compare and sample. make modes: all modes, three seeds, small.
+# make figures: every figure and table of the paper, small, and report.html of them.
 # make test: the whole suite. make test-peers: the part that compares with lm-eval and transformers, which it installs.
 # All make .venv on first use. PYTHON=python3.12 picks another interpreter (3.10 or later).
 PYTHON ?= python3
@@ -14,7 +15,7 @@ SWEEP = $(shell $(PY) model.py table | sed -n 's/^| `\([a-z0-9_]*\)`.*/\1/p') \
         $(addprefix resformer_lambda_,0.2 0.5 0.8 1 5) $(addprefix neutreno_,0.2 0.6 0.8)
 SEEDS := 42 1 2
 
-.PHONY: demo modes test test-peers lint clean
+.PHONY: demo modes figures test test-peers lint clean
 demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=16e6
 	for mode in $(MODES); do \
@@ -28,6 +29,10 @@ modes: .venv/ready
 	OMP_NUM_THREADS=1 xargs -P 2 -L 1 sh -c '$(PY) train.py config/small.py --value_mode=$$0 --seed=$$1 \
 	  --out_dir=out/modes/$$0-$$1 --resume=auto --keep=1 || exit 255'
 	$(PY) plot.py ablations out/modes/*-* --out_file=out/modes/ablations.png --json_file=out/modes/ablations.json
+
+figures: .venv/ready
+	$(PY) reproduce.py all
+	$(PY) reproduce.py report
 
 test: .venv/ready-dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests --numprocesses=auto --maxprocesses=4

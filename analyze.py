@@ -160,6 +160,12 @@ def likeness(q, ks, vs, v_sum, n, kind):
     return [F.cosine_similarity(join(u), cross, dim=-1).mean(dim=1) for u in ((own + before) / 2, own + each)]
 
 
+def finite(x, what):
+    """Raise UserError if x has NaN or infinity in it."""
+    if not x.isfinite().all():
+        raise UserError(f"{what}: not all is finite; the weights are damaged, or --dtype is too narrow")
+
+
 class Averages:
     """Means and standard deviations over chunks of named quantities of layers."""
 
@@ -211,6 +217,7 @@ class Recorder:
 
     def measure(self, names, n, x):
         """Norms |x_t| by position and of the first token and the rest, and similarity, of x (B, T, E)."""
+        finite(x, f"the states before layer {n + 1}" if names == ["hidden"] else names[0])
         norms = x.norm(dim=-1)
         for name in names:
             self.averages.add(f"{name}_norm", n, norms)
@@ -250,10 +257,8 @@ class Recorder:
     def layer(self, n, attn, args, output):
         """After the attention of a layer."""
         (_, _, lam, _, useds, _), (_, raw, used) = args, output
-        if not all(t.isfinite().all() for t in used.values()):
-            raise UserError(
-                f"layer {n + 1} has values that are not finite: the weights are damaged, or --dtype too narrow"
-            )
+        for t in used.values():
+            finite(t, f"layer {n + 1}")
         heads = importance(attn, used, useds, lam)  # (B, H, T)
         a = heads.mean(dim=1)  # (B, T)
         add, T = self.averages.add, a.size(1)
@@ -397,13 +402,13 @@ def open_initial(cfg, device):
 
 def windows(corpus, n, seed):
     """[(domain, window)] of n validation windows, so many of each domain as the mixture gives it, in an order that
-    follows from the seed; fewer where a domain does not have them."""
+    follows from the seed and mixes the domains; fewer where a domain does not have them."""
     bounds = np.rint(n * np.cumsum([0, *corpus.mixture.values()])).astype(int)
     found = []
     for domain, quota in zip(corpus.domains, np.diff(bounds), strict=True):
         order = np.argsort(raw_bits(seed, "analysis", domain, n=corpus.windows("val", domain)), kind="stable")
         found += [(domain, int(w)) for w in order[:quota]]
-    return found
+    return [found[i] for i in np.argsort(raw_bits(seed, "analysis", n=len(found)), kind="stable")]
 
 
 def chunks(subject, n, T, seed):

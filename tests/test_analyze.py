@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 import shutil
 import sys
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import MODES, byte_tokenizer, config, make_data, refused, script, tiny, tokens, widths
+from conftest import MODES, ROOT, byte_tokenizer, config, make_data, refused, script, tiny, tokens, widths
 from safetensors.torch import save_file
 from test_equations import A, cross, linear, norm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -484,6 +485,22 @@ def test_a_planted_sink_is_found(position):
         assert found.mean("first", 0) == pytest.approx(1, abs=1e-9) and found.mean("entropy", 0) < 1e-6
 
 
+def test_the_table_says_what_was_found():
+    (model, idx), cfg = planted(0), analyze.AnalyzeConfig(runs=("x",), grad_chunks=0)
+    model.blocks[0].attn.proj.weight.data[16:] *= torch.arange(1.0, 9)  # the norms of two values are not alike
+    of = Subject(model, "it", None, None, None, 1, None, {})
+    averages, gradients = analyze.measure(model, idx, cfg, torch.device("cpu"))
+    numbers, _ = analyze.summarize(of, averages, gradients, 1, 24)
+    cells = analyze.table(numbers)[2].strip("| ").split(" | ")
+    ratios = [averages.mean(f"{t}_norm_first", 0) / averages.mean(f"{t}_norm_rest", 0) for t in ("value", "hidden")]
+    right = [averages.mean("hidden_similarity", 0), averages.mean("value_rank", 0)]
+    assert cells[0] == "1" and [float(c) for c in cells[3:8]] == pytest.approx([1.0, *ratios, *right], abs=0.05)
+    assert cells[8] == "sinks at [0]"
+    for name in ("value_drains", "hidden_peaks"):
+        numbers["flags"][name][0] = True
+    assert analyze.table(numbers)[2].endswith("| sinks at [0], value drain, hidden peak |")
+
+
 def test_a_sink_of_one_head_is_one():
     model, idx = planted(0)
     model.blocks[0].attn.proj.bias.data[4] = 0  # the other head attends to all alike
@@ -707,6 +724,15 @@ def test_chunks_follow_from_the_seed(three):
     assert (analyze.chunks(subject(three, first=7), 3, 33, 1)[:, 0] == 7).all()
 
 
+def test_gradients_are_of_text_of_all_domains(three, monkeypatch):
+    idx, of = analyze.chunks(subject(three), 40, 33, 1), []
+    monkeypatch.setattr(analyze, "value_gradients", lambda model, row: of.append(row) or [1.0])
+    cfg = analyze.AnalyzeConfig(runs=("x",), grad_chunks=20)
+    analyze.measure(tiny(n_layer=1, vocab_size=257, block_size=33), idx, cfg, torch.device("cpu"))
+    found = places(three, torch.cat(of), 33)
+    assert len(set(found)) == 20 and {d for d, _ in found} == THREE.keys()
+
+
 def test_fewer_chunks_than_asked(three):
     """93 windows of 32 in each domain's 3,000 tokens: none comes twice, and another domain does not stand in."""
     found = places(three, analyze.chunks(subject(three), 200, 33, 1), 33)
@@ -736,6 +762,20 @@ def test_chunks_in_another_models_tokens(three):
         text = np.fromfile(three / "val" / f"{domain}.bin", "<u2")[w * 96 : w * 96 + 96].tolist()
         wanted = "".join("\n\n" if i == 256 else chr(i) for i in text)
         assert wanted.startswith("".join("ab" if i == 250 else chr(i) for i in row[1:].tolist()))
+
+
+def test_chunks_that_are_too_short_in_another_models_tokens(three):
+    """A token a word: only the text around the end of a document has two."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 5}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    found, windows = subject(three, first=3, tokenizer=words), analyze.windows(Corpus(three, 6), 300, 1)
+    files = {d: np.fromfile(three / "val" / f"{d}.bin", "<u2") for d in THREE}
+    inside = [256 in files[d][w * 6 + 1 : w * 6 + 5] for d, w in windows]
+    assert 0 < sum(inside) < 100
+    assert analyze.chunks(found, 300, 3, 1).tolist() == [[3, 5, 5]] * sum(inside)
+    with pytest.raises(configurator.UserError, match="has no chunk of 9 tokens; set a smaller --length"):
+        analyze.chunks(found, 100, 9, 1)
 
 
 # ---- the script
@@ -792,10 +832,9 @@ def read(folder):
         return json.loads((folder / "analysis.json").read_text()), dict(arrays)
 
 
-KEYS = set("format mode step checkpoint parameters config chunks chunks_asked length first_token layers".split())
-KEYS |= set(
-    "entropy_uniform states normed flags thresholds learned value_gradient dtype device seconds peak_bytes environment".split()
-)
+KEYS = set("format mode step checkpoint parameters config chunks chunks_asked length first_token dtype device".split())
+KEYS |= set("entropy_uniform layers states normed flags thresholds learned value_gradient".split())
+KEYS |= {"seconds", "peak_bytes", "environment"}
 LAYERS = set("entropy entropy_minus_uniform first top_1 top_2 top_3 top_10 top_1% sink_heads eq4 eq6".split())
 LAYERS |= {f"{t}_{x}" for t in ("key", "value", "raw_value") for x in ("norm_first", "norm_rest", "similarity")}
 LAYERS |= {f"{t}_{x}" for t in ("value", "raw_value") for x in ("largest", "rank")}
@@ -834,7 +873,7 @@ def test_two_runs_as_a_user_does_it(runs):
 
 
 def test_what_is_written_is_what_was_measured(runs, call, tmp_path):
-    words = (runs / "b", "--chunks=7", "--length=24", "--grad_chunks=2", "--seed=3", f"--out_dir={tmp_path / 'x'}")
+    words = (runs / "b", "--chunks=7", "--length=24", "--grad_chunks=7", "--seed=3", f"--out_dir={tmp_path / 'x'}")
     assert call(*words).returncode == 0
     found, arrays = read(tmp_path / "x")
     assert not (set(tmp_path.glob("*")) - {tmp_path / "x"}) and len(list((tmp_path / "x").iterdir())) == 2
@@ -859,7 +898,7 @@ def test_what_is_written_is_what_was_measured(runs, call, tmp_path):
             wanted = np.full_like(row, np.nan) if wanted is None else wanted
             np.testing.assert_allclose(row, wanted, rtol=1e-3, atol=1e-6)
         np.testing.assert_allclose(array, others[name], rtol=1e-3, atol=1e-6)
-    gradients = [value_gradients(model, row[None]) for row in idx[:2]]
+    gradients = [value_gradients(model, row[None]) for row in idx]
     assert found["value_gradient"] == pytest.approx(np.mean(gradients, axis=0).tolist(), rel=1e-4)
     assert again["value_gradient"] == pytest.approx(found["value_gradient"], rel=1e-4)
     ratio = [x["mean"][1] for x in (found["layers"]["value_norm_first"], found["layers"]["value_norm_rest"])]
@@ -875,9 +914,9 @@ def test_the_same_command_gives_the_same_numbers(runs, call, tmp_path):
     assert all(np.array_equal(arrays[k], others[k]) for k in ARRAYS)
     assert call(*words, "--seed=1", f"--out_dir={tmp_path / 'z'}").returncode == 0
     assert read(tmp_path / "z")[0]["layers"]["entropy"] != a["layers"]["entropy"]
-    assert call(*words, "--first_token=97", f"--out_dir={tmp_path / 'z'}").returncode == 0
+    assert call(*words, "--first_token=0", f"--out_dir={tmp_path / 'z'}").returncode == 0
     found = read(tmp_path / "z")[0]
-    assert found["first_token"] == 97 and found["layers"]["value_norm_first"] != a["layers"]["value_norm_first"]
+    assert found["first_token"] == 0 and found["layers"]["value_norm_first"] != a["layers"]["value_norm_first"]
     assert call(*words, "--dtype=bfloat16", f"--out_dir={tmp_path / 'z'}").returncode == 0
     found = read(tmp_path / "z")[0]
     assert found["dtype"] == "bfloat16" and found["layers"]["entropy"] != a["layers"]["entropy"]
@@ -896,7 +935,8 @@ def test_few_chunks(runs, call, tmp_path):
     assert [read(tmp_path)[0][key] for key in ("chunks", "chunks_asked")] == [72, 100]
     assert call(runs / "a", "--chunks=2", "--length=2", out).returncode == 0
     assert read(tmp_path)[0]["layers"]["top_3"]["mean"] == [None, None]
-    assert call(runs / "a", "--chunks=2", f"--data_dir={runs / 'data'}", out).returncode == 0
+    assert call(runs / "a", "--chunks=100", "--grad_chunks=0", f"--data_dir={runs / 'data'}", out).returncode == 0
+    assert read(tmp_path)[0]["chunks"] == 47 + 40  # drawn as the data's own mixture says, not the run's
 
 
 def test_only_the_first_positions_are_kept(runs, call, tmp_path, monkeypatch):
@@ -910,16 +950,17 @@ def test_only_the_first_positions_are_kept(runs, call, tmp_path, monkeypatch):
 def test_a_model_before_training(runs, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = f"data_dir = {str(runs / 'data')!r}\nn_layer, n_head, n_embd, block_size, seed = 3, 2, 32, 128, 5\n"
-    (tmp_path / "small.py").write_text(settings + "value_mode, batch_tokens, micro_batch = 'resformer', 256, 1\n")
+    more = "value_mode, batch_tokens, micro_batch, mixture = 'resformer', 256, 1, {'code': 1}\n"
+    (tmp_path / "small.py").write_text(settings + more)
     assert call("--init=small.py", "--chunks=4", "--grad_chunks=1").returncode == 0
     found, arrays = read(tmp_path / "out" / "init-small")
     assert (found["mode"], found["step"], found["checkpoint"]) == ("resformer", 0, None)
     assert (found["length"], found["first_token"], arrays["hidden_norm"].shape) == (128, 256, (4, 128))
     assert max(abs(x) for x in found["layers"]["entropy_minus_uniform"]["mean"]) < 1e-3  # as Figure 1 has it
     model = GPT(config("resformer", vocab_size=257, n_layer=3, n_head=2, n_embd=32, block_size=128), seed=5).eval()
-    idx = analyze.chunks(subject(runs / "data"), 4, 128, 42)
-    wanted = [recorded(model, idx).mean("hidden_norm_first", n) for n in range(4)]
-    assert found["states"]["hidden_norm_first"]["mean"] == pytest.approx(wanted, rel=1e-5)
+    idx = analyze.chunks(subject(runs / "data", {"code": 1}), 4, 128, 42)
+    wanted = [recorded(model, idx).mean("hidden_norm_rest", n) for n in range(4)]
+    assert found["states"]["hidden_norm_rest"]["mean"] == pytest.approx(wanted, rel=1e-6)
     assert call("--init=small.py", "--chunks=2", "--grad_chunks=0", "--out_dir=there").returncode == 0
     assert read(tmp_path / "there")[0]["chunks"] == 2
     assert call("--init=small.py", f"--data_dir={tmp_path}").returncode == 2
@@ -976,8 +1017,13 @@ def test_a_run_that_is_not_finished(runs, call, tmp_path):
     assert result.returncode == 0 and "stopped (vanilla): 2 chunks" in result.stdout
 
 
-def test_a_bad_call_as_a_user_does_it(runs):
-    refused(script("analyze.py", runs / "a", "--length=65"), "length=65", "block_size=64", "--length=64")
+def test_the_file_itself_refuses(runs, capsys, monkeypatch):
+    """As __main__, which `call` is not."""
+    monkeypatch.setattr(sys, "argv", ["analyze.py", str(runs / "a"), "--length=65", "--device=cpu"])
+    with pytest.raises(SystemExit) as e:
+        runpy.run_path(str(ROOT / "analyze.py"), run_name="__main__")
+    said = SimpleNamespace(returncode=e.value.code, stdout="", stderr=capsys.readouterr().err)
+    refused(said, "length=65", "block_size=64", "--length=64")
 
 
 def test_bad_calls(runs, call, tmp_path, monkeypatch):
@@ -1015,9 +1061,10 @@ def test_bad_calls(runs, call, tmp_path, monkeypatch):
     refused(call(a), "one process", "torchrun")
 
 
-def test_a_model_that_is_not_finite(runs, call, tmp_path):
+@pytest.mark.parametrize("where", ["blocks.1.attn.proj", "blocks.1.mlp.down", "norm"])
+def test_a_model_that_is_not_finite(runs, call, tmp_path, where):
     model = checkpoint.load(runs / "a")
-    model.blocks[1].attn.proj.weight.data.fill_(math.nan)
+    model.get_submodule(where).weight.data.fill_(math.nan)
     checkpoint.save(tmp_path, 1, model, byte_tokenizer().hash)
     byte_tokenizer().save(tmp_path / "tokenizer.json")
     refused(call(tmp_path, f"--data_dir={runs / 'data'}", "--chunks=2"), "finite")

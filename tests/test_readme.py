@@ -24,6 +24,7 @@ STAGES = {
     "plot.py": ("PlotConfig", "words"),
     "eval.py": ("EvalConfig", "runs"),
     "analyze.py": ("AnalyzeConfig", "runs"),
+    "reproduce.py": ("ReproduceConfig", "words"),
     "bench.py": ("BenchConfig", "words"),
     "model.py": ("ModelConfig", None),
 }

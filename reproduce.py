@@ -1,0 +1,713 @@
+"""Every figure and table of the paper by one command: train what it needs, analyse, draw, set beside the paper.
+
+    python reproduce.py fig7 --dry_run                       what would run here: commands, time, disk, memory
+    python reproduce.py fig7                                 run it (what is finished is not run again), and draw it
+    python reproduce.py all                                  everything at --scale=cpu, on a laptop
+    python reproduce.py all --scale=paper --dry_run          the paper's own settings: commands, GPU-hours, disk
+    python reproduce.py report                               report.html of all that has been drawn
+
+Names: fig1 fig2 fig4 … fig22, tab1 … tab5 (Figure 3 is a schematic); figures.py says what each is made of. Runs are
+described in the paper's units, such as 82M at length 2,048, and a scale says what those are. A run is an ordinary run
+of train.py in out/<scale>/<its name>-<seed>. Figures go to results/<scale>/, the numbers beside the paper's to
+results/<scale>.json. After a kill the same command goes on.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import html
+import os
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tqdm import tqdm
+
+import plot
+from configurator import UserError, load, run, setting
+from data import Corpus, Tokenizer, read_json, write_atomic, write_json
+from eval import markdown
+from figures import FIGURES, SEEDS, Found, Job, draw, rows
+from model import GPT, count_parameters, flops_per_token, get_mode, mode_name
+from train import TrainConfig, World, environment
+
+A100_PEAK, MFU = (
+    312e12,
+    0.4,
+)  # bf16 FLOP/s, and the share of it that GPU-hours are computed with, where none is measured
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the paper's units are: sizes -> (layers, heads, width), lengths -> (tokens, sequences a step, micro-batch).
+    The learning rate is the paper's times `rate`; warmups: the paper's steps of warmup -> ours."""
+
+    what: str
+    sizes: dict
+    lengths: dict
+    steps: int
+    rate: float
+    warmups: dict
+    seeds: int  # of each 82M run at length 2,048, the ablations; other runs have one
+    gpus: int  # ranks of a run; 0 = no GPU
+    data_dir: str
+    prepare: str  # the command that makes it, but for --out_dir
+    window: int  # steps of the moving average of training losses
+    evals: int  # evaluations of a 468M run (Figure 6, right); other runs are evaluated at their end
+    chunks: int  # of an analysis
+    settings: dict = field(default_factory=dict)  # of train.py, besides
+    micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
+    vocab: int = 50277  # of the data's tokenizer
+
+
+PAPER_SIZES = {"2M": (4, 2, 16), "82M": (8, 8, 512), "180M": (12, 12, 768), "320M": (15, 16, 1024)}
+PAPER_SIZES |= {"468M": (24, 16, 1024)}  # the paper names a 320M without its shape: this one has 331M
+SLIMPAJAMA = "python prepare.py slimpajama --tokenizer_file=tokenizer.json"
+SCALES = {
+    "paper": Scale(
+        "the paper's settings: 8 A100s, 20.97B tokens a run",
+        PAPER_SIZES,
+        {512: (512, 4096, 128), 2048: (2048, 1024, 32), 8192: (8192, 256, 8), 32000: (32000, 64, 2),
+         64000: (64000, 32, 1)},
+        steps=10_000, rate=1.0, warmups={120: 120, 1200: 1200}, seeds=1, gpus=8,
+        data_dir="data/slimpajama", prepare=SLIMPAJAMA,
+        window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 4, "468M": 4},
+    ),
+    "small": Scale(
+        "the paper's models and lengths, 0.52B tokens a run on one GPU",
+        PAPER_SIZES,
+        {512: (512, 1024, 64), 2048: (2048, 256, 16), 8192: (8192, 64, 4), 32000: (32000, 16, 1), 64000: (64000, 8, 1)},
+        steps=1000, rate=1.0, warmups={120: 40, 1200: 120}, seeds=1, gpus=1,
+        data_dir="data/slimpajama", prepare=SLIMPAJAMA + " --tokens=2e9",
+        window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 2, "468M": 4},
+    ),
+    "cpu": Scale(
+        "models of 0.1 to 3.4M parameters on 0.4M tokens each, for 2 cores without a GPU",
+        {"2M": (4, 2, 16), "82M": (8, 8, 64), "180M": (8, 8, 96), "320M": (8, 8, 128), "468M": (12, 8, 128)},
+        {512: (64, 16, 16), 2048: (128, 8, 8), 8192: (256, 4, 4), 32000: (512, 2, 2), 64000: (1024, 1, 1)},
+        steps=400, rate=5.0, warmups={120: 20, 1200: 100}, seeds=3, gpus=0,
+        data_dir="data/small",
+        prepare="python prepare.py pysource --tokenizer=bpe:2048 --tokens=12e6", vocab=2048,
+        window=20, evals=5, chunks=200, settings={"eval_tokens": 8192, "dtype": "float32", "compile": False},
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReproduceConfig:
+    """Every setting of reproduce.py."""
+
+    words: tuple[str, ...] = setting((), "fig1 … fig22, tab1 … tab5, all, or report")
+    scale: Literal["cpu", "small", "paper"] = setting("cpu", "what the paper's sizes, lengths and tokens are here")
+    seeds: int = setting(0, "seeds of every run; 0 = the scale's: cpu three for the ablations and one else, others one")
+    dry_run: bool = setting(False, "only say what would be run")
+    run: bool = setting(True, "train and analyse what is missing; false = only draw what is there")
+    jobs: int = setting(0, "runs at a time; 0 = one per core without a GPU, else one")
+    public: tuple[str, ...] = setting((), "Llama or Mistral folders in Hugging Face layout, for fig1 and fig18")
+    eval_dir: str = setting("", "local files of tab1's tasks, see eval.py; empty = from the hub")
+    out_dir: str = setting("", "folder of the runs; empty = out/<scale>")
+    data_dir: str = setting("", "prepared data; empty = what the scale says, which cpu makes itself")
+    results_dir: str = setting("results", "folder of the figures and numbers")
+
+    def __post_init__(self):
+        known = [*FIGURES, "all", "report"]
+        if not self.words or set(self.words) - set(known):
+            wrong = next((w for w in self.words if w not in known), "nothing")
+            raise ValueError(f"cannot reproduce {wrong!r}; there are {', '.join(known)}")
+        if "report" in self.words and len(self.words) > 1:
+            raise ValueError("report stands alone: it shows all that has been drawn")
+        for name in ("seeds", "jobs"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        if self.seeds > len(SEEDS):
+            raise ValueError(f"seeds={self.seeds} is more than the {len(SEEDS)} there are")
+        object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.scale}")
+
+    @property
+    def figures(self):
+        asked = {name: figure for name, figure in FIGURES.items() if name in self.words or "all" in self.words}
+        if not self.public:
+            return asked
+
+        def without_ours(figure):
+            panels = (dataclasses.replace(p, jobs={}) if p.kind == "public" else p for p in figure.panels)
+            return dataclasses.replace(figure, panels=tuple(panels))
+
+        return {name: without_ours(figure) for name, figure in asked.items()}
+
+    @property
+    def units(self):
+        """The Scale, with the data folder that was asked for."""
+        found = SCALES[self.scale]
+        data_dir = self.data_dir or found.data_dir
+        return dataclasses.replace(found, data_dir=data_dir, prepare=f"{found.prepare} --out_dir={data_dir}")
+
+    @property
+    def public_folders(self):
+        """{public model's folder: that of its analysis}; models of one name are told apart by their paths."""
+        names = [Path(folder).name for folder in self.public]
+        names = (
+            names if len(set(names)) == len(names) else [folder.strip("/").replace("/", "-") for folder in self.public]
+        )
+        return {folder: Path(self.out_dir, "public", name) for folder, name in zip(self.public, names, strict=True)}
+
+    def seeds_of(self, job):
+        """The seeds of a Job: of ablations as many as the scale says."""
+        ablation = (job.size, job.length) == ("82M", 2048)
+        return SEEDS[: self.seeds or (self.units.seeds if ablation else 1)]
+
+    @property
+    def command(self):
+        """This call, for messages."""
+        kept = {"out_dir": f"out/{self.scale}", "data_dir": "", "results_dir": "results", "seeds": 0, "eval_dir": ""}
+        given = [f"--{key}={getattr(self, key)}" for key, value in kept.items() if getattr(self, key) != value]
+        given += [f"--public={','.join(self.public)}"] * bool(self.public)
+        return shlex.join(["python", "reproduce.py", *self.words, f"--scale={self.scale}", *given])
+
+
+def settings(job, scale, seed, folder):
+    """{setting of train.py: value} of a Job."""
+    block, batch, micro = scale.lengths[job.length]
+    n_layer, n_head, n_embd = scale.sizes[job.size]
+    evals = scale.evals if job.size == "468M" else 1
+    return {
+        "value_mode": job.mode,
+        "arch": job.arch,
+        "n_layer": n_layer,
+        "n_head": n_head,
+        "n_embd": n_embd,
+        "block_size": block,
+        "batch_tokens": block * batch,
+        "micro_batch": max(1, micro // scale.micro.get(job.size, 1)),
+        "max_steps": scale.steps,
+        "warmup_steps": scale.warmups[job.warmup],
+        "learning_rate": float(f"{job.lr * scale.rate:.6g}"),
+        "eval_every": scale.steps // evals,
+        "save_every": max(1, scale.steps // 2 if not scale.gpus else scale.steps // 10),
+        "log_every": max(1, scale.steps // 10),
+        "keep": 1,
+        "data_dir": scale.data_dir,
+        "seed": seed,
+        "out_dir": str(folder),
+    } | scale.settings
+
+
+def words(values):
+    """Settings as the words of a command, those that are train.py's defaults left out."""
+    defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
+    return [f"--{key}={value}" for key, value in values.items() if value != defaults[key]] + ["--resume=auto"]
+
+
+def launcher(scale):
+    """What comes before `train.py`."""
+    return ["torchrun", f"--nproc_per_node={scale.gpus}"] if scale.gpus > 1 else ["python"]
+
+
+def vocabulary(scale):
+    path = Path(scale.data_dir, "tokenizer.json")
+    return Tokenizer.load(path).n_vocab if path.exists() else scale.vocab
+
+
+@dataclass
+class Plan:
+    """A run that is to be made: its settings, and what it takes."""
+
+    job: Job
+    seed: int
+    folder: Path
+    values: dict
+    analyse: bool
+    tasks: set
+    vocab: int
+    data: str | None  # hash of the data, if it is there
+    seconds: float = 0.0  # of training on this machine, or of 8 A100s
+
+    @property
+    def state(self):
+        """done, begun or new."""
+        with contextlib.suppress(UserError):
+            if plot.read_run(self.folder).finished:
+                return "done"
+        return "begun" if (self.folder / "metrics.jsonl").exists() else "new"
+
+    def check(self):
+        """Raise UserError if the folder holds a run of other settings. (What train.py lets change, it compares.)"""
+        path, free = (
+            self.folder / "config.json",
+            ("out_dir", "data_dir", "value_mode", "keep", "save_every", "log_every"),
+        )
+        old = read_json(path, "the config of a run") if path.exists() else self.values
+        changed = [k for k, v in self.values.items() if k not in free and old.get(k) != v]
+        if self.data and old.get("data", self.data) != self.data:
+            raise UserError(f"{self.folder} was trained on other data; set another --out_dir, or its own --data_dir")
+        if old.get("value_mode_name", self.job.mode) != mode_name(get_mode(self.job.mode)):
+            raise UserError(f"{self.folder} is of mode {old['value_mode_name']}; set another --out_dir, or remove it")
+        if changed:
+            what = ", ".join(f"{k}={old.get(k)} instead of {self.values[k]}" for k in changed)
+            raise UserError(f"{self.folder} was trained with {what}; set another --out_dir, or remove it")
+
+    @property
+    def model(self):
+        return TrainConfig(**self.values).model(self.vocab)
+
+    @property
+    def tokens(self):
+        return self.values["max_steps"] * self.values["batch_tokens"]
+
+    @property
+    def disk(self):
+        """Bytes: the last checkpoint, with several evaluations the best too, weights and optimizer in fp32."""
+        several = self.values["eval_every"] < self.values["max_steps"]
+        return 12 * (1 + several) * count_parameters(self.model)[0]
+
+
+def plans(cfg):
+    """The Plans of all runs that the figures need, in the order in which the figures name them."""
+    found, vocab, folder = {}, vocabulary(cfg.units), Path(cfg.units.data_dir)
+    data = Corpus(folder, 1, verify=False).hash if (folder / "manifest.json").exists() else None
+    for figure in cfg.figures.values():
+        for job in figure.jobs:
+            for seed in cfg.seeds_of(job):
+                folder = Path(cfg.out_dir, f"{job.name}-{seed}")
+                new = Plan(job, seed, folder, settings(job, cfg.units, seed, folder), False, set(), vocab, data)
+                of = found.setdefault((job, seed), new)
+                of.analyse |= job in figure.analysed
+                if (
+                    seed == SEEDS[0] or cfg.seeds
+                ):  # tasks cost more than these runs: one seed, but if more are asked for
+                    of.tasks |= {figure.tasks} - {""}
+    for of in found.values():
+        of.check()
+    return list(found.values())
+
+
+# -- what it takes
+
+
+def step_seconds(values, device, vocab):
+    """Seconds of one optimizer step of a vanilla model with these settings here, without the optimizer: the best of two
+    micro-batches of random tokens after a first."""
+    cfg = TrainConfig(**values | {"value_mode": "vanilla"})
+    model = GPT(cfg.model(vocab)).to(device)
+    idx, best = torch.randint(vocab, (cfg.micro_batch, cfg.block_size), device=device), float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        model(idx, idx.roll(-1, 1))[1].backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return best * cfg.accumulation(1)
+
+
+def estimate(todo, cfg, device):
+    """Fill the Plans' seconds. Where the scale's machine is this one each shape is timed for a moment, and modes go by
+    their FLOPs; else all goes by FLOPs, at 40 % of 8 A100s' peak. Returns how, in words."""
+    scale, timed = cfg.units, {}
+    here = not scale.gpus or (scale.gpus == 1 and device.type == "cuda")
+    for of in todo:
+        shape = {k: v for k, v in of.values.items() if k not in ("value_mode", "seed", "out_dir", "learning_rate")}
+        flops = flops_per_token(of.model)
+        if here:
+            key = str(shape)
+            if key not in timed:
+                vanilla = flops_per_token(TrainConfig(**shape).model(of.vocab))
+                timed[key] = step_seconds(of.values, device, of.vocab) / vanilla
+            of.seconds = timed[key] * flops * of.values["max_steps"]
+        else:
+            of.seconds = flops * of.tokens / (A100_PEAK * MFU * scale.gpus)
+    return f"measured here on {len(timed)} shapes" if here else f"computed: {MFU:.0%} of {scale.gpus} A100s' bf16 peak"
+
+
+def chunk_words(cfg):
+    return [f"--chunks={cfg.units.chunks}", f"--data_dir={cfg.units.data_dir}"]
+
+
+def show_plan(todo, cfg, device, at_once):
+    """Print runs, settings, time, disk and memory."""
+    how = estimate([of for of in todo if of.state != "done"], cfg, device)
+    print(f"scale {cfg.scale}: {cfg.units.what}; times are {how}\n")
+    gpus, lines = max(1, cfg.units.gpus), []
+    for of in todo:
+        cost = "-" if of.state == "done" else f"{of.seconds * gpus / 3600:,.2f}"
+        size = count_parameters(of.model)[0]
+        lines.append(
+            [f"{of.job.name}-{of.seed}", of.state, f"{size:,}", f"{of.tokens:,}", cost, f"{of.disk / 1e9:.2f}"]
+        )
+    unit = "GPU-hours" if cfg.units.gpus else "core-hours"
+    print("\n".join(markdown(["run", "state", "parameters", "tokens", unit, "disk (GB)"], lines)))
+    if cfg.dry_run:
+        if not Path(cfg.units.data_dir, "manifest.json").exists():
+            print(f"{cfg.units.prepare}")
+        for of in todo:
+            print(*launcher(cfg.units), "train.py", *map(shlex.quote, words(of.values)))
+        for command, _ in extra(cfg):
+            print(*map(shlex.quote, ["python", *command]))
+        for of in todo:
+            if of.analyse:
+                print("python analyze.py", of.folder, *chunk_words(cfg))
+            for tasks in of.tasks:
+                print("python eval.py", of.folder, f"--task={tasks}")
+        print()
+    left = sum(of.seconds for of in todo if of.state != "done")
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6 * at_once
+    longest = max((of.seconds for of in todo if of.state != "done"), default=0)
+    wall = max(left / at_once, longest) / 60
+    total = f"{left * gpus / 3600:,.1f} {unit}, {wall:,.0f} minutes with {at_once} at a time"
+    print(
+        f"{len(todo)} runs, {sum(of.state == 'done' for of in todo)} of them done; training takes {total}; "
+        f"disk {sum(of.disk for of in todo) / 1e9:,.1f} GB; " + f"memory {memory:.1f} GB" * (not cfg.units.gpus)
+    )
+
+
+# -- running
+
+
+class Workers:
+    """Commands that run side by side, each with its log; stop() ends them, and they save what they have."""
+
+    def __init__(self, at_once, cores):
+        self.at_once, self.running, self.stopped = at_once, set(), False
+        self.env = dict(os.environ)
+        if cores and at_once > 1:
+            self.env |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))}
+
+    def call(self, command, folder, log):
+        """Run a command in a folder that no other process works in; raises UserError with its last line if it fails."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / ".lock", "w") as lock, open(folder / log, "a", encoding="utf-8") as out:
+            self.wait_for(lock, folder)
+            if self.stopped:
+                return
+            child = subprocess.Popen(command, stdout=out, stderr=out, env=self.env, pass_fds=[lock.fileno()])
+            self.running.add(child)
+            code = child.wait()
+            self.running.discard(child)
+        if code and not self.stopped:
+            last = (folder / log).read_text(encoding="utf-8").strip().splitlines() or ["nothing"]
+            raise UserError(f"`{shlex.join(command)}` failed ({code}): {last[-1]}; all of it is in {folder / log}")
+
+    def wait_for(self, lock, folder):
+        """Hold a folder's lock, once no other process does: a child outlives a parent that was killed."""
+        import fcntl
+
+        waiting = False
+        while not self.stopped:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not waiting:
+                    print(f"{folder}: another process is at work there, waiting for it", flush=True)
+                waiting = True
+                time.sleep(0.5)
+
+    def stop(self, *_):
+        self.stopped = True
+        for child in list(self.running):
+            child.terminate()
+
+
+def script(name, *given):
+    return [sys.executable, str(HERE / name), *map(str, given)]
+
+
+def make_run(of, cfg, workers):
+    """Train, analyse and evaluate one Plan, as far as that is not done."""
+    if of.state != "done":
+        begin = script("train.py")
+        if cfg.units.gpus > 1:
+            begin = [sys.executable, "-m", "torch.distributed.run", *launcher(cfg.units)[1:], str(HERE / "train.py")]
+        workers.call([*begin, *words(of.values)], of.folder, "train.log")
+    if of.analyse and stale(of.folder, cfg.units.chunks):
+        workers.call(script("analyze.py", of.folder, *chunk_words(cfg)), of.folder, "analyze.log")
+    for tasks in sorted(of.tasks):
+        evaluate(of, tasks, cfg, workers)
+
+
+def stale(folder, chunks):
+    """Whether a folder's analysis is missing, older than its weights, or of fewer chunks."""
+    path = folder / "analysis.json"
+    weights = max((p.stat().st_mtime for p in folder.glob("step_*.safetensors")), default=0)
+    if not path.exists() or path.stat().st_mtime < weights:
+        return True
+    return read_json(path, "a file of analyze.py").get("chunks_asked", 0) < chunks
+
+
+def evaluate(of, group, cfg, workers):
+    """The tasks of a table one by one: a model too short for a task leaves it out; without the files, all the rest."""
+    known = plot.read_eval(of.folder)[1] if (of.folder / "eval.json").exists() else {}
+    for name in ["loss"] if group == "table5" else plot.TASKS[:6]:
+        given = [f"--corpus={cfg.units.data_dir}"] if name == "loss" else [f"--data_dir={cfg.eval_dir}"]
+        if name in known:
+            continue
+        try:
+            workers.call(script("eval.py", of.folder, f"--task={name}", *given), of.folder, "eval.log")
+        except UserError as e:
+            print(f"note: {of.folder.name} has no {name}: {e}", flush=True)
+            if "take a model of a longer one" not in str(e):
+                break
+
+
+def prepare(cfg):
+    """Make the data of --scale=cpu if it is not there; other scales' is the user's to make."""
+    folder = Path(cfg.units.data_dir)
+    if (folder / "manifest.json").exists():
+        return
+    if cfg.units.gpus or cfg.data_dir:
+        raise UserError(f"{folder} has no manifest.json; make the data: `{cfg.units.prepare}`")
+    print(f"making the data: {cfg.units.prepare}", flush=True)
+    if code := subprocess.call([sys.executable, str(HERE / "prepare.py"), *cfg.units.prepare.split()[2:]]):
+        raise UserError(f"`{cfg.units.prepare}` failed ({code})")
+
+
+def extra(cfg):
+    """[(command, folder)]: analyses of models that are not trained here, before training and public, as far as they are
+    not made."""
+    panels, found = {panel.kind for figure in cfg.figures.values() for panel in figure.panels}, []
+    out = Path(cfg.out_dir, "init-468M")
+    if "initial" in panels and not (out / "analysis.json").exists():
+        # the paper's own size and length at any scale: before training few chunks tell the entropy
+        given = [
+            "--length=2048",
+            "--chunks=4",
+            "--grad_chunks=0",
+            f"--data_dir={cfg.units.data_dir}",
+            f"--out_dir={out}",
+        ]
+        found.append((["analyze.py", "--init=config/size_468m.py", *given], out))
+    for folder, out in cfg.public_folders.items() if "public" in panels else ():
+        if stale(out, cfg.units.chunks):
+            given = [*chunk_words(cfg), "--dtype=bfloat16", "--grad_chunks=0", f"--out_dir={out}"]
+            found.append((["analyze.py", folder, *given], out))
+    return found
+
+
+def make(todo, cfg, at_once):
+    """Make all runs, `at_once` of them side by side, the longest first; says after each how much is left."""
+    workers, done = Workers(at_once, not cfg.units.gpus), 0
+    old = [signal.signal(s, workers.stop) for s in (signal.SIGTERM, signal.SIGINT)]
+    todo = sorted(todo, key=lambda of: -of.seconds)
+    total, began = sum(of.seconds for of in todo), time.time()
+    bar = tqdm(total=len(todo), unit="run", dynamic_ncols=True) if sys.stderr.isatty() else None
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = {pool.submit(make_run, of, cfg, workers): of for of in todo}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                if workers.stopped:
+                    break
+                of = futures[future]
+                done += of.seconds
+                left = (time.time() - began) * (total / done - 1) if done else 0
+                loss = plot.read_run(of.folder)
+                line = f"{of.folder}: validation loss {loss.val[loss.last]:.4f}, {left / 60:.0f} min left"
+                bar.update() if bar else None
+                tqdm.write(line) if bar else print(line, flush=True)
+        except BaseException:
+            workers.stop()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+    workers.env = dict(os.environ)  # the last ones have the machine to themselves
+    for (name, *given), folder in extra(cfg):
+        if not workers.stopped:
+            print(f"{folder}: {name} {given[0]}", flush=True)
+            given = [word.replace("=config/", f"={HERE}/config/") for word in given]
+            workers.call(script(name, *given), folder, "analyze.log")
+    for s, handler in zip((signal.SIGTERM, signal.SIGINT), old, strict=True):
+        signal.signal(s, handler)
+    if workers.stopped:
+        raise UserError(f"stopped, what was running has saved its state; go on with `{cfg.command}`")
+
+
+# -- results
+
+
+def verdict(row):
+    """Whether a row goes the paper's way, in words."""
+    if row["same"] is None:
+        return "" if row["n"] else "not to be told"
+    spread = {None: ", one seed", True: ", within the seeds' spread", False: ""}[row["within"]]
+    return ("same way" if row["same"] else "the other way") + spread
+
+
+def cells(row):
+    sign = "+" if "−" in row["what"] else ""  # of a difference
+    ours = "-" if row["mean"] is None else f"{row['mean']:{sign}.4f}"
+    return [
+        row["what"],
+        ours + (f" ± {row['std']:.4f}" if row["std"] is not None else ""),
+        str(row["n"]),
+        row["paper"],
+        verdict(row),
+    ]
+
+
+CLAIMS = ["", "ours", "seeds", "the paper", "which way"]
+
+
+def publish(name, figure, cfg, found):
+    """Draw a figure or print a table, and write its numbers into the results of the scale."""
+    folder, path = Path(cfg.results_dir, cfg.scale), Path(cfg.results_dir, f"{cfg.scale}.json")
+    print(f"{name}: {figure.caption}")
+    record = {"caption": figure.caption, "out_dir": cfg.out_dir}
+    record["runs"] = [f"{job.name}-{seed}" for job in figure.jobs for seed in cfg.seeds_of(job)]
+    if figure.panels:
+        draw(folder / f"{name}.png", figure, found)
+        record["png"] = f"{cfg.scale}/{name}.png"
+    if figure.table:
+        header, *lines = figure.table(found)
+        record["table"] = [header, *lines]
+        print("\n".join(markdown(header, lines)))
+    record["rows"] = rows(figure, found)
+    if record["rows"]:
+        print("\n".join(markdown(CLAIMS, map(cells, record["rows"]))), flush=True)
+    known = read_json(path, "results of reproduce.py") if path.exists() else {"scale": cfg.units.what, "figures": {}}
+    known["figures"][name] = record | {"environment": environment()}
+    order = {key: known["figures"][key] for key in FIGURES if key in known["figures"]}
+    write_json(path, known | {"figures": order})
+
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 64rem; margin: 0 auto;
+       padding: 1rem; overflow-wrap: break-word }
+nav a { display: inline-block; padding: .15rem .5rem .15rem 0 }
+h2 { margin: 2.5rem 0 .3rem; border-top: 1px solid #ccc; padding-top: 1rem }
+img { max-width: max(100%, 36rem); height: auto; display: block; margin: .8rem 0 }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-size: .9rem }
+th, td { padding: .25rem .7rem .25rem 0; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top }
+td + td, th + th { white-space: nowrap }
+td:first-child { min-width: 11rem }
+td.paper { white-space: normal; min-width: 9rem }
+.same { color: #00603c } .other { color: #a23b00 } .open { color: #555 }
+a { color: #0059a0 } summary { cursor: pointer }
+"""
+
+
+def html_table(header, lines, kinds=()):
+    """Texts as an HTML table; kinds: {column: class of its cells, or function cell -> class}."""
+    kinds = dict(kinds)
+
+    def cell(tag, i, text):
+        kind = kinds.get(i, "") if tag == "td" else ""
+        kind = kind(text) if callable(kind) else kind
+        return f"<{tag}{f' class={kind}' if kind else ''}>{html.escape(str(text))}</{tag}>"
+
+    rows_ = [(header, "th"), *((line, "td") for line in lines)]
+    inside = "\n".join(
+        "<tr>" + "".join(cell(tag, i, text) for i, text in enumerate(row)) + "</tr>" for row, tag in rows_
+    )
+    return f'<div class="wide"><table>\n{inside}\n</table></div>'
+
+
+def colour(said):
+    if "spread" in said or "told" in said or not said:
+        return "open"
+    return "same" if said.startswith("same") else "other"
+
+
+def section(name, record, cfg):
+    """One figure or table of the report."""
+    title = ("Figure " if name.startswith("fig") else "Table ") + name[3:]
+    parts = [f'<h2 id="{name}">{title}</h2>', f"<p>{html.escape(record['caption'])}</p>"]
+    if "png" in record:
+        path = Path(cfg.results_dir, record["png"])
+        if not path.exists():
+            raise UserError(f"{path} is missing; draw it again: `python reproduce.py {name} --scale={cfg.scale}`")
+        png = path.read_bytes()
+        width = int.from_bytes(png[16:20], "big") * 96 // 150  # the header's pixels, drawn at 150 to the inch
+        about = f'alt="{title}: {html.escape(record["caption"])}" width={width}'
+        image = f'<img {about} src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+        parts.append(f'<div class="wide">{image}</div>')
+    if "table" in record:
+        parts.append(html_table(record["table"][0], record["table"][1:]))
+    if record["rows"]:
+        parts.append(html_table(CLAIMS, [cells(row) for row in record["rows"]], {3: "paper", 4: colour}))
+    if record["runs"]:
+        root = html.escape(record["out_dir"])
+        links = ", ".join(f'<a href="{root}/{run}/">{run}</a>' for run in record["runs"])
+        parts.append(f"<details><summary>{len(record['runs'])} runs</summary><p>{links}</p></details>")
+    about = record["environment"]
+    made = f"{about['machine']}, torch {about['torch']}, commit {(about['commit'] or 'unknown')[:10]}"
+    return "\n".join([*parts, f"<p><small>{html.escape(made)}</small></p>"])
+
+
+def report(cfg):
+    """report.html: all that results/<scale>.json has, in one file that needs nothing else."""
+    path = Path(cfg.results_dir, f"{cfg.scale}.json")
+    if not path.exists():
+        raise UserError(f"{path} is missing: nothing is drawn yet; `python reproduce.py all --scale={cfg.scale}`")
+    found = read_json(path, "results of reproduce.py")
+    try:
+        page = whole_page(found, cfg)
+    except (KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"{path} is not results of reproduce.py ({type(e).__name__} {e}); draw them again") from None
+    write_atomic("report.html", lambda temporary: Path(temporary).write_text(page, encoding="utf-8"))
+    print(f"wrote report.html: {len(found['figures'])} figures and tables, {len(page) / 1e6:.1f} MB")
+
+
+def whole_page(found, cfg):
+    """The report's HTML, from what results/<scale>.json holds."""
+    said = [verdict(row) for record in found["figures"].values() for row in record["rows"] if row["same"] is not None]
+    count = {kind: sum(colour(word) == kind for word in said) for kind in ("same", "other", "open")}
+    links = " ".join(f'<a href="#{name}">{name}</a>' for name in found["figures"])
+    summary = (
+        f"Scale {cfg.scale}: {found['scale']}. Of {len(said)} claims of the paper that these runs can speak to, "
+        f"{count['same']} go the same way here, {count['other']} the other way, and {count['open']} are within the "
+        "spread of the seeds. Losses are in nats per token."
+    )
+    body = "\n".join(section(name, record, cfg) for name, record in found["figures"].items())
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>nanoResFormer: the paper's figures at scale {cfg.scale}</title><style>{STYLE}</style></head><body>
+<h1>Value residual learning: the paper's figures, ours beside its numbers</h1>
+<p>{html.escape(summary)}</p>
+<nav>{links}</nav>
+{body}
+</body></html>
+"""
+
+
+def main():
+    cfg = load(ReproduceConfig, positional="words", usage=__doc__)
+    if cfg.words == ("report",):
+        return report(cfg)
+    device = World("auto").device
+    at_once = cfg.jobs or (1 if cfg.units.gpus else os.cpu_count() or 1)
+    if not cfg.units.gpus and at_once > 1:
+        torch.set_num_threads(1)
+    if cfg.run and not cfg.dry_run and (not cfg.units.gpus or device.type == "cuda"):
+        prepare(cfg)
+    todo = plans(cfg)
+    if cfg.run or cfg.dry_run:
+        if cfg.units.gpus and device.type != "cuda" and not cfg.dry_run:
+            raise UserError(
+                f"scale={cfg.scale} wants GPUs, and there is none; --dry_run only plans, --scale=cpu runs here"
+            )
+        show_plan(todo, cfg, device, at_once)
+        if cfg.dry_run:
+            return
+        make(todo, cfg, at_once)
+    found = Found(cfg.out_dir, cfg.units, cfg.seeds_of, cfg.public_folders.values(), cfg.command)
+    missing = []
+    for name, figure in cfg.figures.items():
+        try:
+            publish(name, figure, cfg, found)
+        except UserError as e:  # one figure without its runs should not keep the others from being drawn
+            print(f"note: {e}", flush=True)
+            missing.append((name, e))
+    if missing:
+        raise UserError(f"not drawn: {', '.join(name for name, _ in missing)}; {missing[0][1]}")
+
+
+if __name__ == "__main__":
+    run(main)
