@@ -124,7 +124,10 @@ def softmaxes(attn, used, useds, lam):
 def importance(attn, used, useds, lam):
     """Token importance of each head: the share of all attention in layer `attn` that goes to a position, (B, H, T)."""
     scale = attn.head_dim**-0.5
-    total = sum(w * received(q, keys, scale) for w, q, keys in softmaxes(attn, used, useds, lam))
+    parts = softmaxes(attn, used, useds, lam)
+    if not any(w for w, *_ in parts):  # a layer may give its attention no weight at all: where it goes is still a fact
+        parts = [(1.0, *of) for _, *of in parts]
+    total = sum(w * received(q, keys, scale) for w, q, keys in parts)
     return total / total.sum(dim=-1, keepdim=True)
 
 
@@ -394,7 +397,7 @@ def open_initial(cfg, device):
     trained = load(TrainConfig, words)
     tokenizer = Tokenizer.load(Path(trained.data_dir) / "tokenizer.json")
     model = GPT(trained.model(tokenizer.n_vocab), trained.seed).to(device, getattr(torch, cfg.dtype)).eval()
-    label = f"init-{Path(cfg.init[0]).stem}"
+    label = "-".join(["init", *(Path(file).stem for file in cfg.init)])
     about = {"mode": mode_name(model.cfg.value_mode), "step": 0, "checkpoint": None}
     mixture = trained.mixture or None
     return Subject(model, label, Path("out", label), trained.data_dir, mixture, tokenizer.eot, tokenizer, about)

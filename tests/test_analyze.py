@@ -105,6 +105,15 @@ def test_received_by_hand():
         torch.testing.assert_close(received(q, keys, 0.7, rows)[0, 0], wanted, **EXACT)
 
 
+@pytest.mark.parametrize("own", [1.0, 0.0, -1.0])
+def test_the_weight_of_attention_does_not_change_where_it_goes(own):
+    model = tiny(ValueMode((Residual(map="identity", lam=(own, 1.0)),)))
+    attn, args, output = watched(model, tokens((2, 9)))[1]
+    _, _, used = output
+    sums = received(used["q"], [used["k"]], 4**-0.5)
+    torch.testing.assert_close(importance(attn, used, args[4], args[2]), sums / 9, **EXACT)
+
+
 def test_half_precision_is_summed_in_fp32():
     q, k = (t.bfloat16() for t in torch.randn(2, 1, 2, 300, 8, generator=torch.Generator().manual_seed(0)))
     found = received(q, [k], 0.3, 7)
@@ -199,7 +208,17 @@ VALUES = {  # what layer n (from 0) attends over, given all layers' projected va
     "svformer": lambda n, V: V[0],
     "share_v2": lambda n, V: V[n - n % 2],
 }
-ATTENDED = ("cross", "neutreno", "probs", "scores", "hidden", "denseformer", "gqa2", "share_q")  # over V[n], all these
+ATTENDED = (
+    "cross",
+    "neutreno",
+    "probs",
+    "scores",
+    "key",
+    "hidden",
+    "denseformer",
+    "gqa2",
+    "share_q",
+)  # over V[n], all these
 
 
 @torch.no_grad()
@@ -496,9 +515,9 @@ def test_the_table_says_what_was_found():
     right = [averages.mean("hidden_similarity", 0), averages.mean("value_rank", 0)]
     assert cells[0] == "1" and [float(c) for c in cells[3:8]] == pytest.approx([1.0, *ratios, *right], abs=0.05)
     assert cells[8] == "sinks at [0]"
-    for name in ("value_drains", "hidden_peaks"):
+    for name, says in {"value_drains": "value drain", "hidden_peaks": "value drain, hidden peak"}.items():
         numbers["flags"][name][0] = True
-    assert analyze.table(numbers)[2].endswith("| sinks at [0], value drain, hidden peak |")
+        assert analyze.table(numbers)[2].endswith(f"| sinks at [0], {says} |")
 
 
 def test_a_sink_of_one_head_is_one():
@@ -701,7 +720,11 @@ def places(data, idx, T):
     return [where[tuple(row[1:].tolist())] for row in idx]
 
 
-@pytest.mark.parametrize("mixture", [None, {"maths": 3, "prose": 1}, {"code": 1, "prose": 0}])
+MIXTURES = [None, {"maths": 3, "prose": 1}, {"code": 1, "prose": 0}]
+MIXTURES += [{"prose": 0.1, "code": 0.1, "maths": 0.6}]  # whose shares add up to 1 - 1e-16
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
 def test_chunks_are_drawn_as_the_mixture_says(three, mixture):
     share = {d: n / 10_000 for d, n in THREE.items()} if mixture is None else mixture
     total = sum(share.values())
@@ -877,7 +900,7 @@ def test_what_is_written_is_what_was_measured(runs, call, tmp_path):
     assert call(*words).returncode == 0
     found, arrays = read(tmp_path / "x")
     assert not (set(tmp_path.glob("*")) - {tmp_path / "x"}) and len(list((tmp_path / "x").iterdir())) == 2
-    assert call(*words[:-1], f"--out_dir={tmp_path / 'again'}", "--batch_tokens=20").returncode == 0
+    assert call(*words[:-1], f"--out_dir={tmp_path / 'again'}", "--batch_tokens=50").returncode == 0
     again, others = read(tmp_path / "again")
     tokenizer, mixture = byte_tokenizer(), {"prose": 1, "code": 3}
     idx = analyze.chunks(subject(runs / "data", mixture, tokenizer.eot, tokenizer), 7, 24, 3)
@@ -999,6 +1022,9 @@ def test_a_hugging_face_folder(runs, call, tmp_path):
     for name in ("entropy", "first", "value_rank", "eq4", "eq6"):
         assert near(found["layers"][name]["mean"], [averages.mean(name, n) for n in range(2)], rel=1e-5), name
     assert arrays["value_spectrum"].shape == (2, 8)
+    assert call(folder, data, "--chunks=6", "--grad_chunks=0", "--dtype=bfloat16").returncode == 0
+    wide, narrow = (of["layers"]["entropy"]["mean"] for of in (found, read(folder)[0]))
+    assert narrow != wide and narrow == pytest.approx(wide, abs=0.05)
     refused(call(folder), "does not say what it was trained on", "--data_dir")
     refused(call(folder, data, "--length=34"), "length=34", "block_size=33", "--length=33")
     (folder / "tokenizer.json").unlink()
