@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -289,6 +290,7 @@ def test_every_run_of_every_figure_is_valid(name):
         assert cfg.accumulation(max(1, scale.gpus)) >= 1
         assert mode_name(cfg.value_mode) == job.mode and cfg.arch == job.arch and cfg.seed == 7
         assert cfg.block_size == scale.lengths[job.length][0] and 1 <= cfg.warmup_steps < cfg.max_steps
+        assert cfg.save_every <= cfg.max_steps / 2  # a kill costs half of a run at most
         cfg.model(2048)
         folders.add(job.name)
     assert len(folders) == len(jobs())
@@ -708,6 +710,7 @@ def test_the_line_of_figure_15_is_that_of_its_claim(made, found):
         (N[s], np.mean([made.loss(Job(size=s), i) for i in made.seeds(Job(size=s))])) for s in ("82M", "180M", "468M")
     ]
     assert (y[-1] - y[0]) / np.log(x[-1] / x[0]) == pytest.approx(least_squares(losses)[1])
+    assert x[0] == pytest.approx(N_SV["82M"]) and x[-1] == pytest.approx(N["468M"])  # and goes no further
 
 
 def test_public_models(made, data_dir, tmp_path):
@@ -1154,6 +1157,13 @@ def test_gpu_hours_are_flops_over_40_percent_of_an_a100(scale, planned):
     assert said == pytest.approx(total, rel=1e-3)
     minutes = float(re.search(r"([\d,.]+) minutes with 4 at a time", last)[1].replace(",", ""))
     assert minutes == pytest.approx(total * 60 / gpus / 4, rel=1e-3)
+
+
+def test_memory_of_all_runs_at_a_time(planned):
+    """What a process that has imported all, and tried the shapes, has taken, times 4."""
+    said = float(re.search(r"; memory ([\d.]+) GB$", planned["cpu"].strip())[1])
+    assert 4 * 0.1 < said <= 4 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6 + 0.1
+    assert "memory" not in planned["paper"]
 
 
 def test_seconds_on_a_cpu_go_by_flops_from_one_timed_model(monkeypatch, planned):
@@ -1724,7 +1734,7 @@ def test_analyses_besides_the_runs(monkeypatch, tmp_path, data_dir):
     init, *public = given
     shape = load(TrainConfig, [str(ROOT / init.init[0])])
     assert (shape.n_layer, shape.n_head, shape.n_embd, shape.block_size) == (24, 16, 1024, 2048)
-    assert init.length in (0, 2048) and init.out_dir == "out/cpu/init-468M"
+    assert init.length in (0, 2048) and init.chunks <= 16 and init.out_dir == "out/cpu/init-468M"
     assert [g.runs for g in public] == [("models/Llama-8B",), ("models/Mistral",)]
     assert [g.out_dir for g in public] == ["out/cpu/public/Llama-8B", "out/cpu/public/Mistral"]
     assert list(cfg.public_folders.values()) == [Path(g.out_dir) for g in public]
@@ -1738,6 +1748,7 @@ def test_analyses_besides_the_runs(monkeypatch, tmp_path, data_dir):
 
 
 def test_those_analyses_come_last_and_alone(small, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     calls = []
     monkeypatch.setattr(Workers, "call", lambda self, *of: calls.append((*of, self.env.get("OMP_NUM_THREADS"))))
     monkeypatch.setattr(
@@ -1811,7 +1822,7 @@ def test_refused_settings(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_runs_that_are_missing(small, real):
+def test_runs_that_are_missing(small):
     refused(
         command("fig9", "--run=false"), "out/cpu/82M-2048-resformer-42 is missing", "`python reproduce.py fig9 --sc"
     )
