@@ -389,6 +389,8 @@ class Workers:
                 return
             child = subprocess.Popen(command, stdout=out, stderr=out, env=self.env, pass_fds=[lock.fileno()])
             self.running.add(child)
+            if self.stopped:  # between the look at it above and now
+                child.terminate()
             code = child.wait()
             self.running.discard(child)
         if code and not self.stopped:

@@ -1417,7 +1417,7 @@ def test_report_of_all_figures(made, found, data_dir, monkeypatch, tmp_path):
             figure = FIGURES[name]
             if name == "fig9":
                 claim = dataclasses.replace(figure.claims[0], what=odd, paper="<i>less</i>")
-                figure = dataclasses.replace(figure, caption="<u>one</u> & two.", claims=(claim,))
+                figure = dataclasses.replace(figure, caption='"<u>one</u>" & two.', claims=(claim,))
             reproduce.publish(name, figure, cfg, found)
         reproduce.report(cfg)
     text, page = whole(tmp_path / "report.html")
@@ -1425,9 +1425,9 @@ def test_report_of_all_figures(made, found, data_dir, monkeypatch, tmp_path):
     assert len(page.all("img", "src")) == 21
     assert all(figure.caption in page.text for name, figure in FIGURES.items() if name != "fig9")
     assert all(claim.what in page.text for name, f in FIGURES.items() if name != "fig9" for claim in f.claims)
-    assert odd in page.text and "<i>less</i>" in page.text and "<u>one</u> & two." in page.text
+    assert odd in page.text and "<i>less</i>" in page.text and '"<u>one</u>" & two.' in page.text
     assert not {"b", "u", "i"} & {tag for tag, _ in page.tags}
-    assert "Figure 9: <u>one</u> & two." in page.all("img", "alt")
+    assert 'Figure 9: "<u>one</u>" & two.' in page.all("img", "alt")
     for figure in FIGURES.values():
         n = sum(len(cfg.seeds_of(job)) for job in figure.jobs)
         assert not n or f"<summary>{n} runs</summary>" in text
@@ -1586,6 +1586,25 @@ def test_one_failing_run_stops_the_others(small, monkeypatch):
         command("fig9", "--jobs=2"), "failed (1): it exploded; all of it is in out/cpu/82M-2048-resformer-42/train.log"
     )
     assert time.monotonic() - began < 30
+
+
+def test_stop_while_a_command_starts(monkeypatch, tmp_path):
+    workers, popen, started = Workers(1, True), subprocess.Popen, []
+
+    def meanwhile(*args, **kw):
+        started.append(popen(*args, **kw))
+        workers.stop()
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", meanwhile)
+    code = [sys.executable, "-c", "import time; time.sleep(60)"]
+    thread = threading.Thread(target=workers.call, args=(code, tmp_path / "run", "x.log"), daemon=True)
+    thread.start()
+    thread.join(5)
+    works = thread.is_alive()
+    started[0].kill()
+    thread.join(10)
+    assert not works
 
 
 def test_stop_ends_the_wait_for_a_folder(monkeypatch, tmp_path):
