@@ -70,7 +70,7 @@ LENGTHS = (512, 2048, 8192, 32000, 64000)
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of a figure: how it is drawn (see `draw_panel`), of which runs {label: Job}, of which quantity of their
+    """A part of a figure: how it is drawn (see PANELS), of which runs {label: Job}, of which quantity of their
     analysis (one key of analysis.json, or one for each label)."""
 
     kind: str
@@ -253,10 +253,8 @@ def by_size(*modes, sizes):
     return {f"{LABELS[m]} {size}": Job(m, size) for m in modes for size in sizes}
 
 
-FOUR = ("vanilla", "neutreno", "resformer", "svformer")
-LENGTHS = (512, 2048, 8192, 32000, 64000)
 SIZES = ("82M", "180M", "320M", "468M")
-SV, RES, LONG = Job("svformer"), Job("resformer"), Job(length=64000)
+SV = Job("svformer")
 FIRST = {
     "first": "importance of the first token",
     "value_norm_first": "norm of its value",
