@@ -554,7 +554,7 @@ def table(numbers):
 
 
 def peak_bytes(device):
-    """Most memory that this process has had: on a GPU in torch's tensors, else as a whole."""
+    """Most memory that this process has had: on a GPU in this run's tensors; else as a whole, in all runs so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -568,6 +568,8 @@ def analyze(subject, cfg, device):
         raise UserError(f"length={T} is more than {subject.label}'s block_size={block}; set --length={block} or less")
     if cfg.first_token >= 0:
         subject.first_token = cfg.first_token
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     idx = chunks(subject, cfg.chunks, T, cfg.seed)
     if idx.max() >= (vocab := subject.model.cfg.vocab_size):
         raise UserError(

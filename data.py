@@ -228,7 +228,8 @@ class Corpus:
             if about["tokens"] <= self.block_size:
                 raise UserError(
                     f"{split} data of domain {domain!r} in {self.dir} has {about['tokens']} tokens, less than one "
-                    f"window of block_size + 1 = {self.block_size + 1}; prepare more of it, or lower block_size"
+                    f"window of block_size + 1 = {self.block_size + 1}; prepare more of it, or lower block_size "
+                    "(analyze.py: --length)"
                 )
             files[domain] = np.memmap(self.dir / about["file"], "<u2", "r")
         return files

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -95,7 +96,7 @@ class Claim:
 @dataclass(frozen=True)
 class Figure:
     """A figure or table: what it shows, in one sentence; its panels; or for a table its rows, table(found), the header
-    first, the runs that these read, and the tasks of eval.py that they need."""
+    first, the runs that these read, the tasks of eval.py that they need, and whether they read the prepared data."""
 
     caption: str
     panels: tuple[Panel, ...] = ()
@@ -103,6 +104,7 @@ class Figure:
     table: Callable | None = None
     runs: tuple[Job, ...] = ()
     tasks: str = ""
+    reads_data: bool = False
 
     @property
     def jobs(self):
@@ -142,6 +144,11 @@ def ratios(found, job, seed, of):
     return first / rest
 
 
+def least_value(found, job, seed):
+    """The first token's least value norm over layers, by the others'."""
+    return ratios(found, job, seed, "value").min()
+
+
 def importance_ratios(found, job, seed):
     """The first token's importance by the mean of the others', over layers."""
     first = np.array(found.by_layer(job, seed, "first"))
@@ -178,7 +185,7 @@ def concentration(mode, size):
         "value_norm_first": Claim(
             f"{label}: first token's least value norm over layers, by the others'",
             "higher: no value-state drain",
-            minus(a, b, lambda found, job, seed: ratios(found, job, seed, "value").min()),
+            minus(a, b, least_value),
             above=0.0,
         ),
         "hidden_norm_first": Claim(
@@ -208,17 +215,16 @@ def saved_tokens(found, seed):
 
 
 def critical(found, job, seed):
-    """plot.critical_point of a Job's relative loss."""
+    """plot.critical_point of a Job's relative loss, a pair (step, extrapolated?)."""
     two = [found.run(of, seed) for of in (job, job.baseline)]
     x, y = plot.align([(r.steps["step"], r.steps["loss"]) for r in two])
     return plot.critical_point(*plot.smooth(x, y[0] - y[1], found.window))
 
 
-def critical_growth(found, seed):
-    """Critical point at the longest length by that at the shortest, of those lengths that have one."""
-    points = [critical(found, Job("svformer", length=n), seed) for n in LENGTHS]
-    points = [point[0] for point in points if point]
-    return points[-1] / points[0] if len(points) > 1 else None
+def later_when_longer(found, seed):
+    """Share of the pairs of lengths whose longer one has the later critical point; equal ones count half."""
+    points = [critical(found, Job("svformer", length=n), seed)[0] for n in LENGTHS]
+    return float(np.mean([(a < b) + (a == b) / 2 for a, b in combinations(points, 2)]))
 
 
 def change(a, b):
@@ -226,10 +232,14 @@ def change(a, b):
     return lambda found, seed: loss_gap(a, a.baseline)(found, seed) - loss_gap(b, b.baseline)(found, seed)
 
 
-def larger(found, seed):
-    """Share of layers whose largest eigenvalue is larger in ResFormer, at 468M."""
-    a, b = (found.by_layer(Job(mode, "468M"), seed, "value_largest") for mode in ("resformer", "vanilla"))
-    return float(np.mean(np.array(a) > np.array(b)))
+def larger(size):
+    """Share of layers whose largest eigenvalue is larger in ResFormer."""
+
+    def value(found, seed):
+        a, b = (found.by_layer(Job(mode, size), seed, "value_largest") for mode in ("resformer", "vanilla"))
+        return float(np.mean(np.array(a) > np.array(b)))
+
+    return value
 
 
 # -- the figures
@@ -348,7 +358,11 @@ FIGURES = {
             Panel("spectrum", "layer 1", by_size("vanilla", "resformer", sizes=PARAMETERS)),
             layers("", by_size("vanilla", "resformer", sizes=("180M", "468M")), "value_largest", "largest eigenvalue"),
         ),
-        (Claim("share of 468M's layers whose largest eigenvalue is larger in ResFormer", "most", larger, above=0.5),),
+        tuple(
+            Claim(f"share of {size}'s layers whose largest eigenvalue is larger in ResFormer", "most", larger(size),
+                  above=0.5)
+            for size in ("180M", "468M")
+        ),
     ),
     "fig13": Figure(
         "SVFormer beside other methods with about a half and an eighth of the KV cache.",
@@ -370,7 +384,12 @@ FIGURES = {
             relative("SVFormer", {f"length {n:,}": Job("svformer", length=n) for n in LENGTHS}),
             Panel("critical", "critical point", {str(n): Job("svformer", length=n) for n in LENGTHS}),
         ),
-        (Claim("critical point at the greatest length by that at the least", "above 1", critical_growth, above=1.0),),
+        (
+            Claim("share of pairs of lengths whose longer one has the later critical point", "all", later_when_longer,
+                  above=0.5),
+            Claim("SVFormer − Transformer, at length 64,000 minus at 512", "lower",
+                  change(Job("svformer", length=64000), Job("svformer", length=512)), below=0.0),
+        ),
     ),
     "fig15": Figure(
         "What SVFormer's loss against vanilla's depends on: learning rate, warmup, architecture, size.",
@@ -413,7 +432,7 @@ FIGURES = {
             Claim("ResFormer: greatest importance of the first token over layers, by the others'", "below 10",
                   lambda f, s: importance_ratios(f, Job("resformer", "468M"), s).max(), below=10.0),
             Claim("ResFormer: least value norm of the first token over layers, by the others'", "above 0.5",
-                  lambda f, s: ratios(f, Job("resformer", "468M"), s, "value").min(), above=0.5),
+                  lambda f, s: float(least_value(f, Job("resformer", "468M"), s)), above=0.5),
             Claim("ResFormer: greatest hidden norm of the first token over states, by the others'", "below 3",
                   lambda f, s: ratios(f, Job("resformer", "468M"), s, "hidden").max(), below=3.0),
         ),
@@ -424,7 +443,12 @@ FIGURES = {
             layers("", named(*FOUR, "cross"), key, label)
             for key, label in ({"entropy": "entropy (nats)"} | FIRST).items()
         ),
-        (*concentration("resformer", "82M").values(), concentration("cross", "82M")["entropy"]),
+        (
+            *concentration("resformer", "82M").values(),
+            concentration("cross", "82M")["entropy"],
+            Claim("Cross Layer Attention − ResFormer: first token's least value norm over layers, by the others'",
+                  "lower: drains stay", minus(Job("cross"), Job("resformer"), least_value), below=0.0),
+        ),
     ),
     "fig21": Figure(
         "The largest token importances of a sequence, by rank and layer.",
@@ -654,10 +678,12 @@ def draw(path, figure, found):
     """Draw a figure's panels into a PNG."""
     n = len(figure.panels)
     if figure.panels[0].kind == "heat":
-        jobs = figure.panels[0].jobs
-        arrays = {label: found.arrays(job, found.seeds(job)[0]) for label, job in jobs.items()}
-        maps = {label: {name: of[key][:, :100] for key, name in HEAT.items()} for label, of in arrays.items()}
-        with plot.page(path, (3.6 * len(HEAT), 2.2 * len(jobs))) as paper:
+        arrays = by_label(figure.panels[0], found, found.arrays)
+        maps = {
+            label: {name: np.mean([of[key][:, :100] for of in seeds], 0) for key, name in HEAT.items()}
+            for label, seeds in arrays.items()
+        }
+        with plot.page(path, (3.6 * len(HEAT), 2.2 * len(maps))) as paper:
             return plot.heat_maps(paper, maps)
     columns = n if n < 4 else 2
     height = -(-n // columns)
@@ -668,6 +694,15 @@ def draw(path, figure, found):
 
 
 # -- tables
+
+
+def scores(found, job, task, key):
+    """Means over those seeds of a Job that have a task's record in eval.json, or None."""
+    records = [found.evaluation(job, seed, task) for seed in found.seeds(job)]
+    records = [record[key] for record in records if record]
+    if records and isinstance(records[0], dict):
+        return {name: float(np.mean([of[name] for of in records])) for name in records[0]}
+    return float(np.mean(records)) if records else None
 
 
 def beside(ours, paper):
@@ -681,8 +716,7 @@ def table1(found):
     yield ["", *tasks, "Avg"]
     for (mode, length), paper in TABLE1.items():
         job = Job(mode, length=length)
-        records = [found.evaluation(job, found.seeds(job)[0], task) for task in tasks]
-        ours = [record and record["acc"] for record in records]
+        ours = [scores(found, job, task, "acc") for task in tasks]
         ours.append(None if None in ours else float(np.mean(ours)))
         cells = [beside(x, f"{of:.3f}") for x, of in zip(ours, paper, strict=True)]
         yield [f"{LABELS[mode]} {length:,}", *cells]
@@ -722,14 +756,14 @@ def table5(found):
     head = None
     for (mode, size), paper in TABLE5.items():
         job = Job(mode, size)
-        record = found.evaluation(job, found.seeds(job)[0], "loss")
-        if record is None:
+        losses = scores(found, job, "loss", "val")
+        if losses is None:
             raise UserError(f"{job.name} has no losses by domain; make them: `{found.make}`")
         if head is None:
-            yield (head := ["", *record["val"], "Avg"])
+            yield (head := ["", *losses, "Avg"])
         theirs = dict(zip(DOMAINS, paper, strict=False))
-        cells = [beside(x, theirs.get(domain)) for domain, x in record["val"].items()]
-        yield [f"{LABELS[mode]} {size}", *cells, beside(record["val_mean"], paper[-1])]
+        cells = [beside(x, theirs.get(domain)) for domain, x in losses.items()]
+        yield [f"{LABELS[mode]} {size}", *cells, beside(scores(found, job, "loss", "val_mean"), paper[-1])]
 
 
 def accuracy_gap(length):
@@ -762,9 +796,9 @@ FIGURES |= {
         runs=tuple(Job(mode, length=length) for mode, length in TABLE1),
         tasks="table1",
     ),
-    "tab2": Figure("What the training data consists of.", table=table2),
+    "tab2": Figure("What the training data consists of.", table=table2, reads_data=True),
     "tab3": Figure("Batches by sequence length.", table=table3),
-    "tab4": Figure("Models by size.", table=table4),
+    "tab4": Figure("Models by size.", table=table4, reads_data=True),
     "tab5": Figure(
         "Validation loss by domain (nats per token).",
         claims=tuple(

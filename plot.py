@@ -266,12 +266,8 @@ def fit(ax, zero):
         print(f"the y axis fits what follows the first {EARLY:.0%} of the steps; what comes earlier may leave it")
 
 
-@contextlib.contextmanager
-def page(path, size):
-    """An empty matplotlib figure of `size` inches to draw on, then written as a PNG.
-
-    The same lines give the same bytes: no date, no version, nothing from the user's matplotlibrc.
-    """
+def matplotlib():
+    """(Figure, its canvas, style, Image) of matplotlib; raises UserError if it is not there."""
     try:
         from matplotlib import style
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -279,8 +275,18 @@ def page(path, size):
         from PIL import Image  # comes with matplotlib
     except ImportError:
         raise UserError("figures need the matplotlib package: pip install matplotlib") from None
+    return Figure, FigureCanvasAgg, style, Image
+
+
+@contextlib.contextmanager
+def page(path, size):
+    """An empty matplotlib figure of `size` inches to draw on, then written as a PNG.
+
+    The same lines give the same bytes: no date, no version, nothing from the user's matplotlibrc.
+    """
+    Figure, Canvas, style, Image = matplotlib()
     with style.context(["default", LOOK]):
-        canvas = FigureCanvasAgg(Figure(figsize=size, dpi=150, layout="constrained"))
+        canvas = Canvas(Figure(figsize=size, dpi=150, layout="constrained"))
         yield canvas.figure
         canvas.draw()
         image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(128)  # a third of the bytes
@@ -647,31 +653,34 @@ def tokens_panel(ax, lines):
 
 def critical_point(x, y):
     """(step, extrapolated?) where a relative loss y over steps x goes from below 0 above it for good: the last such
-    crossing, or where the line through the last tenth of the points will; None if that falls or y is above throughout.
-    Source: the paper's Figure 14, whose last tenth is 1,000 steps."""
+    crossing, or where the line through the last tenth of the points will; infinity if that does not rise, 0 if y is
+    never below 0. Source: the paper's Figure 14, whose last tenth is 1,000 steps."""
     rises = np.flatnonzero((y[:-1] < 0) & (y[1:] >= 0))
     if y[-1] >= 0:
         if not len(rises):
-            return None
+            return 0.0, False
         i = rises[-1]
         return float(np.interp(0, y[i : i + 2], x[i : i + 2])), False
     tail = slice(-max(2, len(x) // 10), None)
     slope, height = np.polyfit(x[tail], y[tail], 1)
-    return (float(-height / slope), True) if slope > 0 else None
+    return float(-height / slope) if slope > 0 else math.inf, True
 
 
 def critical_panel(ax, points):
     """points: {length: [what critical_point found of each seed]}."""
     for kind, name, face in ((False, "crossed", COLORS[1]), (True, "extrapolated from the last tenth", "none")):
-        there = [(n, found[0]) for n, seeds in points.items() for found in seeds if found and found[1] == kind]
+        there = [(n, at) for n, seeds in points.items() for at, of in seeds if of == kind and 0 < at < math.inf]
         if there:
             ax.plot(*zip(*there, strict=True), "o", color=COLORS[1], markerfacecolor=face, label=name)
     ax.set(xlabel="sequence length (tokens)", ylabel="critical point (step)", xscale="log")
     if ax.lines:
         ax.set_yscale("log")
-        legend(ax)
-    else:
-        ax.text(0.5, 0.5, "SVFormer is not overtaken,\nnor does its lead shrink", ha="center", transform=ax.transAxes)
+    edge = {"color": COLORS[2], "markerfacecolor": "none", "transform": ax.get_xaxis_transform()}
+    for at, mark, y, name in ((math.inf, "^", 0.96, "its lead does not shrink"), (0.0, "v", 0.04, "never ahead")):
+        there = [n for n, seeds in points.items() for found in seeds if found[0] == at]
+        if there:
+            ax.plot(there, [y] * len(there), mark, label=name, **edge)
+    legend(ax)
 
 
 def heat_maps(paper, models):

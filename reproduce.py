@@ -37,12 +37,11 @@ from data import Corpus, Tokenizer, read_json, write_atomic, write_json
 from eval import markdown
 from figures import FIGURES, SEEDS, Found, Job, draw, rows
 from model import GPT, count_parameters, flops_per_token, get_mode, mode_name
-from train import TrainConfig, World, environment
+from train import TrainConfig, World, environment, pick_dtype
 
-A100_PEAK, MFU = (
-    312e12,
-    0.4,
-)  # bf16 FLOP/s, and the share of it that GPU-hours are computed with, where none is measured
+A100_PEAK = 312e12  # bf16 FLOP/s
+MFU = 0.4  # the share of it that GPU-hours are computed with, where none is measured
+ENOUGH = 3  # failures in a row say that something is wrong with the machine, not with a run
 HERE = Path(__file__).parent
 
 
@@ -97,7 +96,8 @@ SCALES = {
         steps=400, rate=5.0, warmups={120: 20, 1200: 100}, seeds=3, gpus=0,
         data_dir="data/small",
         prepare="python prepare.py pysource --tokenizer=bpe:2048 --tokens=12e6", vocab=2048,
-        window=20, evals=5, chunks=200, settings={"eval_tokens": 8192, "dtype": "float32", "compile": False},
+        window=20, evals=5, chunks=200,
+        settings={"eval_tokens": 8192, "dtype": "float32", "compile": False, "device": "cpu"},
     ),
 }  # fmt: skip
 
@@ -130,6 +130,8 @@ class ReproduceConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         if self.seeds > len(SEEDS):
             raise ValueError(f"seeds={self.seeds} is more than the {len(SEEDS)} there are")
+        if self.jobs > 1 and self.units.gpus:
+            raise ValueError(f"jobs={self.jobs} would share the GPUs of one run; leave it out at scale={self.scale}")
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.scale}")
 
     @property
@@ -155,9 +157,8 @@ class ReproduceConfig:
     def public_folders(self):
         """{public model's folder: that of its analysis}; models of one name are told apart by their paths."""
         names = [Path(folder).name for folder in self.public]
-        names = (
-            names if len(set(names)) == len(names) else [folder.strip("/").replace("/", "-") for folder in self.public]
-        )
+        if len(set(names)) < len(names):
+            names = [folder.strip("/").replace("/", "-") for folder in self.public]
         return {folder: Path(self.out_dir, "public", name) for folder, name in zip(self.public, names, strict=True)}
 
     def seeds_of(self, job):
@@ -241,10 +242,8 @@ class Plan:
 
     def check(self):
         """Raise UserError if the folder holds a run of other settings. (What train.py lets change, it compares.)"""
-        path, free = (
-            self.folder / "config.json",
-            ("out_dir", "data_dir", "value_mode", "keep", "save_every", "log_every"),
-        )
+        path = self.folder / "config.json"
+        free = ("out_dir", "data_dir", "device", "value_mode", "keep", "save_every", "log_every")
         old = read_json(path, "the config of a run") if path.exists() else self.values
         changed = [k for k, v in self.values.items() if k not in free and old.get(k) != v]
         if self.data and old.get("data", self.data) != self.data:
@@ -295,13 +294,17 @@ def plans(cfg):
 
 def step_seconds(values, device, vocab):
     """Seconds of one optimizer step of a vanilla model with these settings here, without the optimizer: the best of two
-    micro-batches of random tokens after a first."""
+    micro-batches of random tokens after a first, in train.py's precision, and compiled where it compiles."""
     cfg = TrainConfig(**values | {"value_mode": "vanilla"})
-    model = GPT(cfg.model(vocab)).to(device)
+    model, dtype = GPT(cfg.model(vocab)).to(device), pick_dtype(cfg.dtype, device.type)
+    if device.type == "cuda" if cfg.compile is None else cfg.compile:
+        model = torch.compile(model, dynamic=False)
     idx, best = torch.randint(vocab, (cfg.micro_batch, cfg.block_size), device=device), float("inf")
     for _ in range(3):
         began = time.perf_counter()
-        model(idx, idx.roll(-1, 1))[1].backward()
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = model(idx, idx.roll(-1, 1))[1]
+        loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - began)
@@ -328,7 +331,12 @@ def estimate(todo, cfg, device):
 
 
 def chunk_words(cfg):
-    return [f"--chunks={cfg.units.chunks}", f"--data_dir={cfg.units.data_dir}"]
+    return [f"--chunks={cfg.units.chunks}", f"--data_dir={cfg.units.data_dir}", *device_words(cfg)]
+
+
+def device_words(cfg):
+    """At a scale without GPUs even a machine that has one computes on its cores, all runs alike."""
+    return [] if cfg.units.gpus else ["--device=cpu"]
 
 
 def show_plan(todo, cfg, device, at_once):
@@ -371,11 +379,18 @@ def show_plan(todo, cfg, device, at_once):
 # -- running
 
 
+def say(line):
+    """Print a line, above the progress bar if there is one."""
+    tqdm.write(line)
+    sys.stdout.flush()
+
+
 class Workers:
     """Commands that run side by side, each with its log; stop() ends them, and they save what they have."""
 
     def __init__(self, at_once, cores):
         self.at_once, self.running, self.stopped = at_once, set(), False
+        self.failed, self.in_a_row = [], 0
         self.env = dict(os.environ)
         if cores and at_once > 1:
             self.env |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))}
@@ -397,6 +412,23 @@ class Workers:
             last = (folder / log).read_text(encoding="utf-8").strip().splitlines() or ["nothing"]
             raise UserError(f"`{shlex.join(command)}` failed ({code}): {last[-1]}; all of it is in {folder / log}")
 
+    def attempt(self, f, *given):
+        """f(*given), and whether it came to its end. A UserError is noted; ENOUGH of them in a row stop everything."""
+        if self.stopped:
+            return False
+        try:
+            f(*given)
+        except UserError as e:
+            say(f"note: {e}")
+            self.failed.append(e)
+            self.in_a_row += 1
+            if self.in_a_row >= ENOUGH:
+                self.stop()
+            return False
+        if not self.stopped:
+            self.in_a_row = 0
+        return not self.stopped
+
     def wait_for(self, lock, folder):
         """Hold a folder's lock, once no other process does: a child outlives a parent that was killed."""
         import fcntl
@@ -407,7 +439,7 @@ class Workers:
                 return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if not waiting:
-                    print(f"{folder}: another process is at work there, waiting for it", flush=True)
+                    say(f"{folder}: another process is at work there, waiting for it")
                 waiting = True
                 time.sleep(0.5)
 
@@ -451,9 +483,10 @@ def evaluate(of, group, cfg, workers):
         if name in known:
             continue
         try:
+            given += device_words(cfg)
             workers.call(script("eval.py", of.folder, f"--task={name}", *given), of.folder, "eval.log")
         except UserError as e:
-            print(f"note: {of.folder.name} has no {name}: {e}", flush=True)
+            say(f"note: {of.folder.name} has no {name}: {e}")
             if "take a model of a longer one" not in str(e):
                 break
 
@@ -477,13 +510,8 @@ def extra(cfg):
     out = Path(cfg.out_dir, "init-468M")
     if "initial" in panels and not (out / "analysis.json").exists():
         # the paper's own size and length at any scale: before training few chunks tell the entropy
-        given = [
-            "--length=2048",
-            "--chunks=4",
-            "--grad_chunks=0",
-            f"--data_dir={cfg.units.data_dir}",
-            f"--out_dir={out}",
-        ]
+        given = ["--length=2048", "--chunks=4", "--grad_chunks=0", f"--data_dir={cfg.units.data_dir}"]
+        given += [f"--out_dir={out}", *device_words(cfg)]
         found.append((["analyze.py", "--init=config/size_468m.py", *given], out))
     for folder, out in cfg.public_folders.items() if "public" in panels else ():
         if stale(out, cfg.units.chunks):
@@ -493,41 +521,49 @@ def extra(cfg):
 
 
 def make(todo, cfg, at_once):
-    """Make all runs, `at_once` of them side by side, the longest first; says after each how much is left."""
-    workers, done = Workers(at_once, not cfg.units.gpus), 0
+    """Make all runs, `at_once` of them side by side, the longest first. Returns the errors of those that failed, which
+    does not keep the others from being made."""
+    workers = Workers(at_once, not cfg.units.gpus)
     old = [signal.signal(s, workers.stop) for s in (signal.SIGTERM, signal.SIGINT)]
-    todo = sorted(todo, key=lambda of: -of.seconds)
-    total, began = sum(of.seconds for of in todo), time.time()
-    bar = tqdm(total=len(todo), unit="run", dynamic_ncols=True) if sys.stderr.isatty() else None
-    with ThreadPoolExecutor(at_once) as pool:
-        futures = {pool.submit(make_run, of, cfg, workers): of for of in todo}
+    side_by_side(sorted(todo, key=lambda of: -of.seconds), cfg, workers)
+    workers.env = dict(os.environ)  # the last ones have the machine to themselves
+    for (name, *given), folder in extra(cfg):
+        if not workers.stopped:
+            say(f"{folder}: {name} {given[0]}")
+            given = [word.replace("=config/", f"={HERE}/config/") for word in given]
+            workers.attempt(workers.call, script(name, *given), folder, "analyze.log")
+    for s, handler in zip((signal.SIGTERM, signal.SIGINT), old, strict=True):
+        signal.signal(s, handler)
+    if workers.in_a_row >= ENOUGH:
+        raise UserError(f"{ENOUGH} commands in a row failed, so no more were begun; the last: {workers.failed[-1]}")
+    if workers.stopped:
+        raise UserError(f"stopped, what was running has saved its state; go on with `{cfg.command}`")
+    return workers.failed
+
+
+def side_by_side(todo, cfg, workers):
+    """make_run of all, as many at a time as there are workers; says after each how much time is left."""
+    done, total, began = 0.0, sum(of.seconds for of in todo), time.time()
+    bar = tqdm(total=len(todo), unit="run", dynamic_ncols=True, disable=not sys.stderr.isatty())
+    with ThreadPoolExecutor(workers.at_once) as pool:
+        futures = {pool.submit(workers.attempt, make_run, of, cfg, workers): of for of in todo}
         try:
             for future in as_completed(futures):
-                future.result()
+                of, made = futures[future], future.result()
+                done += of.seconds
+                bar.update()
                 if workers.stopped:
                     break
-                of = futures[future]
-                done += of.seconds
-                left = (time.time() - began) * (total / done - 1) if done else 0
-                loss = plot.read_run(of.folder)
-                line = f"{of.folder}: validation loss {loss.val[loss.last]:.4f}, {left / 60:.0f} min left"
-                bar.update() if bar else None
-                tqdm.write(line) if bar else print(line, flush=True)
+                if made:
+                    loss = plot.read_run(of.folder)
+                    left = (time.time() - began) * (total / done - 1) if done else 0
+                    say(f"{of.folder}: validation loss {loss.val[loss.last]:.4f}, {left / 60:.0f} min left")
         except BaseException:
             workers.stop()
             raise
         finally:
             pool.shutdown(cancel_futures=True)
-    workers.env = dict(os.environ)  # the last ones have the machine to themselves
-    for (name, *given), folder in extra(cfg):
-        if not workers.stopped:
-            print(f"{folder}: {name} {given[0]}", flush=True)
-            given = [word.replace("=config/", f"={HERE}/config/") for word in given]
-            workers.call(script(name, *given), folder, "analyze.log")
-    for s, handler in zip((signal.SIGTERM, signal.SIGINT), old, strict=True):
-        signal.signal(s, handler)
-    if workers.stopped:
-        raise UserError(f"stopped, what was running has saved its state; go on with `{cfg.command}`")
+            bar.close()
 
 
 # -- results
@@ -617,6 +653,19 @@ def colour(said):
     return "same" if said.startswith("same") else "other"
 
 
+def tally(figures):
+    """A sentence that counts which claims go the paper's way; what one seed says is counted apart."""
+    told = [row for record in figures.values() for row in record["rows"] if row["same"] is not None]
+    several, one = ([row for row in told if (row["n"] > 1) == many] for many in (True, False))
+    clear = [row["same"] for row in several if not row["within"]]
+    return (
+        f"Of the {len(told)} claims of the paper that these runs can speak to, {len(several)} are told by several "
+        f"seeds: {sum(clear)} go the same way here, {len(clear) - sum(clear)} the other way, and "
+        f"{len(several) - len(clear)} are within the spread of the seeds. {len(one)} are told by one seed only: "
+        f"{sum(row['same'] for row in one)} go the same way, {sum(not row['same'] for row in one)} the other."
+    )
+
+
 def section(name, record, cfg):
     """One figure or table of the report."""
     title = ("Figure " if name.startswith("fig") else "Table ") + name[3:]
@@ -659,14 +708,8 @@ def report(cfg):
 
 def whole_page(found, cfg):
     """The report's HTML, from what results/<scale>.json holds."""
-    said = [verdict(row) for record in found["figures"].values() for row in record["rows"] if row["same"] is not None]
-    count = {kind: sum(colour(word) == kind for word in said) for kind in ("same", "other", "open")}
     links = " ".join(f'<a href="#{name}">{name}</a>' for name in found["figures"])
-    summary = (
-        f"Scale {cfg.scale}: {found['scale']}. Of {len(said)} claims of the paper that these runs can speak to, "
-        f"{count['same']} go the same way here, {count['other']} the other way, and {count['open']} are within the "
-        "spread of the seeds. Losses are in nats per token."
-    )
+    summary = f"Scale {cfg.scale}: {found['scale']}. {tally(found['figures'])} Losses are in nats per token."
     body = "\n".join(section(name, record, cfg) for name, record in found["figures"].items())
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -683,13 +726,16 @@ def main():
     cfg = load(ReproduceConfig, positional="words", usage=__doc__)
     if cfg.words == ("report",):
         return report(cfg)
-    device = World("auto").device
+    device = World("auto" if cfg.units.gpus else "cpu").device
+    if not cfg.dry_run and any(figure.panels for figure in cfg.figures.values()):
+        plot.matplotlib()  # that it is there, before hours of training
     at_once = cfg.jobs or (1 if cfg.units.gpus else os.cpu_count() or 1)
     if not cfg.units.gpus and at_once > 1:
         torch.set_num_threads(1)
-    if cfg.run and not cfg.dry_run and (not cfg.units.gpus or device.type == "cuda"):
+    wanted = any(figure.jobs or figure.reads_data for figure in cfg.figures.values())
+    if wanted and cfg.run and not cfg.dry_run and (not cfg.units.gpus or device.type == "cuda"):
         prepare(cfg)
-    todo = plans(cfg)
+    todo, failed = plans(cfg), []
     if cfg.run or cfg.dry_run:
         if cfg.units.gpus and device.type != "cuda" and not cfg.dry_run:
             raise UserError(
@@ -698,7 +744,7 @@ def main():
         show_plan(todo, cfg, device, at_once)
         if cfg.dry_run:
             return
-        make(todo, cfg, at_once)
+        failed = make(todo, cfg, at_once)
     found = Found(cfg.out_dir, cfg.units, cfg.seeds_of, cfg.public_folders.values(), cfg.command)
     missing = []
     for name, figure in cfg.figures.items():
@@ -708,7 +754,8 @@ def main():
             print(f"note: {e}", flush=True)
             missing.append((name, e))
     if missing:
-        raise UserError(f"not drawn: {', '.join(name for name, _ in missing)}; {missing[0][1]}")
+        why = f"{len(failed)} of its commands failed, the first: {failed[0]}" if failed else missing[0][1]
+        raise UserError(f"not drawn: {', '.join(name for name, _ in missing)}; {why}")
 
 
 if __name__ == "__main__":

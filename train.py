@@ -152,7 +152,11 @@ class World:
         if self.kind == "cuda":
             torch.cuda.set_device(self.device)
         if self.size > 1:
-            dist.init_process_group("nccl" if self.kind == "cuda" else "gloo")
+            try:
+                dist.init_process_group("nccl" if self.kind == "cuda" else "gloo")
+            except ValueError as e:  # a variable that torchrun sets is missing
+                lacking = str(e).splitlines()[0]
+                raise UserError(f"WORLD_SIZE={self.size} without torchrun ({lacking}); use it, or unset it") from None
 
     def put(self, arrays):
         """numpy arrays -> tensors on this rank's device; to a GPU without waiting for the copy."""

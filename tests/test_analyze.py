@@ -1081,8 +1081,9 @@ def test_bad_calls(runs, call, tmp_path, monkeypatch):
     long = GPT(config(vocab_size=257, n_layer=1, block_size=4096))
     checkpoint.save(tmp_path / "long", 1, long, byte_tokenizer().hash)
     byte_tokenizer().save(tmp_path / "long" / "tokenizer.json")
-    refused(call(tmp_path / "long", f"--data_dir={runs / 'data'}"), "3000 tokens", str(runs / "data"))
+    refused(call(tmp_path / "long", f"--data_dir={runs / 'data'}"), "3000 tokens", str(runs / "data"), "--length")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(call(a), "WORLD_SIZE=2 without torchrun", "RANK expected", "unset it")
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_: None)  # waits for the others
     refused(call(a), "one process", "torchrun")
 
