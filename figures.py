@@ -272,8 +272,9 @@ FIRST = {
 }
 TOP = {f"TOP-{k}": f"top_{k}" for k in ("1", "2", "3", "10", "1%")}
 EQUATIONS = {"Current Attention (Eq 4)": "eq4", "Identity Mapping (Eq 6)": "eq6"}
-LAMBDAS = {f"λ = {x}": f"resformer_lambda_{x}" for x in ("0.2", "0.5", "0.8", "1", "5")} | {"λ = 2": "resformer_lambda"}
-NEUTRENOS = {f"λ = {x}": f"neutreno_{x}" for x in ("0.2", "0.6", "0.8")} | {"λ = 0.4": "neutreno"}
+LAMBDAS = {f"λ = {x}": f"resformer_lambda_{x}" for x in ("0.2", "0.5", "0.8", "1", "2", "5")}
+LAMBDAS["λ = 2"] = "resformer_lambda"
+NEUTRENOS = {f"λ = {x}": f"neutreno_{x}" for x in ("0.2", "0.4", "0.6", "0.8")} | {"λ = 0.4": "neutreno"}
 # fmt: off
 FIGURES = {
     "fig1": Figure(
@@ -307,7 +308,8 @@ FIGURES = {
         ablation("5"),
     ),
     "fig6": Figure(
-        "Validation loss against parameters and against tokens: how many of them ResFormer saves.",
+        "Validation loss against parameters, and along one cosine schedule against tokens: how many of each ResFormer "
+        "saves.",
         (
             Panel("scaling", "ours", by_size("vanilla", "resformer", sizes=SIZES)),
             Panel("tokens", "ours, 468M", named("vanilla", "resformer", size="468M")),
@@ -489,17 +491,11 @@ class Found:
 
     def read(self, folder):
         """The analysis of a folder and its arrays."""
-        path, arrays = folder / "analysis.json", folder / "analysis.npz"
-        if not path.exists():
-            raise UserError(f"{path} is missing; make it: `{self.make}`")
+        about, arrays = plot.read_analysis(folder, self.make), folder / "analysis.npz"
         try:
-            found = dict(np.load(arrays))
+            return about, dict(np.load(arrays))
         except (OSError, ValueError, BadZipFile) as e:
-            raise UserError(f"{arrays} is not a file of analyze.py: {e}; remove it and {path}") from None
-        about = read_json(path, "a file of analyze.py")
-        if not isinstance(about, dict) or not {"layers", "states", "length", "entropy_uniform"} <= about.keys():
-            raise UserError(f"{path} is not a file of analyze.py; remove it, then `{self.make}`")
-        return about, found
+            raise UserError(f"{arrays} is not a file of analyze.py: {e}; remove it and analysis.json") from None
 
     def analysis(self, job, seed):
         folder = self.folder(job, seed)

@@ -1,10 +1,11 @@
-"""Figures and tables of runs, from their metrics.jsonl alone, or from eval.py's eval.json.
+"""Figures and tables of runs, from their metrics.jsonl, or from what eval.py and analyze.py left beside it.
 
     python plot.py relative out/vanilla out/resformer out/svformer   training loss minus the baseline's of the same seed
     python plot.py loss out/vanilla out/resformer                    training loss, and validation loss as markers
     python plot.py compare out/vanilla* out/resformer*               prints a Markdown table, and draws `relative`
     python plot.py ablations out/modes/*                             the paper's claims, figure by figure, on our runs
     python plot.py eval out/vanilla out/resformer                    accuracies with errors and chance, loss by domain
+    python plot.py analysis out/vanilla out/resformer                attention concentration, sinks, drains by layer
 
 Runs are named by their folders, or by metrics.jsonl files, and grouped by value_mode. The seeds of a mode become one
 line with a band: from lowest to highest of two seeds, mean ± standard deviation (n - 1) of three or more.
@@ -21,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from configurator import UserError, load, run, setting
-from data import write_atomic, write_json
+from data import read_json, write_atomic, write_json
 
 # Okabe and Ito's colours, which colour-blind readers tell apart, without yellow, which is lost on white. The numbers of
 # colours, dashes and markers have no common factor, so that many modes pass before a combination comes back.
@@ -103,7 +104,9 @@ EARLY = 0.1  # share of the steps that may run out of the y axis: the first loss
 class PlotConfig:
     """Every setting of plot.py."""
 
-    words: tuple[str, ...] = setting((), "what to draw (relative, loss, compare, ablations or eval), then the runs")
+    words: tuple[str, ...] = setting(
+        (), "what to draw (relative, loss, compare, ablations, eval, analysis), then the runs"
+    )
     baseline: str = setting("vanilla", "value_mode that the others are compared with")
     window: int = setting(0, "steps of the moving average; 0 = 100, or 10 if a run has fewer than 200 steps")
     metric: Literal["acc", "acc_norm"] = setting("acc", "eval: the accuracy to draw, see eval.py")
@@ -112,8 +115,8 @@ class PlotConfig:
 
     def __post_init__(self):
         kind = self.words[0] if self.words else "nothing"
-        if kind not in KINDS:
-            raise ValueError(f"cannot draw {kind!r}: the first word is {', '.join(KINDS)}, the others name runs")
+        if kind not in (known := [*KINDS, *FROM_FILES]):
+            raise ValueError(f"cannot draw {kind!r}: the first word is {', '.join(known)}, the others name runs")
         if not self.words[1:]:
             raise ValueError(f"no runs are named, as in `python plot.py {kind} out/vanilla out/resformer`")
         if self.window < 0:
@@ -601,10 +604,11 @@ def semi_log(points):
 def saving(points, others):
     """[share of parameters that `points` [(N, L)] save at the losses of `others`, one for each N]: the horizontal gap
     of two straight lines over ln N; below 0, they need more. This fit gives 10.4 % on the paper's Table 5. None where
-    it says nothing: losses that do not fall with N, or a gap beyond all numbers."""
+    it says nothing: losses that do not fall with N, or a gap wider than all the sizes span."""
     (a, c), (b, d) = semi_log(points), semi_log(others)
     gaps = [(b + d * math.log(n) - a) / c - math.log(n) if c < 0 and d < 0 else math.inf for n, _ in others]
-    return [1 - math.exp(gap) if abs(gap) < 50 else None for gap in gaps]
+    span = math.log(max(points + others)[0] / min(points + others)[0])
+    return [1 - math.exp(gap) if abs(gap) <= span else None for gap in gaps]
 
 
 def scaling_panel(ax, lines, least=0):
@@ -702,14 +706,59 @@ def heat_maps(paper, models):
         ax.set_xlabel("token position")
 
 
-KINDS = {"relative": relative, "loss": loss, "compare": compare, "ablations": ablations, "eval": evaluation}
+def read_analysis(folder, make=""):
+    """The analysis.json of a folder; raises UserError, which names the command that makes it, if there is none."""
+    path, make = Path(folder, "analysis.json"), make or f"python analyze.py {folder}"
+    if not path.exists():
+        raise UserError(f"{path} is missing; make it: `{make}`")
+    found = read_json(path, "a file of analyze.py")
+    if not isinstance(found, dict) or not {"layers", "states", "length", "entropy_uniform"} <= found.keys():
+        raise UserError(f"{path} is not a file of analyze.py; remove it, then `{make}`")
+    return found
+
+
+def analysis(cfg, names):
+    """Draw what analyze.py found of several models, by layer. Runs that differ in their seed alone become a band."""
+    groups, panels = {}, {}
+    for name in names:
+        found, config = read_analysis(name), Path(name, "config.json")
+        same = read_json(config, "the config of a model") if config.exists() else {}
+        same = {key: value for key, value in same.items() if key not in ("seed", "out_dir")}
+        key = (found["mode"], found["length"], json.dumps(same) if "max_steps" in same else name)
+        groups.setdefault(key, []).append((name, found))
+    modes = [mode for mode, *_ in groups]
+    for (mode, *_), runs in groups.items():
+        label = mode if modes.count(mode) == 1 else Path(runs[0][0]).name
+        for title, where, key, over in ANALYSIS:
+            try:
+                of = [(found[where][key]["mean"], found[where][over]["mean"] if over else None) for _, found in runs]
+            except (KeyError, TypeError):
+                raise UserError(f"{runs[0][0]}/analysis.json has no {key}; make it again with analyze.py") from None
+            lines = [[a / b for a, b in zip(*pair, strict=True)] if over else pair[0] for pair in of]
+            panels.setdefault((title, where), {})[label] = lines
+    with page(cfg.out_file, (12.5, 7)) as paper:
+        for ax, ((title, where), lines) in zip(paper.subplots(2, 3).flat, panels.items(), strict=True):
+            layer_panel(ax, lines, title, 0 if where == "states" else 1)
+
+
+# What `analysis` draws: title, a part of analysis.json, its quantity there, and by which other one it is divided.
+ANALYSIS = (
+    ("entropy minus uniform attention's (nats)", "layers", "entropy_minus_uniform", None),
+    ("importance of the first token", "layers", "first", None),
+    ("norm of the first token's value, by the others'", "layers", "value_norm_first", "value_norm_rest"),
+    ("norm of the first token's state, by the others'", "states", "hidden_norm_first", "hidden_norm_rest"),
+    ("token similarity of the states", "states", "hidden_similarity", None),
+    ("effective rank of the values", "layers", "value_rank", None),
+)
+KINDS = {"relative": relative, "loss": loss, "compare": compare, "ablations": ablations}
+FROM_FILES = {"eval": evaluation, "analysis": analysis}  # of eval.py and analyze.py
 
 
 def main():
     cfg = load(PlotConfig, positional="words", usage=__doc__)
     kind, *names = cfg.words
-    if kind == "eval":
-        return evaluation(cfg, names)
+    if kind in FROM_FILES:
+        return FROM_FILES[kind](cfg, names)
     runs = [read_run(name) for name in names]
     for r in runs:
         if not r.finished:

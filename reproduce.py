@@ -334,6 +334,13 @@ def chunk_words(cfg):
     return [f"--chunks={cfg.units.chunks}", f"--data_dir={cfg.units.data_dir}", *device_words(cfg)]
 
 
+def task_words(tasks, cfg):
+    """Of eval.py: which tasks, a table's or one, on which data, and where."""
+    where = [f"--corpus={cfg.units.data_dir}"] if tasks in ("loss", "table5") else []
+    where += [f"--data_dir={cfg.eval_dir}"] * bool(cfg.eval_dir and not where)
+    return [f"--task={tasks}", *where, *device_words(cfg)]
+
+
 def device_words(cfg):
     """At a scale without GPUs even a machine that has one computes on its cores, all runs alike."""
     return [] if cfg.units.gpus else ["--device=cpu"]
@@ -353,27 +360,32 @@ def show_plan(todo, cfg, device, at_once):
     unit = "GPU-hours" if cfg.units.gpus else "core-hours"
     print("\n".join(markdown(["run", "state", "parameters", "tokens", unit, "disk (GB)"], lines)))
     if cfg.dry_run:
-        if not Path(cfg.units.data_dir, "manifest.json").exists():
-            print(f"{cfg.units.prepare}")
-        for of in todo:
-            print(*launcher(cfg.units), "train.py", *map(shlex.quote, words(of.values)))
-        for command, _ in extra(cfg):
-            print(*map(shlex.quote, ["python", *command]))
-        for of in todo:
-            if of.analyse:
-                print("python analyze.py", of.folder, *chunk_words(cfg))
-            for tasks in of.tasks:
-                print("python eval.py", of.folder, f"--task={tasks}")
-        print()
-    left = sum(of.seconds for of in todo if of.state != "done")
+        print(*commands(todo, cfg), "", sep="\n")
+    left = [of.seconds for of in todo if of.state != "done"]
+    wall = max(sum(left) / at_once, max(left, default=0)) / 60
+    total = f"{sum(left) * gpus / 3600:,.1f} {unit}, {wall:,.0f} minutes with {at_once} at a time"
+    analyses = sum(of.analyse and stale(of.folder, cfg.units.chunks) for of in todo) + len(extra(cfg))
+    besides = f"{analyses} analyses and the tasks of {sum(bool(of.tasks) for of in todo)} runs come on top"
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6 * at_once
-    longest = max((of.seconds for of in todo if of.state != "done"), default=0)
-    wall = max(left / at_once, longest) / 60
-    total = f"{left * gpus / 3600:,.1f} {unit}, {wall:,.0f} minutes with {at_once} at a time"
     print(
-        f"{len(todo)} runs, {sum(of.state == 'done' for of in todo)} of them done; training takes {total}; "
+        f"{len(todo)} runs, {len(todo) - len(left)} of them done; training takes {total}; {besides}; "
         f"disk {sum(of.disk for of in todo) / 1e9:,.1f} GB; " + f"memory {memory:.1f} GB" * (not cfg.units.gpus)
     )
+
+
+def commands(todo, cfg):
+    """All that would be run, done or not, as lines of a shell."""
+    if not Path(cfg.units.data_dir, "manifest.json").exists():
+        yield cfg.units.prepare
+    for of in todo:
+        yield shlex.join([*launcher(cfg.units), "train.py", *words(of.values)])
+    for command, _ in extra(cfg):
+        yield shlex.join(["python", *command])
+    for of in todo:
+        if of.analyse:
+            yield shlex.join(["python", "analyze.py", str(of.folder), *chunk_words(cfg)])
+        for tasks in sorted(of.tasks):
+            yield shlex.join(["python", "eval.py", str(of.folder), *task_words(tasks, cfg)])
 
 
 # -- running
@@ -479,12 +491,10 @@ def evaluate(of, group, cfg, workers):
     """The tasks of a table one by one: a model too short for a task leaves it out; without the files, all the rest."""
     known = plot.read_eval(of.folder)[1] if (of.folder / "eval.json").exists() else {}
     for name in ["loss"] if group == "table5" else plot.TASKS[:6]:
-        given = [f"--corpus={cfg.units.data_dir}"] if name == "loss" else [f"--data_dir={cfg.eval_dir}"]
         if name in known:
             continue
         try:
-            given += device_words(cfg)
-            workers.call(script("eval.py", of.folder, f"--task={name}", *given), of.folder, "eval.log")
+            workers.call(script("eval.py", of.folder, *task_words(name, cfg)), of.folder, "eval.log")
         except UserError as e:
             say(f"note: {of.folder.name} has no {name}: {e}")
             if "take a model of a longer one" not in str(e):

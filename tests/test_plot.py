@@ -360,3 +360,51 @@ def test_refused_evaluations(tmp_path):
     refused(script("plot.py", "eval", tmp_path), "is not a file of eval.py")
     run = make_eval(tmp_path / "a", "vanilla", {"hellaswag limit=5": {"acc": 0.2}})
     refused(script("plot.py", "eval", run), "no result of a whole task")
+
+
+def make_analysis(folder, mode, level, **config):
+    """A folder with what analyze.py leaves of a model of two layers, whose quantities are level, level + 1, …"""
+    folder.mkdir()
+    both = {key: {"mean": [level, level + 1]} for key in ("entropy_minus_uniform", "first", "value_rank")}
+    both |= {"value_norm_first": {"mean": [level, 2 * level]}, "value_norm_rest": {"mean": [2.0, 4.0]}}
+    states = {"hidden_norm_first": {"mean": [level] * 3}, "hidden_norm_rest": {"mean": [1.0, 2.0, 4.0]}}
+    states |= {"hidden_similarity": {"mean": [0.0, 0.5, level]}}
+    found = {"mode": mode, "length": 64, "entropy_uniform": 3.8, "layers": both, "states": states}
+    (folder / "analysis.json").write_text(json.dumps(found))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_analyses(tmp_path, monkeypatch):
+    """Quantities by layer or state, norms by those of the other tokens; runs that differ in their seed are one line."""
+    train = {"max_steps": 9, "value_mode": "vanilla"}
+    names = [
+        make_analysis(tmp_path / f"v{s}", "vanilla", float(s), **train, seed=s, out_dir=f"v{s}") for s in (1, 2, 6)
+    ]
+    names.append(make_analysis(tmp_path / "r", "resformer", 8.0, max_steps=9, seed=1))
+    names.append(make_analysis(tmp_path / "s", "svformer", 4.0, max_steps=9, learning_rate=1e-3))
+    names.append(make_analysis(tmp_path / "fast", "svformer", 4.0, max_steps=9, learning_rate=1e-2))
+    names += [make_analysis(tmp_path / name, "vanilla", 1.0, model_type="llama") for name in ("Llama-8B", "Llama-1B")]
+    panels, draw = [], plot.layer_panel
+    monkeypatch.setattr(plot, "layer_panel", lambda ax, *given: (draw(ax, *given), panels.append(given)))
+    plot.analysis(plot.PlotConfig(words=("analysis", "x"), out_file=str(tmp_path / "a.png")), names)
+    assert (tmp_path / "a.png").stat().st_size > 5000 and len(panels) == 6
+    of = {title: (lines, first) for lines, title, first in panels}
+    lines, first = of["entropy minus uniform attention's (nats)"]
+    assert first == 1 and list(lines) == ["v1", "resformer", "s", "fast", "Llama-8B", "Llama-1B"]
+    assert lines["v1"] == [[1, 2], [2, 3], [6, 7]] and lines["resformer"] == [[8, 9]]
+    assert of["norm of the first token's value, by the others'"][0]["resformer"] == [[4, 4]]
+    lines, first = of["norm of the first token's state, by the others'"]
+    assert first == 0 and lines["s"] == [[4, 2, 1]]
+    assert of["token similarity of the states"][0]["Llama-1B"] == [[0, 0.5, 1]]
+
+
+def test_refused_analyses(tmp_path):
+    (tmp_path / "none").mkdir()
+    refused(script("plot.py", "analysis", tmp_path / "none"), "analysis.json is missing", "`python analyze.py")
+    name = make_analysis(tmp_path / "a", "vanilla", 1.0)
+    found = json.loads((name / "analysis.json").read_text())
+    (name / "analysis.json").write_text(json.dumps(found | {"states": {}}))
+    refused(script("plot.py", "analysis", name), "has no hidden_norm_first", "make it again with analyze.py")
+    (name / "analysis.json").write_text("[]")
+    refused(script("plot.py", "analysis", name), "is not a file of analyze.py")

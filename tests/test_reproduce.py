@@ -129,8 +129,8 @@ def test_saving_that_cannot_be_told():
     rising, falling = [(1e6, 2.0), (2e6, 2.1)], [(1e6, 2.2), (2e6, 2.1)]
     assert plot.saving(flat, higher) == [None] * 3
     assert plot.saving(rising, falling) == plot.saving(falling, rising) == [None] * 2
-    assert plot.saving([(1e6, 2.0), (2e6, 1.9999)], falling) == [None] * 2  # beyond all numbers
-    assert plot.saving([(1e6, 2.0), (2e6, 1.99)], falling)[0] == pytest.approx(1 - 2**-20)
+    assert plot.saving([(1e6, 2.0), (2e6, 1.99)], falling) == [None] * 2  # 2**-20 of the parameters is no measurement
+    assert plot.saving([(1e6, 2.15), (2e6, 2.05)], falling) == pytest.approx([1 - 2**-0.5] * 2)
 
 
 def test_tokens_saved():
@@ -2027,7 +2027,8 @@ def test_analyses_of_another_shape(small, tmp_path, text):
 def test_damaged_arrays(small, tmp_path):
     at = tmp_path / "out/cpu/82M-2048-vanilla-42"
     make_run(at, "vanilla", 42, np.ones(4))
-    (at / "analysis.json").write_text("{}")
+    about = {"layers": {}, "states": {}, "length": 8, "entropy_uniform": 1.8}
+    (at / "analysis.json").write_text(json.dumps(about))
     (at / "analysis.npz").write_text("half a file")
     refused(command("fig4", "--run=false"), "analysis.npz")
 
