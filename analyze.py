@@ -2,7 +2,7 @@
 
     python analyze.py out/vanilla out/resformer                    1,000 validation chunks through each model
     python analyze.py --init=config/size_468m.py --chunks=4        the same of a model before its training
-    python analyze.py path/to/Llama-3.1-8B --data_dir=data/demo    a Llama or Mistral folder in Hugging Face layout
+    python analyze.py path/to/Llama-3.1-8B --length=2048 --data_dir=data/demo     Llama or Mistral, Hugging Face layout
 
 Each chunk is the end-of-text token (training text has no other beginning), then consecutive tokens of validation text.
 Writes analysis.json (numbers by layer) and analysis.npz (by token position, and spectra) into the run's folder, and
@@ -76,8 +76,8 @@ def uniform_entropy(T):
 
 
 def entropy(p):
-    """Entropy in nats of distributions p (..., n) -> (...); p need not sum to 1."""
-    p = p / p.sum(dim=-1, keepdim=True)
+    """Entropy in nats of distributions p (..., n) -> (...); p need not sum to 1, and has none where it is all 0."""
+    p = p / p.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
     return -torch.xlogy(p, p).sum(dim=-1)
 
 

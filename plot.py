@@ -7,8 +7,9 @@
     python plot.py eval out/vanilla out/resformer                    accuracies with errors and chance, loss by domain
     python plot.py analysis out/vanilla out/resformer                attention concentration, sinks, drains by layer
 
-Runs are named by their folders, or by metrics.jsonl files, and grouped by value_mode. The seeds of a mode become one
-line with a band: from lowest to highest of two seeds, mean ± standard deviation (n - 1) of three or more.
+Runs are named by their folders, or for the first four kinds by metrics.jsonl files, and grouped by value_mode. The
+seeds of a mode become one line with a band: from lowest to highest of two seeds, mean ± standard deviation (n - 1) of
+three or more.
 """
 
 import contextlib
@@ -667,7 +668,7 @@ def critical_point(x, y):
         return float(np.interp(0, y[i : i + 2], x[i : i + 2])), False
     tail = slice(-max(2, len(x) // 10), None)
     slope, height = np.polyfit(x[tail], y[tail], 1)
-    return float(-height / slope) if slope > 0 else math.inf, True
+    return max(float(x[-1]), float(-height / slope)) if slope > 0 else math.inf, True
 
 
 def critical_panel(ax, points):
@@ -676,7 +677,7 @@ def critical_panel(ax, points):
         there = [(n, at) for n, seeds in points.items() for at, of in seeds if of == kind and 0 < at < math.inf]
         if there:
             ax.plot(*zip(*there, strict=True), "o", color=COLORS[1], markerfacecolor=face, label=name)
-    ax.set(xlabel="sequence length (tokens)", ylabel="critical point (step)", xscale="log")
+    ax.set(xlabel="sequence length in the paper (tokens)", ylabel="critical point (step)", xscale="log")
     if ax.lines:
         ax.set_yscale("log")
     edge = {"color": COLORS[2], "markerfacecolor": "none", "transform": ax.get_xaxis_transform()}
@@ -688,8 +689,8 @@ def critical_panel(ax, points):
 
 
 def heat_maps(paper, models):
-    """models: {label: {quantity: (layers, positions)}}: one row of maps for each model; a column has one colour scale
-    for each map, as their ranges differ by an order of magnitude."""
+    """models: {label: {quantity: (layers, positions)}}: one row of maps for each model, each with its own colour scale,
+    as their ranges differ by an order of magnitude."""
     quantities = list(next(iter(models.values())))
     axes = paper.subplots(len(models), len(quantities), squeeze=False)
     for row, (label, maps) in zip(axes, models.items(), strict=True):
@@ -720,6 +721,8 @@ def read_analysis(folder, make=""):
 def analysis(cfg, names):
     """Draw what analyze.py found of several models, by layer. Runs that differ in their seed alone become a band."""
     groups, panels = {}, {}
+    if again := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{again[0]} is named twice; name each run once")
     for name in names:
         found, config = read_analysis(name), Path(name, "config.json")
         same = read_json(config, "the config of a model") if config.exists() else {}
@@ -728,7 +731,7 @@ def analysis(cfg, names):
         groups.setdefault(key, []).append((name, found))
     modes = [mode for mode, *_ in groups]
     for (mode, *_), runs in groups.items():
-        label = mode if modes.count(mode) == 1 else Path(runs[0][0]).name
+        label = mode if modes.count(mode) == 1 else runs[0][0]
         for title, where, key, over in ANALYSIS:
             try:
                 of = [(found[where][key]["mean"], found[where][over]["mean"] if over else None) for _, found in runs]

@@ -17,12 +17,12 @@ import contextlib
 import dataclasses
 import html
 import os
-import resource
 import shlex
 import signal
 import subprocess
 import sys
 import time
+import urllib.parse
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,16 +32,16 @@ import torch
 from tqdm import tqdm
 
 import plot
+from analyze import AnalyzeConfig, Recorder, peak_bytes
 from configurator import UserError, load, run, setting
 from data import Corpus, Tokenizer, read_json, write_atomic, write_json
 from eval import markdown
-from figures import FIGURES, SEEDS, Found, Job, draw, rows
+from figures import FIGURES, INITIAL, SEEDS, Found, Job, draw, rows
 from model import GPT, count_parameters, flops_per_token, get_mode, mode_name
-from train import TrainConfig, World, environment, pick_dtype
+from train import PEAK_FLOPS, TrainConfig, World, environment, pick_dtype
 
-A100_PEAK = 312e12  # bf16 FLOP/s
-MFU = 0.4  # the share of it that GPU-hours are computed with, where none is measured
-ENOUGH = 3  # failures in a row say that something is wrong with the machine, not with a run
+MFU = 0.4  # the share of an A100's peak that GPU-hours are computed with, where none is measured
+ENOUGH = 3  # failures before anything has worked: something is wrong with the machine, not with a run
 HERE = Path(__file__).parent
 
 
@@ -65,7 +65,8 @@ class Scale:
     chunks: int  # of an analysis
     settings: dict = field(default_factory=dict)  # of train.py, besides
     micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
-    vocab: int = 50277  # of the data's tokenizer
+    tokens: float = 20e9  # of the data
+    vocab: int = 50277  # of its tokenizer
 
 
 PAPER_SIZES = {"2M": (4, 2, 16), "82M": (8, 8, 512), "180M": (12, 12, 768), "320M": (15, 16, 1024)}
@@ -86,7 +87,7 @@ SCALES = {
         PAPER_SIZES,
         {512: (512, 1024, 64), 2048: (2048, 256, 16), 8192: (8192, 64, 4), 32000: (32000, 16, 1), 64000: (64000, 8, 1)},
         steps=1000, rate=1.0, warmups={120: 40, 1200: 120}, seeds=1, gpus=1,
-        data_dir="data/slimpajama", prepare=SLIMPAJAMA + " --tokens=2e9",
+        data_dir="data/slimpajama", prepare=SLIMPAJAMA + " --tokens=2e9", tokens=2e9,
         window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 2, "468M": 4},
     ),
     "cpu": Scale(
@@ -95,7 +96,7 @@ SCALES = {
         {512: (64, 16, 16), 2048: (128, 8, 8), 8192: (256, 4, 4), 32000: (512, 2, 2), 64000: (1024, 1, 1)},
         steps=400, rate=5.0, warmups={120: 20, 1200: 100}, seeds=3, gpus=0,
         data_dir="data/small",
-        prepare="python prepare.py pysource --tokenizer=bpe:2048 --tokens=12e6", vocab=2048,
+        prepare="python prepare.py pysource --tokenizer=bpe:2048 --tokens=12e6", tokens=12e6, vocab=2048,
         window=20, evals=5, chunks=200,
         settings={"eval_tokens": 8192, "dtype": "float32", "compile": False, "device": "cpu"},
     ),
@@ -111,7 +112,7 @@ class ReproduceConfig:
     seeds: int = setting(0, "seeds of every run; 0 = the scale's: cpu three for the ablations and one else, others one")
     dry_run: bool = setting(False, "only say what would be run")
     run: bool = setting(True, "train and analyse what is missing; false = only draw what is there")
-    jobs: int = setting(0, "runs at a time; 0 = one per core without a GPU, else one")
+    jobs: int = setting(0, "runs at a time; 0 = one per core at a scale without GPUs, else one")
     public: tuple[str, ...] = setting((), "Llama or Mistral folders in Hugging Face layout, for fig1 and fig18")
     eval_dir: str = setting("", "local files of tab1's tasks, see eval.py; empty = from the hub")
     out_dir: str = setting("", "folder of the runs; empty = out/<scale>")
@@ -231,6 +232,7 @@ class Plan:
     vocab: int
     data: str | None  # hash of the data, if it is there
     seconds: float = 0.0  # of training on this machine, or of 8 A100s
+    analysis: float = 0.0  # seconds on this machine, where it is the scale's
 
     @property
     def state(self):
@@ -240,8 +242,12 @@ class Plan:
                 return "done"
         return "begun" if (self.folder / "metrics.jsonl").exists() else "new"
 
+    def to_analyse(self, chunks):
+        return self.analyse and stale(self.folder, chunks)
+
     def check(self):
-        """Raise UserError if the folder holds a run of other settings. (What train.py lets change, it compares.)"""
+        """Raise UserError if the folder holds a run of other settings. Where it lies, how often it saves and on which
+        device it goes on may change."""
         path = self.folder / "config.json"
         free = ("out_dir", "data_dir", "device", "value_mode", "keep", "save_every", "log_every")
         old = read_json(path, "the config of a run") if path.exists() else self.values
@@ -293,8 +299,8 @@ def plans(cfg):
 
 
 def step_seconds(values, device, vocab):
-    """Seconds of one optimizer step of a vanilla model with these settings here, without the optimizer: the best of two
-    micro-batches of random tokens after a first, in train.py's precision, and compiled where it compiles."""
+    """Seconds of one step of a vanilla model with these settings here, but for the optimizer: the best of three
+    micro-batches of random tokens, in train.py's precision, and compiled where it compiles."""
     cfg = TrainConfig(**values | {"value_mode": "vanilla"})
     model, dtype = GPT(cfg.model(vocab)).to(device), pick_dtype(cfg.dtype, device.type)
     if device.type == "cuda" if cfg.compile is None else cfg.compile:
@@ -311,23 +317,48 @@ def step_seconds(values, device, vocab):
     return best * cfg.accumulation(1)
 
 
+def analysis_seconds(values, device, vocab, chunks):
+    """Seconds of analyze.py's pass over so many chunks with such a model, from one batch of random tokens."""
+    cfg = TrainConfig(**values | {"value_mode": "vanilla"})
+    model, n = GPT(cfg.model(vocab)).to(device), min(chunks, max(1, AnalyzeConfig.batch_tokens // cfg.block_size))
+    recorder, began = Recorder(model), time.perf_counter()
+    with torch.inference_mode():
+        model.hidden(torch.randint(vocab, (n, cfg.block_size), device=device))
+    recorder.close()
+    return (time.perf_counter() - began) * chunks / n
+
+
+def start_seconds():
+    """Seconds until a script has imported what it needs."""
+    began = time.perf_counter()
+    subprocess.run(script("analyze.py", "--help"), capture_output=True)
+    return time.perf_counter() - began
+
+
+def is_here(scale, device):
+    """Whether the scale's machine is this one."""
+    return not scale.gpus or (scale.gpus == 1 and device.type == "cuda")
+
+
 def estimate(todo, cfg, device):
     """Fill the Plans' seconds. Where the scale's machine is this one each shape is timed for a moment, and modes go by
     their FLOPs; else all goes by FLOPs, at 40 % of 8 A100s' peak. Returns how, in words."""
     scale, timed = cfg.units, {}
-    here = not scale.gpus or (scale.gpus == 1 and device.type == "cuda")
     for of in todo:
         shape = {k: v for k, v in of.values.items() if k not in ("value_mode", "seed", "out_dir", "learning_rate")}
-        flops = flops_per_token(of.model)
-        if here:
-            key = str(shape)
-            if key not in timed:
-                vanilla = flops_per_token(TrainConfig(**shape).model(of.vocab))
-                timed[key] = step_seconds(of.values, device, of.vocab) / vanilla
-            of.seconds = timed[key] * flops * of.values["max_steps"]
-        else:
-            of.seconds = flops * of.tokens / (A100_PEAK * MFU * scale.gpus)
-    return f"measured here on {len(timed)} shapes" if here else f"computed: {MFU:.0%} of {scale.gpus} A100s' bf16 peak"
+        flops, vanilla, key = flops_per_token(of.model), TrainConfig(**shape).model(of.vocab), str(shape)
+        if not is_here(scale, device):
+            of.seconds = flops * of.tokens / (PEAK_FLOPS["A100"] * MFU * scale.gpus)
+            continue
+        if key not in timed:
+            given = (of.values, device, of.vocab)
+            both = step_seconds(*given), analysis_seconds(*given, scale.chunks)
+            timed[key] = [x / flops_per_token(vanilla) for x in both]
+        step, analysis = (x * flops for x in timed[key])
+        of.seconds = step * of.values["max_steps"] * (of.state != "done")
+        of.analysis = analysis * of.to_analyse(scale.chunks)
+    how = f"computed: {MFU:.0%} of {scale.gpus} A100s' bf16 peak"
+    return f"measured here on {len(timed)} shapes" if is_here(scale, device) else how
 
 
 def chunk_words(cfg):
@@ -348,7 +379,7 @@ def device_words(cfg):
 
 def show_plan(todo, cfg, device, at_once):
     """Print runs, settings, time, disk and memory."""
-    how = estimate([of for of in todo if of.state != "done"], cfg, device)
+    how = estimate([of for of in todo if of.state != "done" or of.to_analyse(cfg.units.chunks)], cfg, device)
     print(f"scale {cfg.scale}: {cfg.units.what}; times are {how}\n")
     gpus, lines = max(1, cfg.units.gpus), []
     for of in todo:
@@ -361,20 +392,40 @@ def show_plan(todo, cfg, device, at_once):
     print("\n".join(markdown(["run", "state", "parameters", "tokens", unit, "disk (GB)"], lines)))
     if cfg.dry_run:
         print(*commands(todo, cfg), "", sep="\n")
-    left = [of.seconds for of in todo if of.state != "done"]
-    wall = max(sum(left) / at_once, max(left, default=0)) / 60
-    total = f"{sum(left) * gpus / 3600:,.1f} {unit}, {wall:,.0f} minutes with {at_once} at a time"
-    analyses = sum(of.analyse and stale(of.folder, cfg.units.chunks) for of in todo) + len(extra(cfg))
-    besides = f"{analyses} analyses and the tasks of {sum(bool(of.tasks) for of in todo)} runs come on top"
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6 * at_once
-    print(
-        f"{len(todo)} runs, {len(todo) - len(left)} of them done; training takes {total}; {besides}; "
-        f"disk {sum(of.disk for of in todo) / 1e9:,.1f} GB; " + f"memory {memory:.1f} GB" * (not cfg.units.gpus)
-    )
+    print(totals(todo, cfg, device, at_once))
+
+
+def totals(todo, cfg, device, at_once):
+    """Time, disk and memory of all that is still to be made, in a line."""
+    left, gpus, units = [of for of in todo if of.state != "done"], max(1, cfg.units.gpus), cfg.units
+    hours, unit = sum(of.seconds for of in left) * gpus / 3600, "GPU-hours" if units.gpus else "core-hours"
+    analyses = sum(of.to_analyse(units.chunks) for of in todo) + len(extra(cfg))
+    said = [f"{len(todo)} runs, {len(todo) - len(left)} of them done; training takes {hours:,.1f} {unit}"]
+    said.append(f"{analyses} analyses and the tasks of {sum(bool(of.tasks) for of in todo)} runs come on top")
+    start = start_seconds() if is_here(units, device) and left else 0
+    seconds = [of.seconds + of.analysis + start * ((of.seconds > 0) + (of.analysis > 0)) for of in todo]
+    minutes = max(sum(seconds) / at_once, max(seconds, default=0)) / 60
+    said.append(f"{minutes:,.0f} minutes with {at_once} at a time, but for tasks")
+    there, disk = Path(units.data_dir, "manifest.json").exists(), sum(of.disk for of in todo) / 1e9
+    said.append(f"disk {disk:,.1f} GB" + f" and {units.tokens * 2 / 1e9:.2g} GB of data" * (not there))
+    if is_here(units, device):
+        said.append(f"memory {memory(left, cfg, device, at_once) / 1e9:.1f} GB")
+    return "; ".join(said)
+
+
+def memory(left, cfg, device, at_once):
+    """Bytes of all runs at a time, each as much as their timing has had and twice its weights for the optimizer; or of
+    the analysis of the paper's 468M before training, if that is more."""
+    had, weights = peak_bytes(device), 4 * max((count_parameters(of.model)[0] for of in left), default=0)
+    found = [at_once * (had + 2 * weights)]
+    if any(out.name == INITIAL for _, out in extra(cfg)):
+        large = TrainConfig(**settings(Job(size="468M"), SCALES["paper"], 0, "")).model(vocabulary(cfg.units))
+        found.append(had + 4 * count_parameters(large)[0])
+    return max(found)
 
 
 def commands(todo, cfg):
-    """All that would be run, done or not, as lines of a shell."""
+    """What would be run, as lines of a shell: runs whether done or not, data and models from elsewhere where not."""
     if not Path(cfg.units.data_dir, "manifest.json").exists():
         yield cfg.units.prepare
     for of in todo:
@@ -402,7 +453,7 @@ class Workers:
 
     def __init__(self, at_once, cores):
         self.at_once, self.running, self.stopped = at_once, set(), False
-        self.failed, self.in_a_row = [], 0
+        self.failed, self.worked, self.gave_up = [], 0, False
         self.env = dict(os.environ)
         if cores and at_once > 1:
             self.env |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))}
@@ -425,7 +476,7 @@ class Workers:
             raise UserError(f"`{shlex.join(command)}` failed ({code}): {last[-1]}; all of it is in {folder / log}")
 
     def attempt(self, f, *given):
-        """f(*given), and whether it came to its end. A UserError is noted; ENOUGH of them in a row stop everything."""
+        """f(*given), and whether it came to its end. A UserError is noted; ENOUGH of them and no success stop all."""
         if self.stopped:
             return False
         try:
@@ -433,12 +484,11 @@ class Workers:
         except UserError as e:
             say(f"note: {e}")
             self.failed.append(e)
-            self.in_a_row += 1
-            if self.in_a_row >= ENOUGH:
+            if len(self.failed) >= ENOUGH and not self.worked:
+                self.gave_up = True
                 self.stop()
             return False
-        if not self.stopped:
-            self.in_a_row = 0
+        self.worked += not self.stopped
         return not self.stopped
 
     def wait_for(self, lock, folder):
@@ -517,7 +567,7 @@ def extra(cfg):
     """[(command, folder)]: analyses of models that are not trained here, before training and public, as far as they are
     not made."""
     panels, found = {panel.kind for figure in cfg.figures.values() for panel in figure.panels}, []
-    out = Path(cfg.out_dir, "init-468M")
+    out = Path(cfg.out_dir, INITIAL)
     if "initial" in panels and not (out / "analysis.json").exists():
         # the paper's own size and length at any scale: before training few chunks tell the entropy
         given = ["--length=2048", "--chunks=4", "--grad_chunks=0", f"--data_dir={cfg.units.data_dir}"]
@@ -525,7 +575,7 @@ def extra(cfg):
         found.append((["analyze.py", "--init=config/size_468m.py", *given], out))
     for folder, out in cfg.public_folders.items() if "public" in panels else ():
         if stale(out, cfg.units.chunks):
-            given = [*chunk_words(cfg), "--dtype=bfloat16", "--grad_chunks=0", f"--out_dir={out}"]
+            given = ["--length=2048", *chunk_words(cfg), "--dtype=bfloat16", "--grad_chunks=0", f"--out_dir={out}"]
             found.append((["analyze.py", folder, *given], out))
     return found
 
@@ -535,7 +585,7 @@ def make(todo, cfg, at_once):
     does not keep the others from being made."""
     workers = Workers(at_once, not cfg.units.gpus)
     old = [signal.signal(s, workers.stop) for s in (signal.SIGTERM, signal.SIGINT)]
-    side_by_side(sorted(todo, key=lambda of: -of.seconds), cfg, workers)
+    side_by_side(sorted(todo, key=lambda of: -of.seconds - of.analysis), cfg, workers)
     workers.env = dict(os.environ)  # the last ones have the machine to themselves
     for (name, *given), folder in extra(cfg):
         if not workers.stopped:
@@ -544,23 +594,21 @@ def make(todo, cfg, at_once):
             workers.attempt(workers.call, script(name, *given), folder, "analyze.log")
     for s, handler in zip((signal.SIGTERM, signal.SIGINT), old, strict=True):
         signal.signal(s, handler)
-    if workers.in_a_row >= ENOUGH:
-        raise UserError(f"{ENOUGH} commands in a row failed, so no more were begun; the last: {workers.failed[-1]}")
-    if workers.stopped:
+    if workers.stopped and not workers.gave_up:
         raise UserError(f"stopped, what was running has saved its state; go on with `{cfg.command}`")
     return workers.failed
 
 
 def side_by_side(todo, cfg, workers):
     """make_run of all, as many at a time as there are workers; says after each how much time is left."""
-    done, total, began = 0.0, sum(of.seconds for of in todo), time.time()
+    done, total, began = 0.0, sum(of.seconds + of.analysis for of in todo), time.time()
     bar = tqdm(total=len(todo), unit="run", dynamic_ncols=True, disable=not sys.stderr.isatty())
     with ThreadPoolExecutor(workers.at_once) as pool:
         futures = {pool.submit(workers.attempt, make_run, of, cfg, workers): of for of in todo}
         try:
             for future in as_completed(futures):
                 of, made = futures[future], future.result()
-                done += of.seconds
+                done += of.seconds + of.analysis
                 bar.update()
                 if workers.stopped:
                     break
@@ -608,6 +656,7 @@ def publish(name, figure, cfg, found):
     print(f"{name}: {figure.caption}")
     record = {"caption": figure.caption, "out_dir": cfg.out_dir}
     record["runs"] = [f"{job.name}-{seed}" for job in figure.jobs for seed in cfg.seeds_of(job)]
+    record["commits"] = trained_by(Path(cfg.out_dir, run) for run in record["runs"])
     if figure.panels:
         draw(folder / f"{name}.png", figure, found)
         record["png"] = f"{cfg.scale}/{name}.png"
@@ -618,10 +667,35 @@ def publish(name, figure, cfg, found):
     record["rows"] = rows(figure, found)
     if record["rows"]:
         print("\n".join(markdown(CLAIMS, map(cells, record["rows"]))), flush=True)
-    known = read_json(path, "results of reproduce.py") if path.exists() else {"scale": cfg.units.what, "figures": {}}
+    known = read_results(path) if path.exists() else {"figures": {}}
     known["figures"][name] = record | {"environment": environment()}
     order = {key: known["figures"][key] for key in FIGURES if key in known["figures"]}
-    write_json(path, known | {"figures": order})
+    write_json(path, {"scale": cfg.units.what, "units": units_in_words(cfg.units), "figures": order})
+
+
+def trained_by(folders):
+    """The commits of the code that made these runs."""
+    files = [folder / "env.json" for folder in folders]
+    return sorted({str(read_json(path, "of train.py").get("commit")) for path in files if path.exists()})
+
+
+def read_results(path):
+    """What `publish` wrote; raises UserError if it is anything else."""
+    found = read_json(path, "results of reproduce.py")
+    if not isinstance(found, dict) or not isinstance(found.get("figures"), dict):
+        raise UserError(f"{path} is not results of reproduce.py; remove it, and draw them again")
+    return found
+
+
+def units_in_words(scale):
+    """What a scale makes of the paper's units, in a sentence."""
+    sizes = ", ".join(f"{name} = {a} layers of {b} heads, {c} wide" for name, (a, b, c) in scale.sizes.items())
+    lengths = ", ".join(f"{n:,} = {tokens:,}" for n, (tokens, *_) in scale.lengths.items())
+    warmups = ", ".join(f"{n:,} = {steps:,}" for n, steps in scale.warmups.items())
+    return (
+        f"Sizes, lengths, rates and warmups bear the paper's names. Here they are: sizes {sizes}; lengths in tokens "
+        f"{lengths}; learning rates {scale.rate:g} times the paper's; warmup steps {warmups}; {scale.steps:,} steps."
+    )
 
 
 STYLE = """
@@ -665,7 +739,8 @@ def colour(said):
 
 def tally(figures):
     """A sentence that counts which claims go the paper's way; what one seed says is counted apart."""
-    told = [row for record in figures.values() for row in record["rows"] if row["same"] is not None]
+    told = {row["what"]: row for record in figures.values() for row in record["rows"] if row["same"] is not None}
+    told = list(told.values())  # some stand in two figures
     several, one = ([row for row in told if (row["n"] > 1) == many] for many in (True, False))
     clear = [row["same"] for row in several if not row["within"]]
     return (
@@ -694,11 +769,13 @@ def section(name, record, cfg):
     if record["rows"]:
         parts.append(html_table(CLAIMS, [cells(row) for row in record["rows"]], {3: "paper", 4: colour}))
     if record["runs"]:
-        root = html.escape(record["out_dir"])
+        root = html.escape(urllib.parse.quote(record["out_dir"]))
         links = ", ".join(f'<a href="{root}/{run}/">{run}</a>' for run in record["runs"])
         parts.append(f"<details><summary>{len(record['runs'])} runs</summary><p>{links}</p></details>")
     about = record["environment"]
-    made = f"{about['machine']}, torch {about['torch']}, commit {(about['commit'] or 'unknown')[:10]}"
+    commits = ", ".join(commit[:10] for commit in record["commits"])
+    made = f"{about['machine']}, torch {about['torch']}, drawn by commit {(about['commit'] or 'unknown')[:10]}"
+    made += f", trained by {commits}" * bool(commits)
     return "\n".join([*parts, f"<p><small>{html.escape(made)}</small></p>"])
 
 
@@ -707,7 +784,7 @@ def report(cfg):
     path = Path(cfg.results_dir, f"{cfg.scale}.json")
     if not path.exists():
         raise UserError(f"{path} is missing: nothing is drawn yet; `python reproduce.py all --scale={cfg.scale}`")
-    found = read_json(path, "results of reproduce.py")
+    found = read_results(path)
     try:
         page = whole_page(found, cfg)
     except (KeyError, TypeError, AttributeError) as e:
@@ -719,7 +796,9 @@ def report(cfg):
 def whole_page(found, cfg):
     """The report's HTML, from what results/<scale>.json holds."""
     links = " ".join(f'<a href="#{name}">{name}</a>' for name in found["figures"])
-    summary = f"Scale {cfg.scale}: {found['scale']}. {tally(found['figures'])} Losses are in nats per token."
+    summary = (
+        f"Scale {cfg.scale}: {found['scale']}. {tally(found['figures'])} {found['units']} Losses are in nats per token."
+    )
     body = "\n".join(section(name, record, cfg) for name, record in found["figures"].items())
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -742,7 +821,7 @@ def main():
     at_once = cfg.jobs or (1 if cfg.units.gpus else os.cpu_count() or 1)
     if not cfg.units.gpus and at_once > 1:
         torch.set_num_threads(1)
-    wanted = any(figure.jobs or figure.reads_data for figure in cfg.figures.values())
+    wanted = any(figure.jobs or figure.reads_data for figure in cfg.figures.values()) or extra(cfg)
     if wanted and cfg.run and not cfg.dry_run and (not cfg.units.gpus or device.type == "cuda"):
         prepare(cfg)
     todo, failed = plans(cfg), []
@@ -763,9 +842,11 @@ def main():
         except UserError as e:  # one figure without its runs should not keep the others from being drawn
             print(f"note: {e}", flush=True)
             missing.append((name, e))
+    said = [f"not drawn: {', '.join(name for name, _ in missing)}"] * bool(missing)
+    if failed:
+        raise UserError("; ".join([*said, f"{len(failed)} commands failed, the first: {failed[0]}"]))
     if missing:
-        why = f"{len(failed)} of its commands failed, the first: {failed[0]}" if failed else missing[0][1]
-        raise UserError(f"not drawn: {', '.join(name for name, _ in missing)}; {why}")
+        raise UserError(f"{said[0]}; {missing[0][1]}")
 
 
 if __name__ == "__main__":

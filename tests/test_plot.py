@@ -387,7 +387,8 @@ def test_analyses(tmp_path, monkeypatch):
     names += [make_analysis(tmp_path / name, "vanilla", 1.0, model_type="llama") for name in ("Llama-8B", "Llama-1B")]
     panels, draw = [], plot.layer_panel
     monkeypatch.setattr(plot, "layer_panel", lambda ax, *given: (draw(ax, *given), panels.append(given)))
-    plot.analysis(plot.PlotConfig(words=("analysis", "x"), out_file=str(tmp_path / "a.png")), names)
+    monkeypatch.chdir(tmp_path)
+    plot.analysis(plot.PlotConfig(words=("analysis", "x"), out_file="a.png"), [name.name for name in names])
     assert (tmp_path / "a.png").stat().st_size > 5000 and len(panels) == 6
     of = {title: (lines, first) for lines, title, first in panels}
     lines, first = of["entropy minus uniform attention's (nats)"]
@@ -403,6 +404,7 @@ def test_refused_analyses(tmp_path):
     (tmp_path / "none").mkdir()
     refused(script("plot.py", "analysis", tmp_path / "none"), "analysis.json is missing", "`python analyze.py")
     name = make_analysis(tmp_path / "a", "vanilla", 1.0)
+    refused(script("plot.py", "analysis", name, name), "is named twice")
     found = json.loads((name / "analysis.json").read_text())
     (name / "analysis.json").write_text(json.dumps(found | {"states": {}}))
     refused(script("plot.py", "analysis", name), "has no hidden_norm_first", "make it again with analyze.py")
