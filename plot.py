@@ -701,6 +701,7 @@ def heat_maps(paper, models):
             image = ax.imshow(maps[quantity], aspect="auto", cmap="viridis", interpolation="nearest", **place)
             paper.colorbar(image, ax=ax)
             ax.set_title(f"{label}: {quantity}", fontsize=8, loc="left")
+            ax.yaxis.get_major_locator().set_params(integer=True)
     for ax in axes[:, 0]:
         ax.set_ylabel("layer")
     for ax in axes[-1]:
