@@ -570,7 +570,7 @@ def extra(cfg):
     out = Path(cfg.out_dir, INITIAL)
     if "initial" in panels and not (out / "analysis.json").exists():
         # the paper's own size and length at any scale: before training few chunks tell the entropy
-        given = ["--length=2048", "--chunks=4", "--grad_chunks=0", f"--data_dir={cfg.units.data_dir}"]
+        given = ["--length=2048", "--chunks=16", "--grad_chunks=0", f"--data_dir={cfg.units.data_dir}"]
         given += [f"--out_dir={out}", *device_words(cfg)]
         found.append((["analyze.py", "--init=config/size_468m.py", *given], out))
     for folder, out in cfg.public_folders.items() if "public" in panels else ():
