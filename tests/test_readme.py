@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT, script
 
 import plot
+import reproduce
 from configurator import load
 from model import TABLE
 
@@ -111,3 +112,18 @@ def test_ratios_of_the_evaluation_are_the_results():
             cells += [f"| {rate:,.0f} "]
             cells += [f"| {r['ratio']:.1f} × ({r['least']:.1f}–{r['greatest']:.1f}) " for r in ratios]
         assert "".join(cells) + "|" in README
+
+
+def test_claims_are_the_results():
+    """Each row of the table of claims is one of results/cpu.json's, and the sentence that counts them is theirs."""
+    found = json.loads((ROOT / "results" / "cpu.json").read_text(encoding="utf-8"))["figures"]
+    lines = set()
+    for name, record in found.items():
+        title = name[3:] if name.startswith("fig") else f"Table {name[3:]}"
+        lines |= {f"| {' | '.join([title, *reproduce.cells(row)])} |" for row in record["rows"]}
+    section = README.split("### What shows at scale `cpu`")[1].split("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(table) > 20 and not set(table) - lines, set(table) - lines
+    assert " ".join(reproduce.tally(found).split()) in " ".join(section.split())
+    for record in found.values():
+        assert (ROOT / "results" / record.get("png", "cpu.json")).exists()
