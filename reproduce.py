@@ -401,7 +401,8 @@ def totals(todo, cfg, device, at_once):
     hours, unit = sum(of.seconds for of in left) * gpus / 3600, "GPU-hours" if units.gpus else "core-hours"
     analyses = sum(of.to_analyse(units.chunks) for of in todo) + len(extra(cfg))
     said = [f"{len(todo)} runs, {len(todo) - len(left)} of them done; training takes {hours:,.1f} {unit}"]
-    said.append(f"{analyses} analyses and the tasks of {sum(bool(of.tasks) for of in todo)} runs come on top")
+    scored = sum(any(unscored(of, group) for group in of.tasks) for of in todo)
+    said.append(f"{analyses} analyses and the tasks of {scored} runs come on top")
     start = start_seconds() if is_here(units, device) and left else 0
     seconds = [of.seconds + of.analysis + start * ((of.seconds > 0) + (of.analysis > 0)) for of in todo]
     minutes = max(sum(seconds) / at_once, max(seconds, default=0)) / 60
@@ -537,12 +538,15 @@ def stale(folder, chunks):
     return read_json(path, "a file of analyze.py").get("chunks_asked", 0) < chunks
 
 
+def unscored(of, group):
+    """The tasks of a table that a Plan's run has no result of."""
+    known = plot.read_eval(of.folder)[1] if (of.folder / "eval.json").exists() else {}
+    return [name for name in (["loss"] if group == "table5" else plot.TASKS[:6]) if name not in known]
+
+
 def evaluate(of, group, cfg, workers):
     """The tasks of a table one by one: a model too short for a task leaves it out; without the files, all the rest."""
-    known = plot.read_eval(of.folder)[1] if (of.folder / "eval.json").exists() else {}
-    for name in ["loss"] if group == "table5" else plot.TASKS[:6]:
-        if name in known:
-            continue
+    for name in unscored(of, group):
         try:
             workers.call(script("eval.py", of.folder, *task_words(name, cfg)), of.folder, "eval.log")
         except UserError as e:
