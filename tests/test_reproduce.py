@@ -42,7 +42,7 @@ from configurator import UserError, load, run
 from eval import EvalConfig
 from figures import FIGURES, Claim, Figure, Found, Job
 from model import count_parameters, mode_name
-from reproduce import SCALES, ReproduceConfig, Workers, settings
+from reproduce import SCALES, ReproduceConfig, Workers, analysis_seconds, settings
 from train import TrainConfig
 
 N = {"2M": 1_623_856, "82M": 81_901_056, "180M": 179_874_048, "320M": 331_064_320, "468M": 467_921_920}
@@ -1261,9 +1261,15 @@ def test_seconds_on_a_cpu_go_by_flops_from_one_timed_model(monkeypatch, planned)
         assert float(table[f"82M-2048-{mode}-42"][3]) == pytest.approx(400 * 0.5 * ratio / 3600, abs=0.0051)
     timed = []
     monkeypatch.setattr(reproduce, "step_seconds", lambda values, *_: timed.append(values) or 1.0)
+    monkeypatch.setattr(reproduce, "analysis_seconds", lambda values, device, vocab, chunks: 10.0)
     plans = reproduce.plans(asked("fig9", "fig14"))
     assert "5 shapes" in reproduce.estimate(plans, asked("fig9", "fig14"), torch.device("cpu"))
     assert sorted(of["block_size"] for of in timed) == [64, 128, 256, 512, 1024]
+    assert {of.analysis for of in plans} == {0}  # neither figure needs one
+    (vanilla, *_), cfg = reproduce.plans(asked("fig4")), asked("fig4")
+    reproduce.estimate([vanilla], cfg, torch.device("cpu"))
+    assert (vanilla.seconds, vanilla.analysis) == (pytest.approx(400), pytest.approx(10))
+    assert 0 < analysis_seconds(settings(Job(), tiny_scale("d"), 42, "x"), torch.device("cpu"), 257, 4) < 60
 
 
 def test_a_step_is_timed_for_all_of_its_micro_batches(monkeypatch, data_dir):
@@ -1299,6 +1305,7 @@ def test_one_run_takes_its_own_time(monkeypatch, tmp_path, data_dir):
     """200 s, however many could be run side by side."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(reproduce, "step_seconds", lambda values, device, vocab: 0.5)
+    monkeypatch.setattr(reproduce, "start_seconds", lambda: 0.0)
     said = command("fig4", "--seeds=1", "--dry_run", "--jobs=16", f"--data_dir={data_dir}").stdout
     assert re.search(r"([\d,.]+) minutes", said)[1] == "3"
 
