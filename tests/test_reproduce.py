@@ -1305,6 +1305,7 @@ def test_one_run_takes_its_own_time(monkeypatch, tmp_path, data_dir):
     """200 s, however many could be run side by side."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(reproduce, "step_seconds", lambda values, device, vocab: 0.5)
+    monkeypatch.setattr(reproduce, "analysis_seconds", lambda values, device, vocab, chunks: 0.0)
     monkeypatch.setattr(reproduce, "start_seconds", lambda: 0.0)
     said = command("fig4", "--seeds=1", "--dry_run", "--jobs=16", f"--data_dir={data_dir}").stdout
     assert re.search(r"([\d,.]+) minutes", said)[1] == "3"
