@@ -827,7 +827,8 @@ def expected_claims(made):
     neus = [f"neutreno_{x}" for x in ("0.2", "0.6", "0.8")]
     long = dict(length=64000)
     return {
-        "fig1": [(">7.194<7.204", lambda s: np.mean(init)), ("", lambda s: min(init)), ("", lambda s: max(init))]
+        "fig1": [(">7.194<7.204", lambda s: np.mean(init)), (">7.1935", lambda s: min(init))]
+        + [("<7.2045", lambda s: max(init))]
         + [entropy("resformer", "468M")]
         + [entropy("svformer", "468M")],
         "fig2": first("resformer", "468M"),
