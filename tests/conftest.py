@@ -2,6 +2,7 @@
 
 import base64
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,11 +66,24 @@ def tokens(shape, vocab=61, seed=0):
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def finished(command, timeout=300, **kw):
+    """The completed process of a command, with stdout and stderr as text. Past the time limit it is killed with all the
+    processes that it has started: one that is left would keep the pipes open, and with them whoever reads to their end.
+    """
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, start_new_session=True, **pipes, **kw) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
 def script(*words, cwd=None, env=None, **kw):
     """Run one of our scripts; the completed process, with stdout and stderr as text."""
     env = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="") | (env or {})
-    command = [sys.executable, str(ROOT / words[0]), *map(str, words[1:])]
-    return subprocess.run(command, cwd=cwd or ROOT, env=env, capture_output=True, text=True, timeout=300, **kw)
+    return finished([sys.executable, str(ROOT / words[0]), *map(str, words[1:])], cwd=cwd or ROOT, env=env, **kw)
 
 
 def refused(result, *fragments):

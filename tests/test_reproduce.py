@@ -1247,7 +1247,7 @@ def test_gpu_hours_are_flops_over_40_percent_of_an_a100(scale, planned):
 def test_memory_of_all_runs_at_a_time(planned):
     """What a process that has imported all, and tried the shapes, has taken, times 4."""
     said = float(re.search(r"; memory ([\d.]+) GB$", planned["cpu"].strip())[1])
-    had = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    had = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     assert (
         4 * 0.1 < said <= max(4 * (had + 8 * 3.5e6 / 1e9), had + 4 * 369.1e6 / 1e9) + 0.1
     )  # or the 468M before training

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import MODES, ROOT, make_data, refused, script
+from conftest import MODES, ROOT, finished, make_data, refused, script
 from safetensors.torch import load_file
 
 import checkpoint
@@ -167,9 +167,7 @@ def test_resumed_run_equals_an_uninterrupted_one(data_dir, tmp_path, kw):
 def torchrun(n, *words, of="train.py"):
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", "--standalone"]
     env = dict(os.environ, OMP_NUM_THREADS="1")
-    return subprocess.run(
-        [*command, str(ROOT / of), *map(str, words)], env=env, capture_output=True, text=True, timeout=300
-    )
+    return finished([*command, str(ROOT / of), *map(str, words)], env=env)
 
 
 @pytest.mark.parametrize("mode", ["resformer", "svformer", "denseformer"])
