@@ -178,10 +178,13 @@ class World:
             dist.barrier()
 
     def close(self):
-        """End the process. Gloo's threads may outlive the interpreter and abort it (pytorch/pytorch#179291) when all
-        is long written; so a rank that has succeeded leaves without the interpreter's own clean-up."""
+        """End the process. When all is long written, gloo's threads may still abort the interpreter as it ends, or wait
+        for it while it waits for them (pytorch/pytorch#179291, #56297); so a rank that has succeeded leaves without
+        either's own clean-up. But not before the others: a rank that leaves early pulls their connections down."""
         if self.size > 1:
-            dist.destroy_process_group()
+            dist.barrier()
+            if self.kind == "cuda":
+                dist.destroy_process_group()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -578,7 +581,6 @@ def train(run):
             metrics.say(f"stopped and saved at step {n}; the same command with --resume=auto goes on")
             break
     metrics.close()
-    world.wait()  # for rank 0 to save: a rank that leaves early pulls the connections down
 
 
 def main():
