@@ -13,6 +13,7 @@ No torch here: prepare.py's worker processes import this file too.
 import base64
 import hashlib
 import json
+import mmap
 import os
 import tempfile
 from pathlib import Path
@@ -113,13 +114,28 @@ class Tokenizer:
 
     def encode(self, text, allow_eot=False):
         """Ids of `text`. A literal '<|endoftext|>' in it is plain text, unless `allow_eot` (prompts)."""
-        if self.spec["normalize"] and not text.isascii():
-            import unicodedata
-
-            text = unicodedata.normalize(self.spec["normalize"], text)
+        text = self._normalized(text)
         if allow_eot:
             return self.encoding.encode(text, allowed_special={EOT}, disallowed_special=())
         return self.encoding.encode_ordinary(text)
+
+    def encode_document(self, text):
+        """(tokens + 1,) uint16, as in a token file: the ids that `encode` gives, and end-of-text.
+
+        tiktoken hands over its buffer: making a Python number of each id, to make an array of them, takes a fifth of
+        the time. Half a surrogate pair, which is no text, raises UnicodeEncodeError.
+        """
+        found = self.encoding.encode_to_numpy(self._normalized(text), disallowed_special=())
+        ids = np.empty(len(found) + 1, "<u2")
+        ids[:-1], ids[-1] = found, self.eot
+        return ids
+
+    def _normalized(self, text):
+        if self.spec["normalize"] and not text.isascii():
+            import unicodedata
+
+            return unicodedata.normalize(self.spec["normalize"], text)
+        return text
 
     def decode(self, ids):
         """Text of `ids`; bytes that are not UTF-8 (a token cut inside a character) become U+FFFD, unused ids ''."""
@@ -232,6 +248,8 @@ class Corpus:
                     "(analyze.py: --length)"
                 )
             files[domain] = np.memmap(self.dir / about["file"], "<u2", "r")
+            if split == "train" and hasattr(mmap, "MADV_RANDOM"):  # else the system reads far around each window
+                files[domain]._mmap.madvise(mmap.MADV_RANDOM)
         return files
 
     def windows(self, split, domain):

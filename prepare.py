@@ -335,7 +335,7 @@ def encode(batch, closed):
                 continue
             # JSON may hold half a surrogate pair, which is no text: it becomes U+FFFD
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            ids = np.array([*_tokenizer.encode(text), _tokenizer.eot], "<u2") if _tokenizer else text
+            ids = _tokenizer.encode_document(text) if _tokenizer else text
             encoded.append((domain, ids, len(text.encode())))
         results.append(encoded)
     return results

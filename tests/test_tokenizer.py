@@ -150,6 +150,15 @@ def test_every_id_decodes(tmp_path):
     assert ours.decode(range(70_000)) == ours.decode(range(ours.n_vocab)) and ours.decode([1, 0]) == "<|padding|>" + EOT
 
 
+def test_documents_are_encoded_alike(tmp_path):
+    """As prepare.py does it: the same ids as `encode` gives, as uint16, and end-of-text."""
+    small_neox(tmp_path)
+    ours = Tokenizer(prepare.neox(tmp_path / "tokenizer.json"))
+    for text in ["", "a" + EOT, *hostile(5, 2000)]:
+        ids = ours.encode_document(text)
+        assert ids.dtype == "<u2" and ids.tolist() == [*ours.encode(text), ours.eot], ascii(text)
+
+
 def test_million_whitespaces():
     """tiktoken's regex engine runs out of stack on GPT-2's pattern as published."""
     ranks = [(bytes([i]), i) for i in range(256)]
