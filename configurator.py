@@ -78,11 +78,12 @@ def parse(text, hint):
         return _WORDS[text.lower()]
     if str in hints or any(typing.get_origin(h) is typing.Literal for h in hints):
         return text
+    several = any(typing.get_origin(h) is tuple for h in hints)
     try:
-        return ast.literal_eval(text)
+        value = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        # --domains=a,b is what people type for a tuple of names
-        return tuple(text.split(",")) if any(typing.get_origin(h) is tuple for h in hints) else text
+        return tuple(text.split(",")) if several else text  # --domains=a,b is what people type for a tuple of names
+    return (value,) if several and isinstance(value, (int, float)) else value  # --batch=8 for a tuple of one
 
 
 def check(hints, key, value, where):

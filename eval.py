@@ -650,7 +650,7 @@ def run_loss(model, corpus, store, world, batch_tokens):
     for (domain, first, last), key in list(zip(parts, keys, strict=True))[world.rank :: world.size]:
         x, y = corpus.val_rest(domain) if last < 0 else corpus.val_batch(domain, first, last)
         if key not in store.known:
-            store.known[key] = model(*world.put((x, y)))[1].item() * y.size
+            store.known[key] = model(*world.put(world.pin((x, y))))[1].item() * y.size
             store.put([(key, store.known[key])])
         sums[domain] += store.known[key], y.size, n_bytes[y].sum()
         progress.update(world.size)

@@ -474,6 +474,51 @@ class KVCache:
         return sum(t.nbytes for t in self.tensors.values())
 
 
+class Rows(KVCache):
+    """A KVCache after its prefill, to go on from by one token a step, each row at a position of its own.
+
+    lengths: how many tokens of each row are its own; what the prefill stored behind them is filling, which `extend`
+    overwrites. No shape and no number in Python changes from step to step, so that one compiled graph serves them all.
+    Nor does a row's end stop the others: it stays in the last slot, and what the model says there from then on is void.
+    """
+
+    def __init__(self, cache, lengths):
+        store = next(iter(cache.tensors.values()))
+        refuse(len(lengths) != len(store), f"{len(lengths)} lengths for a KV cache of {len(store)} rows")
+        shortest, longest = min(lengths), max(lengths)
+        wrong = not 0 < shortest <= longest <= cache.pos
+        refuse(wrong, f"rows of {shortest} to {longest} tokens in a KV cache that holds {cache.pos}")
+        B, G, self.length, _ = store.shape
+        self.tensors, self.lengths = cache.tensors, torch.tensor(lengths, device=store.device)[:, None]  # (B, 1)
+        self.batch, self.heads, self.slots = (torch.arange(n, device=store.device) for n in (B, G, self.length))
+        self.rows = self.lengths.clone()  # where each row's next token stands
+        self.mask = store.new_empty(B, 1, 1, self.length)
+        self.reset()
+
+    def reset(self):
+        """Back to the end of the prefill."""
+        self.rows.copy_(self.lengths)
+        self.mask.fill_(-math.inf)
+        self.advance(0)
+
+    def extend(self, t, n, new):
+        """Store `new` (B, G, 1, D), each row in its own slot; returns all slots, (B, G, length, D)."""
+        store = self.tensors[t, n]
+        store[self.batch[:, None], self.heads, self.rows] = new[:, :, 0].to(store.dtype)  # (B, G, D)
+        return store
+
+    def stop(self, T):
+        refuse(T != 1, f"rows at positions of their own take one token a step, not {T}")
+        return self.length
+
+    def at(self, T):
+        return self.rows
+
+    def advance(self, T):
+        self.rows.add_(T).clamp_(max=self.length - 1)
+        self.mask.masked_fill_(self.slots <= self.rows[:, None, None], 0)  # open what a row has reached
+
+
 class Forks:
     """For `GPT.hidden` in a cache's place: rows of tokens that fork, a beginning and then each of its continuations.
 
@@ -515,6 +560,17 @@ class Linear(nn.Linear):
 
     def reset_parameters(self):
         pass  # GPT.init_weights fills every weight
+
+    def forward(self, x):
+        """In decoding on a CPU a few rows meet a large matrix. W x^T is then up to 1.5 times as fast as x W^T: the
+        libraries share work out over the rows of the first factor. (Not for 1 to 3 rows in fp32.)"""
+        rows = x.numel() // x.size(-1)
+        few = rows <= 16 and (rows >= 4 or x.dtype == torch.bfloat16)
+        if not few or x.device.type != "cpu" or self.weight.numel() < 2**18 or torch.is_grad_enabled():
+            return super().forward(x)
+        flat = x.reshape(rows, -1)  # (rows, n_in)
+        y = (self.weight @ flat.T).T if rows > 1 else torch.mv(self.weight, flat[0])
+        return (y if self.bias is None else y + self.bias).reshape(*x.shape[:-1], -1)  # (…, n_out)
 
 
 class Rope(nn.Module):
@@ -579,12 +635,15 @@ def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
     if mask is not None:
         mask = torch.cat([mask.to(q.dtype)] * layers, dim=-1)  # (…, T, layers * S)
     if kind != "eager":
+        if one := T == 1 and mask is not None:  # heads of a group are so many rows over the same keys: none is repeated
+            q = q.unflatten(1, (k.size(1), -1)).squeeze(3)  # (B, G, H/G, D)
         gqa = q.size(1) != k.size(1)
-        if gqa and mask is not None and q.is_cuda:  # no fused kernel of torch's takes both there
+        if gqa and q.is_cuda and (mask is not None or not fused_kernel(q)):  # no fused kernel of torch's takes both
             k, v, gqa = *(t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v)), False
-        return F.scaled_dot_product_attention(
+        y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal and T > 1, scale=scale, enable_gqa=gqa
         )
+        return y.flatten(1, 2).unsqueeze(2) if one else y  # (B, H, T, E)
     k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))  # (B, H, layers * S, …)
     scores = full(q @ k.mT) * (scale or q.size(-1) ** -0.5)  # (B, H, T, layers * S)
     return (scores + mask).softmax(dim=-1).to(v.dtype) @ v
@@ -895,39 +954,52 @@ class LinearCrossEntropy(torch.autograd.Function):
     x (N, C), w (V, C), target (N,) below 0 = ignored -> scalar in nats, fp32 (float64 if w is). Each chunk's softmax
     gives its gradients at once, while its logits are at hand; the backward only scales them. They are kept free of 1/N
     and of the loss scale until then, because softmax / 65,536 would vanish in fp16. Products run in autocast's dtype,
-    sums in fp32.
+    sums in fp32. The V rows of w are filled up to a multiple of `pad`, for matrix kernels that want rows which begin at
+    round addresses; the filling's logits are -inf, so that it has no part in loss and gradients.
     """
 
     @staticmethod
-    def forward(ctx, x, w, target, rows, grads):
-        keep = target >= 0
+    def forward(ctx, x, w, target, rows, pad, grads):
+        keep, V, kind = target >= 0, w.size(0), x.device.type
         exact = torch.promote_types(w.dtype, torch.float32)
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else w.dtype
         total = torch.zeros((), dtype=exact, device=x.device)
-        gw = torch.zeros_like(w, dtype=exact) if grads else None
+        wp = F.pad(w.to(dtype), (0, 0, 0, -V % pad)) if V % pad else w.to(dtype)  # (V or a little more, C)
+        gw = torch.zeros_like(wp, dtype=exact) if grads else None
         gx = []
         for xc, tc, kc in zip(x.split(rows), target.clamp(min=0).split(rows), keep.split(rows), strict=True):
-            z = F.linear(xc, w)  # (rows, V); in place from here on: passes over it are what costs
-            tc, kc, dtype, z = tc[:, None], kc[:, None].to(exact), z.dtype, z.to(exact)
-            z.sub_(z.amax(dim=1, keepdim=True))
-            right = z.gather(1, tc)
-            z.exp_()
-            norm = z.sum(dim=1, keepdim=True)
-            total = total + ((norm.log() - right) * kc).sum()
-            if grads:  # softmax - one-hot, 0 in ignored rows
-                g = z.mul_(kc / norm).scatter_add_(1, tc, -kc).to(dtype)
-                gx.append((g @ w.to(dtype)).to(x.dtype))
-                gw += g.T @ xc.to(dtype)
+            nats, part, more = LinearCrossEntropy.chunk(xc.to(dtype), wp, tc[:, None], kc[:, None].to(exact), V, grads)
+            total = total + nats
+            if grads:
+                gx.append(part.to(x.dtype))
+                gw += more
         n = keep.sum().clamp(min=1)
         if grads:
-            ctx.save_for_backward(torch.cat(gx), gw, n)
+            ctx.save_for_backward(torch.cat(gx), gw[:V], n)
             ctx.dtype = w.dtype
         return total / n
+
+    @staticmethod
+    def chunk(x, w, target, keep, V, grads):
+        """x (rows, C), w (V or more, C), target, keep (rows, 1) -> summed nats, and their gradients of x and w or None.
+        What is large here is gone before the next chunk."""
+        z = F.linear(x, w).to(keep.dtype)  # (rows, V or more); in place from here on: passes over it are what costs
+        z[:, V:] = -math.inf
+        z.sub_(z.amax(dim=1, keepdim=True))
+        right = z.gather(1, target)
+        z.exp_()
+        norm = z.sum(dim=1, keepdim=True)
+        nats = ((norm.log() - right) * keep).sum()
+        if not grads:
+            return nats, None, None
+        g = z.mul_(keep / norm).scatter_add_(1, target, -keep).to(x.dtype)  # softmax - one-hot, 0 in ignored rows
+        return nats, g @ w, g.T @ x
 
     @staticmethod
     def backward(ctx, grad):
         gx, gw, n = ctx.saved_tensors
         grad = grad / n
-        return gx * grad.to(gx.dtype), (gw * grad).to(ctx.dtype), None, None, None
+        return gx * grad.to(gx.dtype), (gw * grad).to(ctx.dtype), None, None, None, None
 
 
 def generator(seed, name):
@@ -944,11 +1016,12 @@ def normal(seed, name, shape, std):
 class GPT(nn.Module):
     """The model. attn: "sdpa", "flash" or "eager" (see `attend`); it changes no number beyond rounding.
     recompute: activation checkpointing, each block's inside is computed again in the backward instead of being kept.
+    pad_vocab: see LinearCrossEntropy. It touches no weight, no count, no file.
     init=False leaves the weights for a checkpoint to fill."""
 
-    def __init__(self, cfg, seed=0, attn="sdpa", init=True, recompute=False):
+    def __init__(self, cfg, seed=0, attn="sdpa", init=True, recompute=False, pad_vocab=1):
         super().__init__()
-        self.cfg, self.recompute, plan = cfg, recompute, plan_layers(cfg)
+        self.cfg, self.recompute, self.pad_vocab, plan = cfg, recompute, pad_vocab, plan_layers(cfg)
         self.embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         gpt2, kv = cfg.arch == "gpt2", cfg.n_kv_head * cfg.head_dim
         self.positions = nn.Embedding(cfg.block_size, cfg.n_embd) if gpt2 else None
@@ -1032,9 +1105,11 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache)
         if targets is None:
             return self.head(x), None
-        rows = max(1, 2**26 // self.cfg.vocab_size)  # chunks of 256 MiB of fp32 logits
+        rows = 2 ** (28 if x.is_cuda else 26) // self.cfg.vocab_size  # chunks of 1 GiB or 256 MiB of fp32 logits
+        rows = rows // 128 * 128 or max(1, rows)
         grads = torch.is_grad_enabled()  # inside of an autograd.Function it is always off
-        return None, LinearCrossEntropy.apply(x.flatten(0, 1), self.head.weight, targets.flatten(), rows, grads)
+        x, targets = x.flatten(0, 1), targets.flatten()  # (B T, C), (B T,)
+        return None, LinearCrossEntropy.apply(x, self.head.weight, targets, rows, self.pad_vocab, grads)
 
 
 def count_parameters(cfg):

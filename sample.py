@@ -2,6 +2,7 @@
 
 python sample.py out/resformer --prompt="def main(" --num_samples=3 --temperature=0.8 --top_k=50
 python sample.py out/svformer --prompt="<|endoftext|>"            a new document
+python sample.py out/svformer --prompt_file=prompts.txt           each line's continuation, all as one batch
 """
 
 import time
@@ -14,8 +15,10 @@ import torch
 import checkpoint
 from configurator import UserError, load, run, setting
 from data import Tokenizer
-from model import KVCache
+from model import KVCache, Rows, full
 from train import World
+
+LOOK = {"cuda": 16}  # steps after which to look whether all rows have ended: a GPU has to wait for whoever looks
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,16 @@ class SampleConfig:
     run: str = setting("out/resformer", "a run's folder, or a checkpoint's file")
     which: Literal["last", "best"] = setting("last", "which checkpoint of a run: last, or best in validation")
     prompt: str = setting("\n", "text to continue; '<|endoftext|>' in it is the end of a document")
+    prompt_file: str = setting("", "file of prompts, one in each line, instead of prompt")
     max_new_tokens: int = setting(200, "tokens to add, at most; a sample also ends with its document")
-    num_samples: int = setting(1, "continuations, made at once as one batch")
+    num_samples: int = setting(1, "continuations of each prompt, made at once as one batch")
     temperature: float = setting(0.8, "of the softmax; 0 = always the likeliest token")
     top_k: int = setting(0, "draw from the k likeliest tokens only; 0 = from all")
     top_p: float = setting(1.0, "draw from the likeliest tokens that together have this probability; 1 = from all")
     seed: int = setting(1, "same seed, same text")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps")
     dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of weights and cache")
+    compile: bool = setting(False, "torch.compile of decoding, with CUDA graphs on GPUs: for long texts on GPUs")
 
     def __post_init__(self):
         if self.max_new_tokens < 1 or self.num_samples < 1:
@@ -54,41 +59,85 @@ def draw(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
         ranked, order = probs.sort(dim=-1, descending=True)
         ranked[ranked.cumsum(dim=-1) - ranked >= top_p] = 0  # those before it already have top_p: the first one stays
         probs = torch.zeros_like(probs).scatter(1, order, ranked)
-    return torch.multinomial(probs, 1, generator=generator)
+    # what torch.multinomial computes, without its check of probs, for which a GPU would have to wait
+    return (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax(dim=-1, keepdim=True)
+
+
+def prefill(model, prompts, length):
+    """Logits (B, V), at least fp32, of the token that follows each of B prompts (lists of ids), and their KVCache with
+    room for `length` tokens. Shorter ones are filled up on the right, where causal attention hides it from them."""
+    device, lengths = model.head.weight.device, [len(ids) for ids in prompts]
+    cache = KVCache(model.cfg, len(prompts), length, device, model.head.weight.dtype)
+    idx = torch.tensor([ids + [0] * (max(lengths) - len(ids)) for ids in prompts], device=device)  # (B, T)
+    x = model.hidden(idx, cache)[torch.arange(len(prompts)), torch.tensor(lengths) - 1]  # (B, C): at each one's last
+    return full(model.head(x)), cache
+
+
+def step(model, idx, cache):
+    """Logits (B, V), at least fp32, of the token that follows idx (B, 1)."""
+    return full(model.head(model.hidden(idx, cache)[:, -1]))
+
+
+def compiled(model, idx, rows):
+    """`step` as one graph (a CUDA graph on GPUs) for this model and these Rows, which it leaves as they were.
+    Raises UserError where torch.compile does not work."""
+    for tensor in (*rows.tensors.values(), *vars(rows).values()):
+        if isinstance(tensor, torch.Tensor):  # a graph may then write to it in its place, and need not copy it
+            torch._dynamo.mark_static_address(tensor)
+    run = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
+    try:
+        for _ in range(3):  # compiles, records, replays
+            run(model, idx, rows)
+    except Exception as e:  # a compiler's failure can be anything
+        reason = next(iter(str(e).splitlines()), "")
+        raise UserError(f"torch.compile does not work here ({type(e).__name__}: {reason}); leave --compile out") from e
+    rows.reset()
+    return run
+
+
+def clock(device):
+    if device.type == "cuda":  # whose work is otherwise only launched
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 @torch.inference_mode()
-def generate(model, ids, n_new, num_samples=1, seed=1, eot=None, **how):
-    """Continue token ids (a list) by at most n_new tokens, num_samples times.
+def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=False, **how):
+    """Continue prompts (lists of token ids of any lengths, or one such list) by at most n_new tokens, each num_samples
+    times, all as one batch.
 
-    how: temperature, top_k, top_p of `draw`. Ends early when all samples have drawn `eot`, and where the model's block
-    is full. Returns (list of lists of new ids, without eot; the KVCache; seconds of prefill; seconds of decoding).
+    how: temperature, top_k, top_p of `draw`. A row ends with its first `eot` and where the model's block is full.
+    Returns (for each prompt and sample the list of new ids, without eot; the KVCache; seconds by what took them:
+    "prefill", "compile", "decode"). Raises ValueError for a prompt that is empty or longer than the block.
     """
-    device, dtype = model.head.weight.device, model.head.weight.dtype
-
-    def clock():
-        if device.type == "cuda":  # whose work is otherwise only launched
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    n_new = min(n_new, model.cfg.block_size - len(ids) + 1)  # the last new token needs no position of its own
-    cache = KVCache(model.cfg, num_samples, len(ids) + n_new - 1, device, dtype)
-    generator = torch.Generator(device).manual_seed(seed)
-    idx, new, start = torch.tensor([ids] * num_samples, device=device), [], clock()
-    ended = torch.zeros(num_samples, 1, dtype=torch.bool, device=device)
-    for i in range(n_new):
-        logits = model.head(model.hidden(idx, cache)[:, -1]).float()  # (B, V): the head at the last position only
-        idx = draw(logits, generator, **how)
-        new.append(idx)
-        if i == 0:
-            prefill = clock() - start
+    device, block = model.head.weight.device, model.cfg.block_size
+    prompts = prompts if isinstance(next(iter(prompts), 0), list) else [prompts]
+    prompts = [ids for ids in prompts for _ in range(num_samples)]
+    lengths = [len(ids) for ids in prompts]
+    if not 0 < min(lengths) <= max(lengths) <= block:
+        raise ValueError(f"prompts of {min(lengths)} to {max(lengths)} tokens; block_size={block} takes 1 to {block}")
+    limits = [min(n_new, block - n + 1) for n in lengths]  # the last new token needs no position of its own
+    length = min(max(lengths) + n_new - 1, block)
+    generator, times = torch.Generator(device).manual_seed(seed), [clock(device)]
+    logits, cache = prefill(model, prompts, length)
+    new = [draw(logits, generator, **how)]
+    times.append(clock(device))
+    if compile or min(lengths) < max(lengths):
+        cache = Rows(cache, lengths)
+    run = compiled(model, new[0], cache) if compile else step
+    times.append(clock(device))
+    look = LOOK.get(device.type, 1)
+    ended = torch.zeros_like(new[0], dtype=torch.bool)  # (B, 1)
+    for i in range(1, max(limits)):
         if eot is not None:
-            ended |= idx == eot
-            if ended.all():
+            ended |= new[-1] == eot
+            if i % look == 0 and ended.all():
                 break
-    rows = torch.cat(new, dim=1).tolist()
+        new.append(draw(run(model, new[-1], cache), generator, **how))
+    rows = [row[:limit] for row, limit in zip(torch.cat(new, dim=1).tolist(), limits, strict=True)]
     rows = [row[: row.index(eot)] if eot in row else row for row in rows]
-    return rows, cache, prefill, clock() - start - prefill
+    parts = zip(("prefill", "compile", "decode"), times, [*times[1:], clock(device)], strict=True)
+    return rows, cache, {name: stop - start for name, start, stop in parts}
 
 
 def load_tokenizer(weights_file):
@@ -101,25 +150,46 @@ def load_tokenizer(weights_file):
     return tokenizer
 
 
+def read_prompts(cfg):
+    """The texts to continue; raises UserError if one is empty."""
+    if not cfg.prompt_file:
+        if not cfg.prompt:
+            raise UserError("the prompt is empty; give some text, or --prompt='<|endoftext|>' to start a document")
+        return [cfg.prompt]
+    try:
+        texts = Path(cfg.prompt_file).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError:
+        raise UserError(f"{cfg.prompt_file} is not text in UTF-8") from None
+    if "" in texts:
+        where = f"line {texts.index('') + 1} of {cfg.prompt_file}"
+        raise UserError(f"{where} is empty; give some text, or <|endoftext|> to start a document")
+    return texts
+
+
+def rate(tokens, seconds):
+    return f"{tokens / max(seconds, 1e-9):,.0f} tokens/s"
+
+
 def main():
     cfg = load(SampleConfig, positional="run", usage=__doc__)
     device, path = World(cfg.device).device, checkpoint.find(cfg.run, cfg.which)
     tokenizer = load_tokenizer(path)
-    ids = tokenizer.encode(cfg.prompt, allow_eot=True)
-    if not ids:
-        raise UserError("the prompt is empty; give some text, or --prompt='<|endoftext|>' to start a document")
-    model = checkpoint.load(path, device=device).to(getattr(torch, cfg.dtype))
-    if len(ids) > model.cfg.block_size:
-        raise UserError(f"the prompt has {len(ids)} tokens, the model's block only {model.cfg.block_size}; shorten it")
-    how = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
-    rows, cache, prefill, seconds = generate(
-        model, ids, cfg.max_new_tokens, cfg.num_samples, cfg.seed, tokenizer.eot, **how
-    )
+    texts, model = read_prompts(cfg), checkpoint.load(path, device=device).to(getattr(torch, cfg.dtype))
+    prompts, block = [tokenizer.encode(text, allow_eot=True) for text in texts], model.cfg.block_size
+    for text, ids in zip(texts, prompts, strict=True):
+        if len(ids) > block:
+            start = f", which begins {text[:20]!r}," if cfg.prompt_file else ""
+            raise UserError(f"the prompt{start} has {len(ids)} tokens, the model's block only {block}; shorten it")
+    how = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, compile=cfg.compile)
+    rows, cache, seconds = generate(model, prompts, cfg.max_new_tokens, cfg.num_samples, cfg.seed, tokenizer.eot, **how)
     for i, row in enumerate(rows):
-        print(f"--- {i + 1}\n" * (len(rows) > 1) + cfg.prompt + tokenizer.decode(row))
-    n, each = sum(max(0, len(row) - 1) for row in rows), cache.nbytes // (len(rows) * cache.length)
+        print(f"--- {i + 1}\n" * (len(rows) > 1) + texts[i // cfg.num_samples] + tokenizer.decode(row))
+    read, made = cfg.num_samples * sum(map(len, prompts)), sum(max(0, len(row) - 1) for row in rows)
+    each = cache.nbytes // (len(rows) * cache.length)
     print(
-        f"\n[{len(ids)} prompt tokens in {prefill:.3f} s, then {n / max(seconds, 1e-9):,.0f} tokens/s; "
+        f"\n[prefill {read:,} tokens, {rate(read, seconds['prefill'])}; "
+        + f"compiled in {seconds['compile']:.1f} s; " * cfg.compile
+        + f"decode {made:,} tokens, {rate(made, seconds['decode'])}; "
         f"KV cache {cache.nbytes:,} bytes = {len(rows)} x {cache.length} tokens x {each}]"
     )
 

@@ -11,6 +11,7 @@ tokenizer.json and checkpoints (see checkpoint.py).
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import os
@@ -21,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,6 +30,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -38,6 +41,7 @@ from model import (
     GPT,
     ModelConfig,
     ValueMode,
+    attend,
     count_parameters,
     flops_per_token,
     get_mode,
@@ -45,6 +49,7 @@ from model import (
     mode_name,
 )
 
+FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 EXPLODED = "nothing of this step is saved; go on from a checkpoint before it with a lower learning_rate"
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
 # dense bf16/fp16 peak of a GPU in FLOP/s, by words of its name, the first that fits (makers' data sheets, no sparsity)
@@ -98,6 +103,9 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of autocast; auto = bf16 if fast here")
     compile: bool | None = setting(None, "torch.compile; none = on GPUs only")
     attn: Literal["sdpa", "flash", "eager"] = setting("sdpa", "attention kernel: torch's, flash-attn's, or plain")
+    pad_vocab: int = setting(
+        0, "rows of the head's product are filled up to a multiple of this; 0 = 64 on GPUs, else 1"
+    )
     recompute: bool = setting(False, "activation checkpointing: less memory, more computing, the same numbers")
 
     def __post_init__(self):
@@ -105,7 +113,7 @@ class TrainConfig:
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{mode_name(self.value_mode)}")
         least = dict(micro_batch=1, max_steps=1, eval_every=1, save_every=1, log_every=1, batch_tokens=1)
         least |= dict(eval_tokens=0, keep=0, warmup_steps=0, grad_clip=0, learning_rate=0, seed=0)
-        least |= dict(weight_decay=0, final_lr=0, beta1=0, beta2=0, n_kv_head=0, n_hidden=0)
+        least |= dict(weight_decay=0, final_lr=0, beta1=0, beta2=0, n_kv_head=0, n_hidden=0, pad_vocab=0)
         for name, low in least.items():
             if not low <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
@@ -136,6 +144,7 @@ class World:
     """The processes of this run: rank, size, this one's device, and sums over all of them."""
 
     def __init__(self, device):
+        self.began = time.perf_counter()
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local = int(os.environ.get("LOCAL_RANK", 0))
         self.first_of_node = local == 0
@@ -158,11 +167,16 @@ class World:
                 lacking = str(e).splitlines()[0]
                 raise UserError(f"WORLD_SIZE={self.size} without torchrun ({lacking}); use it, or unset it") from None
 
-    def put(self, arrays):
-        """numpy arrays -> tensors on this rank's device; to a GPU without waiting for the copy."""
+    def pin(self, arrays):
+        """numpy arrays -> tensors in the host's memory, for a GPU where it can fetch them from while it computes."""
         tensors = [torch.from_numpy(a) for a in arrays]
         if self.kind == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread: else pinning would wake up the first GPU
             tensors = [t.pin_memory() for t in tensors]
+        return tensors
+
+    def put(self, tensors):
+        """Tensors that `pin` made -> tensors on this rank's device; to a GPU without waiting for the copy."""
         return [t.to(self.device, non_blocking=True) for t in tensors]
 
     def sum(self, values):
@@ -298,9 +312,10 @@ class Metrics:
             norm = "overflow" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
             mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] else ""
             left = datetime.timedelta(seconds=round((steps - n) * record["seconds"]))
+            share = record["input_s"] / record["seconds"]
             self.say(
                 f"step {n}/{steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  norm {norm}  "
-                f"{record['tokens_per_s']:,.0f} tok/s{mfu}  left {left}"
+                f"{record['tokens_per_s']:,.0f} tok/s{mfu}  input {share:.1%}  left {left}"
             )
 
     def evaluation(self, step, result):
@@ -373,7 +388,9 @@ def build(cfg, world):
     cfg.accumulation(world.size)
     corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify and world.first_of_node)
     torch.manual_seed(cfg.seed)
-    raw = GPT(cfg.model(corpus.tokenizer.n_vocab), cfg.seed, cfg.attn, recompute=cfg.recompute).to(world.device)
+    pad = cfg.pad_vocab or (64 if world.kind == "cuda" else 1)
+    raw = GPT(cfg.model(corpus.tokenizer.n_vocab), cfg.seed, cfg.attn, recompute=cfg.recompute, pad_vocab=pad)
+    raw = raw.to(world.device)
     optimizer = adamw(raw, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
     scaler = torch.amp.GradScaler(world.kind, enabled=dtype == torch.float16)
     return Run(cfg, world, corpus, raw, optimizer, scaler, dtype)
@@ -387,6 +404,17 @@ def check_attention(cfg, world, dtype):
             raise UserError("attn=flash needs flash-attn: pip install flash-attn, or use attn=sdpa") from None
         if world.kind != "cuda" or dtype == torch.float32:
             raise UserError("attn=flash needs a GPU and dtype bfloat16 or float16; use attn=sdpa")
+    if cfg.attn == "sdpa" and world.kind in ("cpu", "cuda"):
+        shape = cfg.model(vocab_size=1)
+        q, k = (torch.zeros(1, h, 16, shape.head_dim, dtype=dtype) for h in (shape.n_head, shape.n_kv_head))
+        try:
+            with sdpa_kernel(FUSED):
+                attend(q.to(world.device), *[k.to(world.device)] * 2)
+        except RuntimeError:  # else torch would take its plain path without a word, slow and with T x T scores
+            raise UserError(
+                f"torch has no fused attention for heads of width {shape.head_dim} in {str(dtype)[6:]} here; use a "
+                "multiple of 8 for it, another dtype, or attn=eager"
+            ) from None
 
 
 def start_point(run):
@@ -417,7 +445,7 @@ def compare_settings(run, done):
         if not isinstance(old, dict):
             raise UserError(f"{path} is not the config of a run; repair it or move it away")
     free = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every")
-    free += ("recompute",)
+    free += ("recompute", "pad_vocab")
     changed = {k: old[k] for k in new if k not in free and k in old and old[k] != new[k]}
     what = ", ".join(f"{k} (was {str(v)[:40]})" for k, v in changed.items())
     if changed.keys() & {"seed", "batch_tokens", "data"} or (changed and done >= cfg.max_steps):
@@ -464,18 +492,39 @@ def compiled(run, say):
     return model
 
 
-def train_step(run, model, step):
-    """Steps the weights once; returns (mean loss over the global batch, gradient norm or None if fp16 overflowed).
+def feed(run, done):
+    """This rank's micro-batches from step `done` on, without end: x, y (micro_batch, block_size), and the seconds that
+    was waited for them. A thread reads the next one while the model computes."""
+    cfg, world = run.cfg, run.world
+    accum, size = cfg.accumulation(world.size), cfg.batch_tokens // cfg.block_size
+    places = (
+        (step, (world.rank * accum + i) * cfg.micro_batch) for step in itertools.count(done) for i in range(accum)
+    )
+
+    def read(step, first):
+        return world.pin(run.corpus.batch(step, size, first, first + cfg.micro_batch))
+
+    with ThreadPoolExecutor(1) as thread:
+        ahead = thread.submit(read, *next(places))
+        while True:
+            began, batch = time.perf_counter(), ahead.result()
+            ahead = thread.submit(read, *next(places))
+            x, y = world.put(batch)
+            yield x, y, time.perf_counter() - began
+
+
+def train_step(run, model, step, batches):
+    """Steps the weights once; returns (mean loss over the global batch, gradient norm or None if fp16 overflowed,
+    seconds that were waited for data). batches: see `feed`.
 
     Raises UserError before the weights change if the loss is not finite, or the norm without a scaler to skip the step.
     """
     cfg, world, scaler = run.cfg, run.world, run.scaler
-    accum, size = cfg.accumulation(world.size), cfg.batch_tokens // cfg.block_size
-    total = torch.zeros((), device=world.device)
+    accum, total, waited = cfg.accumulation(world.size), torch.zeros((), device=world.device), 0.0
     run.optimizer.zero_grad(set_to_none=True)
     for i in range(accum):
-        first = (world.rank * accum + i) * cfg.micro_batch
-        x, y = world.put(run.corpus.batch(step, size, first, first + cfg.micro_batch))
+        x, y, seconds = next(batches)
+        waited += seconds
         if world.size > 1:
             model.require_backward_grad_sync = i == accum - 1  # must be set before the forward
         with run.amp:
@@ -492,7 +541,7 @@ def train_step(run, model, step):
     scaler.update()
     if scaler.is_enabled() and scaler.get_scale() < 2**-10:
         raise UserError(f"step {step + 1}: fp16 gradients overflow at any loss scale; use dtype=bfloat16")
-    return loss, norm if math.isfinite(norm) else None
+    return loss, norm if math.isfinite(norm) else None, waited
 
 
 @torch.no_grad()
@@ -512,7 +561,7 @@ def evaluate(run):
     for d, domain, first, last in jobs[world.rank :: world.size]:
         x, y = corpus.val_batch(domain, first, last)
         with run.amp:
-            loss = run.raw(*world.put((x, y)))[1]
+            loss = run.raw(*world.put(world.pin((x, y))))[1]
         sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()
     nats, tokens, n_bytes = world.sum(sums).numpy().T
     val = dict(zip(corpus.domains, (nats / tokens).tolist(), strict=True))
@@ -559,18 +608,28 @@ def train(run):
     if world.size > 1:  # after compiling: one graph, and the gradients of all of it in DDP's buckets
         ids = [world.device.index] if world.kind == "cuda" else None
         model = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    batches = feed(run, done)
     peak, flops = peak_flops(world.device, run.dtype), flops_per_token(run.raw.cfg)
     for step in range(done, cfg.max_steps):
         began, n = time.perf_counter(), step + 1
         lr = learning_rate(step, cfg.learning_rate, cfg.final_lr * cfg.learning_rate, cfg.warmup_steps, cfg.max_steps)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
-        loss, norm = train_step(run, model, step)
+        loss, norm, waited = train_step(run, model, step, batches)
         seconds = time.perf_counter() - began
         rate = cfg.batch_tokens / seconds
-        record = {"step": n, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": n * cfg.batch_tokens}
+        record = {
+            "step": n,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens": n * cfg.batch_tokens,
+            "input_s": waited,
+        }
         mfu = rate * flops / (peak * world.size) if peak else None
         metrics.step(record | {"seconds": seconds, "tokens_per_s": rate, "mfu": mfu})
+        if step == done:
+            metrics.say(f"first step done after {time.perf_counter() - world.began:.1f} s")
         last, val_loss = n == cfg.max_steps or world.sum([stop.asked]).item() > 0, None
         if n % cfg.eval_every == 0 or n == cfg.max_steps:
             val_loss = metrics.evaluation(n, evaluate(run))

@@ -706,14 +706,15 @@ def naive_loss(x, w, target):
     return F.cross_entropy((x @ w.T).float(), target, ignore_index=-1)
 
 
+@pytest.mark.parametrize("pad", [1, 8, 97, 128])
 @pytest.mark.parametrize("rows", [1, 7, 64, 1000])
-def test_chunked_loss_equals_the_naive_one(rows):
+def test_chunked_loss_equals_the_naive_one(rows, pad):
     g = torch.Generator().manual_seed(0)
     x, w = torch.randn(50, 16, generator=g), torch.randn(97, 16, generator=g)
     target = torch.randint(97, (50,), generator=g)
     target[[0, 13, 49]] = -1
     results = []
-    for loss_of in (naive_loss, lambda *a: LinearCrossEntropy.apply(*a, rows, True)):
+    for loss_of in (naive_loss, lambda *a: LinearCrossEntropy.apply(*a, rows, pad, True)):
         a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
         loss = loss_of(a, b, target)
         (3 * loss).backward()  # an upstream gradient that is not 1, as accumulation and GradScaler have
@@ -722,18 +723,19 @@ def test_chunked_loss_equals_the_naive_one(rows):
         torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-6)
 
 
-def test_chunked_loss_passes_gradcheck():
+@pytest.mark.parametrize("pad", [1, 8])
+def test_chunked_loss_passes_gradcheck(pad):
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 5, generator=g, dtype=torch.float64, requires_grad=True) for n in (6, 11))
     target = torch.tensor([1, 0, -1, 10, 3, 3])
-    assert torch.autograd.gradcheck(lambda x, w: LinearCrossEntropy.apply(x, w, target, 4, True), (x, w))
+    assert torch.autograd.gradcheck(lambda x, w: LinearCrossEntropy.apply(x, w, target, 4, pad, True), (x, w))
     right = F.cross_entropy(x @ w.T, target, ignore_index=-1)
-    torch.testing.assert_close(LinearCrossEntropy.apply(x, w, target, 4, True), right, **EXACT)
+    torch.testing.assert_close(LinearCrossEntropy.apply(x, w, target, 4, pad, True), right, **EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_chunked_loss_under_autocast_and_scaler(dtype, how):
+@pytest.mark.parametrize("how,pad", [("eager", 1), ("eager", 64), ("compiled", 64)])
+def test_chunked_loss_under_autocast_and_scaler(dtype, how, pad):
     """Products in half precision, the loss in fp32; gradients under a loss scale of 65,536 neither clip nor vanish."""
     g = torch.Generator().manual_seed(0)
     x, w = torch.randn(512, 32, generator=g), torch.randn(1009, 32, generator=g) * 0.1
@@ -743,7 +745,7 @@ def test_chunked_loss_under_autocast_and_scaler(dtype, how):
     torch.compiler.reset()
 
     def step(a, b):
-        return LinearCrossEntropy.apply(a, b, target, 128, True)
+        return LinearCrossEntropy.apply(a, b, target, 128, pad, True)
 
     step = torch.compile(step, fullgraph=True, backend="aot_eager") if how == "compiled" else step
     a, b = x.clone().requires_grad_(), w.clone().requires_grad_()

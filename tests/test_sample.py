@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from conftest import MODES, byte_tokenizer, config, refused, script, tiny
+from conftest import MODES, byte_tokenizer, config, refused, script, tiny, tokens, widths
 
 import checkpoint
-from model import GPT, kv_floats_per_token
+import sample
+from model import GPT, Rows, kv_floats_per_token
 from sample import draw, generate
+
+PROMPTS = [tokens((n,), seed=n).tolist() for n in (5, 1, 9)]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -18,6 +21,108 @@ def test_greedy_text_equals_the_full_forward(mode):
         assert logits.argmax() == new
         ids.append(new)
     assert len(rows[0]) == 12 and cache.nbytes == 16 * 4 * kv_floats_per_token(model.cfg)
+
+
+def decode(model, prompts, later, run=sample.step):
+    """Logits (B, 1 + T, V) after prompts of several lengths and after each of the tokens later (B, T); the Rows."""
+    lengths = [len(ids) for ids in prompts]
+    first, cache = sample.prefill(model, prompts, max(lengths) + later.size(1))
+    rows = Rows(cache, lengths)
+    logits = [first] + [run(model, idx, rows) for idx in later.split(1, dim=1)]
+    return torch.stack(logits, dim=1), rows
+
+
+def alone(model, prompts, later):
+    """What `decode` returns, by a full forward pass of each prompt with its tokens."""
+    rows = [model(torch.tensor([ids + new.tolist()]))[0][0] for ids, new in zip(prompts, later, strict=True)]
+    return torch.stack([logits[-1 - later.size(1) :] for logits in rows])
+
+
+@pytest.mark.parametrize("mode,n_kv_head", widths(*MODES))
+@torch.no_grad()
+def test_rows_of_several_lengths_equal_each_alone(mode, n_kv_head):
+    model, later = tiny(mode, n_kv_head=n_kv_head), tokens((3, 7), seed=99)
+    found, rows = decode(model, PROMPTS, later)
+    torch.testing.assert_close(found, alone(model, PROMPTS, later), rtol=0, atol=1e-10)
+    assert rows.nbytes == 3 * 16 * 8 * kv_floats_per_token(model.cfg)
+    rows.reset()
+    again = torch.stack([sample.step(model, idx, rows) for idx in later.split(1, dim=1)], dim=1)
+    assert torch.equal(again, found[:, 1:])
+
+
+@pytest.mark.parametrize("kw", [dict(arch="gpt2"), dict(attn="eager"), dict(attn="eager", n_kv_head=2)])
+@torch.no_grad()
+def test_rows_in_another_architecture(kw):
+    for mode in ("resformer", "cross", "everything"):
+        model, later = tiny(mode, **kw), tokens((3, 7), seed=99)
+        torch.testing.assert_close(decode(model, PROMPTS, later)[0], alone(model, PROMPTS, later), rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_a_row_at_its_end_leaves_the_others_alone():
+    model, later = tiny("resformer"), tokens((2, 20), seed=99)  # the block of 32 ends after 3 tokens of the first row
+    prompts = [tokens((29,)).tolist(), [7, 8]]
+    first, cache = sample.prefill(model, prompts, 32)
+    rows = Rows(cache, [29, 2])
+    found = torch.stack([sample.step(model, idx, rows) for idx in later.split(1, dim=1)], dim=1)
+    torch.testing.assert_close(found[:1, :3], alone(model, prompts[:1], later[:1, :3])[:, 1:], rtol=0, atol=1e-10)
+    torch.testing.assert_close(found[1:], alone(model, prompts[1:], later[1:])[:, 1:], rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_rows_refuse():
+    model = tiny()
+    _, cache = sample.prefill(model, PROMPTS, 12)
+    with pytest.raises(ValueError, match="rows of 5 to 10 tokens in a KV cache that holds 9"):
+        Rows(cache, [5, 10, 9])
+    with pytest.raises(ValueError, match="rows of 0 to 9 tokens"):
+        Rows(cache, [0, 1, 9])
+    with pytest.raises(ValueError, match="2 lengths for a KV cache of 3 rows"):
+        Rows(cache, [5, 1])
+    with pytest.raises(ValueError, match="one token a step, not 2"):
+        model(tokens((3, 2)), cache=Rows(cache, [5, 1, 9]))
+    with pytest.raises(ValueError, match="the KV cache holds 8 tokens, not 9"):
+        sample.prefill(model, PROMPTS, 8)
+    with pytest.raises(ValueError, match="40 tokens do not fit block_size=32"):
+        sample.step(model, tokens((3, 1)), Rows(sample.prefill(model, PROMPTS, 40)[1], [5, 1, 9]))
+    for prompts in ([[1] * 33, [1]], [[1], []], []):
+        with pytest.raises(ValueError, match="block_size=32 takes 1 to 32|no prompt"):
+            generate(model, prompts, 4)
+
+
+@pytest.mark.parametrize(
+    "backend,mode", [("aot_eager", m) for m in MODES] + [("inductor", m) for m in ("cross", "mqa")]
+)
+@torch.no_grad()
+def test_one_graph_serves_all_steps(backend, mode):
+    model, later = tiny(mode), tokens((3, 7), seed=99)
+    plain, _ = decode(model, PROMPTS, later)
+    torch.compiler.reset()
+    run = torch.compile(sample.step, fullgraph=True, dynamic=False, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):  # and another batch, in a cache of its own
+            torch.testing.assert_close(decode(model, PROMPTS, later, run)[0], plain, rtol=0, atol=1e-6)
+    torch.compiler.reset()
+
+
+def test_prompts_of_several_lengths_make_the_text_of_each_alone():
+    model = tiny("resformer").float()
+    each = [generate(model, ids, 30, temperature=0)[0][0] for ids in PROMPTS]
+    together, rows, _ = generate(model, PROMPTS, 30, temperature=0, num_samples=2)
+    assert together == [row for row in each for _ in range(2)]
+    assert [len(row) for row in each] == [28, 30, 24]  # the block is full, or 30 are there
+    assert rows.nbytes == 6 * 32 * 4 * kv_floats_per_token(model.cfg)
+
+
+def test_compiled_text_equals_eager():
+    model = tiny("svformer").float()
+    torch.compiler.reset()
+    plain = generate(model, PROMPTS, 12, num_samples=2, top_k=20)[0]
+    found, rows, seconds = generate(model, PROMPTS, 12, num_samples=2, top_k=20, compile=True)
+    assert found == plain and seconds["compile"] > 0
+    static = [t for t in vars(rows).values() if isinstance(t, torch.Tensor)] + list(rows.tensors.values())
+    assert all(t._dynamo_static_input_type == "unguarded" for t in static)  # else CUDA graphs would copy them
+    torch.compiler.reset()
 
 
 def test_block_limits_the_text():
@@ -42,6 +147,33 @@ def test_end_of_text_ends_a_sample():
     for row, whole in zip(rows, plain, strict=True):
         assert eot not in row and row == whole[: len(row)]
         assert len(row) == 20 or whole[len(row)] == eot
+
+
+def test_looking_for_ends_now_and_then_changes_nothing(monkeypatch):
+    model = tiny().float()
+    plain = generate(model, PROMPTS, 30, num_samples=2)[0]
+    for row, at in [(0, 0), (1, 3), (2, 15), (3, 16), (4, 17), (5, 20)]:
+        eot = plain[row][at]
+        cut = [r[: r.index(eot)] if eot in r else r for r in plain]
+        for look in (1, 4, 16):
+            monkeypatch.setattr(sample, "LOOK", {"cpu": look})
+            assert generate(model, PROMPTS, 30, num_samples=2, eot=eot)[0] == cut
+
+
+def test_generation_ends_when_all_rows_have(monkeypatch):
+    model, steps = tiny().float(), []
+    eot = generate(model, [7], 1, temperature=0)[0][0][0]
+    monkeypatch.setattr(sample, "step", lambda *args, step=sample.step: steps.append(1) or step(*args))
+    for look, most in ((1, 0), (4, 3), (16, 15)):
+        steps.clear()
+        monkeypatch.setattr(sample, "LOOK", {"cpu": look})
+        assert generate(model, [7], 30, temperature=0, eot=eot)[0] == [[]] and len(steps) == most
+
+
+def test_draws_are_those_of_multinomial():
+    logits, first, second = 3 * torch.randn(50, 61), *(torch.Generator().manual_seed(5) for _ in range(2))
+    found = draw(logits, first, temperature=0.7)
+    assert torch.equal(found, torch.multinomial((logits / 0.7).softmax(-1), 1, generator=second))
 
 
 def test_filters():
@@ -74,6 +206,27 @@ def test_command(run):
     # 12 positions (the last new token needs none) of 5 x 32 numbers of 4 bytes, two samples
     assert "KV cache 15,360 bytes = 2 x 12 tokens x 640" in first.stdout
     assert first.stdout.split("[")[0] == script(*words).stdout.split("[")[0]
+
+
+def test_command_with_a_file_of_prompts(run, tmp_path):
+    (tmp_path / "prompts.txt").write_text("hello\nhi there\n")
+    found = script("sample.py", run, f"--prompt_file={tmp_path / 'prompts.txt'}", "--max_new_tokens=8", "--compile")
+    assert found.returncode == 0, found.stderr
+    heads = [part.splitlines()[1][:5] for part in found.stdout.split("--- ")[1:]]
+    assert heads == ["hello", "hi th"] and "prefill 13 tokens" in found.stdout and "compiled in" in found.stdout
+    assert "KV cache 19,200 bytes = 2 x 15 tokens x 640" in found.stdout
+
+
+@pytest.mark.parametrize("text,says", [("a\n\nb\n", "line 2 of"), ("", "line 1 of"), ("x\n" + 33 * "y", "33 tokens")])
+def test_bad_files_of_prompts(run, tmp_path, text, says):
+    (tmp_path / "prompts.txt").write_text(text)
+    refused(script("sample.py", run, f"--prompt_file={tmp_path / 'prompts.txt'}"), says)
+
+
+def test_no_file_of_prompts(run, tmp_path):
+    refused(script("sample.py", run, f"--prompt_file={tmp_path / 'none.txt'}"), "none.txt cannot be read")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    refused(script("sample.py", run, f"--prompt_file={tmp_path / 'binary'}"), "is not text in UTF-8")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def steps_of(out):
 def numbers(out):
     """What a run computed: everything in metrics.jsonl but the time it took."""
     records = [r for r in read_metrics(out / "metrics.jsonl") if r.get("event") != "start"]
-    return [{k: v for k, v in r.items() if k not in ("seconds", "tokens_per_s")} for r in records]
+    return [{k: v for k, v in r.items() if k not in ("seconds", "tokens_per_s", "input_s")} for r in records]
 
 
 def weights(out, step):
@@ -185,6 +185,42 @@ def test_two_ranks_equal_one(data_dir, tmp_path, mode):
         compare(tmp_path / "one", tmp_path / "two")
 
 
+def test_batches_are_read_ahead(data_dir, tmp_path):
+    """The same rows in the same order as asked for one by one, from any step and for any rank; a fault is not lost."""
+    world = World("cpu")
+    world.rank, world.size = 1, 2
+    kw = dict(SMALL, data_dir=str(data_dir), out_dir=str(tmp_path), micro_batch=1)
+    run = build(TrainConfig(**kw), world)
+    n, size = run.cfg.accumulation(2), run.cfg.batch_tokens // run.cfg.block_size
+    batches = train.feed(run, 3)
+    for step in (3, 4):
+        for i in range(n):
+            x, y, waited = next(batches)
+            right = run.corpus.batch(step, size, n + i, n + i + 1)
+            assert np.array_equal(x, right[0]) and np.array_equal(y, right[1]) and waited >= 0
+    run.corpus.batch = lambda *_: 1 / 0
+    next(batches)  # was read before
+    with pytest.raises(ZeroDivisionError):
+        next(batches)
+        next(batches)
+
+
+def test_no_silent_fall_to_plain_attention(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "FUSED", [torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION])  # none such on a CPU
+    kw = dict(SMALL, data_dir=str(data_dir), out_dir=str(tmp_path), dtype="float32")
+    with pytest.raises(train.UserError, match="torch has no fused attention for heads of width .* in float32 here"):
+        build(TrainConfig(**kw), World("cpu"))
+    build(TrainConfig(**kw | {"attn": "eager"}), World("cpu"))
+
+
+def test_filled_up_vocabulary_changes_no_file(base, data_dir, tmp_path):
+    """257 tokens to 320 rows of the head's product: the same losses to rounding, and weights of the same shapes."""
+    trained(data_dir, tmp_path / "two", pad_vocab=64)
+    compare(base, tmp_path / "two")
+    a, b = (checkpoint.load(of) for of in (base, tmp_path / "two"))
+    assert a.head.weight.shape == b.head.weight.shape == (257, a.cfg.n_embd)
+
+
 def compare(one, two):
     a, b = numbers(one), numbers(two)
     assert len(a) == len(b) == 14
@@ -212,7 +248,7 @@ def test_fp16_overflow_skips_the_step_and_says_so(data_dir, tmp_path):
     run = build(cfg, World("cpu"))
     run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     before = [p.clone() for p in run.raw.parameters()]
-    loss, norm = train.train_step(run, run.raw, 0)
+    loss, norm, _ = train.train_step(run, run.raw, 0, train.feed(run, 0))
     assert math.isfinite(loss) and norm is None and run.scaler.get_scale() == 2.0**39
     assert all(torch.equal(a, b) for a, b in zip(before, run.raw.parameters(), strict=True))
 
@@ -269,7 +305,7 @@ def test_resume_after_steps_that_fp16_skipped(data_dir, tmp_path):
     cfg = TrainConfig(**SMALL | dict(data_dir=str(data_dir), out_dir=str(tmp_path), dtype="float16"))
     run = build(cfg, World("cpu"))
     run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
-    train.train_step(run, run.raw, 0)
+    train.train_step(run, run.raw, 0, train.feed(run, 0))
     checkpoint.save(tmp_path, 1, run.raw, run.corpus.tokenizer.hash, optimizer=run.optimizer, scaler=run.scaler)
     again = build(TrainConfig(**vars(cfg) | dict(resume="auto")), World("cpu"))
     assert train.start_point(again) == 1 and again.scaler.get_scale() == 2.0**39
