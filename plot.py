@@ -6,6 +6,7 @@
     python plot.py ablations out/modes/*                             the paper's claims, figure by figure, on our runs
     python plot.py eval out/vanilla out/resformer                    accuracies with errors and chance, loss by domain
     python plot.py analysis out/vanilla out/resformer                attention concentration, sinks, drains by layer
+    python plot.py decode results/bench_decode_*.json                decoding speed and KV memory, as bench.py found
 
 Runs are named by their folders, or for the first four kinds by metrics.jsonl files, and grouped by value_mode. The
 seeds of a mode become one line with a band: from lowest to highest of two seeds, mean ± standard deviation (n - 1) of
@@ -106,7 +107,7 @@ class PlotConfig:
     """Every setting of plot.py."""
 
     words: tuple[str, ...] = setting(
-        (), "what to draw (relative, loss, compare, ablations, eval, analysis), then the runs"
+        (), "what to draw (relative, loss, compare, ablations, eval, analysis, decode), then the runs"
     )
     baseline: str = setting("vanilla", "value_mode that the others are compared with")
     window: int = setting(0, "steps of the moving average; 0 = 100, or 10 if a run has fewer than 200 steps")
@@ -745,6 +746,51 @@ def analysis(cfg, names):
             layer_panel(ax, lines, title, 0 if where == "states" else 1)
 
 
+def read_decoding(path):
+    """The rows of a file of `bench.py decode` that are of our models; raises UserError if it is none."""
+    found = read_json(path, "a file of bench.py")
+    if not isinstance(found, dict) or found.get("what") != "decode":
+        raise UserError(f"{path} is not a file of bench.py decode; make it: `python bench.py decode`")
+    return [row for row in found["rows"] if "kv_bytes" in row]
+
+
+def decoding_panel(ax, rows, x, y, ylabel):
+    """rows: {mode: [row of bench.py]}: y(row) over row[x], both axes with logarithmic scales."""
+    for i, (mode, of_mode) in enumerate(rows.items()):
+        look = {"color": COLORS[i % len(COLORS)], "linestyle": DASHES[i % len(DASHES)], "markerfacecolor": "none"}
+        points = sorted({(row[x], y(row)) for row in of_mode})
+        ax.plot(*zip(*points, strict=True), marker=MARKERS[i % len(MARKERS)], label=mode, **look)
+    ax.set_xscale("log", base=2)
+    ax.set(xlabel={"length": "tokens of context", "batch": "rows in the batch"}[x], ylabel=ylabel, yscale="log")
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    ax.yaxis.set_major_formatter("{x:,.4g}")
+    ax.yaxis.set_minor_formatter("")
+
+
+def decoding(cfg, names):
+    """Draw what `bench.py decode` measured, for each shape, dtype and compile three panels: tokens/s over the context
+    at the largest batch, over the batch at the longest context, and the memory for a row's keys and values."""
+    cases = {}
+    for row in (row for name in names for row in read_decoding(name)):
+        row["length"] = row["prompt"] + row["new"]
+        title = f"{row['shape']}, {row['dtype']}" + ", compiled" * (row["compile"] == "on")
+        cases.setdefault(title, {}).setdefault(row["name"], []).append(row)
+    if not cases:
+        raise UserError(f"there is no model of ours in {', '.join(names)}")
+    speed, memory = (lambda row: row["tokens_per_s"]), (lambda row: row["kv_bytes"] / row["batch"] / 1e6)
+    with page(cfg.out_file, (12.5, 3.6 * len(cases))) as paper:
+        for axes, (title, modes) in zip(paper.subplots(len(cases), 3, squeeze=False), cases.items(), strict=True):
+            for ax, x, key in zip(axes, ("length", "batch"), ("batch", "length"), strict=False):
+                most = max(row[key] for rows in modes.values() for row in rows)
+                there = {mode: [row for row in rows if row[key] == most] for mode, rows in modes.items()}
+                ylabel = f"tokens/s, {'batch' if key == 'batch' else 'context'} {most:,}"
+                decoding_panel(ax, {mode: rows for mode, rows in there.items() if rows}, x, speed, ylabel)
+            decoding_panel(axes[2], modes, "length", memory, "KV cache of one row (MB)")
+            axes[0].set_title(title, loc="left", fontsize=9)
+            legend(axes[2])
+
+
 # What `analysis` draws: title, a part of analysis.json, its quantity there, and by which other one it is divided.
 ANALYSIS = (
     ("entropy minus uniform attention's (nats)", "layers", "entropy_minus_uniform", None),
@@ -755,7 +801,7 @@ ANALYSIS = (
     ("effective rank of the values", "layers", "value_rank", None),
 )
 KINDS = {"relative": relative, "loss": loss, "compare": compare, "ablations": ablations}
-FROM_FILES = {"eval": evaluation, "analysis": analysis}  # of eval.py and analyze.py
+FROM_FILES = {"eval": evaluation, "analysis": analysis, "decode": decoding}  # of eval.py, analyze.py and bench.py
 
 
 def main():
