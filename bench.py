@@ -318,70 +318,97 @@ def bench_train(cfg, world):
     """Tokens per second of training steps, all sides of a shape in turn, each on the same batch of random tokens."""
     rows = []
     for shape in cfg.shape:
-        rows += train_shape(cfg, shape, world.device)
-        show_training(rows, shape)
+        rows += (found := train_shape(cfg, shape, world.device))
+        print("\n".join(["", *training_table(found)]), flush=True)
     return {"rows": rows}
 
 
 def train_shape(cfg, shape, device):
-    """The rows of one shape: one for each contender, dtype and compile. Raises UserError if vanilla's loss is not that
-    of the peer with the same weights."""
+    """The rows of one shape: one for each contender, dtype and compile."""
     T = cfg.block_size or (2048 if device.type == "cuda" else 256)
     B = cfg.micro_batch or MICRO_BATCH[device.type][shape]
     tokens = torch.randint(SHAPES[shape]["vocab_size"], (B, T + 1), generator=torch.Generator().manual_seed(0))
     batch = [part.contiguous().to(device) for part in (tokens[:, :-1], tokens[:, 1:])]  # (B, T) each
+    sides, rows = training_sides(cfg, shape, T, batch, device)
+    seconds, _ = in_turn(sides, cfg.rounds, device)
+    seconds = {side: [s / rows[side]["steps"] for s in times] for side, times in seconds.items()}  # of a step
+    for (name, dtype, compiled), row in rows.items():
+        mine, flops, peak = (
+            seconds[name, dtype, compiled],
+            row["flops_per_token"],
+            peak_flops(device, getattr(torch, dtype)),
+        )
+        row |= {"seconds": mine, "tokens_per_s": B * T / statistics.median(mine)}
+        row["to_vanilla"] = ratio(seconds, (name, dtype, compiled), ("vanilla", dtype, compiled))
+        for peer in (peer for peer in names(cfg) if peer in RIVALS):
+            row[f"to {peer}"] = ratio(seconds, (name, dtype, compiled), (peer, dtype, compiled))
+            if (peer, "float32", "off") in seconds:
+                row[f"to {peer}, fp32, eager"] = ratio(seconds, (name, dtype, compiled), (peer, "float32", "off"))
+        row["computed"] = rows["vanilla", dtype, compiled]["flops_per_token"] / flops if flops else None
+        row["mfu"] = row["tokens_per_s"] * flops / peak if peak and flops else None
+    return list(rows.values())
+
+
+def training_sides(cfg, shape, T, batch, device):
+    """({(name, dtype, compile): a function that does some steps}, {the same: what is known of it before it is timed}),
+    compiled and warm. Raises UserError if vanilla's loss is not that of the peer with the same weights."""
     sides, rows, losses = {}, {}, {}
     for name in names(cfg):
         model, loss = contender(name, shape, T, device)
         optimizer = adamw(model, 6e-4, 0.1, (0.9, 0.95), device.type)
         with torch.no_grad():
             losses[name] = loss(model, *batch).item()
-        about = {
-            "shape": shape,
-            "tokens": B * T,
-            "name": name,
-            "parameters": sum(p.numel() for p in model.parameters()),
-        }
-        about["flops_per_token"] = flops_per_token(model.cfg) if isinstance(model, GPT) else None
+        about = {"shape": shape, "name": name, "tokens": batch[0].numel(), "flops_per_token": flops_of(model, T)}
+        about["parameters"] = sum(p.numel() for p in model.parameters())
         for dtype, compiled in itertools.product(cfg.dtype, cfg.compile):
             runs = model
             if compiled == "on":
                 runs = torch.compile(model, dynamic=False, fullgraph=isinstance(model, GPT))
-            steps, side = trainer(runs, loss, batch, getattr(torch, dtype), optimizer), (name, dtype, compiled)
+            steps = trainer(runs, loss, batch, getattr(torch, dtype), optimizer)
             first, *took = (timed(functools.partial(steps, 1), device) for _ in range(3))
+            say = f"{shape}, {name}, {dtype}, compile {compiled}: first step {first:.1f} s, then {min(took):.3f} s"
+            print(say, file=sys.stderr, flush=True)
             n = max(1, math.ceil(cfg.seconds / min(took)))
-            sides[side] = functools.partial(steps, n)
-            rows[side] = about | {"dtype": dtype, "compile": compiled, "first_step_s": first, "steps": n}
+            sides[name, dtype, compiled] = functools.partial(steps, n)
+            rows[name, dtype, compiled] = about | {
+                "dtype": dtype,
+                "compile": compiled,
+                "first_step_s": first,
+                "steps": n,
+            }
     if LLAMA in losses and not abs(losses["vanilla"] - losses[LLAMA]) < 1e-3:
         raise UserError(f"the losses of vanilla and {LLAMA} differ, {losses}: not the same work")
-    seconds, _ = in_turn(sides, cfg.rounds, device)
-    seconds = {side: [s / rows[side]["steps"] for s in times] for side, times in seconds.items()}  # of a step
-    for (name, dtype, compiled), row in rows.items():
-        rate, peak = (
-            B * T / statistics.median(seconds[name, dtype, compiled]),
-            peak_flops(device, getattr(torch, dtype)),
-        )
-        row |= {"seconds": seconds[name, dtype, compiled], "tokens_per_s": rate}
-        row["to_vanilla"] = ratio(seconds, (name, dtype, compiled), ("vanilla", dtype, compiled))
-        for peer in (peer for peer in names(cfg) if peer in RIVALS):
-            row[f"to {peer}"] = ratio(seconds, (name, dtype, compiled), (peer, dtype, compiled))
-            if (peer, "float32", "off") in seconds:
-                row[f"to {peer}, fp32, eager"] = ratio(seconds, (name, dtype, compiled), (peer, "float32", "off"))
-        if row["flops_per_token"]:
-            row["computed"] = rows["vanilla", dtype, compiled]["flops_per_token"] / row["flops_per_token"]
-            row["mfu"] = rate * row["flops_per_token"] / peak if peak else None
-    return list(rows.values())
+    return sides, rows
 
 
-def show_training(rows, shape):
-    """The table of a shape."""
-    print(f"\n| {shape} | dtype | compile | parameters | tokens/s | to vanilla | computed | MFU | first step, s |")
-    print("|---|---|---|---:|---:|---:|---:|---:|---:|")
-    for row in (row for row in rows if row["shape"] == shape):
-        cells = [row["name"], row["dtype"], row["compile"], f"{row['parameters']:,}", f"{row['tokens_per_s']:,.0f}"]
-        cells += [spread(row["to_vanilla"])]
-        cells += [f"{row[key]:.3f}" if row.get(key) else "" for key in ("computed", "mfu")]
-        print("| " + " | ".join(cells) + f" | {row['first_step_s']:.1f} |", flush=True)
+def flops_of(model, T):
+    """Training FLOPs per token of ours and of the yardstick (as model.flops_per_token counts); None of packages."""
+    if isinstance(model, GPT):
+        return flops_per_token(model.cfg)
+    if isinstance(model, Plain):
+        matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.positions.weight.numel()
+        return 6 * matrices + 12 * len(model.blocks) * model.embed.embedding_dim * T
+    return None
+
+
+def training_table(rows):
+    """The lines of a table: tokens/s by contender and way to run it, and in brackets the share of vanilla's, median,
+    least and greatest of a round, beside what the FLOPs alone would make of it."""
+    ways = list(dict.fromkeys((row["dtype"], row["compile"]) for row in rows))
+    heads = [f"{dtype}, compiled" if compiled == "on" else dtype for dtype, compiled in ways]
+    mfu = any(row["mfu"] for row in rows)
+    heads = [rows[0]["shape"], "parameters", *heads, "computed", *["of the peak"] * mfu]
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        mine = [row for row in rows if row["name"] == name]
+        cells = [name, f"{mine[0]['parameters']:,}"]
+        for row in mine:
+            share = f" = {spread(row['to_vanilla'])}" if name != "vanilla" else ""
+            cells.append(f"{row['tokens_per_s']:,.0f}{share}")
+        cells.append(f"{mine[0]['computed']:.3f}" if mine[0]["computed"] else "")
+        cells += [", ".join(f"{row['mfu']:.1%}" for row in mine if row["mfu"])] * mfu
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def bench_memory(cfg, world):

@@ -235,7 +235,9 @@ def test_training(small, capsys):
     sizes = [ModelConfig(**SMALL, block_size=32, value_mode=mode) for mode in ("vanilla", "svformer")]
     assert sv["computed"] == flops_per_token(sizes[0]) / flops_per_token(sizes[1]) > 1 and sv["mfu"] is None
     assert vanilla["tokens"] == 64 and vanilla["first_step_s"] > 0 and found["command"]
-    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]) == 7
+    table = bench.training_table(found["rows"])
+    assert table == [line for line in capsys.readouterr().out.splitlines() if line] and len(table) == 5
+    assert table[0] == "| tiny | parameters | float32 | bfloat16 | computed |" and " = 1.00" not in table[2]
 
 
 def test_training_against_peers(small):
