@@ -43,6 +43,7 @@ from sample import generate, load_tokenizer
 from train import World, adamw, environment, peak_flops
 
 DTYPES, SWITCH = ("float32", "bfloat16", "float16"), ("off", "on")
+KINDS_OF_ATTENTION = ("sdpa", "eager", "flash")
 SHAPES = {
     "tiny": dict(n_layer=8, n_head=4, n_embd=128, vocab_size=4096),
     "82M": dict(n_layer=8, n_head=8, n_embd=512, vocab_size=50277),
@@ -72,6 +73,7 @@ class BenchConfig:
     block_size: int = setting(0, "tokens per sequence; 0 = 2,048 on a GPU, 256 on a CPU")
     micro_batch: int = setting(0, "sequences per step of training; 0 = the shape's own, see MICRO_BATCH")
     modes: tuple[str, ...] = setting(("vanilla", "resformer", "svformer"), "value modes of ours, vanilla first")
+    attn: tuple[str, ...] = setting(("sdpa",), "train, memory: attention of ours: sdpa, eager, flash; sdpa first")
     compile: tuple[str, ...] = setting(("off", "on"), "torch.compile: off, on, or both")
     recompute: tuple[str, ...] = setting(("off",), "memory: activation checkpointing of ours: off, on, or both")
     batch: tuple[int, ...] = setting((1, 8), "decode: rows")
@@ -111,13 +113,14 @@ class BenchConfig:
             ("compile", SWITCH),
             ("recompute", SWITCH),
             ("rivals", RIVALS),
+            ("attn", KINDS_OF_ATTENTION),
         ):
             if not getattr(self, name) or not set(getattr(self, name)) <= set(known):
                 raise ValueError(f"{name} must be some of {', '.join(known)}, with commas")
         if min(*self.batch, *self.prompt, self.new - 1) < 1 or not self.kv_gib > 0:
             raise ValueError("batch and prompt must be at least 1, new at least 2, kv_gib above 0")
-        if self.modes[:1] != ("vanilla",):
-            raise ValueError("modes must begin with vanilla, which the others are compared with")
+        if self.modes[:1] != ("vanilla",) or self.attn[:1] != ("sdpa",):
+            raise ValueError("modes must begin with vanilla and attn with sdpa, which the others are compared with")
         for mode in self.modes:
             get_mode(mode)
         if not 0 <= self.megabytes < math.inf or not all(0 < m < math.inf for m in self.memory_megabytes):
@@ -270,8 +273,9 @@ def as_x_transformers(model, value_residual):
 
 
 def names(cfg):
-    """The contenders in training: our modes, the yardstick and the peers."""
-    return [*cfg.modes, *cfg.rivals * cfg.peers]
+    """The contenders in training: our modes, with each kind of attention, the yardstick and the peers."""
+    ours = [mode + f", attn={kind}" * (kind != "sdpa") for kind in cfg.attn for mode in cfg.modes]
+    return [*ours, *cfg.rivals * cfg.peers]
 
 
 def contender(name, shape, block_size, device, recompute=False):
@@ -281,8 +285,8 @@ def contender(name, shape, block_size, device, recompute=False):
     if name == YARDSTICK:
         return Plain(**shape).to(device), lambda model, idx, target: model(idx, target)
     if name not in RIVALS:
-        pad = 64 if device.type == "cuda" else 1
-        model = GPT(ModelConfig(**shape, value_mode=name), recompute=recompute, pad_vocab=pad)
+        (mode, _, kind), pad = name.partition(", attn="), 64 if device.type == "cuda" else 1
+        model = GPT(ModelConfig(**shape, value_mode=mode), attn=kind or "sdpa", recompute=recompute, pad_vocab=pad)
         return model.to(device), lambda model, idx, target: model(idx, target)[1]
     vanilla = GPT(ModelConfig(**shape)).to(device)
     try:
@@ -421,7 +425,7 @@ def bench_memory(cfg, world):
     )
     print("|---|---|---|---|---|---:|---:|---:|---:|")
     for shape, name, dtype, compiled in itertools.product(cfg.shape, names(cfg), cfg.dtype, cfg.compile):
-        for recompute in cfg.recompute if name in cfg.modes else ("off",):
+        for recompute in cfg.recompute if name not in RIVALS else ("off",):
             rows.append(memory_row(cfg, world.device, shape, name, dtype, compiled, recompute))
     show_cards(rows)
     return {"cards_gb": CARDS, "rows": rows}

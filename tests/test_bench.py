@@ -245,8 +245,8 @@ def test_training_against_peers(small):
     rivals = [bench.YARDSTICK, bench.LLAMA]
     rivals += [bench.X, bench.X_VALUE] * bool(importlib.util.find_spec("x_transformers"))
     words = ["--modes=vanilla", "--compile=off", "--block_size=32", "--micro_batch=2"]
-    found = small("train", "--peers", f"--rivals={','.join(rivals)}", *words)
-    assert [r["name"] for r in found["rows"]] == ["vanilla", *rivals]
+    found = small("train", "--peers", f"--rivals={','.join(rivals)}", "--attn=sdpa,eager", *words)
+    assert [r["name"] for r in found["rows"]] == ["vanilla", "vanilla, attn=eager", *rivals]
     assert found["rows"][0][f"to {bench.LLAMA}"]["ratio"] > 0
     parameters = {r["name"]: r["parameters"] for r in found["rows"]}
     assert parameters["vanilla"] == parameters[bench.LLAMA]
