@@ -27,6 +27,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -83,6 +84,9 @@ class BenchConfig:
     peers: bool = setting(False, "time rivals too, of which all but the first are in requirements-peers.txt")
     rivals: tuple[str, ...] = setting(RIVALS, "train, memory: which, with --peers")
     seconds: float = setting(2.0, "least time of a side's turn")
+    clock: Literal["wall", "processor"] = setting(
+        "wall", "train: processor = seconds of this process alone, for a busy CPU; set OMP_NUM_THREADS=1 with it"
+    )
     task: tuple[str, ...] = setting(ours.TABLE1, "tasks, with commas")
     data_dir: str = setting("", "folder of local task files; empty = from the hub")
     limit: int = setting(200, "documents of each task, spread over all of it; 0 = all")
@@ -107,6 +111,8 @@ class BenchConfig:
             raise ValueError("rounds and batch_sizes must be at least 1, limit at least 0, seconds above 0")
         if min(self.block_size, self.micro_batch) < 0:
             raise ValueError("block_size and micro_batch must be at least 0")
+        if self.clock == "processor" and self.device.startswith("cuda"):
+            raise ValueError("clock=processor is for a CPU; a GPU computes while its process waits")
         for name, known in (
             ("shape", SHAPES),
             ("dtype", DTYPES),
@@ -129,6 +135,11 @@ class BenchConfig:
             raise ValueError("neox needs --tokenizer_file=<GPT-NeoX's tokenizer.json>, for the peer reads it too")
         if self.words[0] == "eval" and "loss" in self.evaluation().task:
             raise ValueError("loss is no task of the harness; name some of " + ", ".join(ours.TASKS))
+
+    @property
+    def now(self):
+        """The clock, a function of the device."""
+        return clock if self.clock == "wall" else lambda device: time.process_time()
 
     def preparation(self, source="files", input_dir="text", **where):
         """Settings of prepare.py, all text being train text; raises ValueError if they are none."""
@@ -165,15 +176,15 @@ def timed(function, device):
     return clock(device) - start
 
 
-def in_turn(sides, rounds, device):
+def in_turn(sides, rounds, device, now=clock):
     """{name: seconds of each round} of functions, in an order that turns around from round to round, and {name: what it
     returned last}."""
     seconds, results = {name: [] for name in sides}, {}
     for i in range(rounds):
         for name in list(sides)[:: 1 if i % 2 == 0 else -1]:
-            start = clock(device)
+            start = now(device)
             results[name] = sides[name]()
-            seconds[name].append(clock(device) - start)
+            seconds[name].append(now(device) - start)
     return seconds, results
 
 
@@ -325,7 +336,7 @@ def bench_train(cfg, world):
         for shape in cfg.shape:
             rows += (found := train_shape(cfg, shape, world.device))
             print("\n".join(["", *training_table(found)]), flush=True)
-    return {"rows": rows}
+    return {"clock": cfg.clock, "rows": rows}
 
 
 def train_shape(cfg, shape, device):
@@ -335,7 +346,7 @@ def train_shape(cfg, shape, device):
     tokens = torch.randint(SHAPES[shape]["vocab_size"], (B, T + 1), generator=torch.Generator().manual_seed(0))
     batch = [part.contiguous().to(device) for part in (tokens[:, :-1], tokens[:, 1:])]  # (B, T) each
     sides, rows = training_sides(cfg, shape, T, batch, device)
-    seconds, _ = in_turn(sides, cfg.rounds, device)
+    seconds, _ = in_turn(sides, cfg.rounds, device, cfg.now)
     seconds = {side: [s / rows[side]["steps"] for s in times] for side, times in seconds.items()}  # of a step
     for (name, dtype, compiled), row in rows.items():
         mine, flops, peak = (

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -238,6 +239,16 @@ def test_training(small, capsys):
     table = bench.training_table(found["rows"])
     assert table == [line for line in capsys.readouterr().out.splitlines() if line] and len(table) == 5
     assert table[0] == "| tiny | parameters | float32 | bfloat16 | computed |" and " = 1.00" not in table[2]
+
+
+def test_clocks(monkeypatch):
+    """processor: what other work on the machine takes does not count."""
+    sleep, cpu = {"sleep": lambda: time.sleep(0.2)}, torch.device("cpu")
+    for name, low, high in (("wall", 0.2, 60), ("processor", 0, 0.1)):
+        seconds, _ = bench.in_turn(sleep, 1, cpu, bench.BenchConfig(("train",), clock=name).now)
+        assert low <= seconds["sleep"][0] < high
+    with pytest.raises(ValueError, match="is for a CPU"):
+        bench.BenchConfig(("train",), clock="processor", device="cuda")
 
 
 def test_training_against_peers(small):
