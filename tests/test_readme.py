@@ -9,6 +9,7 @@ import statistics
 import pytest
 from conftest import ROOT, script
 
+import bench
 import plot
 import reproduce
 from configurator import load
@@ -68,6 +69,12 @@ def test_figure_table_is_that_of_the_committed_runs():
     }
     table = "\n".join(plot.figure_table(losses, results["baseline"]))
     assert table in README, "paste the first table of `python plot.py ablations` into the README"
+
+
+@pytest.mark.parametrize("file", ["x1_tiny", "x2_82m", "x1_modes"])
+def test_tables_of_speed_are_the_results(file):
+    rows = json.loads((ROOT / f"results/bench_train_intel_xeon_{file}.json").read_text(encoding="utf-8"))["rows"]
+    assert "\n".join(bench.training_table(rows)) in README
 
 
 def test_printed_plan_is_current():
