@@ -199,10 +199,9 @@ def test_batches_are_read_ahead(data_dir, tmp_path):
             right = run.corpus.batch(step, size, n + i, n + i + 1)
             assert np.array_equal(x, right[0]) and np.array_equal(y, right[1]) and waited >= 0
     run.corpus.batch = lambda *_: 1 / 0
-    next(batches)  # was read before
     with pytest.raises(ZeroDivisionError):
-        next(batches)
-        next(batches)
+        for _ in range(2):  # the first of them may have been read before
+            next(batches)
 
 
 def test_no_silent_fall_to_plain_attention(data_dir, tmp_path, monkeypatch):
