@@ -163,3 +163,12 @@ def test_bad_input_of_a_script():
     refused(script("train.py", "--value_mode=resfomer"), "unknown value_mode 'resfomer'", "did you mean 'resformer'")
     refused(script("train.py", "--learning_rate=abc"), "learning_rate takes float, not 'abc'")
     refused(script("train.py", "--n_embd=500", "--n_head=3"), "n_embd=500", "n_head=3")
+
+
+def test_one_value_for_a_tuple():
+    """--batch=8 is a tuple of one, as --batch=8,16 is one of two."""
+    from bench import BenchConfig
+
+    words = ["decode", "--batch=8", "--prompt=16,32", "--memory_megabytes=0.5", "--modes=vanilla"]
+    cfg = load(BenchConfig, words, positional="words")
+    assert (cfg.batch, cfg.prompt, cfg.memory_megabytes, cfg.modes) == ((8,), (16, 32), (0.5,), ("vanilla",))

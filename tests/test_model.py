@@ -805,3 +805,20 @@ def test_loss_survives_several_backwards_of_one_model():
         (model(half[:, :-1], half[:, 1:])[1] / 2).backward()
     for a, b in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype,off", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float64, 1e-12)])
+def test_a_few_rows_by_a_large_matrix(dtype, off):
+    """However the product is made in decoding, it is x W^T + b, row by row, in the same shape."""
+    g = torch.Generator().manual_seed(0)
+    layer = m.Linear(512, {"a": 300, "b": 301}, bias=True)  # more than 2^18 weights
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) / 512**0.5)
+    layer = layer.to(dtype)
+    for shape in [(1, 1), (2, 1), (3, 1), (4, 1), (2, 3), (16, 1), (17, 1), (1, 40)]:
+        x = torch.randn(*shape, 512, generator=g).to(dtype)
+        right = (x.double() @ layer.weight.double().T + layer.bias.double()).to(dtype)
+        with torch.inference_mode():
+            torch.testing.assert_close(layer(x), right, rtol=off, atol=off)
+        assert layer(x).requires_grad and layer(x).shape == (*shape, 601)
