@@ -305,14 +305,14 @@ def value_gradients(model, idx):
 
     def reads(n, module, args):
         """Layer n gets its own view of layer 0's values, as projected and as used, so that each has its gradient."""
-        x, rope, lam, *stores, cache = args
+        x, angles, lam, *stores, cache = args
         for s, store in enumerate(stores):  # raws, useds
             if "v" in store.get(0, {}):
                 alias = store[0]["v"].view_as(store[0]["v"])
                 alias.retain_grad()
                 read[n, s] = store[0]["v"], alias
                 stores[s] = {**store, 0: {**store[0], "v": alias}}
-        return x, rope, lam, *stores, cache
+        return x, angles, lam, *stores, cache
 
     try:
         for p in frozen:

@@ -574,8 +574,8 @@ class Linear(nn.Linear):
 
 
 class Rope(nn.Module):
-    """Rotary positions in the rotate-half layout (Llama's): x (B, h, T, D) -> same shape. at: the positions of the T
-    tokens, a slice or a tensor (B, T).
+    """Rotary positions in the rotate-half layout (Llama's). at, the positions of T tokens, a slice or a tensor (B, T)
+    -> the cosines and the sines that `turn` takes, (1 or B, 1, T, D/2) each, fp32 whatever the model is.
 
     Pair i turns by r_i = theta^(-2 i / D) radians a position. Llama 3.1's scaling = (factor, low, high, original) slows
     the pairs that turn fewer than `high` times within `original` positions, those below `low` by all of `factor`:
@@ -604,15 +604,17 @@ class Rope(nn.Module):
             self.cos, self.sin = cos.to(self.cos.device), sin.to(self.sin.device)
         return self
 
-    def forward(self, x, at):
-        cos, sin = (t[at].unsqueeze(-3) for t in (self.cos, self.sin))  # (1 or B, 1, T, D/2), fp32 whatever x is
-        a, b = full(x).chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    def forward(self, at):
+        return tuple(t[at].unsqueeze(-3) for t in (self.cos, self.sin))
 
 
-def unturned(x, at):
-    """In place of Rope where positions are learned."""
-    return x
+def turn(x, angles):
+    """x (B, h, T, D), its pairs (x_i, x_(i + D/2)) turned by what a Rope returned; as it is where there is none."""
+    if angles is None:
+        return x
+    cos, sin = angles
+    a, b = full(x).chunk(2, dim=-1)  # (B, h, T, D/2) each
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
@@ -826,18 +828,18 @@ class Attention(nn.Module):
         self.residuals = [found for found in active(cfg.value_mode, plan) if found[1].of != "hidden"]
         self.gates = nn.ModuleDict({str(j): Gate(cfg, r) for j, r, _ in self.residuals if r.per_token})
 
-    def project(self, x, rope, at):
+    def project(self, x, angles):
         """The tensors this layer owns: {t: (B, heads of t, T, D)}, q and k rotated. One product for all."""
         B, T, _ = x.shape
         all_heads = self.proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, heads, T, D), q before k before v
         rotated = sum(h for t, h in self.heads.items() if t != "v")
-        qk = rope(all_heads[:, :rotated], at).split([h for t, h in self.heads.items() if t != "v"], dim=1)
+        qk = turn(all_heads[:, :rotated], angles).split([h for t, h in self.heads.items() if t != "v"], dim=1)
         v = (all_heads[:, rotated:],) if "v" in self.heads else ()
         return dict(zip(self.heads, (*qk, *v), strict=True))
 
-    def forward(self, x, rope, lam, raws, useds, cache=None):
+    def forward(self, x, angles, lam, raws, useds, cache=None):
         B, T, C = x.shape
-        raw = self.project(x, rope, cache.at(T) if cache else slice(T))
+        raw = self.project(x, angles)
         used, late, mask = dict(raw), [], cache.mask if cache else None
         for j, r, sources in self.residuals:
             w = self.gates[str(j)](x) if r.per_token else lam[j]
@@ -908,11 +910,11 @@ class Block(nn.Module):
         self.norm2, self.mlp = new_norm(cfg), MLP(cfg)
         self.residuals = [(j, sources) for j, r, sources in active(cfg.value_mode, plan) if r.of == "hidden"]
 
-    def forward(self, x, rope, lam, raws, useds, cache=None):
+    def forward(self, x, angles, lam, raws, useds, cache=None):
         h = x
         for j, sources in self.residuals:
             h = mix(lam[j], h, [raws[i]["hidden"] for i in sources])
-        y, raw, used = self.attn(self.norm1(h), rope, lam, raws, useds, cache)
+        y, raw, used = self.attn(self.norm1(h), angles, lam, raws, useds, cache)
         raw = {"hidden": x} | raw
         h = h + y
         return h + self.mlp(self.norm2(h)), {t: raw[t] for t in self.keep_raw}, {t: used[t] for t in self.keep_used}
@@ -1025,7 +1027,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         gpt2, kv = cfg.arch == "gpt2", cfg.n_kv_head * cfg.head_dim
         self.positions = nn.Embedding(cfg.block_size, cfg.n_embd) if gpt2 else None
-        self.rope = unturned if gpt2 else Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling)
+        self.rope = None if gpt2 else Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling)
         n_tables = -min((i for layer in plan for s in layer.sources for i in s if i < 0), default=0)
         self.tables = nn.ModuleList(nn.Embedding(cfg.vocab_size, kv) for _ in range(n_tables))
         self.lambdas = nn.ModuleList(
@@ -1077,15 +1079,16 @@ class GPT(nn.Module):
         (B, T), stop = idx.shape, cache.stop(idx.size(1)) if cache else idx.size(1)
         if stop > self.cfg.block_size:
             raise ValueError(f"{stop} tokens do not fit block_size={self.cfg.block_size}")
-        x = self.embed(idx)
+        x, at = self.embed(idx), cache.at(T) if cache else slice(T)
         if self.positions:
-            x = x + self.positions.weight[cache.at(T) if cache else slice(T)]
+            x = x + self.positions.weight[at]
+        angles = self.rope(at) if self.rope else None
         lam = [weights() for weights in self.lambdas]  # [residual][layer]
         raws, useds, xs = {}, {}, [x]
         for t, table in enumerate(self.tables):
             raws[-1 - t] = {"v": table(idx).view(B, T, self.cfg.n_kv_head, -1).transpose(1, 2)}  # (B, G, T, D)
         for n, block in enumerate(self.blocks):
-            inputs = (x, self.rope, [weights[n] for weights in lam], raws, useds, cache)
+            inputs = (x, angles, [weights[n] for weights in lam], raws, useds, cache)
             if self.recompute and torch.is_grad_enabled():
                 x, raws[n], useds[n] = checkpoint(block, *inputs, use_reentrant=False)
             else:

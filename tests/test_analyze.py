@@ -174,7 +174,7 @@ def by_hand(model, idx, reads=lambda n, raws, useds: (raws, useds)):
         raws[-1 - t] = {"v": table(idx).view(B, T, model.cfg.n_kv_head, -1).transpose(1, 2)}
     for n, block in enumerate(model.blocks):
         lam = [weights()[n] for weights in model.lambdas]
-        x, raws[n], useds[n] = block(x, model.rope, lam, *reads(n, raws, useds))
+        x, raws[n], useds[n] = block(x, model.rope and model.rope(slice(T)), lam, *reads(n, raws, useds))
         outputs.append(x)
         if model.dense:
             x = model.dense(n + 1, outputs)
