@@ -455,8 +455,8 @@ class KVCache:
         end, store = self.stop(new.size(2)), self.tensors[t, n]
         if end > self.length:
             raise ValueError(f"the KV cache holds {self.length} tokens, not {end}")
-        store[:, :, self.pos : end] = new
-        return store[:, :, :end]
+        store.narrow(2, self.pos, new.size(2)).copy_(new)
+        return store.narrow(2, 0, end)
 
     def stop(self, T):
         """One more than the last position of the T tokens that come next."""
@@ -564,9 +564,10 @@ class Linear(nn.Linear):
     def forward(self, x):
         """In decoding on a CPU a few rows meet a large matrix. W x^T is then up to 1.5 times as fast as x W^T: the
         libraries share work out over the rows of the first factor. (Not for 1 to 3 rows in fp32.)"""
+        if self.in_features * self.out_features < 2**18 or torch.is_grad_enabled() or x.device.type != "cpu":
+            return super().forward(x)
         rows = x.numel() // x.size(-1)
-        few = rows <= 16 and (rows >= 4 or x.dtype == torch.bfloat16)
-        if not few or x.device.type != "cpu" or self.weight.numel() < 2**18 or torch.is_grad_enabled():
+        if rows > 16 or rows < 4 and x.dtype != torch.bfloat16:
             return super().forward(x)
         flat = x.reshape(rows, -1)  # (rows, n_in)
         y = (self.weight @ flat.T).T if rows > 1 else torch.mv(self.weight, flat[0])
@@ -609,12 +610,12 @@ class Rope(nn.Module):
 
 
 def turn(x, angles):
-    """x (B, h, T, D), its pairs (x_i, x_(i + D/2)) turned by what a Rope returned; as it is where there is none."""
+    """x (B, h, T, D) with its pairs (a, b) = (x_i, x_(i + D/2)) turned by what a Rope returned, to
+    (a cos - b sin, b cos + a sin); as it is if angles is None."""
     if angles is None:
         return x
-    cos, sin = angles
-    a, b = full(x).chunk(2, dim=-1)  # (B, h, T, D/2) each
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    (cos, sin), (a, b) = angles, full(x).chunk(2, dim=-1)  # a, b (B, h, T, D/2)
+    return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), dim=-1).to(x.dtype)
 
 
 def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
