@@ -17,7 +17,7 @@ import sys
 import types
 import typing
 
-_WORDS = {"true": True, "false": False, "none": None}
+_WORDS = {"true": True, "on": True, "false": False, "off": False, "none": None}
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, over quota, over the file size limit
 
 
@@ -33,7 +33,7 @@ def setting(default, help):
 
 
 def type_name(hint):
-    """A type hint as --help and errors show it: `int`, `'sdpa' or 'eager'`, `tuple of str`."""
+    """A type hint as --help and errors show it: `int`, `'sdpa' or 'eager'`, `true or false`, `tuple of str`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return " or ".join(repr(a) for a in args)
@@ -41,7 +41,8 @@ def type_name(hint):
         return " or ".join(type_name(a) for a in args)
     if origin is tuple:
         return f"tuple of {type_name(args[0])}"
-    return "none" if hint is type(None) else getattr(origin or hint, "__name__", str(hint))
+    words = {type(None): "none", bool: "true or false"}
+    return words.get(hint) or getattr(origin or hint, "__name__", str(hint))
 
 
 def convert(value, hint):
@@ -74,8 +75,8 @@ def convert(value, hint):
 def parse(text, hint):
     """The value of a flag's text for type `hint`: it stays text where a str fits, else it is a Python literal."""
     hints = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if text.lower() in _WORDS and (bool in hints or type(None) in hints):
-        return _WORDS[text.lower()]
+    if (word := text.lower()) in _WORDS and type(_WORDS[word]) in hints:
+        return _WORDS[word]
     if str in hints or any(typing.get_origin(h) is typing.Literal for h in hints):
         return text
     several = any(typing.get_origin(h) is tuple for h in hints)
