@@ -77,6 +77,18 @@ def test_tables_of_speed_are_the_results(file):
     assert "\n".join(bench.training_table(rows)) in README
 
 
+def test_table_of_decoding_is_the_results():
+    lines = []
+    for file in ("x2_82m", "x1_tiny"):
+        rows = json.loads((ROOT / f"results/bench_decode_intel_xeon_{file}.json").read_text(encoding="utf-8"))["rows"]
+        for row in (row for row in rows if row["name"] == "vanilla"):
+            how = f"{row['dtype']}, {row['batch']}" + ", `--compile`" * (row["compile"] == "on")
+            cells = [row["shape"], how, f"{row['tokens_per_s']:,.0f}"]
+            cells += [bench.spread(row[f"to {bench.LLAMA}, {kind}"]["decode"]) for kind in ("dynamic", "static")]
+            lines.append("| " + " | ".join(cells) + " |")
+    assert "\n".join(lines) in README
+
+
 def test_printed_plan_is_current():
     block = next(block for block in BLOCKS if block.startswith("svformer: "))
     printed = script("model.py", "--value_mode=svformer", "--n_layer=4").stdout
