@@ -6,7 +6,7 @@
     python plot.py ablations out/modes/*                             the paper's claims, figure by figure, on our runs
     python plot.py eval out/vanilla out/resformer                    accuracies with errors and chance, loss by domain
     python plot.py analysis out/vanilla out/resformer                attention concentration, sinks, drains by layer
-    python plot.py decode results/bench_decode_*.json                decoding speed and KV memory, as bench.py found
+    python plot.py decode results/bench_decode_*.json                decoding speed and rows that fit, as bench.py found
 
 Runs are named by their folders, or for the first four kinds by metrics.jsonl files, and grouped by value_mode. The
 seeds of a mode become one line with a band: from lowest to highest of two seeds, mean ± standard deviation (n - 1) of
@@ -99,6 +99,7 @@ FIGURES = {
     ),
 }
 TASKS = ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "piqa", "lambada")  # those of eval.py
+FOR_CACHE = 10 * 2**30  # bytes of memory for keys and values, to say how many rows fit
 EARLY = 0.1  # share of the steps that may run out of the y axis: the first losses would squash all others
 
 
@@ -758,19 +759,19 @@ def decoding_panel(ax, rows, x, y, ylabel):
     """rows: {mode: [row of bench.py]}: y(row) over row[x], both axes with logarithmic scales."""
     for i, (mode, of_mode) in enumerate(rows.items()):
         look = {"color": COLORS[i % len(COLORS)], "linestyle": DASHES[i % len(DASHES)], "markerfacecolor": "none"}
-        points = sorted({(row[x], y(row)) for row in of_mode})
+        points = sorted({row[x]: y(row) for row in of_mode}.items())  # measured twice: the last file counts
         ax.plot(*zip(*points, strict=True), marker=MARKERS[i % len(MARKERS)], label=mode, **look)
     ax.set_xscale("log", base=2)
     ax.set(xlabel={"length": "tokens of context", "batch": "rows in the batch"}[x], ylabel=ylabel, yscale="log")
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    ax.yaxis.set_major_formatter("{x:,.4g}")
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}" if y >= 1 else f"{y:g}")
     ax.yaxis.set_minor_formatter("")
 
 
 def decoding(cfg, names):
     """Draw what `bench.py decode` measured, for each shape, dtype and compile three panels: tokens/s over the context
-    at the largest batch, over the batch at the longest context, and the memory for a row's keys and values."""
+    at the largest batch, over the batch at the longest context, and the rows whose keys and values fit into memory."""
     cases = {}
     for row in (row for name in names for row in read_decoding(name)):
         row["length"] = row["prompt"] + row["new"]
@@ -778,7 +779,7 @@ def decoding(cfg, names):
         cases.setdefault(title, {}).setdefault(row["name"], []).append(row)
     if not cases:
         raise UserError(f"there is no model of ours in {', '.join(names)}")
-    speed, memory = (lambda row: row["tokens_per_s"]), (lambda row: row["kv_bytes"] / row["batch"] / 1e6)
+    speed, fitting = (lambda row: row["tokens_per_s"]), (lambda row: FOR_CACHE * row["batch"] // row["kv_bytes"])
     with page(cfg.out_file, (12.5, 3.6 * len(cases))) as paper:
         for axes, (title, modes) in zip(paper.subplots(len(cases), 3, squeeze=False), cases.items(), strict=True):
             for ax, x, key in zip(axes, ("length", "batch"), ("batch", "length"), strict=False):
@@ -786,7 +787,7 @@ def decoding(cfg, names):
                 there = {mode: [row for row in rows if row[key] == most] for mode, rows in modes.items()}
                 ylabel = f"tokens/s, {'batch' if key == 'batch' else 'context'} {most:,}"
                 decoding_panel(ax, {mode: rows for mode, rows in there.items() if rows}, x, speed, ylabel)
-            decoding_panel(axes[2], modes, "length", memory, "KV cache of one row (MB)")
+            decoding_panel(axes[2], modes, "length", fitting, f"rows whose KV cache fits into {FOR_CACHE >> 30} GiB")
             axes[0].set_title(title, loc="left", fontsize=9)
             legend(axes[2])
 

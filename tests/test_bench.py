@@ -82,8 +82,18 @@ def test_decoding(tmp_path, monkeypatch):
     assert svformer["bytes_per_step"]["least"] == 4 * (fewer + 2 * 8 * 9 * 128)
     assert svformer["bytes_per_step"]["most"] == 4 * (fewer + 2 * 8 * 16 * 128)
     monkeypatch.chdir(tmp_path)
-    plot.decoding(plot.PlotConfig(words=("decode", "b.json"), out_file="a.png"), ["b.json"])
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    drawn, draw = [], plot.decoding_panel
+    monkeypatch.setattr(plot, "decoding_panel", lambda ax, *of: drawn.append((ax, of)) or draw(ax, *of))
+    plot.decoding(plot.PlotConfig(words=("decode", "b.json"), out_file="a.png"), ["b.json", "b.json"])
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG" and len(drawn) == 3
+    for (ax, (of_mode, x, _, _)), fixed in zip(drawn, ({"batch": 2}, {"prompt": 6}, {"batch": 2}), strict=True):
+        assert list(of_mode) == ["vanilla", "svformer"] and len(ax.lines) == 2
+        for line, mode in zip(ax.lines, of_mode, strict=True):  # each point once, though its file was named twice
+            rows = [row for row in found.values() if row["name"] == mode and fixed.items() <= row.items()]
+            fits = {r["prompt"] + 4: 10 * 2**30 * r["batch"] // r["kv_bytes"] for r in rows}
+            speed = {r["batch"] if x == "batch" else r["prompt"] + 4: r["tokens_per_s"] for r in rows}
+            assert dict(line.get_xydata().tolist()) == (fits if ax is drawn[2][0] else speed)
+            assert len(line.get_xdata()) == 2
     (tmp_path / "b.json").write_text("{}")
     refused(script("plot.py", "decode", tmp_path / "b.json"), "is not a file of bench.py decode")
 
