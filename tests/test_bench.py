@@ -84,11 +84,14 @@ def test_decoding(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     drawn, draw = [], plot.decoding_panel
     monkeypatch.setattr(plot, "decoding_panel", lambda ax, *of: drawn.append((ax, of)) or draw(ax, *of))
-    plot.decoding(plot.PlotConfig(words=("decode", "b.json"), out_file="a.png"), ["b.json", "b.json"])
+    about = json.loads((tmp_path / "b.json").read_text())
+    about["rows"] = [row | {"tokens_per_s": 2 * row["tokens_per_s"]} for row in about["rows"]]
+    (tmp_path / "before.json").write_text(json.dumps(about))
+    plot.decoding(plot.PlotConfig(words=("decode", "b.json"), out_file="a.png"), ["before.json", "b.json"])
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG" and len(drawn) == 3
     for (ax, (of_mode, x, _, _)), fixed in zip(drawn, ({"batch": 2}, {"prompt": 6}, {"batch": 2}), strict=True):
         assert list(of_mode) == ["vanilla", "svformer"] and len(ax.lines) == 2
-        for line, mode in zip(ax.lines, of_mode, strict=True):  # each point once, though its file was named twice
+        for line, mode in zip(ax.lines, of_mode, strict=True):  # measured twice, drawn once, as in the last file
             rows = [row for row in found.values() if row["name"] == mode and fixed.items() <= row.items()]
             fits = {r["prompt"] + 4: 10 * 2**30 * r["batch"] // r["kv_bytes"] for r in rows}
             speed = {r["batch"] if x == "batch" else r["prompt"] + 4: r["tokens_per_s"] for r in rows}
