@@ -1,6 +1,7 @@
 """bench.py: what it does with times; no test asserts one."""
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -254,8 +255,15 @@ def test_training(small, capsys):
     assert table[0] == "| tiny | parameters | float32 | bfloat16 | computed |" and " = 1.00" not in table[2]
 
 
-def test_clocks(monkeypatch):
+def test_clocks(small, monkeypatch):
     """processor: what other work on the machine takes does not count."""
+    ticks = itertools.count(step=1000)
+    with monkeypatch.context() as m:
+        m.setattr(time, "process_time", lambda: next(ticks))
+        for name in ("wall", "processor"):
+            found = small("train", "--compile=off", "--block_size=8", "--micro_batch=1", f"--clock={name}")
+            timed = [s == 1000 / row["steps"] for row in found["rows"] for s in row["seconds"]]
+            assert found["clock"] == name and len(timed) == 6 and set(timed) == {name == "processor"}
     sleep, cpu = {"sleep": lambda: time.sleep(0.2)}, torch.device("cpu")
     for name, low, high in (("wall", 0.2, 60), ("processor", 0, 0.1)):
         seconds, _ = bench.in_turn(sleep, 1, cpu, bench.BenchConfig(("train",), clock=name).now)
