@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -268,8 +269,10 @@ def test_clocks(small, monkeypatch):
     for name, low, high in (("wall", 0.2, 60), ("processor", 0, 0.1)):
         seconds, _ = bench.in_turn(sleep, 1, cpu, bench.BenchConfig(("train",), clock=name).now)
         assert low <= seconds["sleep"][0] < high
-    with pytest.raises(ValueError, match="is for a CPU"):
-        bench.BenchConfig(("train",), clock="processor", device="cuda")
+    with pytest.raises(bench.UserError, match="is for a CPU"):  # also where device=auto finds a GPU
+        bench.bench_train(bench.BenchConfig(("train",), clock="processor"), SimpleNamespace(kind="cuda"))
+    with pytest.raises(ValueError, match="go by the wall clock"):
+        bench.BenchConfig(("decode",), clock="processor")
 
 
 def test_training_against_peers(small):
