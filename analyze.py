@@ -11,8 +11,6 @@ prints the main ones. What is measured is defined at the function that measures 
 
 import functools
 import math
-import resource
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +21,17 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
+import hf
+from checkpoint import load_tokenizer, trained_on
 from configurator import UserError, load, run, setting
-from data import EOT, Corpus, Tokenizer, raw_bits, read_json, write_atomic, write_json
-from eval import Progress, markdown, number, trained_on
-from model import GPT, attend, attend_layers, count_parameters, full, mode_name
-from sample import load_tokenizer
-from train import TrainConfig, World, environment
+from data import EOT, Corpus, Tokenizer, raw_bits
+from describe import count_parameters
+from files import read_json, write_atomic, write_json
+from model import GPT, attend, attend_layers, full
+from report import markdown, number
+from runtime import Progress, World, environment, peak_bytes
+from train import TrainConfig
+from value_modes import mode_name
 
 FORMAT = "nanoresformer-analysis/1"
 BLOCK = 2**24  # probabilities of a block of queries held at a time: memory grows with the length, not its square
@@ -385,8 +388,8 @@ def open_hugging_face(name, cfg, device):
     """The Subject of a Llama or Mistral folder; it reads the text of prepared data in its own tokens."""
     if not cfg.data_dir:
         raise UserError(f"{name} does not say what it was trained on; name prepared data, for its text, by --data_dir")
-    tokenizer, first = checkpoint.hf_tokenizer(name), checkpoint.hf_first_token(name)
-    model = checkpoint.load_hf(name, device=device, dtype=getattr(torch, cfg.dtype))
+    tokenizer, first = hf.hf_tokenizer(name), hf.hf_first_token(name)
+    model = hf.load_hf(name, device=device, dtype=getattr(torch, cfg.dtype))
     about = {"mode": mode_name(model.cfg.value_mode), "step": None, "checkpoint": Path(name).name}
     return Subject(model, Path(name).name, Path(name), cfg.data_dir, None, first, tokenizer, about)
 
@@ -551,13 +554,6 @@ def table(numbers):
     head = ["layer", "entropy", "minus uniform", "first token's importance", "its value's norm / the rest's"]
     head += ["its hidden state's / the rest's", "token similarity", "effective rank of values", "flags"]
     return markdown(head, rows)
-
-
-def peak_bytes(device):
-    """Most memory that this process has had: on a GPU in this run's tensors; else as a whole, in all runs so far."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def analyze(subject, cfg, device):

@@ -35,13 +35,21 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkpoint
+import configurator
 import eval as ours
+import hf
 import prepare
+import value_modes
+from checkpoint import load_tokenizer
 from configurator import UserError, load, run, setting
-from data import EOT, Corpus, Tokenizer, read_json, write_json
-from model import GPT, ModelConfig, count_parameters, flops_per_token, get_mode, kv_floats_per_token
-from sample import generate, load_tokenizer
-from train import World, adamw, environment, peak_flops
+from data import EOT, Corpus, Tokenizer
+from describe import count_parameters, flops_per_token
+from files import read_json, write_json
+from model import GPT
+from runtime import World, environment, peak_flops
+from sample import generate
+from train import adamw
+from value_modes import ModelConfig, get_mode, kv_floats_per_token
 
 DTYPES, SWITCH = ("float32", "bfloat16", "float16"), ("off", "on")
 KINDS_OF_ATTENTION = ("sdpa", "eager", "flash")
@@ -235,7 +243,7 @@ def as_llama(model, eot=0):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     cfg = model.cfg
-    if cfg.arch != "llama" or checkpoint.mode_name(cfg.value_mode) != "vanilla":
+    if cfg.arch != "llama" or value_modes.mode_name(cfg.value_mode) != "vanilla":
         raise UserError("the peer is Hugging Face's Llama: give a vanilla run of arch=llama")
     llama = LlamaConfig(
         vocab_size=cfg.vocab_size,
@@ -252,7 +260,7 @@ def as_llama(model, eot=0):
         eos_token_id=eot,
     )
     peer = LlamaForCausalLM(llama).to(model.head.weight)
-    weights = {name: parameter[rows].detach() for name, parameter, rows in checkpoint.hf_parts(model)}
+    weights = {name: parameter[rows].detach() for name, parameter, rows in hf.hf_parts(model)}
     missing, extra = peer.load_state_dict(weights, strict=False)
     assert not extra and all("rotary" in name for name in missing), (missing, extra)
     return peer.eval()
@@ -919,7 +927,7 @@ def beginning(text, size):
 
 def prepare_sides(about, tokenizer, folder):
     """{name: (function, the token file it writes, or None where it returns the ids of `part`)} and part: texts."""
-    text, workers, datasets = Path(about.input_dir) / "text.jsonl", about.workers, prepare.need("datasets")
+    text, workers, datasets = Path(about.input_dir) / "text.jsonl", about.workers, configurator.need("datasets")
     datasets.disable_progress_bars()
     data = datasets.Dataset.from_json(str(text), cache_dir=str(folder / "cache"))  # to Arrow, before its turn
     plain, mapped = folder / "plain.bin", folder / "mapped.bin"
@@ -931,7 +939,7 @@ def prepare_sides(about, tokenizer, folder):
     if about.tokenizer != "neox":
         return sides, []
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread
-    part, peer = beginning(text, 1e7), prepare.need("tokenizers").Tokenizer.from_file(about.tokenizer_file)
+    part, peer = beginning(text, 1e7), configurator.need("tokenizers").Tokenizer.from_file(about.tokenizer_file)
     sides["tokenizers"] = lambda: [e.ids for e in peer.encode_batch_fast(part, add_special_tokens=False)], None
     return sides, part
 

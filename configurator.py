@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import difflib
 import errno
+import importlib
 import os
 import runpy
 import sys
@@ -161,6 +162,14 @@ def load(cls, argv=None, positional=None, usage="", skip=()):
         return cls(**values)
     except ValueError as e:
         raise UserError(str(e)) from None
+
+
+def need(module):
+    """Import an optional package; raises UserError that says how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(f"the package {module} is not installed; run `pip install {module.split('.')[0]}`") from None
 
 
 def say_error(message):

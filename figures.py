@@ -16,9 +16,11 @@ import numpy as np
 
 import plot
 from configurator import UserError
-from data import Tokenizer, read_json
-from model import ModelConfig, count_parameters
+from data import Tokenizer
+from describe import count_parameters
+from files import read_json
 from prepare import PAPER_MIXTURE
+from value_modes import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from configurator import UserError, load, run, setting
-from data import read_json, write_atomic, write_json
+from files import read_json, write_atomic, write_json
 
 # Okabe and Ito's colours, which colour-blind readers tell apart, without yellow, which is lost on white. The numbers of
 # colours, dashes and markers have no common factor, so that many modes pass before a combination comes back.

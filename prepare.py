@@ -19,7 +19,6 @@ import ast
 import base64
 import gc
 import hashlib
-import importlib
 import inspect
 import itertools
 import json
@@ -43,8 +42,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from configurator import UserError, load, run, setting
-from data import EOT, Tokenizer, check_file, read_json, sha256, write_json
+from configurator import UserError, load, need, run, setting
+from data import EOT, Tokenizer, check_file
+from files import read_json, sha256, write_json
 
 SAVE_S = 4  # seconds of work that a kill can lose
 BATCH = 2**20  # bytes of raw text that a worker gets at a time
@@ -101,14 +101,6 @@ class PrepareConfig:
         self.workers = self.workers or cores
         if self.source == "files" and not self.input_dir:
             raise ValueError("files needs --input_dir=<folder with .txt, .jsonl, .jsonl.zst or .parquet files>")
-
-
-def need(module):
-    """Import an optional package; raises UserError that says how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise UserError(f"the package {module} is not installed; run `pip install {module.split('.')[0]}`") from None
 
 
 # ---------------------------------------------------------------------------------------------------- what to read

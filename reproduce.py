@@ -32,13 +32,17 @@ import torch
 from tqdm import tqdm
 
 import plot
-from analyze import AnalyzeConfig, Recorder, peak_bytes
+from analyze import AnalyzeConfig, Recorder
 from configurator import UserError, load, run, setting
-from data import Corpus, Tokenizer, read_json, write_atomic, write_json
-from eval import markdown
+from data import Corpus, Tokenizer
+from describe import count_parameters, flops_per_token
 from figures import FIGURES, INITIAL, SEEDS, Found, Job, draw, rows
-from model import GPT, count_parameters, flops_per_token, get_mode, mode_name
-from train import PEAK_FLOPS, TrainConfig, World, environment, pick_dtype
+from files import read_json, write_atomic, write_json
+from model import GPT
+from report import markdown
+from runtime import PEAK_FLOPS, World, environment, peak_bytes, pick_dtype
+from train import TrainConfig
+from value_modes import get_mode, mode_name
 
 MFU = 0.4  # the share of an A100's peak that GPU-hours are computed with, where none is measured
 ENOUGH = 3  # failures before anything has worked: something is wrong with the machine, not with a run

@@ -5,6 +5,7 @@ python sample.py out/svformer --prompt="<|endoftext|>"            a new document
 python sample.py out/svformer --prompt_file=prompts.txt           each line's continuation, all as one batch
 """
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Literal
 import torch
 
 import checkpoint
+from checkpoint import load_tokenizer
 from configurator import UserError, load, run, setting
-from data import Tokenizer
-from model import KVCache, Rows, full
-from train import World
+from model import full
+from runtime import World
+from value_modes import plan_layers, refuse
 
 LOOK = {"cuda": 16}  # steps after which to look whether all rows have ended: a GPU has to wait for whoever looks
 
@@ -44,6 +46,93 @@ class SampleConfig:
             raise ValueError("max_new_tokens and num_samples must be at least 1")
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError("temperature and top_k must be at least 0, and top_p above 0 and at most 1")
+
+
+class KVCache:
+    """Preallocated keys and values of one batch: one (B, G, length, D) tensor for each K and V that a layer owns.
+
+    What is stored is what is attended over: keys rotated, values mixed. `nbytes` is what was really allocated.
+    """
+
+    mask = None  # causal
+
+    def __init__(self, cfg, batch_size, length=None, device=None, dtype=None):
+        self.length, self.pos = length or cfg.block_size, 0  # tokens there is room for, tokens stored
+        shape = (batch_size, cfg.n_kv_head, self.length, cfg.head_dim)
+        self.tensors = {
+            (t, n): torch.zeros(shape, device=device, dtype=dtype)
+            for n, layer in enumerate(plan_layers(cfg))
+            for t in "kv"
+            if layer.owner[t] == n
+        }
+
+    def extend(self, t, n, new):
+        """Store `new` (B, G, T, D) behind what layer n's tensor t holds; returns all of it, (B, G, pos + T, D)."""
+        end, store = self.stop(new.size(2)), self.tensors[t, n]
+        if end > self.length:
+            raise ValueError(f"the KV cache holds {self.length} tokens, not {end}")
+        store.narrow(2, self.pos, new.size(2)).copy_(new)
+        return store.narrow(2, 0, end)
+
+    def stop(self, T):
+        """One more than the last position of the T tokens that come next."""
+        return self.pos + T
+
+    def at(self, T):
+        """Their positions."""
+        return slice(self.pos, self.pos + T)
+
+    def advance(self, T):
+        self.pos += T
+
+    @property
+    def nbytes(self):
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+class Rows(KVCache):
+    """A KVCache after its prefill, to go on from by one token a step, each row at a position of its own.
+
+    lengths: how many tokens of each row are its own; what the prefill stored behind them is filling, which `extend`
+    overwrites. No shape and no number in Python changes from step to step, so that one compiled graph serves them all.
+    Nor does a row's end stop the others: it stays in the last slot, and what the model says there from then on is void.
+    """
+
+    def __init__(self, cache, lengths):
+        store = next(iter(cache.tensors.values()))
+        refuse(len(lengths) != len(store), f"{len(lengths)} lengths for a KV cache of {len(store)} rows")
+        shortest, longest = min(lengths), max(lengths)
+        wrong = not 0 < shortest <= longest <= cache.pos
+        refuse(wrong, f"rows of {shortest} to {longest} tokens in a KV cache that holds {cache.pos}")
+        B, G, self.length, _ = store.shape
+        self.tensors, self.lengths = cache.tensors, torch.tensor(lengths, device=store.device)[:, None]  # (B, 1)
+        self.batch, self.heads, self.slots = (torch.arange(n, device=store.device) for n in (B, G, self.length))
+        self.rows = self.lengths.clone()  # where each row's next token stands
+        self.mask = store.new_empty(B, 1, 1, self.length)
+        self.reset()
+
+    def reset(self):
+        """Back to the end of the prefill."""
+        self.rows.copy_(self.lengths)
+        self.mask.fill_(-math.inf)
+        self.advance(0)
+
+    def extend(self, t, n, new):
+        """Store `new` (B, G, 1, D), each row in its own slot; returns all slots, (B, G, length, D)."""
+        store = self.tensors[t, n]
+        store[self.batch[:, None], self.heads, self.rows] = new[:, :, 0].to(store.dtype)  # (B, G, D)
+        return store
+
+    def stop(self, T):
+        refuse(T != 1, f"rows at positions of their own take one token a step, not {T}")
+        return self.length
+
+    def at(self, T):
+        return self.rows
+
+    def advance(self, T):
+        self.rows.add_(T).clamp_(max=self.length - 1)
+        self.mask.masked_fill_(self.slots <= self.rows[:, None, None], 0)  # open what a row has reached
 
 
 def draw(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
@@ -138,16 +227,6 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
     rows = [row[: row.index(eot)] if eot in row else row for row in rows]
     parts = zip(("prefill", "compile", "decode"), times, [*times[1:], clock(device)], strict=True)
     return rows, cache, {name: stop - start for name, start, stop in parts}
-
-
-def load_tokenizer(weights_file):
-    """The tokenizer beside a checkpoint; raises UserError if it is not there or not the one of the training data."""
-    tokenizer = Tokenizer.load(Path(weights_file).parent / "tokenizer.json")
-    if tokenizer.hash != checkpoint.read_header(weights_file)["tokenizer"]:
-        raise UserError(
-            f"{Path(weights_file).parent}/tokenizer.json is not the tokenizer {weights_file} was trained with"
-        )
-    return tokenizer
 
 
 def read_prompts(cfg):

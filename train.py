@@ -15,11 +15,8 @@ import itertools
 import json
 import math
 import os
-import platform
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,32 +26,22 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import checkpoint
 from configurator import UserError, load, run, setting
-from data import Corpus, read_json, write_atomic, write_json
-from model import (
-    GPT,
-    ModelConfig,
-    ValueMode,
-    attend,
-    count_parameters,
-    flops_per_token,
-    get_mode,
-    kv_floats_per_token,
-    mode_name,
-)
+from data import Corpus
+from describe import count_parameters, flops_per_token
+from files import read_json, write_atomic, write_json
+from model import GPT, attend
+from runtime import World, environment, peak_flops, pick_dtype
+from value_modes import ModelConfig, ValueMode, get_mode, kv_floats_per_token, mode_name
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 EXPLODED = "nothing of this step is saved; go on from a checkpoint before it with a lower learning_rate"
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
-# dense bf16/fp16 peak of a GPU in FLOP/s, by words of its name, the first that fits (makers' data sheets, no sparsity)
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12}
-PEAK_FLOPS |= {"A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12, "T4": 65e12}
 
 
 @dataclass(frozen=True)
@@ -140,70 +127,6 @@ class TrainConfig:
         return self.batch_tokens // unit
 
 
-class World:
-    """The processes of this run: rank, size, this one's device, and sums over all of them."""
-
-    def __init__(self, device):
-        self.began = time.perf_counter()
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        self.first_of_node = local == 0
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda" and self.size > 1:
-            device = f"cuda:{local}"
-        try:
-            self.device = torch.device(device)
-            torch.zeros(1, device=self.device)
-        except (RuntimeError, AssertionError) as e:
-            raise UserError(f"device={device} cannot be used here: {str(e).splitlines()[0]}") from None
-        self.kind = self.device.type
-        if self.kind == "cuda":
-            torch.cuda.set_device(self.device)
-        if self.size > 1:
-            try:
-                dist.init_process_group("nccl" if self.kind == "cuda" else "gloo")
-            except ValueError as e:  # a variable that torchrun sets is missing
-                lacking = str(e).splitlines()[0]
-                raise UserError(f"WORLD_SIZE={self.size} without torchrun ({lacking}); use it, or unset it") from None
-
-    def pin(self, arrays):
-        """numpy arrays -> tensors in the host's memory, for a GPU where it can fetch them from while it computes."""
-        tensors = [torch.from_numpy(a) for a in arrays]
-        if self.kind == "cuda":
-            torch.cuda.set_device(self.device)  # of this thread: else pinning would wake up the first GPU
-            tensors = [t.pin_memory() for t in tensors]
-        return tensors
-
-    def put(self, tensors):
-        """Tensors that `pin` made -> tensors on this rank's device; to a GPU without waiting for the copy."""
-        return [t.to(self.device, non_blocking=True) for t in tensors]
-
-    def sum(self, values):
-        """Sum over the ranks of a list or array of numbers -> float64 tensor on the CPU."""
-        total = torch.as_tensor(values, dtype=torch.float64)
-        if self.size > 1:
-            total = total.to(self.device)
-            dist.all_reduce(total)
-        return total.cpu()
-
-    def wait(self):
-        if self.size > 1:
-            dist.barrier()
-
-    def close(self):
-        """End the process. When all is long written, gloo's threads may still abort the interpreter as it ends, or wait
-        for it while it waits for them (pytorch/pytorch#179291, #56297); so a rank that has succeeded leaves without
-        either's own clean-up. But not before the others: a rank that leaves early pulls their connections down."""
-        if self.size > 1:
-            dist.barrier()
-            if self.kind == "cuda":
-                dist.destroy_process_group()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
-
-
 def learning_rate(step, peak, end, warmup, steps):
     """Rate of step 0, 1, …: linear from 1e-7 to `peak` over `warmup` steps, then a cosine to `end` at `steps`.
     Source: the authors' train.py."""
@@ -220,53 +143,6 @@ def adamw(model, lr, weight_decay, betas, device_type):
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=device_type == "cuda")
-
-
-def pick_dtype(name, kind):
-    """The torch.dtype of autocast: what is asked for, or with "auto" bf16 where the processor computes in it."""
-    if name == "auto":
-        if kind == "cuda":
-            name = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-        else:
-            fast = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-            has = kind == "cpu" and any(getattr(torch.cpu, f, lambda: False)() for f in fast)
-            name = "bfloat16" if has else "float32"
-    return getattr(torch, name)
-
-
-def peak_flops(device, dtype):
-    """FLOP/s that MFU is a share of, or None where we do not know it (then MFU is null, not wrong)."""
-    if device.type != "cuda" or dtype == torch.float32:
-        return None
-    name = torch.cuda.get_device_name(device)  # such as "NVIDIA A100-SXM4-80GB"
-    return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
-
-
-def environment():
-    """What a reader needs to know to repeat the run: code, versions, machine, command."""
-
-    def git(*words):
-        try:
-            result = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
-        except OSError:  # no git here
-            return None
-        return result.stdout.strip() if result.returncode == 0 else None
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    return {
-        "commit": git("rev-parse", "HEAD"),
-        "changed_files": git("status", "--porcelain", "--untracked-files=no"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "cuda": torch.version.cuda,
-        "gpus": gpus,
-        "machine": f"{platform.system()} {platform.machine()}, {cores}",
-        "ranks": int(os.environ.get("WORLD_SIZE", 1)),
-        "command": " ".join(sys.argv),
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
 
 
 class Metrics:

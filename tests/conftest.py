@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))
 
-from model import GPT, VALUE_MODES, ModelConfig, Residual, ValueMode  # noqa: E402
+from model import GPT  # noqa: E402
+from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode  # noqa: E402
 
 # The rows of the table, and combinations of its axes that no row uses: the frame has to carry them all.
 MODES = VALUE_MODES | {
@@ -110,7 +111,7 @@ def byte_tokenizer():
 
 def make_data(folder, sizes=None, mixture=None, seed=0):
     """A data folder as prepare.py makes it, of letters in a learnable order; sizes: {domain: train tokens}."""
-    from data import sha256, write_json
+    from files import sha256, write_json
 
     tokenizer, splits, rng = byte_tokenizer(), {"train": {}, "val": {}}, np.random.default_rng(seed)
     sizes = sizes or {"prose": 30_000, "code": 20_000}

@@ -20,9 +20,12 @@ from torch.utils._pytree import tree_leaves
 import analyze
 import checkpoint
 import configurator
+import data
+import hf
 from analyze import Averages, Recorder, Subject, importance, received, softmaxes, uniform_entropy, value_gradients
 from data import Corpus
-from model import GPT, Residual, ValueMode, attend
+from model import GPT, attend
+from value_modes import Residual, ValueMode
 
 EXACT = dict(rtol=0, atol=1e-10)
 COMBINED = {  # what changes A_n, more than one at a time: no row does that
@@ -993,7 +996,7 @@ def hf_folder(folder, model, tokenizer, **changed):
     """A Hugging Face folder of a model of ours."""
     cfg, folder = model.cfg, folder / "model"
     folder.mkdir(parents=True)
-    tensors = {name: w.data[rows].contiguous() for name, w, rows in checkpoint.hf_parts(model)}
+    tensors = {name: w.data[rows].contiguous() for name, w, rows in hf.hf_parts(model)}
     save_file(tensors, folder / "model.safetensors")
     about = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", bos_token_id=3)
     about |= dict(vocab_size=cfg.vocab_size, max_position_embeddings=cfg.block_size, num_hidden_layers=cfg.n_layer)
@@ -1071,7 +1074,7 @@ def test_bad_calls(runs, call, tmp_path, monkeypatch):
     spec = json.loads((other / "tokenizer.json").read_text()) | {"pattern": "(?s:..?)"}
     (other / "tokenizer.json").write_text(json.dumps(spec))
     manifest = json.loads((other / "manifest.json").read_text())
-    manifest["tokenizer"]["hash"] = analyze.Tokenizer(spec).hash
+    manifest["tokenizer"]["hash"] = data.Tokenizer(spec).hash
     (other / "manifest.json").write_text(json.dumps(manifest))
     refused(call(a, f"--data_dir={other}"), "another tokenizer", str(other))
     refused(call(a, f"--data_dir={tmp_path / 'nowhere'}"), "nowhere", "--data_dir")

@@ -19,13 +19,17 @@ from test_tokenizer import small_neox
 
 import bench
 import checkpoint
+import configurator
 import plot
 from configurator import UserError, load
-from data import Corpus, write_json
-from model import GPT, ModelConfig, flops_per_token
+from data import Corpus
+from describe import flops_per_token
+from files import write_json
+from model import GPT
 from prepare import PAPER_MIXTURE
+from runtime import World
 from sample import generate
-from train import World
+from value_modes import ModelConfig
 
 
 @pytest.fixture
@@ -163,7 +167,7 @@ def test_prepare_against_its_peers(texts, tmp_path):
 def test_prepare_refuses_peers_with_other_ids(texts, monkeypatch, function, side, instead):
     pytest.importorskip("datasets")
     monkeypatch.setattr(bench, function, instead)
-    with pytest.raises(bench.UserError, match=f"^{side} makes other ids"):
+    with pytest.raises(configurator.UserError, match=f"^{side} makes other ids"):
         bench.bench_prepare(bench.BenchConfig(("prepare",), megabytes=0.01, rounds=1, **texts), None)
 
 
@@ -220,7 +224,7 @@ def test_nanogpts_batch_is_a_window_and_the_next_token(data_dir):
 def test_prepare_and_load_refused(tmp_path, monkeypatch, words, says):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["bench.py", *words])
-    with pytest.raises(bench.UserError, match=says):
+    with pytest.raises(configurator.UserError, match=says):
         bench.main()
 
 
@@ -269,7 +273,7 @@ def test_clocks(small, monkeypatch):
     for name, low, high in (("wall", 0.2, 60), ("processor", 0, 0.1)):
         seconds, _ = bench.in_turn(sleep, 1, cpu, bench.BenchConfig(("train",), clock=name).now)
         assert low <= seconds["sleep"][0] < high
-    with pytest.raises(bench.UserError, match="is for a CPU"):  # also where device=auto finds a GPU
+    with pytest.raises(configurator.UserError, match="is for a CPU"):  # also where device=auto finds a GPU
         bench.bench_train(bench.BenchConfig(("train",), clock="processor"), SimpleNamespace(kind="cuda"))
     with pytest.raises(ValueError, match="go by the wall clock"):
         bench.BenchConfig(("decode",), clock="processor")

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, refused, script
 
 from configurator import UserError, load, setting
-from model import Residual, ValueMode
+from value_modes import Residual, ValueMode
 
 
 @dataclass
@@ -142,7 +142,7 @@ def test_help_lists_every_setting_and_its_default():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda p: p.name)
 def test_every_config_builds(path):
-    from model import count_parameters
+    from describe import count_parameters
     from train import TrainConfig
 
     cfg = load(TrainConfig, [str(path)])
@@ -151,8 +151,9 @@ def test_every_config_builds(path):
 
 
 def test_configs_compose():
-    from model import count_parameters, get_mode
+    from describe import count_parameters
     from train import TrainConfig
+    from value_modes import get_mode
 
     sizes = {"2m": 1_623_856, "82m": 81_901_056, "180m": 179_874_048, "468m": 467_921_920}
     for size, right in sizes.items():

@@ -8,6 +8,7 @@ import pytest
 from conftest import make_data
 
 import data
+import files
 from configurator import UserError
 from data import Corpus
 
@@ -146,7 +147,7 @@ def test_no_folder():
 
 def test_write_atomic_leaves_the_old_file_when_writing_fails(tmp_path):
     path = tmp_path / "x.json"
-    data.write_json(path, {"a": 1})
+    files.write_json(path, {"a": 1})
 
     def half(temporary):
         with open(temporary, "w") as f:
@@ -154,7 +155,7 @@ def test_write_atomic_leaves_the_old_file_when_writing_fails(tmp_path):
         raise OSError("disk")
 
     with pytest.raises(OSError):
-        data.write_atomic(path, half)
+        files.write_atomic(path, half)
     assert json.loads(path.read_text()) == {"a": 1} and [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 

@@ -15,7 +15,8 @@ from conftest import tiny, tokens, widths
 from torch._subclasses import FakeTensorMode
 
 import model
-from model import TABLE, VALUE_MODES, MergedAttention, Rope, attend, fused_kernel
+from model import MergedAttention, Rope, attend, fused_kernel
+from value_modes import TABLE, VALUE_MODES
 
 EXACT = dict(rtol=0, atol=1e-10)
 

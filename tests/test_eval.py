@@ -14,10 +14,12 @@ from test_train import torchrun
 
 import checkpoint
 import eval as e
+import tasks
 from configurator import UserError
 from data import Corpus
-from model import GPT, ModelConfig
-from train import World
+from model import GPT
+from runtime import World
+from value_modes import ModelConfig
 
 ARC = {"id": "x", "question": "What is wet?", "choices": {"text": ["sand", "rain", "dust"], "label": ["A", "B", "C"]}}
 ROWS = {
@@ -36,24 +38,24 @@ ROWS = {
     "lambada": dict(text="he came, he saw, he  left"),
 }
 ASKED = {
-    "hellaswag": e.Question(
+    "hellaswag": tasks.Question(
         ("How to fly:  First. Jump high. Then you",) * 4, ("fall.", " stay up .", "swim.", "x  y"), 1
     ),
-    "piqa": e.Question(("Question: open it\nAnswer:",) * 2, ("push", "pull hard "), 1),
-    "arc_easy": e.Question(("Question: What is wet?\nAnswer:",) * 3, ("sand", "rain", "dust"), 1),
-    "arc_challenge": e.Question(("Question: What is wet?\nAnswer:",) * 2, ("sand", "rain"), 1),
-    "openbookqa": e.Question(("rain is",) * 3, ("sand", "rain", "dust"), 2),
-    "winogrande": e.Question(("Ann paid Bea because Ann", "Ann paid Bea because Bea"), ("owed her.",) * 2, 0),
-    "lambada": e.Question(("he came, he saw, he ",), (" left",), 0, delimiter=""),
+    "piqa": tasks.Question(("Question: open it\nAnswer:",) * 2, ("push", "pull hard "), 1),
+    "arc_easy": tasks.Question(("Question: What is wet?\nAnswer:",) * 3, ("sand", "rain", "dust"), 1),
+    "arc_challenge": tasks.Question(("Question: What is wet?\nAnswer:",) * 2, ("sand", "rain"), 1),
+    "openbookqa": tasks.Question(("rain is",) * 3, ("sand", "rain", "dust"), 2),
+    "winogrande": tasks.Question(("Ann paid Bea because Ann", "Ann paid Bea because Bea"), ("owed her.",) * 2, 0),
+    "lambada": tasks.Question(("he came, he saw, he ",), (" left",), 0, delimiter=""),
 }
 
 
 # ---- what is asked
 
 
-@pytest.mark.parametrize("name", e.TASKS)
+@pytest.mark.parametrize("name", tasks.TASKS)
 def test_rows_become_questions(name):
-    assert e.question(name, ROWS[name], "row 0") == ASKED[name]
+    assert tasks.question(name, ROWS[name], "row 0") == ASKED[name]
 
 
 def write_rows(folder, rows=ROWS):
@@ -97,7 +99,7 @@ def test_examples_where_the_pool_repeats_the_question():
 
 
 def test_lambadas_examples_have_two_spaces():
-    q = e.add_shots(ASKED["lambada"], [e.question("lambada", dict(text="a b c"), "row 0")])
+    q = e.add_shots(ASKED["lambada"], [tasks.question("lambada", dict(text="a b c"), "row 0")])
     assert q.contexts == ("a b  c\n\nhe came, he saw, he ",)
 
 
@@ -132,22 +134,22 @@ def layouts(folder):
 def test_local_layouts(tmp_path):
     rows, found = layouts(tmp_path)
     for name, data_dir in found.items():
-        assert e.read_rows("arc_easy", "test", str(data_dir))[0] == rows, name
+        assert tasks.read_rows("arc_easy", "test", str(data_dir))[0] == rows, name
     for name in ("split", "hub", "saved dict"):
-        assert e.read_rows("arc_easy", "train", str(found[name]))[0] == rows[:1], name
+        assert tasks.read_rows("arc_easy", "train", str(found[name]))[0] == rows[:1], name
     with pytest.raises(UserError, match="hf download allenai/ai2_arc --repo-type=dataset --revision=210d026"):
-        e.read_rows("arc_easy", "train", str(found["jsonl"]))
+        tasks.read_rows("arc_easy", "train", str(found["jsonl"]))
     with pytest.raises(UserError, match="not a dataset with the split train: it is one split alone"):
-        e.read_rows("arc_easy", "train", str(found["saved"]))
+        tasks.read_rows("arc_easy", "train", str(found["saved"]))
     write_rows(found["own folder"] / "arc_easy", {"test": rows})
     with pytest.raises(UserError, match="has several files of the test split: .*; keep one"):
-        e.read_rows("arc_easy", "test", str(found["own folder"]))
+        tasks.read_rows("arc_easy", "test", str(found["own folder"]))
 
 
 def test_what_was_read_is_on_record(tmp_path):
     write_rows(tmp_path)
     (tmp_path / "piqa.jsonl").write_text(json.dumps(pool(1)[0]) + "\n\n")  # an empty line at the end is none
-    rows, where = e.read_rows("piqa", "validation", str(tmp_path))
+    rows, where = tasks.read_rows("piqa", "validation", str(tmp_path))
     assert rows == pool(1) and where.startswith("piqa.jsonl (sha256 ") and str(tmp_path) not in where
 
 
@@ -156,12 +158,12 @@ def test_the_hub_is_asked_for_a_fixed_revision(monkeypatch):
 
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **kw: asked.append((*a, kw)) or pool(2))
-    rows, where = e.read_rows("piqa", "validation", "")
+    rows, where = tasks.read_rows("piqa", "validation", "")
     assert asked == [
         ("baber/piqa", None, dict(revision="142f6d7367fd9877f0fb3b5734ea6a545f54cdd1", split="validation"))
     ]
     assert rows == pool(2) and where == "baber/piqa@142f6d73"
-    assert all(len(task.revision) == 40 for task in e.TASKS.values())
+    assert all(len(task.revision) == 40 for task in tasks.TASKS.values())
 
 
 # ---- token ids
@@ -314,14 +316,14 @@ def test_half_precision():
 def test_accuracies_by_hand():
     """Characters, not bytes, without the space before a choice; the first of equal sums."""
     asked = [
-        e.Question(("c",) * 2, ("long answer", "no"), 0),  # sums say 1, per character 0
-        e.Question(("c",) * 2, ("ääää", "yes?!"), 0),  # 4 characters in 8 bytes
-        e.Question(("c",) * 3, ("a", "b", "c"), 1),  # a tie of all
+        tasks.Question(("c",) * 2, ("long answer", "no"), 0),  # sums say 1, per character 0
+        tasks.Question(("c",) * 2, ("ääää", "yes?!"), 0),  # 4 characters in 8 bytes
+        tasks.Question(("c",) * 3, ("a", "b", "c"), 1),  # a tie of all
     ]
     results = [[(-6.0, False), (-3.0, False)], [(-4.0, False), (-4.5, True)], [(-1.0, False)] * 3]
     found = e.right("arc_easy", asked, results)
     assert found["acc"].tolist() == [0, 1, 0] and found["acc_norm"].tolist() == [1, 0, 0]
-    close = [e.Question(("c",) * 2, ("ab", "abc"), 1)]  # with the space before them it would be the first
+    close = [tasks.Question(("c",) * 2, ("ab", "abc"), 1)]  # with the space before them it would be the first
     assert e.right("arc_easy", close, [[(-2.0, False), (-2.9, False)]])["acc_norm"].tolist() == [1]
     assert list(e.right("winogrande", asked, results)) == ["acc"]
     record = e.summarize(asked, [[e.Row([1], 1), e.Row([1], 1, True)]] * 2 + [[e.Row([1], 1)]], found)
@@ -434,8 +436,8 @@ def test_a_run_as_a_user_does_it(runs, tmp_path):
     lines = tmp_path / "samples.jsonl"
     out = evaluate(runs, runs / "a", "--task=all", f"--log_samples={lines}")
     found = results(runs / "a")
-    assert list(found) == ["loss", *e.TASKS]
-    for name in e.TASKS:
+    assert list(found) == ["loss", *tasks.TASKS]
+    for name in tasks.TASKS:
         of = [json.loads(line) for line in lines.read_text().splitlines()]
         of = [line for line in of if line["task"] == name]
         best = {}
@@ -464,7 +466,7 @@ def test_runs_side_by_side(runs, tmp_path):
     assert list(rows) == ["svformer − vanilla"] and (tmp_path / "t.md").read_text() == out
     a, b = results(runs / "a"), results(runs / "b")
     assert out.count("| vanilla |") == out.count("| svformer |") == 5  # acc, acc_norm, loss, perplexity, bits per byte
-    acc = [b[name]["acc"] - a[name]["acc"] for name in e.TABLE1]
+    acc = [b[name]["acc"] - a[name]["acc"] for name in tasks.TABLE1]
     (line,) = [line for line in out.splitlines() if "−" in line and line.count("±") == 7]
     assert [cell.split()[0] for cell in line.split(" | ")[1:]] == [f"{x:+.4f}" for x in (*acc, np.mean(acc))]
     gap = b["loss"]["val_mean"] - a["loss"]["val_mean"]
@@ -652,7 +654,7 @@ def test_bad_rows(tmp_path, row, says):
 )
 def test_bad_rows_of_other_tasks(name, row, says):
     with pytest.raises(UserError, match=says):
-        e.question(name, row, "row 0")
+        tasks.question(name, row, "row 0")
 
 
 def test_bad_files(tmp_path):
@@ -670,7 +672,7 @@ def test_bad_files(tmp_path):
         "hellaswag": "has no hellaswag.jsonl, hellaswag.validation.jsonl or .parquet, nor a folder hellaswag",
     }.items():
         with pytest.raises(UserError, match=says):
-            e.read_rows(name, e.TASKS[name].split, str(tmp_path))
+            tasks.read_rows(name, tasks.TASKS[name].split, str(tmp_path))
 
 
 def test_too_few_examples(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import SHARED, needs_shared
 
-from checkpoint import hf_parts, load_hf
+from hf import hf_parts, load_hf
 from model import DepthAverage
 from train import adamw, learning_rate
 

@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import altered
 
 import checkpoint
+import hf
 from configurator import UserError
-from model import GPT, ModelConfig, Rope
+from model import GPT, Rope
+from value_modes import ModelConfig
 
 LLAMA31, LLAMA32 = (8.0, 1.0, 4.0, 8192.0), (32.0, 1.0, 4.0, 8192.0)
 SMALL = (8.0, 1.0, 4.0, 32.0)  # at theta 10000 and width 16: one pair as it was, one between, six slowed in full
@@ -36,7 +38,7 @@ def hf_folder(path, model, shards=0, dtype=torch.float32, extra=None, **changes)
     path.mkdir(exist_ok=True)
     c = dict(model_type="llama") | SHAPE | changes
     (path / "config.json").write_text(json.dumps({k: v for k, v in c.items() if v is not None}))
-    parts = {name: p[rows].detach().to(dtype, copy=True) for name, p, rows in checkpoint.hf_parts(model)}
+    parts = {name: p[rows].detach().to(dtype, copy=True) for name, p, rows in hf.hf_parts(model)}
     parts |= extra or {}
     if not shards:
         save_file(parts, path / "model.safetensors")
@@ -58,7 +60,7 @@ def change(path, **fields):
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def refuses(folder, *fragments, read=checkpoint.load_hf):
+def refuses(folder, *fragments, read=hf.load_hf):
     """Assert that a folder ends in one sentence that holds all fragments."""
     with pytest.raises(UserError) as e:
         read(folder)
@@ -115,7 +117,7 @@ def test_logits_are_those_of_transformers(name, shards, old, tmp_path):
     length = min(settings.get("sliding_window") or 1000, settings.get("max_position_embeddings", 32))
     idx = tokens((2, length))
     for attn in ("eager", "sdpa"):
-        model = checkpoint.load_hf(tmp_path, attn=attn)
+        model = hf.load_hf(tmp_path, attn=attn)
         assert model.cfg.block_size == length and not model.training
         with torch.no_grad():
             expected, found = right(idx).logits, model(idx)[0]
@@ -130,11 +132,11 @@ def test_half_precision_files(dtype, tmp_path):
     """Weights in half precision are computed with in fp32, as transformers does if told so; or stay as they are."""
     peer("Llama", dtype, **LONG).save_pretrained(tmp_path)
     right = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    model, idx = checkpoint.load_hf(tmp_path, attn="eager"), tokens((2, 128))
+    model, idx = hf.load_hf(tmp_path, attn="eager"), tokens((2, 128))
     with torch.no_grad():
         expected = right(idx).logits
         torch.testing.assert_close(model(idx)[0], expected, rtol=0, atol=1e-5)
-        half = checkpoint.load_hf(tmp_path, dtype=dtype)
+        half = hf.load_hf(tmp_path, dtype=dtype)
         found = half(idx)[0]
     for (name, p), q in zip(model.named_parameters(), half.parameters(), strict=True):
         assert q.dtype == dtype and torch.equal(p, q.float()), name
@@ -169,13 +171,13 @@ def test_a_head_in_the_file_is_not_tied(tmp_path):
     peer("Llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     tensors, idx = load_file(tmp_path / "model.safetensors"), tokens((1, 9))
     assert "lm_head.weight" not in tensors
-    tied = checkpoint.load_hf(tmp_path)(idx)[0]
+    tied = hf.load_hf(tmp_path)(idx)[0]
     embed = tensors["model.embed_tokens.weight"]
     for head, same in ((embed.clone(), True), (embed.flip(0), False)):
         save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
         right = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(tmp_path)
         with torch.no_grad():
-            found = checkpoint.load_hf(tmp_path)(idx)[0]
+            found = hf.load_hf(tmp_path)(idx)[0]
             torch.testing.assert_close(found, right(idx).logits, rtol=0, atol=1e-5)
         assert torch.equal(found, tied) == same
 
@@ -271,8 +273,8 @@ def test_headers_older_than_the_field(tmp_path):
 @pytest.mark.parametrize("shards", [2, 7])
 def test_shards_equal_one_file(mode, shards, tmp_path):
     model, idx = tiny(mode, n_kv_head=2).float(), tokens((1, 9))
-    whole = checkpoint.load_hf(hf_folder(tmp_path / "whole", model, value_mode=mode))
-    parts = checkpoint.load_hf(hf_folder(tmp_path / "parts", model, shards, value_mode=mode))
+    whole = hf.load_hf(hf_folder(tmp_path / "whole", model, value_mode=mode))
+    parts = hf.load_hf(hf_folder(tmp_path / "parts", model, shards, value_mode=mode))
     assert parts.cfg == whole.cfg == config(mode, n_kv_head=2)
     assert torch.equal(parts(idx)[0], model(idx)[0]) and torch.equal(whole(idx)[0], model(idx)[0])
     for name, p in model.named_parameters():
@@ -283,20 +285,20 @@ def test_one_file_goes_before_an_index(tmp_path):
     """As in transformers: an index that a model.safetensors lies beside is left over."""
     model, other, idx = tiny(n_kv_head=2).float(), tiny(n_kv_head=2, seed=3).float(), tokens((1, 9))
     hf_folder(tmp_path, other, 3)
-    assert torch.equal(checkpoint.load_hf(hf_folder(tmp_path, model))(idx)[0], model(idx)[0])
+    assert torch.equal(hf.load_hf(hf_folder(tmp_path, model))(idx)[0], model(idx)[0])
 
 
 @pytest.mark.parametrize("shards", [0, 3])
 def test_rotary_buffers_are_ignored(shards, tmp_path):
     model, idx = tiny(n_kv_head=2).float(), tokens((1, 9))
     extra = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(2) for n in range(4)}
-    assert torch.equal(checkpoint.load_hf(hf_folder(tmp_path, model, shards, extra=extra))(idx)[0], model(idx)[0])
+    assert torch.equal(hf.load_hf(hf_folder(tmp_path, model, shards, extra=extra))(idx)[0], model(idx)[0])
 
 
 def test_dtype(tmp_path):
     model = tiny(n_kv_head=2).float()
     hf_folder(tmp_path, model, 2, torch.float16)
-    single, half = checkpoint.load_hf(tmp_path), checkpoint.load_hf(tmp_path, dtype=torch.bfloat16)
+    single, half = hf.load_hf(tmp_path), hf.load_hf(tmp_path, dtype=torch.bfloat16)
     for name, p in model.named_parameters():
         assert torch.equal(single.get_parameter(name), p.half().float())
         assert torch.equal(half.get_parameter(name), p.half().bfloat16())
@@ -308,7 +310,7 @@ def test_peak_memory(tmp_path):
     """The model in the dtype asked for, and one shard: 118 and 17 MB, not twice that for fp32 or for all shards."""
     cfg = config(n_layer=8, n_head=8, n_embd=1024, n_hidden=1024, vocab_size=64)
     with torch.device("meta"):
-        sizes = {name: p[rows].shape for name, p, rows in checkpoint.hf_parts(GPT(cfg))}
+        sizes = {name: p[rows].shape for name, p, rows in hf.hf_parts(GPT(cfg))}
     where = {name: f"{i // 8}.safetensors" for i, name in enumerate(sizes)}
     for file in set(where.values()):
         save_file({n: torch.zeros(sizes[n], dtype=torch.bfloat16) for n in where if where[n] == file}, tmp_path / file)
@@ -320,7 +322,7 @@ import sys; sys.path.insert(0, {str(ROOT)!r})
 import torch, checkpoint
 peak = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
 before = peak()
-model = checkpoint.load_hf({str(tmp_path)!r}, dtype=torch.bfloat16)
+model = hf.load_hf({str(tmp_path)!r}, dtype=torch.bfloat16)
 print((peak() - before) / sum(p.nbytes for p in model.parameters()))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
@@ -451,7 +453,7 @@ def test_a_script_refuses_in_one_line(tmp_path, data_dir):
 
 
 @pytest.mark.parametrize("text,says", [("{", "config.json is not the config"), ("[]", "config.json is not the config")])
-@pytest.mark.parametrize("read", [checkpoint.load_hf, checkpoint.hf_first_token])
+@pytest.mark.parametrize("read", [hf.load_hf, hf.hf_first_token])
 def test_config_that_is_none(read, text, says, tmp_path):
     (tmp_path / "config.json").write_text(text)
     refuses(tmp_path, says, read=read)
@@ -476,7 +478,7 @@ def test_config_that_is_none(read, text, says, tmp_path):
 )
 def test_fields_of_config(fields, cfg, tmp_path):
     hf_folder(tmp_path, tiny(n_kv_head=2).float(), **fields)
-    assert checkpoint.load_hf(tmp_path).cfg == config(**dict(n_kv_head=2) | cfg)
+    assert hf.load_hf(tmp_path).cfg == config(**dict(n_kv_head=2) | cfg)
 
 
 def test_null_is_no_window_and_no_groups(tmp_path):
@@ -484,7 +486,7 @@ def test_null_is_no_window_and_no_groups(tmp_path):
     nulls = dict(sliding_window=None, num_key_value_heads=None, head_dim=None, rope_scaling=None)
     hf_folder(tmp_path, tiny().float(), model_type="mistral", max_position_embeddings=8192)
     change(tmp_path / "config.json", **nulls)
-    assert checkpoint.load_hf(tmp_path).cfg == config(block_size=8192)
+    assert hf.load_hf(tmp_path).cfg == config(block_size=8192)
 
 
 # ---- tokenizer
@@ -499,33 +501,31 @@ def test_tokenizer(tmp_path):
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<s>"])
     made.train_from_iterator(["value residual learning, values and residuals"] * 9, trainer)
     made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer, text = checkpoint.hf_tokenizer(tmp_path), "the values' residual: é"
+    tokenizer, text = hf.hf_tokenizer(tmp_path), "the values' residual: é"
     ids = tokenizer.encode(text).ids
     assert ids == made.encode(text).ids and tokenizer.decode(ids).strip() == text
     assert tokenizer.token_to_id("<s>") == 0 and tokenizer.get_vocab_size() == made.get_vocab_size()
     refused_as_tokenizer = "tokenizer.json is not the tokenizer of a Hugging Face model"
     for damaged in ((tmp_path / "tokenizer.json").read_text()[:-100], "{}", "[]", "", "\x80"):
         (tmp_path / "tokenizer.json").write_text(damaged)
-        refuses(tmp_path, refused_as_tokenizer, read=checkpoint.hf_tokenizer)
+        refuses(tmp_path, refused_as_tokenizer, read=hf.hf_tokenizer)
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
-    refuses(tmp_path, refused_as_tokenizer, read=checkpoint.hf_tokenizer)
+    refuses(tmp_path, refused_as_tokenizer, read=hf.hf_tokenizer)
     (tmp_path / "tokenizer.json").unlink()
-    refuses(tmp_path, "tokenizer.json is missing", read=checkpoint.hf_tokenizer)
+    refuses(tmp_path, "tokenizer.json is missing", read=hf.hf_tokenizer)
 
 
 @needs_shared
 def test_a_real_tokenizer(tmp_path):
     pytest.importorskip("tokenizers")
     shutil.copy(SHARED / "data" / "tokenizers" / "gpt-neox-20b.tokenizer.json", tmp_path / "tokenizer.json")
-    tokenizer = checkpoint.hf_tokenizer(tmp_path)
+    tokenizer = hf.hf_tokenizer(tmp_path)
     assert tokenizer.encode("Hello world").ids == [12092, 1533] and tokenizer.token_to_id("<|endoftext|>") == 0
 
 
 def test_tokenizers_is_optional(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refuses(
-        tmp_path, "tokenizer.json needs the tokenizers package", "pip install tokenizers", read=checkpoint.hf_tokenizer
-    )
+    refuses(tmp_path, "tokenizer.json needs the tokenizers package", "pip install tokenizers", read=hf.hf_tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -540,7 +540,7 @@ def test_tokenizers_is_optional(tmp_path, monkeypatch):
 )
 def test_first_token(fields, first, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert checkpoint.hf_first_token(tmp_path) == first
+    assert hf.hf_first_token(tmp_path) == first
 
 
 @pytest.mark.parametrize(
@@ -548,4 +548,4 @@ def test_first_token(fields, first, tmp_path):
 )
 def test_no_first_token(fields, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    refuses(tmp_path, "config.json", "bos_token_id", "eos_token_id", read=checkpoint.hf_first_token)
+    refuses(tmp_path, "config.json", "bos_token_id", "eos_token_id", read=hf.hf_first_token)

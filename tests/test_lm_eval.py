@@ -19,9 +19,11 @@ from conftest import MODES, SHARED, byte_tokenizer, needs_shared, script, tiny
 
 import checkpoint
 import eval as ours
+import hf
 import prepare
+import tasks
+from checkpoint import load_tokenizer
 from data import Tokenizer
-from sample import load_tokenizer
 
 OFFLINE = dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 OFFLINE |= dict(HF_DATASETS_DISABLE_PROGRESS_BARS="1", LMEVAL_LOG_LEVEL="ERROR")
@@ -49,7 +51,7 @@ CASES = {  # name of ours: task, file
     "lambada_odd": ("lambada", None),
 }
 WHOLE = {"hellaswag_10042": ("hellaswag", "hellaswag/hellaswag_val_10042.normalized.jsonl")}  # too long to score here
-YAML = {name: f"{name}/{name}.yaml" for name in ours.TASKS}  # in the harness's folder of tasks
+YAML = {name: f"{name}/{name}.yaml" for name in tasks.TASKS}  # in the harness's folder of tasks
 YAML |= {name: f"arc/{name}.yaml" for name in ("arc_easy", "arc_challenge")}
 YAML |= dict(winogrande="winogrande/default.yaml", lambada="lambada/lambada_openai.yaml")
 BLOCK = 490  # PIQA's longest answer has 485 of the test's tokens, its longest rows are cut
@@ -126,7 +128,7 @@ def rows_of_case(case):
 def lay(folder, case, pool=()):
     """The rows of a case in a folder for --data_dir, and rows to draw examples from; {split: file}."""
     name = (CASES | WHOLE)[case][0]
-    task = ours.TASKS[name]
+    task = tasks.TASKS[name]
     folder.mkdir(exist_ok=True)
     parts = {task.shots_from: pool} if pool else {}
     parts[task.split] = rows_of_case(case)
@@ -208,7 +210,7 @@ def test_few_shot_questions(tmp_path, case, pool):
     rows = rows_of_case(case)
     limit = min(100 if pool == "200 rows" else 12, len(rows))
     drawn = same_questions(tmp_path, case, POOLS[pool](rows), shots=2, limit=limit)
-    again = pool == "3 rows twice" and ours.TASKS[CASES[case][0]].split == "validation"
+    again = pool == "3 rows twice" and tasks.TASKS[CASES[case][0]].split == "validation"
     assert drawn > limit if again else drawn >= limit
 
 
@@ -278,7 +280,7 @@ def vocabulary(run):
 def as_llama(model):
     """The same weights in transformers' own Llama."""
     transformers = pytest.importorskip("transformers")
-    tensors, c = {name: p[rows].detach() for name, p, rows in checkpoint.hf_parts(model)}, model.cfg
+    tensors, c = {name: p[rows].detach() for name, p, rows in hf.hf_parts(model)}, model.cfg
     llama = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=c.vocab_size,

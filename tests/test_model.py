@@ -15,8 +15,13 @@ import torch.nn.functional as F
 from conftest import MODES, config, script, tiny, tokens, widths
 
 import checkpoint
+import describe
 import model as m
-from model import GPT, Forks, KVCache, LinearCrossEntropy, ModelConfig, Residual, ValueMode, get_mode
+import value_modes
+from eval import Forks
+from model import GPT, LinearCrossEntropy
+from sample import KVCache
+from value_modes import ModelConfig, Residual, ValueMode, get_mode
 
 EXACT, MINUTE = dict(rtol=0, atol=1e-10), timedelta(minutes=1)
 
@@ -107,7 +112,7 @@ def test_cached_decoding_equals_the_full_forward(mode, n_kv_head):
     cuts = [0, 5, 6, 7, 11, 14]  # a prompt, single tokens, and pieces behind a filled cache
     pieces = [model(idx[:, a:b], cache=cache)[0] for a, b in zip(cuts, cuts[1:], strict=False)]
     torch.testing.assert_close(torch.cat(pieces, 1), full, **EXACT)
-    assert cache.nbytes == 2 * 16 * 8 * m.kv_floats_per_token(model.cfg)
+    assert cache.nbytes == 2 * 16 * 8 * value_modes.kv_floats_per_token(model.cfg)
 
 
 def forked(rows):
@@ -173,7 +178,7 @@ def test_decoding_takes_the_bytes_that_the_plan_says(mode, dtype, size):
         cache = KVCache(model.cfg, 3, 10, dtype=dtype)
         for i in range(6):
             model(idx[:, i : i + 1], cache=cache)
-        assert new.nbytes() == cache.nbytes == 3 * 10 * size * m.kv_floats_per_token(model.cfg)
+        assert new.nbytes() == cache.nbytes == 3 * 10 * size * value_modes.kv_floats_per_token(model.cfg)
     assert all(t[:, :, :6].abs().amax(dim=(1, 3)).min() > 0 for t in cache.tensors.values())  # and it was used
 
 
@@ -269,7 +274,7 @@ def ddp_worker(rank, folder):
         for p, right in zip(model.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(p.grad, right.grad, rtol=1e-6, atol=1e-9, msg=name)
     torch.distributed.barrier()
-    os._exit(0)  # as train.World.close does, and says why
+    os._exit(0)  # as runtime.World.close does, and says why
 
 
 def test_two_ranks_of_every_mode(tmp_path):
@@ -475,25 +480,25 @@ def test_parameters_and_cache_of_every_mode(mode, size):
     n_layer, n_head, n_embd, vanilla = SIZES[size]
     cfg = ModelConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, value_mode=mode)
     more, kv = formulas(n_layer, n_head, n_embd)[mode]
-    assert m.count_parameters(cfg)[0] == vanilla + more
-    assert m.kv_floats_per_token(cfg) == kv * n_embd
+    assert describe.count_parameters(cfg)[0] == vanilla + more
+    assert value_modes.kv_floats_per_token(cfg) == kv * n_embd
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_parameter_counts(size):
     n_layer, n_head, n_embd, right = SIZES[size]
     cfg = ModelConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)
-    assert m.count_parameters(cfg)[0] == right
+    assert describe.count_parameters(cfg)[0] == right
     d, ffn, V = n_embd, 7 * n_embd // 2, 50277
     multiply = n_layer * (4 * d * d + 3 * d * ffn) + d * V
-    assert m.flops_per_token(cfg) == 6 * multiply + 12 * n_layer * d * 2048
+    assert describe.flops_per_token(cfg) == 6 * multiply + 12 * n_layer * d * 2048
 
 
 @pytest.mark.parametrize("size,ratio", [("82m", 9 / 16), ("180m", 13 / 24), ("468m", 25 / 48)])
 def test_svformer_cache_ratio(size, ratio):
     n_layer, n_head, n_embd, _ = SIZES[size]
     kv = [
-        m.kv_floats_per_token(ModelConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, value_mode=mode))
+        value_modes.kv_floats_per_token(ModelConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, value_mode=mode))
         for mode in ("svformer", "vanilla")
     ]
     assert kv[0] / kv[1] == ratio
@@ -501,15 +506,15 @@ def test_svformer_cache_ratio(size, ratio):
 
 @pytest.mark.parametrize("mode,ratio", [("svformer_gqa4", 0.140625), ("cla2_gqa4", 0.125), ("gqa8", 0.125)])
 def test_cache_ratios_of_figure_13(mode, ratio):
-    assert m.kv_floats_per_token(ModelConfig(value_mode=mode)) / (2 * 8 * 512) == ratio
+    assert value_modes.kv_floats_per_token(ModelConfig(value_mode=mode)) / (2 * 8 * 512) == ratio
 
 
 def test_sizes_of_the_papers_text():
-    assert m.count_parameters(ModelConfig(value_mode="svformer"))[0] == 80_066_048
+    assert describe.count_parameters(ModelConfig(value_mode="svformer"))[0] == 80_066_048
     gpt2 = ModelConfig(arch="gpt2")
-    assert m.count_parameters(gpt2)[0] == 77_752_320
+    assert describe.count_parameters(gpt2)[0] == 77_752_320
     d = 512  # SVFormer drops weights and bias of V in 7 of 8 layers
-    assert m.count_parameters(ModelConfig(arch="gpt2", value_mode="svformer"))[0] == 77_752_320 - 7 * (d * d + d)
+    assert describe.count_parameters(ModelConfig(arch="gpt2", value_mode="svformer"))[0] == 77_752_320 - 7 * (d * d + d)
 
 
 def test_groups_are_of_all_heads_at_most():
@@ -522,7 +527,7 @@ def test_attention_that_costs_more_is_counted(mode, times):
     """Of the 12 L C T for attention: seven layers do it twice, or only the half that is q k^T."""
     vanilla, cfg = ModelConfig(), ModelConfig(value_mode=mode)
     attention = 12 * 8 * 512 * 2048
-    assert m.flops_per_token(cfg) - m.flops_per_token(vanilla) == attention * (times - 1)
+    assert describe.flops_per_token(cfg) - describe.flops_per_token(vanilla) == attention * (times - 1)
 
 
 def test_token_tables_have_nanochats_spread():
@@ -545,15 +550,15 @@ NAMED = "resformer_lambda_0.2 resformer_lambda_5 neutreno_0.6 resformer_neutreno
 NAMED += "resformer_lambda_1e-05 resformer_lambda_1e16 resformer_lambda_-0.5 neutreno_0.123456789"
 
 
-@pytest.mark.parametrize("name", [*m.VALUE_MODES, *NAMED.split()])
+@pytest.mark.parametrize("name", [*value_modes.VALUE_MODES, *NAMED.split()])
 def test_names_lead_to_modes_and_back(name):
-    assert m.mode_name(get_mode(name)) == name
+    assert value_modes.mode_name(get_mode(name)) == name
 
 
 def test_other_spellings_of_a_number():
-    assert m.mode_name(get_mode("resformer_lambda_0.50")) == "resformer_lambda_0.5"
-    assert m.mode_name(get_mode("resformer_lambda_1000000")) == "resformer_lambda_1000000"
-    assert m.mode_name(get_mode("resformer_lambda_2.0")) == "resformer_lambda"
+    assert value_modes.mode_name(get_mode("resformer_lambda_0.50")) == "resformer_lambda_0.5"
+    assert value_modes.mode_name(get_mode("resformer_lambda_1000000")) == "resformer_lambda_1000000"
+    assert value_modes.mode_name(get_mode("resformer_lambda_2.0")) == "resformer_lambda"
 
 
 def test_lists_become_tuples():
@@ -566,9 +571,9 @@ def test_lists_become_tuples():
 def test_pairs_of_borrowed_tensors_are_read_once():
     """Scores of layers that share q and k are the same scores: they count once, and not at all in those layers."""
     cfg = config(mode_of(Residual(of="probs", source="all"), share_q=2, share_k=2))
-    assert [layer.sources[0] for layer in m.plan_layers(cfg)] == [(), (), (0,), ()]
+    assert [layer.sources[0] for layer in value_modes.plan_layers(cfg)] == [(), (), (0,), ()]
     cfg = config(mode_of(Residual(map="cross", source="all"), share_k=2, share_v=2))
-    assert [layer.sources[0] for layer in m.plan_layers(cfg)] == [(), (), (0,), ()]
+    assert [layer.sources[0] for layer in value_modes.plan_layers(cfg)] == [(), (), (0,), ()]
 
 
 def test_cross_attention_reads_a_cache_of_another_precision():
@@ -583,9 +588,9 @@ def test_a_number_behind_a_name_is_the_weight_of_the_sources():
     assert get_mode("resformer_neutreno_0.4").residuals == (Residual(), Residual(map="delta", lam=(1.0, 0.4)))
     two = ValueMode((Residual(lam=(1.0, 0.5)), Residual(map="delta", lam=(1.0, 0.2))))
     assert [r.lam for r in two.with_lam(0.9).residuals] == [(1.0, 0.5), (1.0, 0.9)]  # the last
-    assert m.mode_name(ValueMode((Residual(lam=(0.7, 0.3)),))).startswith("custom_")
+    assert value_modes.mode_name(ValueMode((Residual(lam=(0.7, 0.3)),))).startswith("custom_")
     one, other = (ValueMode((Residual(lam=(0.7, x)),)) for x in (0.3, 0.4))
-    assert m.mode_name(one) != m.mode_name(other)  # two models of a user's own are not seeds of one
+    assert value_modes.mode_name(one) != value_modes.mode_name(other)  # two models of a user's own are not seeds of one
 
 
 @pytest.mark.parametrize(
@@ -600,7 +605,7 @@ def test_a_number_behind_a_name_is_the_weight_of_the_sources():
     ],
 )
 def test_layers_are_picked(spec, layers):
-    assert m.pick(spec, 8) == layers
+    assert value_modes.pick(spec, 8) == layers
 
 
 @pytest.mark.parametrize(
@@ -608,12 +613,12 @@ def test_layers_are_picked(spec, layers):
 )
 def test_layers_share_token_tables(tables, order):
     cfg = config(mode_of(Residual(source="token", tables=tables)), n_layer=6)
-    assert [layer.sources[0] for layer in m.plan_layers(cfg)] == [(-1 - t,) for t in order]
+    assert [layer.sources[0] for layer in value_modes.plan_layers(cfg)] == [(-1 - t,) for t in order]
 
 
 def test_unmixed_sources_are_their_owners():
     """The values of a layer that borrows are another's: each is counted once."""
-    plan = m.plan_layers(config(mode_of(Residual(source="all"), Residual(source="prev"), share_v=(0, 2, 3))))
+    plan = value_modes.plan_layers(config(mode_of(Residual(source="all"), Residual(source="prev"), share_v=(0, 2, 3))))
     assert [layer.sources for layer in plan] == [((), ()), ((), ()), ((0,), (0,)), ((0, 2), (2,))]
 
 

@@ -8,7 +8,7 @@ from conftest import refused, script
 
 import plot
 from configurator import UserError, load
-from model import TABLE, get_mode
+from value_modes import TABLE, get_mode
 
 
 def make_run(folder, mode, seed, losses, val=None, batch=512, max_steps=None, parameters=1000, rate=100.0):

@@ -13,7 +13,7 @@ import bench
 import plot
 import reproduce
 from configurator import load
-from model import TABLE
+from value_modes import TABLE
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```[a-z]*\n(.*?)```", README, re.S)

@@ -39,11 +39,12 @@ import prepare
 import reproduce
 from analyze import AnalyzeConfig
 from configurator import UserError, load, run
+from describe import count_parameters
 from eval import EvalConfig
 from figures import FIGURES, Claim, Figure, Found, Job
-from model import count_parameters, mode_name
 from reproduce import SCALES, ReproduceConfig, Workers, analysis_seconds, settings
 from train import TrainConfig
+from value_modes import mode_name
 
 N = {"2M": 1_623_856, "82M": 81_901_056, "180M": 179_874_048, "320M": 331_064_320, "468M": 467_921_920}
 N_SV = {"2M": 1_623_088, "82M": 80_066_048, "180M": 173_385_984, "468M": 443_804_672}

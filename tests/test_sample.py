@@ -6,8 +6,9 @@ from conftest import MODES, byte_tokenizer, config, refused, script, tiny, token
 
 import checkpoint
 import sample
-from model import GPT, Rows, kv_floats_per_token
-from sample import draw, generate
+from model import GPT
+from sample import Rows, draw, generate
+from value_modes import kv_floats_per_token
 
 PROMPTS = [tokens((n,), seed=n).tolist() for n in (5, 1, 9)]
 

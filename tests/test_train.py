@@ -18,10 +18,14 @@ from conftest import MODES, ROOT, finished, make_data, refused, script
 from safetensors.torch import load_file
 
 import checkpoint
+import configurator
+import data
 import train
 from configurator import load
-from model import VALUE_MODES
-from train import TrainConfig, World, build, learning_rate, read_metrics
+from model import GPT
+from runtime import World
+from train import TrainConfig, build, learning_rate, read_metrics
+from value_modes import VALUE_MODES, ModelConfig
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_tokens=128, micro_batch=8, warmup_steps=5, seed=1)
 SMALL |= dict(learning_rate=3e-3, eval_tokens=512, max_steps=12, eval_every=6, save_every=6, dtype="float32")
@@ -91,7 +95,7 @@ def test_run_equals_a_naive_loop(data_dir, tmp_path):
     """Every setting of the recipe reaches the step: seed, rates, decay, betas, clipping, none at its default."""
     kw = dict(seed=7, weight_decay=0.3, beta1=0.8, beta2=0.9, grad_clip=0.5, final_lr=0.3, warmup_steps=3)
     trained(data_dir, tmp_path / "run", **kw)
-    model, corpus = train.GPT(checkpoint.load(tmp_path / "run").cfg, seed=7), train.Corpus(data_dir, 16, seed=7)
+    model, corpus = GPT(checkpoint.load(tmp_path / "run").cfg, seed=7), data.Corpus(data_dir, 16, seed=7)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0)]
     optimizer = torch.optim.AdamW([dict(params=matrices), *vectors], betas=(0.8, 0.9), eps=1e-8, weight_decay=0.3)
@@ -117,7 +121,7 @@ def test_modes_see_the_same_data_and_common_weights(base, data_dir, tmp_path):
     for mode in ("vanilla", "resformer"):
         trained(data_dir, tmp_path / mode, value_mode=mode, max_steps=1)
         runs[mode] = checkpoint.load(tmp_path / mode)
-        drawn = train.GPT(runs[mode].cfg, seed=1)
+        drawn = GPT(runs[mode].cfg, seed=1)
         for a, b in zip(runs[mode].parameters(), drawn.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=2e-7)
     for a, b in zip(*(r.parameters() for r in runs.values()), strict=True):
@@ -207,7 +211,9 @@ def test_batches_are_read_ahead(data_dir, tmp_path):
 def test_no_silent_fall_to_plain_attention(data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "FUSED", [torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION])  # none such on a CPU
     kw = dict(SMALL, data_dir=str(data_dir), out_dir=str(tmp_path), dtype="float32")
-    with pytest.raises(train.UserError, match="torch has no fused attention for heads of width .* in float32 here"):
+    with pytest.raises(
+        configurator.UserError, match="torch has no fused attention for heads of width .* in float32 here"
+    ):
         build(TrainConfig(**kw), World("cpu"))
     build(TrainConfig(**kw | {"attn": "eager"}), World("cpu"))
 
@@ -269,7 +275,7 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(data_dir, tmp_path, 
         run.raw.head.weight[5] = math.inf
     (tmp_path / "run").mkdir()
     metrics = train.Metrics(cfg, run.world, 0)
-    with pytest.raises(train.UserError, match="step 3: the validation loss is nan"):
+    with pytest.raises(configurator.UserError, match="step 3: the validation loss is nan"):
         metrics.evaluation(3, train.evaluate(run))
 
 
@@ -336,7 +342,7 @@ def test_learning_rate():
 
 
 def test_optimizer_groups():
-    model = train.GPT(train.ModelConfig(vocab_size=50, n_layer=2, n_head=2, n_embd=16, value_mode="denseformer"))
+    model = GPT(ModelConfig(vocab_size=50, n_layer=2, n_head=2, n_embd=16, value_mode="denseformer"))
     decay, rest = train.adamw(model, 1e-3, 0.1, (0.9, 0.95), "cpu").param_groups
     assert decay["weight_decay"] == 0.1 and rest["weight_decay"] == 0
     assert len(decay["params"]) == 2 + 4 * 2 and len(rest["params"]) == 5 + 2
@@ -344,9 +350,9 @@ def test_optimizer_groups():
 
 def test_batch_that_does_not_divide():
     says = "batch_tokens=1000 is not a multiple of 256 = 1 ranks x micro_batch=8 x block_size=32; nearest: 768 or 1024"
-    with pytest.raises(train.UserError, match=says):
+    with pytest.raises(configurator.UserError, match=says):
         TrainConfig(batch_tokens=1000, micro_batch=8, block_size=32).accumulation(1)
-    with pytest.raises(train.UserError, match="nearest: 512$"):
+    with pytest.raises(configurator.UserError, match="nearest: 512$"):
         TrainConfig(batch_tokens=200, micro_batch=8, block_size=32).accumulation(2)
     assert TrainConfig(batch_tokens=2_097_152, micro_batch=32).accumulation(8) == 4
 
@@ -390,7 +396,7 @@ def test_resume_refuses_another_model_or_tokenizer(base, data_dir, tmp_path):
     spec = json.loads((folder / "tokenizer.json").read_text()) | {"pattern": "(?s:..?)"}
     (folder / "tokenizer.json").write_text(json.dumps(spec))
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["tokenizer"]["hash"] = train.Corpus.__init__.__globals__["Tokenizer"](spec).hash
+    manifest["tokenizer"]["hash"] = data.Corpus.__init__.__globals__["Tokenizer"](spec).hash
     (folder / "manifest.json").write_text(json.dumps(manifest))
     refused(resume(data=folder), "another tokenizer")
     refused(script("train.py", *flags(data_dir, base)), "already holds a run", "--resume=auto")
