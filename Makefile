@@ -1,7 +1,7 @@
 # make demo: prepare real text, train three modes on it, compare and sample. make modes: all modes, three seeds, small.
 # make figures: every figure and table of the paper, small, and report.html of them.
 # make test: the whole suite. make test-peers: the part that compares with lm-eval and transformers, which it installs.
-# All make .venv on first use. PYTHON=python3.12 picks another interpreter (3.10 or later).
+# All make .venv on first use. PYTHON=python3.12 picks another interpreter (3.11 or later).
 PYTHON ?= python3
 PY := .venv/bin/python
 MODES := vanilla resformer svformer
@@ -49,7 +49,7 @@ clean:
 	rm -rf .venv out/demo data/demo
 
 .venv/ready: requirements.txt constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed: make PYTHON=...")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt -c constraints.txt
 	touch $@

@@ -23,13 +23,13 @@ import torch.nn.functional as F
 import checkpoint
 import hf
 from checkpoint import load_tokenizer, trained_on
-from configurator import UserError, load, run, setting
+from configurator import UserError, command_line, load_settings, run_main, setting
 from data import EOT, Corpus, Tokenizer, raw_bits
 from describe import count_parameters
 from files import read_json, write_atomic, write_json
-from model import GPT, attend, attend_layers, full
-from report import markdown, number
-from runtime import Progress, World, environment, peak_bytes
+from model import GPT, attend, attend_layers, to_fp32
+from report import markdown, plus_minus, progress
+from runtime import Distributed, environment, peak_bytes
 from train import TrainConfig
 from value_modes import mode_name
 
@@ -47,7 +47,9 @@ MASSIVE = (100.0, 1000.0)  # an activation is above the first, and above the sec
 class AnalyzeConfig:
     """Every setting of analyze.py."""
 
-    runs: tuple[str, ...] = setting((), "runs' folders, checkpoints' files, or folders in Hugging Face layout")
+    runs: tuple[str, ...] = setting(
+        (), "runs' folders, checkpoints' files, or folders in Hugging Face layout", positional=True
+    )
     init: tuple[str, ...] = setting((), "config files of train.py: their model as training would start from")
     data_dir: str = setting("", "prepared data, for its validation text; empty = what the run was trained on")
     chunks: int = setting(1000, "chunks to average over, drawn from the domains as the mixture says")
@@ -91,13 +93,13 @@ def received(q, keys, scale, rows=0):
     The probabilities exist for `rows` queries at a time only.
     """
     B, H, T, _ = q.shape
-    keys = [full(k).repeat_interleave(H // k.size(1), dim=1) for k in keys]  # (B, H, T, D)
+    keys = [to_fp32(k).repeat_interleave(H // k.size(1), dim=1) for k in keys]  # (B, H, T, D)
     rows = rows or max(1, BLOCK // (B * H * T * len(keys)))
-    total = torch.zeros(B, H, T, dtype=full(q).dtype, device=q.device)
+    total = torch.zeros(B, H, T, dtype=to_fp32(q).dtype, device=q.device)
     for first in range(0, T, rows):
         last = min(T, first + rows)
         later = torch.ones(last - first, last, dtype=torch.bool, device=q.device).triu(first + 1)
-        block = full(q[:, :, first:last]) * scale
+        block = to_fp32(q[:, :, first:last]) * scale
         scores = torch.cat([(block @ k[:, :, :last].mT).masked_fill_(later, -math.inf) for k in keys], dim=-1)
         sums = scores.softmax(dim=-1).sum(dim=2)  # (B, H, parts * last)
         total[..., :last] += sums.view(B, H, len(keys), last).sum(dim=2)
@@ -136,7 +138,7 @@ def importance(attn, used, useds, lam):
 
 def join(t):
     """Heads side by side: (B, h, T, D) -> (B, T, h * D), fp32 or float64."""
-    return full(t).transpose(1, 2).flatten(2)
+    return to_fp32(t).transpose(1, 2).flatten(2)
 
 
 def similarity(x):
@@ -244,7 +246,7 @@ class Recorder:
 
     def state(self, n, block, args):
         """Before a block, and before the final norm."""
-        x = full(args[0])  # (B, T, C)
+        x = to_fp32(args[0])  # (B, T, C)
         self.measure(["hidden"], n, x)
         size = x.abs().flatten(1)
         top, median = size.amax(dim=1), size.median(dim=1).values
@@ -253,11 +255,11 @@ class Recorder:
         self.averages.add("massive", n, ((top > MASSIVE[0]) & (top > MASSIVE[1] * median)).double())
 
     def normed(self, norm, args, x):
-        self.measure(["normed"], 0, full(x))
+        self.measure(["normed"], 0, to_fp32(x))
 
     def gate(self, j, n, gate, args, weights):
         """Weights that a Gate computes for each token: their mean, (own, source)."""
-        means = [full(w).flatten(1).mean(dim=1).cpu() if torch.is_tensor(w) else torch.tensor(w) for w in weights]
+        means = [to_fp32(w).flatten(1).mean(dim=1).cpu() if torch.is_tensor(w) else torch.tensor(w) for w in weights]
         self.averages.add(f"gate_{j}", n, torch.stack(torch.broadcast_tensors(*means), dim=1))
 
     def layer(self, n, attn, args, output):
@@ -336,8 +338,8 @@ def value_gradients(model, idx):
     for (n, _), (source, alias) in read.items():
         if alias.grad is not None:  # what is used may be a mix of layer 0's values and others
             (g,) = torch.autograd.grad(source, leaf, alias.grad, retain_graph=True)
-            through[n] = through.get(n, 0) + full(g)
-    through[0] = full(leaf.grad) - sum(through.values())  # what is left came through layer 0 itself
+            through[n] = through.get(n, 0) + to_fp32(g)
+    through[0] = to_fp32(leaf.grad) - sum(through.values())  # what is left came through layer 0 itself
     norms = {n: g[..., -width:].norm().item() for n, g in through.items()}  # (1, T, G * D): v comes last
     return [norms.get(n) for n in range(len(model.blocks))]
 
@@ -397,7 +399,7 @@ def open_hugging_face(name, cfg, device):
 def open_initial(cfg, device):
     """The Subject of a config of train.py: the model before its first step."""
     words = [*cfg.init, *([f"--data_dir={cfg.data_dir}"] if cfg.data_dir else [])]
-    trained = load(TrainConfig, words)
+    trained = load_settings(TrainConfig, words)
     tokenizer = Tokenizer.load(Path(trained.data_dir) / "tokenizer.json")
     model = GPT(trained.model(tokenizer.n_vocab), trained.seed).to(device, getattr(torch, cfg.dtype)).eval()
     label = "-".join(["init", *(Path(file).stem for file in cfg.init)])
@@ -441,19 +443,19 @@ def measure(model, idx, cfg, device):
     `value_gradients`."""
     per_pass, recorder = max(1, cfg.batch_tokens // idx.size(1)), Recorder(model)
     n_grad = min(cfg.grad_chunks, len(idx))
-    progress = Progress("analysis", idx.numel() + 3 * n_grad * idx.size(1))
+    bar = progress("analysis", idx.numel() + 3 * n_grad * idx.size(1))
     try:
         with torch.inference_mode():
             for rows in idx.split(per_pass):
                 model.hidden(rows.to(device))
-                progress.update(rows.numel())
+                bar.update(rows.numel())
     finally:
         recorder.close()
     gradients = []
     for row in idx[:n_grad]:
         gradients.append(value_gradients(model, row[None].to(device)))
-        progress.update(3 * idx.size(1))
-    progress.close()
+        bar.update(3 * idx.size(1))
+    bar.close()
     means = [np.mean(of) if None not in of else None for of in zip(*gradients, strict=True)]
     return recorder.averages, means
 
@@ -548,12 +550,14 @@ def table(numbers):
         said = [f"sinks at {found['sinks'][n][:3]}"] * bool(found["sinks"][n])
         said += ["value drain"] * found["value_drains"][n] + ["hidden peak"] * found["hidden_peaks"][n]
         ratios = [f"{row[f'{t}_norm_first'] / row[f'{t}_norm_rest']:.3f}" for t in ("value", "hidden")]
-        columns = [number(row[key], sign=sign) for key, sign in (("entropy", ""), ("entropy_minus_uniform", "+"))]
-        columns += [number(row["first"]), *ratios, number(row["hidden_similarity"]), f"{row['value_rank']:.1f}"]
+        columns = [
+            plus_minus(row[key], sign=bool(sign)) for key, sign in (("entropy", ""), ("entropy_minus_uniform", "+"))
+        ]
+        columns += [plus_minus(row["first"]), *ratios, plus_minus(row["hidden_similarity"]), f"{row['value_rank']:.1f}"]
         rows.append([str(n + 1), *columns, ", ".join(said)])
     head = ["layer", "entropy", "minus uniform", "first token's importance", "its value's norm / the rest's"]
     head += ["its hidden state's / the rest's", "token similarity", "effective rank of values", "flags"]
-    return markdown(head, rows)
+    return [markdown(head, rows), ""]
 
 
 def analyze(subject, cfg, device):
@@ -589,9 +593,8 @@ def analyze(subject, cfg, device):
     print("\n".join(table(numbers)), flush=True)
 
 
-def main():
-    cfg = load(AnalyzeConfig, positional="runs", usage=__doc__)
-    world = World(cfg.device)
+def main(cfg: AnalyzeConfig):
+    world = Distributed(cfg.device)
     if world.size > 1:
         raise UserError("analyze.py runs in one process; leave torchrun out")
     if cfg.init:
@@ -602,4 +605,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main, command_line(AnalyzeConfig, __doc__))

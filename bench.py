@@ -41,12 +41,12 @@ import hf
 import prepare
 import value_modes
 from checkpoint import load_tokenizer
-from configurator import UserError, load, run, setting
+from configurator import UserError, command_line, run_main, setting
 from data import EOT, Corpus, Tokenizer
 from describe import count_parameters, flops_per_token
 from files import read_json, write_json
 from model import GPT
-from runtime import World, environment, peak_flops
+from runtime import Distributed, environment, peak_flops
 from sample import generate
 from train import adamw
 from value_modes import ModelConfig, get_mode, kv_floats_per_token
@@ -77,7 +77,9 @@ CARDS = (24, 40, 80, 141)  # GB of memory of GPUs
 class BenchConfig:
     """Every setting of bench.py."""
 
-    words: tuple[str, ...] = setting((), "what to time (eval), then the vanilla run or checkpoint to time it on")
+    words: tuple[str, ...] = setting(
+        (), "what to time (eval), then the vanilla run or checkpoint to time it on", positional=True
+    )
     shape: tuple[str, ...] = setting(("tiny",), "of random models (all but eval): tiny, the demo's; 82M, 180M, 468M")
     block_size: int = setting(0, "tokens per sequence; 0 = 2,048 on a GPU, 256 on a CPU")
     micro_batch: int = setting(0, "sequences per step of training; 0 = the shape's own, see MICRO_BATCH")
@@ -1134,9 +1136,8 @@ def versions(*names):
     return found
 
 
-def main():
-    cfg = load(BenchConfig, positional="words", usage=__doc__)
-    world = World(cfg.device)
+def main(cfg: BenchConfig):
+    world = Distributed(cfg.device)
     if world.size > 1:
         raise UserError("bench.py runs in one process; leave torchrun out")
     what, name = cfg.words[0], machine(world.device)
@@ -1158,4 +1159,4 @@ KINDS = {
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main, command_line(BenchConfig, __doc__))

@@ -1,10 +1,12 @@
-"""Settings of every stage: a dataclass's defaults, then config files and flags in the order given, each one checked.
+"""Settings of every stage: a dataclass's defaults, then config files and flags from left to right, each one checked.
 
     python train.py config/size_82m.py config/resformer.py --seed=1 --compile false
 
-A config file is plain Python: its top-level names are settings (`learning_rate = 3e-4`); names that start with an
-underscore, modules, functions and classes are not. It is run, so treat it as code: only use files that you trust.
-Settings stored in checkpoints are JSON and are never run.
+A config file is plain Python: its top-level names are settings (`learning_rate = 3e-4`). Names that start with an
+underscore, modules, functions and classes are ignored. The file is executed, so only use files that you trust.
+Settings stored in checkpoints are JSON and are never executed.
+
+Read next: value_modes.py. This file imports nothing heavy, so a script can check its settings before it loads torch.
 """
 
 import ast
@@ -12,6 +14,7 @@ import dataclasses
 import difflib
 import errno
 import importlib
+import math
 import os
 import runpy
 import sys
@@ -19,18 +22,39 @@ import types
 import typing
 
 _WORDS = {"true": True, "on": True, "false": False, "off": False, "none": None}
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, over quota, over the file size limit
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, over quota, over the file size limit
 
 
 class UserError(ValueError):
-    """Bad input: the message is the one sentence that the user sees, and the exit code is 2."""
+    """Bad input. The message is the one sentence that the user sees; the exit code is 2."""
 
 
-def setting(default, help):
-    """A dataclass field with a default and the line that --help shows for it."""
+def setting(default, help, least=None, most=None, group=None, positional=False):
+    """A dataclass field that is a setting.
+
+    help: its line in --help. least, most: its range, both ends included; None or infinity is never below `most`.
+    group: the heading in --help of this setting and of those after it. positional: takes the words without a `--`.
+    """
+    metadata = {"help": help, "least": least, "most": most, "group": group, "positional": positional}
     if isinstance(default, (dict, list)):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": help})
-    return dataclasses.field(default=default, metadata={"help": help})
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_ranges(config):
+    """Raise ValueError if a number in a dataclass of settings is outside its range, infinite or NaN."""
+    for f in dataclasses.fields(config):
+        least, most = f.metadata.get("least"), f.metadata.get("most")
+        if least is None and most is None:
+            continue
+        values = getattr(config, f.name)
+        for value in values if isinstance(values, tuple) else (values,):
+            if value is None:
+                continue
+            if least is not None and not least <= value < math.inf:
+                raise ValueError(f"{f.name}={value} must be at least {least}")
+            if most is not None and value > most:
+                raise ValueError(f"{f.name}={value} must be at most {most}")
 
 
 def type_name(hint):
@@ -47,8 +71,9 @@ def type_name(hint):
 
 
 def convert(value, hint):
-    """`value` as a `hint`; raises TypeError. Exact conversions only: 5e3 is an int, 5.5 and '5' are not."""
+    """`value` as a `hint`; raises TypeError. Conversions are exact: 5e3 is an int, 5.5 and '5' are not."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if origin is typing.Literal:
         if any(value == a and type(value) is type(a) for a in args):
             return value
@@ -62,11 +87,10 @@ def convert(value, hint):
         if isinstance(value, (tuple, list)):
             return tuple(convert(v, args[0]) for v in value)
     elif hint is int:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) < 2**63:
-            if int(value) == value:
-                return int(value)
+        if is_number and abs(value) < 2**63 and int(value) == value:  # NaN and infinity fail the comparison
+            return int(value)
     elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if is_number:
             return float(value)
     elif isinstance(value, origin or hint):
         return value
@@ -74,22 +98,27 @@ def convert(value, hint):
 
 
 def parse(text, hint):
-    """The value of a flag's text for type `hint`: it stays text where a str fits, else it is a Python literal."""
-    hints = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if (word := text.lower()) in _WORDS and type(_WORDS[word]) in hints:
+    """The value of a flag's text for type `hint`: text where a str fits, else a Python literal."""
+    hints = (hint,)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hints = typing.get_args(hint)
+    word = text.lower()
+    if word in _WORDS and type(_WORDS[word]) in hints:
         return _WORDS[word]
     if str in hints or any(typing.get_origin(h) is typing.Literal for h in hints):
         return text
-    several = any(typing.get_origin(h) is tuple for h in hints)
+    takes_tuple = any(typing.get_origin(h) is tuple for h in hints)
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return tuple(text.split(",")) if several else text  # --domains=a,b is what people type for a tuple of names
-    return (value,) if several and isinstance(value, (int, float)) else value  # --batch=8 for a tuple of one
+        return tuple(text.split(",")) if takes_tuple else text  # --domains=a,b is a tuple of names
+    if takes_tuple and isinstance(value, (int, float)):
+        return (value,)  # --batch=8 is a tuple of one
+    return value
 
 
 def check(hints, key, value, where):
-    """`value` in the type of setting `key`; raises UserError that names `where` it was set and what would be right."""
+    """`value` in the type of setting `key`; raises UserError with the place that set it and the type it takes."""
     if key not in hints:
         near = difflib.get_close_matches(key, hints, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else "--help lists all settings"
@@ -109,59 +138,82 @@ def from_file(path, known=()):
         names = runpy.run_path(path)
     except (Exception, SystemExit) as e:  # a config file is a user's code: whatever it raises is about the file
         raise UserError(f"{path}: {type(e).__name__}: {e}") from None
-    return {
-        k: v
-        for k, v in names.items()
-        if k in known or k[0] != "_" and not isinstance(v, (types.ModuleType, type)) and not callable(v)
-    }
+    found = {}
+    for name, value in names.items():
+        is_setting = name[0] != "_" and not isinstance(value, (types.ModuleType, type)) and not callable(value)
+        if is_setting or name in known:
+            found[name] = value
+    return found
 
 
 def show_help(cls, usage):
     hints = typing.get_type_hints(cls)
-    print(usage.strip(), "\n\nSettings (name=default, type, meaning):")
+    print(usage.strip())
+    print("\nSettings, as --name=value or `name = value` in a config file (default, type, meaning):")
     for f in dataclasses.fields(cls):
-        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
-        print(f"  --{f.name}={default!r}  ({type_name(hints[f.name])})\n        {f.metadata.get('help', '')}")
+        default = f.default_factory() if f.default is dataclasses.MISSING else f.default
+        if f.metadata.get("group"):
+            print(f"\n{f.metadata['group']}")
+        print(f"  --{f.name}={default!r}  ({type_name(hints[f.name])})")
+        if f.metadata.get("help"):
+            print(f"        {f.metadata['help']}")
     sys.exit(0)
 
 
-def load(cls, argv=None, positional=None, usage="", skip=()):
-    """An instance of dataclass `cls`: its defaults, changed by config files and flags, left to right.
+def load_settings(cls, words, usage="", ignore_unknown_in_files=False):
+    """An instance of dataclass `cls`: its defaults, changed by config files and flags from left to right.
 
-    argv: the words after the script's name. `--key=value`, `--key value`, `--flag` (true); a word that ends in .py is a
-    config file; with `positional`, the name of a field, any other word goes there (appended if the field is a tuple).
-    skip: settings that config files may hold for another script.
-    Raises UserError for unknown names, wrong types, and whatever `cls.__post_init__` refuses with a ValueError.
+    words: what follows the script's name: `--key=value`, `--key value`, `--flag` (true). A word that ends in .py is a
+    config file. Other words go to the positional setting, all of them if it is a tuple.
+    Raises UserError for unknown names, wrong types, and whatever `cls.__post_init__` rejects with a ValueError.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    hints, values = typing.get_type_hints(cls), {}
-    many = positional and typing.get_origin(hints[positional]) is tuple
+    hints, values, words = typing.get_type_hints(cls), {}, list(words)
+    positional = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("positional")), None)
+    takes_many = positional and typing.get_origin(hints[positional]) is tuple
     while words:
         word = words.pop(0)
         if word in ("-h", "--help"):
             show_help(cls, usage)
-        if word.startswith("--"):
-            key, eq, text = word[2:].partition("=")
+        elif word.startswith("--"):
+            key, equals, text = word[2:].partition("=")
             key = key.replace("-", "_")
-            if key not in hints or eq:
+            takes_next = words and not words[0].startswith("--")
+            if hints.get(key) is bool:
+                takes_next = takes_next and words[0].lower() in _WORDS
+            if key not in hints or equals:
                 values[key] = check(hints, key, parse(text, hints.get(key, str)), word)
-            elif words and not words[0].startswith("--") and (hints[key] is not bool or words[0].lower() in _WORDS):
+            elif takes_next:
                 text = words.pop(0)
                 values[key] = check(hints, key, parse(text, hints[key]), f"{word} {text}")
             else:
                 values[key] = check(hints, key, True, word)
         elif word.endswith(".py"):
             for key, value in from_file(word, hints).items():
-                if key in hints or key not in skip:
+                if key in hints or not ignore_unknown_in_files:
                     values[key] = check(hints, key, value, word)
-        elif positional and (many or positional not in values):
-            values[positional] = values.get(positional, ()) + (word,) if many else check(hints, positional, word, word)
+        elif takes_many:
+            values[positional] = (*values.get(positional, ()), word)
+        elif positional and positional not in values:
+            values[positional] = check(hints, positional, word, word)
         else:
             raise UserError(f"unexpected word {word!r}; settings are --key=value, config files end in .py, see --help")
     try:
         return cls(**values)
     except ValueError as e:
         raise UserError(str(e)) from None
+
+
+def command_line(cls, usage):
+    """The settings of a script from its command line. A mistake ends the script with one sentence and exit code 2.
+
+    A script calls this before it imports torch, so that a typo is answered at once.
+    """
+    try:
+        return load_settings(cls, sys.argv[1:], usage)
+    except UserError as e:
+        if os.environ.get("RANK", "0") != "0":
+            sys.exit(2)  # under torchrun all ranks read the same words: rank 0 says it for all
+        say_error(e)
 
 
 def need(module):
@@ -175,14 +227,15 @@ def need(module):
 def say_error(message):
     """One line on stderr, exit code 2. Under torchrun each rank speaks for itself: the cause may be its node or GPU."""
     rank = os.environ.get("RANK", "0")
-    print(f"rank {rank}: " * (rank != "0") + f"error: {message}", file=sys.stderr)
+    prefix = "" if rank == "0" else f"rank {rank}: "
+    print(f"{prefix}error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
-def run(main):
-    """Call `main()` as a script does: bad input, a full disk or a path that does not serve end with a sentence."""
+def run_main(main, *args):
+    """Call `main(*args)` as a script does: bad input, a full disk or an unusable path end with one sentence."""
     try:
-        main()
+        main(*args)
     except UserError as e:
         say_error(e)
     except KeyboardInterrupt:
@@ -192,5 +245,5 @@ def run(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as e:
-        remedy = "; free some space and run it again" if e.errno in _FULL else ""
+        remedy = "; free some space and run it again" if e.errno in _DISK_FULL else ""
         say_error(f"{e.filename or 'a file'} cannot be read or written: {e.strerror}{remedy}")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import model
-from configurator import load
+from configurator import load_settings
 from model import GPT, Lambdas
 from value_modes import TABLE, ModelConfig, active, kv_floats_per_token, mode_name, plan_layers
 
@@ -94,5 +94,5 @@ def main():
 
     words = sys.argv[1:]
     names = TrainConfig.__dataclass_fields__  # a run's config file says more than a model's shape
-    cfg = load(ModelConfig, words[words[:1] == ["table"] :], usage=model.__doc__, skip=names)
+    cfg = load_settings(ModelConfig, words[words[:1] == ["table"] :], usage=model.__doc__, skip=names)
     print(table(cfg) if words[:1] == ["table"] else describe(cfg))

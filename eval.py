@@ -27,12 +27,12 @@ import torch
 
 import checkpoint
 from checkpoint import load_tokenizer, trained_on
-from configurator import UserError, load, run, setting
+from configurator import UserError, command_line, run_main, setting
 from data import Corpus, Tokenizer
 from files import read_json, sha256, write_atomic, write_json
-from model import full
-from report import markdown, number
-from runtime import Progress, World, environment
+from model import to_fp32
+from report import markdown, plus_minus, progress
+from runtime import Distributed, environment
 from sample import generate
 from tasks import GROUPS, HARNESS_NAMES, SHOT_SEED, TABLE1, TASKS, question, read_rows
 
@@ -44,7 +44,7 @@ class EvalConfig:
     """Every setting of eval.py."""
 
     runs: tuple[str, ...] = setting(
-        ("out/resformer",), "runs' folders, or checkpoints' files; the first is the baseline"
+        ("out/resformer",), "runs' folders, or checkpoints' files; the first is the baseline", positional=True
     )
     task: tuple[str, ...] = setting(("all",), "one or several with commas, see above")
     which: Literal["last", "best"] = setting("last", "which checkpoint of a run: last, or best in validation")
@@ -115,7 +115,7 @@ def add_shots(q, shots):
     return q._replace(contexts=tuple(text + context for context in q.contexts))
 
 
-class Forks:
+class PrefixTree:
     """For `GPT.hidden` in a cache's place: rows of tokens that fork, a beginning and then each of its continuations.
 
     positions, forks: (B, T) int64: where a token is in its own sequence, and the number of its continuation, 0 in the
@@ -129,10 +129,10 @@ class Forks:
         seen = ((here == there) | (there == 0)).tril()[:, None]  # (B, 1, T, T)
         self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -math.inf)  # to be added to scores
 
-    def stop(self, T):
+    def end(self, T):
         return self.last + 1
 
-    def at(self, T):
+    def positions(self, T):
         return self.positions
 
     def extend(self, t, n, new):
@@ -229,7 +229,7 @@ def batches(units, batch_tokens):
 
 
 def lay_out(batch):
-    """Units as rows of one width: token ids, positions and forks (see Forks), each (B, T) int64, and what is scored:
+    """Units as rows of one width: token ids, positions and forks (see PrefixTree), each (B, T) int64, and the scored
     places in the flattened rows (n,), the tokens to come there (n,), the number of the Row they belong to (n,). Token 0
     fills up the ends, where nothing that is scored attends to."""
     ids, positions, forks = np.zeros((3, len(batch), max(u.width for u in batch)), np.int64)
@@ -259,7 +259,7 @@ def log_probs(model, x, places, targets):
     x = x[torch.from_numpy(unique).to(x.device)]
     size = max(1, 2 ** (26 if x.device.type == "cpu" else 28) // model.cfg.vocab_size)  # 256 MiB or 1 GiB of fp32
     for first in range(0, len(unique), size):
-        z = full(model.head(x[first : first + size]))  # (size, V)
+        z = to_fp32(model.head(x[first : first + size]))  # (size, V)
         mine = slice(*np.searchsorted(which, (first, first + size)))
         rows, ids = (torch.from_numpy(a).to(x.device) for a in (which[mine] - first, targets[order[mine]]))
         top, picked = z.amax(dim=1), z[rows, ids]
@@ -279,7 +279,7 @@ def score_batch(model, batch):
     """[((document, choice), sum of log-probabilities in nats, all tokens likeliest)] of a list of units."""
     *inputs, places, targets, owners = lay_out(batch)
     idx, positions, forks = (torch.from_numpy(a).to(model.head.weight.device) for a in inputs)
-    x = model.hidden(idx, Forks(positions, forks) if any(len(u.rows) > 1 for u in batch) else None)  # (B, T, C)
+    x = model.hidden(idx, PrefixTree(positions, forks) if any(len(u.rows) > 1 for u in batch) else None)  # (B, T, C)
     each, greedy = log_probs(model, x.flatten(0, 1), places, targets)
     slots = [slot for unit in batch for slot in unit.slots]
     sums = np.bincount(owners, each, len(slots))  # float64
@@ -351,13 +351,13 @@ def run_task(model, name, documents, store, world, batch_tokens, share):
     weight = [sum(len(row.ids) for row in rows) for rows in documents]
     mine = sorted((i for i, key in enumerate(keys) if key not in store.known), key=lambda i: weight[i])
     mine = mine[world.rank :: world.size]
-    progress = Progress(name, sum(weight[i] for i in mine), world.rank == 0)
+    bar = progress(name, sum(weight[i] for i in mine), "tok", world.rank == 0)
     for done in score(model, [documents[i] for i in mine], batch_tokens, share):
         for k, scores in done:
             results[mine[k]] = scores
         store.put((keys[mine[k]], scores) for k, scores in done)
-        progress.update(sum(weight[mine[k]] for k, _ in done))
-    progress.close()
+        bar.update(sum(weight[mine[k]] for k, _ in done))
+    bar.close()
     known = [i for i, key in enumerate(keys) if key in store.known] if world.rank == 0 else []
     results = gather(world, results, [*mine, *known])
     if not all(math.isfinite(s) for scores in results for s, _ in scores):
@@ -418,15 +418,15 @@ def run_loss(model, corpus, store, world, batch_tokens):
     about = {d: corpus.manifest["splits"]["val"][d]["sha256"] for d in corpus.domains}
     keys = [store.key("loss", about[d], corpus.block_size, first, last) for d, first, last in parts]
     sums = {d: np.zeros(3) for d in corpus.domains}  # nats, tokens, bytes
-    progress = Progress("loss", len(parts), world.rank == 0)
+    bar = progress("loss", len(parts), "tok", world.rank == 0)
     for (domain, first, last), key in list(zip(parts, keys, strict=True))[world.rank :: world.size]:
         x, y = corpus.val_rest(domain) if last < 0 else corpus.val_batch(domain, first, last)
         if key not in store.known:
-            store.known[key] = model(*world.put(world.pin((x, y))))[1].item() * y.size
+            store.known[key] = model(*world.to_device(world.pin_memory((x, y))))[1].item() * y.size
             store.put([(key, store.known[key])])
         sums[domain] += store.known[key], y.size, n_bytes[y].sum()
-        progress.update(world.size)
-    progress.close()
+        bar.update(world.size)
+    bar.close()
     nats, tokens, n_bytes = world.sum(np.array(list(sums.values()))).numpy().T
     if not np.isfinite(nats).all():
         raise UserError("loss: the model's loss is not finite; its training has failed, or its dtype")
@@ -457,7 +457,7 @@ class Entry:
 def open_corpus(path, tokenizer, header, cfg, world):
     """The data of --task=loss: --corpus, or what the run was trained on."""
     data_dir, mixture = trained_on(path.parent, cfg.corpus, "the prepared data for --task=loss by --corpus")
-    corpus = Corpus(data_dir, header["config"]["block_size"], mixture=mixture, verify=world.first_of_node)
+    corpus = Corpus(data_dir, header["config"]["block_size"], mixture=mixture, verify=world.is_first_of_node)
     if corpus.tokenizer.hash != tokenizer.hash:
         raise UserError(f"{data_dir} was made with another tokenizer than {path}; give the run's own data by --corpus")
     return corpus
@@ -529,8 +529,8 @@ def task_table(entries, metric, names):
     six = six if set(six) <= set(names) else []
 
     def row(label, cells, sign=""):
-        average = [number(*mean(*zip(*(cells[t] for t in six), strict=True)), sign)] if six else []
-        return [label, *(number(*cells[t], sign) for t in names), *average]
+        average = [plus_minus(*mean(*zip(*(cells[t] for t in six), strict=True)), sign=bool(sign))] if six else []
+        return [label, *(plus_minus(*cells[t], sign=bool(sign)) for t in names), *average]
 
     rows = [row(e.label, {t: (e.records[t][metric], e.records[t][f"{metric}_stderr"]) for t in names}) for e in entries]
     first = entries[0]
@@ -541,7 +541,7 @@ def task_table(entries, metric, names):
             rows.append(row(f"{e.label} − {first.label}", cells, "+"))
         rows.append(row("chance", {t: (first.records[t]["chance"], None) for t in names}))
     rows.append(["documents", *(f"{first.records[t]['n']:,}" for t in names), *[""] * bool(six)])
-    return markdown([metric, *names, *["Avg"] * bool(six)], rows)
+    return [markdown([metric, *names, *["Avg"] * bool(six)], rows), ""]
 
 
 def loss_table(entries, title, key, last):
@@ -552,10 +552,12 @@ def loss_table(entries, title, key, last):
     def values(record):
         return np.array([*(record[key][d] for d in domains), *(f(record) for f in last.values())])
 
-    rows = [[label, *map(number, values(record))] for label, record in (first, *others)]
+    rows = [[label, *map(plus_minus, values(record))] for label, record in (first, *others)]
     for label, record in others:
-        rows.append([f"{label} − {first[0]}", *(number(gap, sign="+") for gap in values(record) - values(first[1]))])
-    return markdown([title, *domains, *last], rows)
+        rows.append(
+            [f"{label} − {first[0]}", *(plus_minus(gap, sign=True) for gap in values(record) - values(first[1]))]
+        )
+    return [markdown([title, *domains, *last], rows), ""]
 
 
 def report(entries, names):
@@ -614,7 +616,7 @@ def write_results(entry):
     write_json(entry.path.parent / "eval.json", {"format": FORMAT, "checkpoints": known})
 
 
-def write_text(path, lines):
+def write_lines(path, lines):
     text = "".join(lines)
     write_atomic(path, lambda temporary: Path(temporary).write_text(text, encoding="utf-8", errors="backslashreplace"))
 
@@ -629,10 +631,10 @@ def out_file(cfg, entries):
 def native(cfg, world):
     """Everything by our own code."""
     entries = open_runs(cfg, world)
-    if not world.first_of_node:
+    if not world.is_first_of_node:
         world.wait()  # for the first rank of each node to have downloaded what all will read
     asked = {name: questions(name, cfg) for name in cfg.task if name != "loss"}
-    if world.first_of_node:
+    if world.is_first_of_node:
         world.wait()
     stores, lines = [], []
     for entry in entries:
@@ -647,9 +649,9 @@ def native(cfg, world):
     if world.rank == 0:
         found = report(entries, cfg.task)
         print("\n".join(found))
-        write_text(out_file(cfg, entries), (line + "\n" for line in found))
+        write_lines(out_file(cfg, entries), (line + "\n" for line in found))
         if cfg.log_samples:
-            write_text(cfg.log_samples, lines)
+            write_lines(cfg.log_samples, lines)
     world.wait()
     if world.rank == 0:
         for store in stores:
@@ -679,13 +681,13 @@ def harness_model(model, tokenizer, batch_tokens):
                 documents = [[fit(*requests[i][1:], block_size) for i in group] for group in groups]
             except ValueError as e:
                 raise UserError(f"a request of the harness: {e}") from None
-            progress = Progress("lm_eval", len(requests), not disable_tqdm)
+            bar = progress("lm_eval", len(requests), "request", not disable_tqdm)
             for done in score(model, documents, batch_tokens):
                 for k, scores in done:
                     for i, found in zip(groups[k], scores, strict=True):
                         results[i] = found
-                progress.update(sum(len(scores) for _, scores in done))
-            progress.close()
+                bar.update(sum(len(scores) for _, scores in done))
+            bar.close()
             return results
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -698,7 +700,7 @@ def harness_model(model, tokenizer, batch_tokens):
             return np.bincount(owners, sums, len(requests)).tolist()
 
         def generate_until(self, requests, disable_tqdm=False):
-            texts, progress = [], Progress("lm_eval", len(requests), not disable_tqdm)
+            texts, bar = [], progress("lm_eval", len(requests), "request", not disable_tqdm)
             for context, asked in (request.args for request in requests):
                 how = normalize_gen_kwargs(asked, min(256, block_size // 2))
                 n = min(how["max_gen_toks"], block_size - 1)
@@ -709,8 +711,8 @@ def harness_model(model, tokenizer, batch_tokens):
                 for stop in filter(None, how["until"]):
                     text = text.split(stop)[0]
                 texts.append(text)
-                progress.update(1)
-            progress.close()
+                bar.update(1)
+            bar.close()
             return texts
 
     return Ours()
@@ -728,7 +730,7 @@ def local_tasks(cfg, known, folder):
             rows, where = read_rows(name, split, cfg.data_dir)
             for i, row in enumerate(rows):
                 question(name, row, f"{where}, row {i}")
-            write_text(files[split], (json.dumps(row) + "\n" for row in rows))
+            write_lines(files[split], (json.dumps(row) + "\n" for row in rows))
         include = str(known[HARNESS_NAMES.get(name, name)].yaml_path)
         about = {"include": include, "task": name, "dataset_path": "json", "dataset_name": None}
         about |= {"dataset_kwargs": {"data_files": files}}
@@ -771,15 +773,14 @@ def by_harness(cfg, world):
                 finite = {k: v for k, v in record.items() if not isinstance(v, float) or math.isfinite(v)}
                 entry.records[name] = finite | settings | {"backend": "lm_eval", "data": cfg.data_dir or "hub"}
             write_results(entry)
-        write_text(out_file(cfg, entries), lines)
+        write_lines(out_file(cfg, entries), lines)
 
 
-def main():
-    cfg = load(EvalConfig, positional="runs", usage=__doc__)
-    world = World(cfg.device)
+def main(cfg: EvalConfig):
+    world = Distributed(cfg.device)
     (native if cfg.backend == "native" else by_harness)(cfg, world)
     world.close()
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main, command_line(EvalConfig, __doc__))

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode, active, plan_layers, read_later  # noqa: F401 - names users find here
 
 
-def full(x):
+def to_fp32(x):
     """x in fp32, or as it is in float64: for what must not be computed in half precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -49,7 +49,7 @@ class Linear(nn.Linear):
 
 class Rope(nn.Module):
     """Rotary positions in the rotate-half layout (Llama's). at, the positions of T tokens, a slice or a tensor (B, T)
-    -> the cosines and the sines that `turn` takes, (1 or B, 1, T, D/2) each, fp32 whatever the model is.
+    -> the cosines and the sines that `apply_rope` takes, (1 or B, 1, T, D/2) each, fp32 whatever the model is.
 
     Pair i turns by r_i = theta^(-2 i / D) radians a position. Llama 3.1's scaling = (factor, low, high, original) slows
     the pairs that turn fewer than `high` times within `original` positions, those below `low` by all of `factor`:
@@ -82,12 +82,12 @@ class Rope(nn.Module):
         return tuple(t[at].unsqueeze(-3) for t in (self.cos, self.sin))
 
 
-def turn(x, angles):
+def apply_rope(x, angles):
     """x (B, h, T, D) with its pairs (a, b) = (x_i, x_(i + D/2)) turned by what a Rope returned, to
     (a cos - b sin, b cos + a sin); as it is if angles is None."""
     if angles is None:
         return x
-    (cos, sin), (a, b) = angles, full(x).chunk(2, dim=-1)  # a, b (B, h, T, D/2)
+    (cos, sin), (a, b) = angles, to_fp32(x).chunk(2, dim=-1)  # a, b (B, h, T, D/2)
     return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), dim=-1).to(x.dtype)
 
 
@@ -121,7 +121,7 @@ def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
         )
         return y.flatten(1, 2).unsqueeze(2) if one else y  # (B, H, T, E)
     k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))  # (B, H, layers * S, …)
-    scores = full(q @ k.mT) * (scale or q.size(-1) ** -0.5)  # (B, H, T, layers * S)
+    scores = to_fp32(q @ k.mT) * (scale or q.size(-1) ** -0.5)  # (B, H, T, layers * S)
     return (scores + mask).softmax(dim=-1).to(v.dtype) @ v
 
 
@@ -307,7 +307,7 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         all_heads = self.proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, heads, T, D), q before k before v
         rotated = sum(h for t, h in self.heads.items() if t != "v")
-        qk = turn(all_heads[:, :rotated], angles).split([h for t, h in self.heads.items() if t != "v"], dim=1)
+        qk = apply_rope(all_heads[:, :rotated], angles).split([h for t, h in self.heads.items() if t != "v"], dim=1)
         v = (all_heads[:, rotated:],) if "v" in self.heads else ()
         return dict(zip(self.heads, (*qk, *v), strict=True))
 
@@ -549,11 +549,11 @@ class GPT(nn.Module):
 
     def hidden(self, idx, cache=None):
         """Normed output of the last layer, (B, T, C), for token ids idx (B, T). With a KVCache these are the T tokens
-        that follow cache.pos, and the cache moves on by T. With Forks they are as those say."""
-        (B, T), stop = idx.shape, cache.stop(idx.size(1)) if cache else idx.size(1)
+        that follow cache.pos, and the cache moves on by T. With PrefixTree they are as those say."""
+        (B, T), stop = idx.shape, cache.end(idx.size(1)) if cache else idx.size(1)
         if stop > self.cfg.block_size:
             raise ValueError(f"{stop} tokens do not fit block_size={self.cfg.block_size}")
-        x, at = self.embed(idx), cache.at(T) if cache else slice(T)
+        x, at = self.embed(idx), cache.positions(T) if cache else slice(T)
         if self.positions:
             x = x + self.positions.weight[at]
         angles = self.rope(at) if self.rope else None
@@ -593,4 +593,4 @@ if __name__ == "__main__":
     import configurator
     import describe
 
-    configurator.run(describe.main)
+    configurator.run_main(describe.main)

@@ -23,7 +23,7 @@ from typing import Literal
 
 import numpy as np
 
-from configurator import UserError, load, run, setting
+from configurator import UserError, command_line, run_main, setting
 from files import read_json, write_atomic, write_json
 
 # Okabe and Ito's colours, which colour-blind readers tell apart, without yellow, which is lost on white. The numbers of
@@ -108,7 +108,7 @@ class PlotConfig:
     """Every setting of plot.py."""
 
     words: tuple[str, ...] = setting(
-        (), "what to draw (relative, loss, compare, ablations, eval, analysis, decode), then the runs"
+        (), "what to draw (relative, loss, compare, ablations, eval, analysis, decode), then the runs", positional=True
     )
     baseline: str = setting("vanilla", "value_mode that the others are compared with")
     window: int = setting(0, "steps of the moving average; 0 = 100, or 10 if a run has fewer than 200 steps")
@@ -805,8 +805,7 @@ KINDS = {"relative": relative, "loss": loss, "compare": compare, "ablations": ab
 FROM_FILES = {"eval": evaluation, "analysis": analysis, "decode": decoding}  # of eval.py, analyze.py and bench.py
 
 
-def main():
-    cfg = load(PlotConfig, positional="words", usage=__doc__)
+def main(cfg: PlotConfig):
     kind, *names = cfg.words
     if kind in FROM_FILES:
         return FROM_FILES[kind](cfg, names)
@@ -819,4 +818,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main, command_line(PlotConfig, __doc__))

@@ -42,7 +42,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from configurator import UserError, load, need, run, setting
+from configurator import UserError, command_line, need, run_main, setting
 from data import EOT, Tokenizer, check_file
 from files import read_json, sha256, write_json
 
@@ -60,7 +60,7 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|(?:\s(?!\S
 
 @dataclass
 class PrepareConfig:
-    source: Literal["pysource", "slimpajama", "files"] = setting("pysource", "what to read")
+    source: Literal["pysource", "slimpajama", "files"] = setting("pysource", "what to read", positional=True)
     out_dir: str = setting("", "where the result goes; data/<source> if empty")
     input_dir: str = setting("", "folder to read: of texts for files, in SlimPajama's layout for slimpajama")
     hub_id: str = setting("cerebras/SlimPajama-627B", "data set on the hub, for slimpajama without input_dir")
@@ -638,8 +638,7 @@ def plain_speed(out, state, tokenizer):
     return sum(len(text.encode()) for text in texts) / (time.perf_counter() - started)
 
 
-def main():
-    cfg = load(PrepareConfig, positional="source", usage=__doc__)
+def main(cfg: PrepareConfig):
     out = Path(cfg.out_dir)
     if out.exists() and not out.is_dir():
         raise UserError(f"out_dir={out} is a file; name a folder")
@@ -665,4 +664,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main, command_line(PrepareConfig, __doc__))

@@ -1,11 +1,55 @@
-"""Numbers as text: Markdown tables, means and errors."""
+"""What every stage shows: numbers with their errors, Markdown tables, progress.
+
+No torch and no numpy here: prepare.py's worker processes and plot.py import this file.
+"""
+
+import math
+import statistics
+import sys
 
 
-def markdown(header, rows):
-    """Lines of a Markdown table, numbers to the right."""
-    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
+def plus_minus(value, error=None, digits=4, sign=False):
+    """`0.1234 ± 0.0056`; without an error the value alone, "-" if there is none. sign: show a plus, for differences."""
+    if value is None:
+        return "-"
+    text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
+    if error is None:
+        return text
+    return f"{text} ± {error:.{digits}f}"
 
 
-def number(value, error=None, sign=""):
-    return f"{value:{sign}.4f}" + (f" ± {error:.4f}" if error is not None else "")
+def mean_std(values):
+    """Mean and standard deviation (n - 1) of a list of numbers; the deviation is None below two, the mean below one."""
+    if not values:
+        return None, None
+    if len(values) == 1:
+        return float(values[0]), None
+    return math.fsum(values) / len(values), statistics.stdev(map(float, values))
+
+
+def markdown(header, rows, left=1):
+    """A Markdown table as text. Its first `left` columns are aligned to the left, the others, numbers, to the right."""
+    rows = [[str(cell) for cell in row] for row in rows]
+    rule = ["---"] * left + ["---:"] * (len(header) - left)
+    lines = ["| " + " | ".join(header) + " |", "|" + "|".join(rule) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def progress(name, total, unit="it", show=True):
+    """A tqdm bar over `total` units, with update(n) and close(). Off a terminal it prints a line every ten seconds."""
+    from tqdm import tqdm
+
+    interval = 0.1 if sys.stderr.isatty() else 10.0
+    return tqdm(
+        total=total,
+        desc=name,
+        unit=unit,
+        unit_scale=True,
+        mininterval=interval,
+        maxinterval=interval,
+        delay=0 if sys.stderr.isatty() else interval,
+        dynamic_ncols=True,
+        leave=False,
+        disable=not show or not total,
+    )

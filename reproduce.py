@@ -33,14 +33,14 @@ from tqdm import tqdm
 
 import plot
 from analyze import AnalyzeConfig, Recorder
-from configurator import UserError, load, run, setting
+from configurator import UserError, command_line, run_main, setting
 from data import Corpus, Tokenizer
 from describe import count_parameters, flops_per_token
 from figures import FIGURES, INITIAL, SEEDS, Found, Job, draw, rows
 from files import read_json, write_atomic, write_json
 from model import GPT
 from report import markdown
-from runtime import PEAK_FLOPS, World, environment, peak_bytes, pick_dtype
+from runtime import PEAK_FLOPS, Distributed, environment, peak_bytes, pick_dtype
 from train import TrainConfig
 from value_modes import get_mode, mode_name
 
@@ -111,7 +111,7 @@ SCALES = {
 class ReproduceConfig:
     """Every setting of reproduce.py."""
 
-    words: tuple[str, ...] = setting((), "fig1 … fig22, tab1 … tab5, all, or report")
+    words: tuple[str, ...] = setting((), "fig1 … fig22, tab1 … tab5, all, or report", positional=True)
     scale: Literal["cpu", "small", "paper"] = setting("cpu", "what the paper's sizes, lengths and tokens are here")
     seeds: int = setting(0, "seeds of every run; 0 = the scale's: cpu three for the ablations and one else, others one")
     dry_run: bool = setting(False, "only say what would be run")
@@ -393,7 +393,7 @@ def show_plan(todo, cfg, device, at_once):
             [f"{of.job.name}-{of.seed}", of.state, f"{size:,}", f"{of.tokens:,}", cost, f"{of.disk / 1e9:.2f}"]
         )
     unit = "GPU-hours" if cfg.units.gpus else "core-hours"
-    print("\n".join(markdown(["run", "state", "parameters", "tokens", unit, "disk (GB)"], lines)))
+    print(markdown(["run", "state", "parameters", "tokens", unit, "disk (GB)"], lines))
     if cfg.dry_run:
         print(*commands(todo, cfg), "", sep="\n")
     print(totals(todo, cfg, device, at_once))
@@ -671,10 +671,10 @@ def publish(name, figure, cfg, found):
     if figure.table:
         header, *lines = figure.table(found)
         record["table"] = [header, *lines]
-        print("\n".join(markdown(header, lines)))
+        print(markdown(header, lines))
     record["rows"] = rows(figure, found)
     if record["rows"]:
-        print("\n".join(markdown(CLAIMS, map(cells, record["rows"]))), flush=True)
+        print(markdown(CLAIMS, map(cells, record["rows"])), flush=True)
     known = read_results(path) if path.exists() else {"figures": {}}
     known["figures"][name] = record | {"environment": environment()}
     order = {key: known["figures"][key] for key in FIGURES if key in known["figures"]}
@@ -819,11 +819,10 @@ def whole_page(found, cfg):
 """
 
 
-def main():
-    cfg = load(ReproduceConfig, positional="words", usage=__doc__)
+def main(cfg: ReproduceConfig):
     if cfg.words == ("report",):
         return report(cfg)
-    device = World("auto" if cfg.units.gpus else "cpu").device
+    device = Distributed("auto" if cfg.units.gpus else "cpu").device
     if not cfg.dry_run and any(figure.panels for figure in cfg.figures.values()):
         plot.matplotlib()  # that it is there, before hours of training
     at_once = cfg.jobs or (1 if cfg.units.gpus else os.cpu_count() or 1)
@@ -858,4 +857,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main, command_line(ReproduceConfig, __doc__))

@@ -1,10 +1,9 @@
-"""The machine: ranks, device, precision, environment, progress."""
+"""The machine that a stage runs on: its ranks and device, precision, clock, memory, and a record of all that."""
 
 import datetime
 import os
 import platform
 import re
-import resource
 import subprocess
 import sys
 import time
@@ -13,27 +12,42 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from configurator import UserError
 
-# dense bf16/fp16 peak of a GPU in FLOP/s, by words of its name, the first that fits (makers' data sheets, no sparsity)
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12}
-PEAK_FLOPS |= {"A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12, "T4": 65e12}
+# Dense bf16/fp16 peak of GPUs in FLOP/s, from the makers' data sheets (without sparsity), by words of the GPU's name.
+# The first entry that fits counts.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
 
 
-class World:
-    """The processes of this run: rank, size, this one's device, and sums over all of them."""
+class Distributed:
+    """The processes of a run as torchrun starts them: this one's rank and device, and sums over all ranks.
+
+    Attributes: rank, size, is_first_of_node, device (a torch.device), kind (its type: "cpu", "cuda", "mps").
+    Raises UserError if the device cannot be used.
+    """
 
     def __init__(self, device):
-        self.began = time.perf_counter()
+        self.started = time.perf_counter()
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        self.first_of_node = local == 0
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.is_first_of_node = local_rank == 0
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cuda" and self.size > 1:
-            device = f"cuda:{local}"
+            device = f"cuda:{local_rank}"
         try:
             self.device = torch.device(device)
             torch.zeros(1, device=self.device)
@@ -46,19 +60,19 @@ class World:
             try:
                 dist.init_process_group("nccl" if self.kind == "cuda" else "gloo")
             except ValueError as e:  # a variable that torchrun sets is missing
-                lacking = str(e).splitlines()[0]
-                raise UserError(f"WORLD_SIZE={self.size} without torchrun ({lacking}); use it, or unset it") from None
+                reason = str(e).splitlines()[0]
+                raise UserError(f"WORLD_SIZE={self.size} without torchrun ({reason}); use it, or unset it") from None
 
-    def pin(self, arrays):
-        """numpy arrays -> tensors in the host's memory, for a GPU where it can fetch them from while it computes."""
+    def pin_memory(self, arrays):
+        """numpy arrays -> CPU tensors; for a GPU in pinned memory, which it can copy from while it computes."""
         tensors = [torch.from_numpy(a) for a in arrays]
-        if self.kind == "cuda":
-            torch.cuda.set_device(self.device)  # of this thread: else pinning would wake up the first GPU
-            tensors = [t.pin_memory() for t in tensors]
-        return tensors
+        if self.kind != "cuda":
+            return tensors
+        torch.cuda.set_device(self.device)  # of this thread: otherwise pinning would open a context on the first GPU
+        return [t.pin_memory() for t in tensors]
 
-    def put(self, tensors):
-        """Tensors that `pin` made -> tensors on this rank's device; to a GPU without waiting for the copy."""
+    def to_device(self, tensors):
+        """Tensors from `pin_memory` -> tensors on this rank's device, without waiting for the copy to a GPU."""
         return [t.to(self.device, non_blocking=True) for t in tensors]
 
     def sum(self, values):
@@ -70,13 +84,13 @@ class World:
         return total.cpu()
 
     def wait(self):
+        """Wait until all ranks are here."""
         if self.size > 1:
             dist.barrier()
 
     def close(self):
-        """End the process. When all is long written, gloo's threads may still abort the interpreter as it ends, or wait
-        for it while it waits for them (pytorch/pytorch#179291, #56297); so a rank that has succeeded leaves without
-        either's own clean-up. But not before the others: a rank that leaves early pulls their connections down."""
+        """End a rank's process, after all ranks have come here. gloo's threads can abort or hang the interpreter's own
+        exit (pytorch/pytorch#179291, #56297), and a rank that leaves early breaks the others' connections."""
         if self.size > 1:
             dist.barrier()
             if self.kind == "cuda":
@@ -87,27 +101,44 @@ class World:
 
 
 def pick_dtype(name, kind):
-    """The torch.dtype of autocast: what is asked for, or with "auto" bf16 where the processor computes in it."""
-    if name == "auto":
-        if kind == "cuda":
-            name = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-        else:
-            fast = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-            has = kind == "cpu" and any(getattr(torch.cpu, f, lambda: False)() for f in fast)
-            name = "bfloat16" if has else "float32"
-    return getattr(torch, name)
+    """The torch.dtype of autocast. "auto": on GPUs bf16, or fp16 before Ampere; on CPUs bf16 where the processor
+    computes in it, else fp32."""
+    if name != "auto":
+        return getattr(torch, name)
+    if kind == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    has_bf16 = (getattr(torch.cpu, f, None) for f in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    if kind == "cpu" and any(f and f() for f in has_bf16):
+        return torch.bfloat16
+    return torch.float32
 
 
 def peak_flops(device, dtype):
-    """FLOP/s that MFU is a share of, or None where we do not know it (then MFU is null, not wrong)."""
+    """Peak FLOP/s of a GPU, or None where we do not know it; then MFU is null instead of wrong."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)  # such as "NVIDIA A100-SXM4-80GB"
     return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
+def clock(device):
+    """Seconds on a steady clock, after the device has finished what was launched on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def peak_bytes(device):
+    """Peak memory in bytes: of a GPU's tensors, elsewhere of the whole process since it started."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # Unix only
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def environment():
-    """What a reader needs to know to repeat the run: code, versions, machine, command."""
+    """What a reader needs to repeat a run: commit, versions, machine, command."""
 
     def git(*words):
         try:
@@ -116,7 +147,6 @@ def environment():
             return None
         return result.stdout.strip() if result.returncode == 0 else None
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     return {
         "commit": git("rev-parse", "HEAD"),
@@ -125,40 +155,9 @@ def environment():
         "torch": torch.__version__,
         "numpy": np.__version__,
         "cuda": torch.version.cuda,
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "machine": f"{platform.system()} {platform.machine()}, {cores}",
         "ranks": int(os.environ.get("WORLD_SIZE", 1)),
         "command": " ".join(sys.argv),
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-class Progress:
-    """A bar on a terminal, else a line every ten seconds; both say what time is left."""
-
-    def __init__(self, name, total, on=True):
-        self.name, self.total, self.done, self.began = name, total, 0, time.time()
-        self.on, self.said = on and total > 0, self.began
-        self.bar = None
-        if self.on and sys.stderr.isatty():
-            self.bar = tqdm(total=total, desc=name, unit="tok", unit_scale=True, dynamic_ncols=True, leave=False)
-
-    def update(self, n):
-        self.done, now = self.done + n, time.time()
-        if self.bar:
-            self.bar.update(n)
-        elif self.on and now - self.said > 10:
-            left = (now - self.began) * (self.total / self.done - 1)
-            print(f"{self.name}: {self.done / self.total:.0%}, {left:.0f} s left", file=sys.stderr, flush=True)
-            self.said = now
-
-    def close(self):
-        if self.bar:
-            self.bar.close()
-
-
-def peak_bytes(device):
-    """Most memory that this process has had: on a GPU in this run's tensors; else as a whole, in all runs so far."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -15,9 +15,9 @@ import torch
 
 import checkpoint
 from checkpoint import load_tokenizer
-from configurator import UserError, load, run, setting
-from model import full
-from runtime import World
+from configurator import UserError, command_line, run_main, setting
+from model import to_fp32
+from runtime import Distributed
 from value_modes import plan_layers, refuse
 
 LOOK = {"cuda": 16}  # steps after which to look whether all rows have ended: a GPU has to wait for whoever looks
@@ -27,7 +27,7 @@ LOOK = {"cuda": 16}  # steps after which to look whether all rows have ended: a 
 class SampleConfig:
     """Every setting of sample.py."""
 
-    run: str = setting("out/resformer", "a run's folder, or a checkpoint's file")
+    run: str = setting("out/resformer", "a run's folder, or a checkpoint's file", positional=True)
     which: Literal["last", "best"] = setting("last", "which checkpoint of a run: last, or best in validation")
     prompt: str = setting("\n", "text to continue; '<|endoftext|>' in it is the end of a document")
     prompt_file: str = setting("", "file of prompts, one in each line, instead of prompt")
@@ -68,17 +68,17 @@ class KVCache:
 
     def extend(self, t, n, new):
         """Store `new` (B, G, T, D) behind what layer n's tensor t holds; returns all of it, (B, G, pos + T, D)."""
-        end, store = self.stop(new.size(2)), self.tensors[t, n]
+        end, store = self.end(new.size(2)), self.tensors[t, n]
         if end > self.length:
             raise ValueError(f"the KV cache holds {self.length} tokens, not {end}")
         store.narrow(2, self.pos, new.size(2)).copy_(new)
         return store.narrow(2, 0, end)
 
-    def stop(self, T):
+    def end(self, T):
         """One more than the last position of the T tokens that come next."""
         return self.pos + T
 
-    def at(self, T):
+    def positions(self, T):
         """Their positions."""
         return slice(self.pos, self.pos + T)
 
@@ -90,7 +90,7 @@ class KVCache:
         return sum(t.nbytes for t in self.tensors.values())
 
 
-class Rows(KVCache):
+class RaggedCache(KVCache):
     """A KVCache after its prefill, to go on from by one token a step, each row at a position of its own.
 
     lengths: how many tokens of each row are its own; what the prefill stored behind them is filling, which `extend`
@@ -123,11 +123,11 @@ class Rows(KVCache):
         store[self.batch[:, None], self.heads, self.rows] = new[:, :, 0].to(store.dtype)  # (B, G, D)
         return store
 
-    def stop(self, T):
+    def end(self, T):
         refuse(T != 1, f"rows at positions of their own take one token a step, not {T}")
         return self.length
 
-    def at(self, T):
+    def positions(self, T):
         return self.rows
 
     def advance(self, T):
@@ -159,16 +159,16 @@ def prefill(model, prompts, length):
     cache = KVCache(model.cfg, len(prompts), length, device, model.head.weight.dtype)
     idx = torch.tensor([ids + [0] * (max(lengths) - len(ids)) for ids in prompts], device=device)  # (B, T)
     x = model.hidden(idx, cache)[torch.arange(len(prompts)), torch.tensor(lengths) - 1]  # (B, C): at each one's last
-    return full(model.head(x)), cache
+    return to_fp32(model.head(x)), cache
 
 
 def step(model, idx, cache):
     """Logits (B, V), at least fp32, of the token that follows idx (B, 1)."""
-    return full(model.head(model.hidden(idx, cache)[:, -1]))
+    return to_fp32(model.head(model.hidden(idx, cache)[:, -1]))
 
 
 def compiled(model, idx, rows):
-    """`step` as one graph (a CUDA graph on GPUs) for this model and these Rows, which it leaves as they were.
+    """`step` as one graph (a CUDA graph on GPUs) for this model and this RaggedCache, which it leaves as they were.
     Raises UserError where torch.compile does not work."""
     for tensor in (*rows.tensors.values(), *vars(rows).values()):
         if isinstance(tensor, torch.Tensor):  # a graph may then write to it in its place, and need not copy it
@@ -212,7 +212,7 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
     new = [draw(logits, generator, **how)]
     times.append(clock(device))
     if compile or min(lengths) < max(lengths):
-        cache = Rows(cache, lengths)
+        cache = RaggedCache(cache, lengths)
     run = compiled(model, new[0], cache) if compile else step
     times.append(clock(device))
     look = LOOK.get(device.type, 1)
@@ -249,9 +249,8 @@ def rate(tokens, seconds):
     return f"{tokens / max(seconds, 1e-9):,.0f} tokens/s"
 
 
-def main():
-    cfg = load(SampleConfig, positional="run", usage=__doc__)
-    device, path = World(cfg.device).device, checkpoint.find(cfg.run, cfg.which)
+def main(cfg: SampleConfig):
+    device, path = Distributed(cfg.device).device, checkpoint.find(cfg.run, cfg.which)
     tokenizer = load_tokenizer(path)
     texts, model = read_prompts(cfg), checkpoint.load(path, device=device).to(getattr(torch, cfg.dtype))
     prompts, block = [tokenizer.encode(text, allow_eot=True) for text in texts], model.cfg.block_size
@@ -274,4 +273,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main, command_line(SampleConfig, __doc__))

@@ -31,12 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import checkpoint
-from configurator import UserError, load, run, setting
+from configurator import UserError, command_line, run_main, setting
 from data import Corpus
 from describe import count_parameters, flops_per_token
 from files import read_json, write_atomic, write_json
 from model import GPT, attend
-from runtime import World, environment, peak_flops, pick_dtype
+from runtime import Distributed, environment, peak_flops, pick_dtype
 from value_modes import ModelConfig, ValueMode, get_mode, kv_floats_per_token, mode_name
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -243,7 +243,7 @@ class Run:
     """What the parts of a run share. `raw` is the model itself; what steps is `raw`, compiled and wrapped."""
 
     cfg: TrainConfig
-    world: World
+    world: Distributed
     corpus: Corpus
     raw: GPT
     optimizer: torch.optim.Optimizer
@@ -262,7 +262,7 @@ def build(cfg, world):
     dtype = pick_dtype(cfg.dtype, world.kind)
     check_attention(cfg, world, dtype)
     cfg.accumulation(world.size)
-    corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify and world.first_of_node)
+    corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify and world.is_first_of_node)
     torch.manual_seed(cfg.seed)
     pad = cfg.pad_vocab or (64 if world.kind == "cuda" else 1)
     raw = GPT(cfg.model(corpus.tokenizer.n_vocab), cfg.seed, cfg.attn, recompute=cfg.recompute, pad_vocab=pad)
@@ -378,14 +378,14 @@ def feed(run, done):
     )
 
     def read(step, first):
-        return world.pin(run.corpus.batch(step, size, first, first + cfg.micro_batch))
+        return world.pin_memory(run.corpus.batch(step, size, first, first + cfg.micro_batch))
 
     with ThreadPoolExecutor(1) as thread:
         ahead = thread.submit(read, *next(places))
         while True:
             began, batch = time.perf_counter(), ahead.result()
             ahead = thread.submit(read, *next(places))
-            x, y = world.put(batch)
+            x, y = world.to_device(batch)
             yield x, y, time.perf_counter() - began
 
 
@@ -437,7 +437,7 @@ def evaluate(run):
     for d, domain, first, last in jobs[world.rank :: world.size]:
         x, y = corpus.val_batch(domain, first, last)
         with run.amp:
-            loss = run.raw(*world.put(world.pin((x, y))))[1]
+            loss = run.raw(*world.to_device(world.pin_memory((x, y))))[1]
         sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()
     nats, tokens, n_bytes = world.sum(sums).numpy().T
     val = dict(zip(corpus.domains, (nats / tokens).tolist(), strict=True))
@@ -505,7 +505,7 @@ def train(run):
         mfu = rate * flops / (peak * world.size) if peak else None
         metrics.step(record | {"seconds": seconds, "tokens_per_s": rate, "mfu": mfu})
         if step == done:
-            metrics.say(f"first step done after {time.perf_counter() - world.began:.1f} s")
+            metrics.say(f"first step done after {time.perf_counter() - world.started:.1f} s")
         last, val_loss = n == cfg.max_steps or world.sum([stop.asked]).item() > 0, None
         if n % cfg.eval_every == 0 or n == cfg.max_steps:
             val_loss = metrics.evaluation(n, evaluate(run))
@@ -518,12 +518,11 @@ def train(run):
     metrics.close()
 
 
-def main():
-    cfg = load(TrainConfig, usage=__doc__)
-    world = World(cfg.device)
+def main(cfg: TrainConfig):
+    world = Distributed(cfg.device)
     train(build(cfg, world))
     world.close()
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main, command_line(TrainConfig, __doc__))

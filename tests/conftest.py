@@ -1,10 +1,13 @@
 """Shared by the tests: modes, a small model, the reference folder, and running our scripts as a user does."""
 
 import base64
+import contextlib
+import io
 import os
 import signal
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))
 
+from configurator import command_line, run_main  # noqa: E402
 from model import GPT  # noqa: E402
 from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode  # noqa: E402
 
@@ -85,6 +89,20 @@ def script(*words, cwd=None, env=None, **kw):
     """Run one of our scripts; the completed process, with stdout and stderr as text."""
     env = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="") | (env or {})
     return finished([sys.executable, str(ROOT / words[0]), *map(str, words[1:])], cwd=cwd or ROOT, env=env, **kw)
+
+
+def in_process(module, *words, cwd=None):
+    """`python <module>.py …` in this process: what `script` returns, without the seconds to import torch."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    settings = typing.get_type_hints(module.main)["cfg"]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.chdir(cwd or os.getcwd()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [module.__file__, *map(str, words)])
+            try:
+                run_main(module.main, command_line(settings, module.__doc__))
+            except SystemExit as e:
+                code = e.code
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 def refused(result, *fragments):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import MODES, ROOT, byte_tokenizer, config, make_data, refused, script, tiny, tokens, widths
+from conftest import MODES, ROOT, byte_tokenizer, config, in_process, make_data, refused, script, tiny, tokens, widths
 from safetensors.torch import save_file
 from test_equations import A, cross, linear, norm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -829,18 +829,11 @@ def copied(run, to, **changed):
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """analyze.py in this process, which saves the seconds of starting: a completed process as `script` gives it."""
+def call():
+    """analyze.py in this process."""
 
     def run(*words):
-        monkeypatch.setattr(sys, "argv", ["analyze.py", *map(str, words), "--device=cpu"])
-        capsys.readouterr()
-        try:
-            code = configurator.run(analyze.main) or 0
-        except SystemExit as e:
-            code = e.code
-        said = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=said.out, stderr=said.err)
+        return in_process(analyze, *words, "--device=cpu")
 
     return run
 

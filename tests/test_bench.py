@@ -21,13 +21,13 @@ import bench
 import checkpoint
 import configurator
 import plot
-from configurator import UserError, load
+from configurator import UserError, load_settings
 from data import Corpus
 from describe import flops_per_token
 from files import write_json
 from model import GPT
 from prepare import PAPER_MIXTURE
-from runtime import World
+from runtime import Distributed
 from sample import generate
 from value_modes import ModelConfig
 
@@ -223,9 +223,8 @@ def test_nanogpts_batch_is_a_window_and_the_next_token(data_dir):
 )
 def test_prepare_and_load_refused(tmp_path, monkeypatch, words, says):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["bench.py", *words])
     with pytest.raises(configurator.UserError, match=says):
-        bench.main()
+        bench.main(configurator.load_settings(bench.BenchConfig, words))
 
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=257)
@@ -238,8 +237,8 @@ def small(monkeypatch, tmp_path):
     out = tmp_path / "b.json"
 
     def call(*words):
-        monkeypatch.setattr(sys, "argv", ["bench.py", *words, "--seconds=0.001", "--rounds=2", f"--out_file={out}"])
-        bench.main()
+        words = [*words, "--seconds=0.001", "--rounds=2", f"--out_file={out}"]
+        bench.main(configurator.load_settings(bench.BenchConfig, words))
         return json.loads(out.read_text())
 
     return call
@@ -345,13 +344,13 @@ def test_the_plan_for_a_gpu_is_of_valid_calls(monkeypatch, tmp_path, capsys):
     called = []
 
     def call(words):
-        cfg = load(bench.BenchConfig, words[2:], positional="words")
+        cfg = load_settings(bench.BenchConfig, words[2:])
         called.append((cfg.words[0], cfg.shape, cfg.dtype))
         write_json(cfg.out_file, {"rows": [{"name": "vanilla", "mfu": 0.5}]})
         return len(called) == 1
 
     monkeypatch.setattr(subprocess, "call", call)
-    found = bench.bench_gpu(bench.BenchConfig(("gpu",)), World("cpu"))
+    found = bench.bench_gpu(bench.BenchConfig(("gpu",)), Distributed("cpu"))
     assert [words for words, *_ in called] == [plan.split()[0] for plan in bench.GPU_PLAN.values()]
     assert {shape for _, shape, _ in called} == {("tiny",)} and ("train", ("tiny",), bench.DTYPES[1:]) in called
     assert set(found["runs"]) == set(bench.GPU_PLAN) - {"82M"} and "82M failed" in capsys.readouterr().out

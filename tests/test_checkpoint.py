@@ -92,14 +92,14 @@ def test_hf_folder_round_trip(tmp_path):
     model = tiny("svformer", n_kv_head=2).float()
     parts = {name: p[rows].detach().clone() for name, p, rows in hf.hf_parts(model)}
     assert sum("v_proj" in name for name in parts) == 1 and len(parts) == 3 + 4 * 9 - 3
-    hf = dict(model_type="llama", vocab_size=61, hidden_size=32, intermediate_size=112, num_hidden_layers=4)
-    hf |= dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-5)
-    (tmp_path / "config.json").write_text(json.dumps(hf | {"value_mode": "svformer"}))
+    about = dict(model_type="llama", vocab_size=61, hidden_size=32, intermediate_size=112, num_hidden_layers=4)
+    about |= dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-5)
+    (tmp_path / "config.json").write_text(json.dumps(about | {"value_mode": "svformer"}))
     save_file(parts, tmp_path / "model.safetensors")
     idx = tokens((1, 9))
     assert torch.equal(hf.load_hf(tmp_path)(idx)[0], model(idx)[0])
     mode = json.loads(json.dumps(model.cfg.to_dict()))["value_mode"]  # a mode without a name, spelled out
-    (tmp_path / "config.json").write_text(json.dumps(hf | {"value_mode": mode}))
+    (tmp_path / "config.json").write_text(json.dumps(about | {"value_mode": mode}))
     assert hf.load_hf(tmp_path).cfg.value_mode == model.cfg.value_mode
     for change, says in (
         (dict(), "has no tensor"),  # without value_mode it is a vanilla model, whose values are not there

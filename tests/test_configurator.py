@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 from conftest import ROOT, refused, script
 
-from configurator import UserError, load, setting
+from configurator import UserError, check_ranges, load_settings, setting
 from value_modes import Residual, ValueMode
 
 
@@ -32,8 +32,8 @@ def test_left_to_right(tmp_path):
     a, b = tmp_path / "a.py", tmp_path / "b.py"
     a.write_text("import math\nfrom dataclasses import dataclass\n_half = .5\nlearning_rate = _half\nmax_steps = 3\n")
     b.write_text("max_steps = 4\nname = 'b'\n")
-    assert load(Config, []) == Config()
-    got = load(Config, [str(a), "--name=flag", str(b), "--max-steps", "5"])
+    assert load_settings(Config, []) == Config()
+    got = load_settings(Config, [str(a), "--name=flag", str(b), "--max-steps", "5"])
     assert (got.learning_rate, got.max_steps, got.name) == (0.5, 5, "b")
 
 
@@ -64,15 +64,46 @@ def test_left_to_right(tmp_path):
     ],
 )
 def test_flags(words, field, value):
-    got = getattr(load(Config, words), field)
+    got = getattr(load_settings(Config, words), field)
     assert got == value and type(got) is type(value)
 
 
+@dataclass
+class Many:
+    runs: tuple[str, ...] = setting((), "runs", positional=True)
+    max_steps: int = setting(10, "steps", least=1, most=20)
+
+
+@dataclass
+class One:
+    source: str = setting("x", "what", positional=True)
+
+
 def test_positional_words():
-    assert load(Config, ["run1", "--max_steps=2", "run2"], positional="words").words == ("run1", "run2")
-    assert load(Config, ["slimpajama"], positional="name").name == "slimpajama"
+    assert load_settings(Many, ["run1", "--max_steps=2", "run2"]).runs == ("run1", "run2")
+    assert load_settings(One, ["slimpajama"]).source == "slimpajama"
     with pytest.raises(UserError, match="unexpected word 'b'"):
-        load(Config, ["a", "b"], positional="name")
+        load_settings(One, ["a", "b"])
+
+
+@pytest.mark.parametrize("value,says", [(0, "at least 1"), (21, "at most 20"), (-5, "at least 1")])
+def test_ranges(value, says):
+    with pytest.raises(ValueError, match=f"max_steps={value} must be {says}"):
+        check_ranges(Many(max_steps=value))
+    check_ranges(Many())
+
+
+def test_ranges_reject_what_is_no_number():
+    @dataclass
+    class Rate:
+        rate: float = setting(0.0, "rate", least=0)
+        rates: tuple[float, ...] = setting((), "rates", least=0)
+        maybe: int | None = setting(None, "three ways", least=0)
+
+    check_ranges(Rate())
+    for bad in (Rate(rate=float("nan")), Rate(rate=float("inf")), Rate(rates=(1.0, -1.0)), Rate(maybe=-1)):
+        with pytest.raises(ValueError, match="must be at least 0"):
+            check_ranges(bad)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +126,7 @@ def test_positional_words():
 )
 def test_bad_flags(words, says):
     with pytest.raises(UserError) as e:
-        load(Config, words)
+        load_settings(Config, words)
     assert says in str(e.value)
 
 
@@ -115,19 +146,19 @@ def test_bad_files(tmp_path, text, says):
     path = tmp_path / "bad.py"
     path.write_text(text)
     with pytest.raises(UserError) as e:
-        load(Config, [str(path)])
+        load_settings(Config, [str(path)])
     assert str(path) in str(e.value) and says in str(e.value)
 
 
 def test_a_file_may_hold_a_mode(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("from model import Residual, ValueMode\nmode = ValueMode((Residual(lam=(1.0, 3.0)),))\n")
-    assert load(Config, [str(path)]).mode == ValueMode((Residual(lam=(1.0, 3.0)),))
+    assert load_settings(Config, [str(path)]).mode == ValueMode((Residual(lam=(1.0, 3.0)),))
 
 
 def test_defaults_are_not_shared():
-    load(Config, []).mixture["a"] = 1
-    assert load(Config, []).mixture == {}
+    load_settings(Config, []).mixture["a"] = 1
+    assert load_settings(Config, []).mixture == {}
 
 
 def test_help_lists_every_setting_and_its_default():
@@ -145,7 +176,7 @@ def test_every_config_builds(path):
     from describe import count_parameters
     from train import TrainConfig
 
-    cfg = load(TrainConfig, [str(path)])
+    cfg = load_settings(TrainConfig, [str(path)])
     cfg.accumulation(1)
     assert count_parameters(cfg.model(50277))[0] > 0
 
@@ -157,7 +188,7 @@ def test_configs_compose():
 
     sizes = {"2m": 1_623_856, "82m": 81_901_056, "180m": 179_874_048, "468m": 467_921_920}
     for size, right in sizes.items():
-        cfg = load(TrainConfig, [f"{ROOT}/config/size_{size}.py", f"{ROOT}/config/resformer.py", "--seed=1"])
+        cfg = load_settings(TrainConfig, [f"{ROOT}/config/size_{size}.py", f"{ROOT}/config/resformer.py", "--seed=1"])
         assert count_parameters(cfg.model(50277))[0] == right
         assert cfg.value_mode == get_mode("resformer") and cfg.seed == 1 and cfg.out_dir == "out/resformer"
         assert cfg.accumulation(8) * 8 * cfg.micro_batch == 1024  # the paper's global batch
@@ -174,5 +205,5 @@ def test_one_value_for_a_tuple():
     from bench import BenchConfig
 
     words = ["decode", "--batch=8", "--prompt=16,32", "--memory_megabytes=0.5", "--modes=vanilla"]
-    cfg = load(BenchConfig, words, positional="words")
+    cfg = load_settings(BenchConfig, words)
     assert (cfg.batch, cfg.prompt, cfg.memory_megabytes, cfg.modes) == ((8,), (16, 32), (0.5,), ("vanilla",))

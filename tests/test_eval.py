@@ -18,7 +18,7 @@ import tasks
 from configurator import UserError
 from data import Corpus
 from model import GPT
-from runtime import World
+from runtime import Distributed
 from value_modes import ModelConfig
 
 ARC = {"id": "x", "question": "What is wet?", "choices": {"text": ["sand", "rain", "dust"], "label": ["A", "B", "C"]}}
@@ -349,7 +349,7 @@ def test_lambadas_metrics():
 def test_loss_takes_every_token(data_dir, tmp_path, batch_tokens):
     model = GPT(ModelConfig(257, block_size=32, n_layer=2, n_head=2, n_embd=16, init_std=0.3)).double().eval()
     corpus = Corpus(data_dir, 32, mixture={"prose": 1, "code": 3})
-    found = e.run_loss(model, corpus, FakeStore(), World("cpu"), batch_tokens)
+    found = e.run_loss(model, corpus, FakeStore(), Distributed("cpu"), batch_tokens)
     losses, bits = [], []
     for domain in ("prose", "code"):
         ids = torch.from_numpy(np.fromfile(data_dir / "val" / f"{domain}.bin", "<u2").astype(np.int64))
@@ -455,7 +455,7 @@ def test_a_run_as_a_user_does_it(runs, tmp_path):
         found["openbookqa"]["cut"] == 5 and "cut on the left were 5 of openbookqa" in out  # 10 i + 5 > 64 + 1
     )  # "…" * i + " sand": i >= 6
     model, corpus = checkpoint.load(runs / "a"), Corpus(runs / "data", 64)
-    assert found["loss"]["val"] == e.run_loss(model, corpus, FakeStore(), World("cpu"), 2048)["val"]
+    assert found["loss"]["val"] == e.run_loss(model, corpus, FakeStore(), Distributed("cpu"), 2048)["val"]
     assert (runs / "a" / "eval.md").read_text() == out and not list(runs.glob("*/eval_partial*"))
     assert "| chance | 0.2500 | 0.3333 | 0.5000 | 0.5000 | 0.3333 | 0.5000 |" in out
 
@@ -561,7 +561,7 @@ def interrupted(monkeypatch, cfg, after):
     with monkeypatch.context() as patch:
         patch.setattr(e, "score_batch", count)
         try:
-            e.native(cfg, World("cpu"))
+            e.native(cfg, Distributed("cpu"))
         except Stopped:
             assert len(done) == after
     return done
@@ -591,8 +591,8 @@ def test_interrupted_loss_goes_on(runs, monkeypatch):
     model, corpus = checkpoint.load(runs / "a"), Corpus(runs / "data", 64)
     cfg = e.EvalConfig(runs=(str(runs / "a"),), task=("loss",))
     path = checkpoint.find(runs / "a")
-    store, forward, calls = e.Store(path, cfg, World("cpu")), GPT.forward, []
-    whole = e.run_loss(model, corpus, FakeStore(), World("cpu"), 640)
+    store, forward, calls = e.Store(path, cfg, Distributed("cpu")), GPT.forward, []
+    whole = e.run_loss(model, corpus, FakeStore(), Distributed("cpu"), 640)
 
     def some(*args, **kw):
         calls.append(args)
@@ -602,10 +602,10 @@ def test_interrupted_loss_goes_on(runs, monkeypatch):
 
     monkeypatch.setattr(GPT, "forward", some)
     with pytest.raises(Stopped):
-        e.run_loss(model, corpus, store, World("cpu"), 640)
-    again = e.Store(path, cfg, World("cpu"))
+        e.run_loss(model, corpus, store, Distributed("cpu"), 640)
+    again = e.Store(path, cfg, Distributed("cpu"))
     assert (
-        e.run_loss(model, corpus, again, World("cpu"), 640) == whole and len(calls) == 6 + 7
+        e.run_loss(model, corpus, again, Distributed("cpu"), 640) == whole and len(calls) == 6 + 7
     )  # 12 parts in all, the 6th again
     again.remove()
     assert not list((runs / "a").glob("eval_partial*"))

@@ -319,7 +319,7 @@ def test_peak_memory(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(about | dict(model_type="llama", vocab_size=64)))
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
-import torch, checkpoint
+import torch, hf
 peak = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
 before = peak()
 model = hf.load_hf({str(tmp_path)!r}, dtype=torch.bfloat16)

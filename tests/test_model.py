@@ -18,7 +18,7 @@ import checkpoint
 import describe
 import model as m
 import value_modes
-from eval import Forks
+from eval import PrefixTree
 from model import GPT, LinearCrossEntropy
 from sample import KVCache
 from value_modes import ModelConfig, Residual, ValueMode, get_mode
@@ -138,7 +138,7 @@ def test_forks_equal_their_sequences_one_by_one(mode, n_kv_head):
     (ids, *how), where = forked(rows)
     for attn in ("sdpa", "eager"):
         model = tiny(mode, attn=attn, n_kv_head=n_kv_head)
-        all_at_once = model.hidden(ids, Forks(*how))
+        all_at_once = model.hidden(ids, PrefixTree(*how))
         for (b, k), places in where.items():
             alone = model.hidden(torch.tensor([rows[b][0] + rows[b][1][k]]))
             torch.testing.assert_close(all_at_once[b, places], alone[0], **EXACT)
@@ -147,10 +147,10 @@ def test_forks_equal_their_sequences_one_by_one(mode, n_kv_head):
 def test_forks_end_with_the_block():
     model = tiny()
     (ids, *how), _ = forked([([1] * 30, [[2, 2], [3, 3], [4, 4]])])  # 36 tokens, none beyond position 31
-    assert model.hidden(ids, Forks(*how)).shape == (1, 36, 32)
+    assert model.hidden(ids, PrefixTree(*how)).shape == (1, 36, 32)
     (ids, *how), _ = forked([([1] * 30, [[2, 2, 2], [3]])])
     with pytest.raises(ValueError, match="33 tokens do not fit block_size=32"):
-        model.hidden(ids, Forks(*how))
+        model.hidden(ids, PrefixTree(*how))
 
 
 class NewMemory:
@@ -274,7 +274,7 @@ def ddp_worker(rank, folder):
         for p, right in zip(model.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(p.grad, right.grad, rtol=1e-6, atol=1e-9, msg=name)
     torch.distributed.barrier()
-    os._exit(0)  # as runtime.World.close does, and says why
+    os._exit(0)  # as runtime.Distributed.close does, and says why
 
 
 def test_two_ranks_of_every_mode(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from conftest import refused, script
 
 import plot
-from configurator import UserError, load
+from configurator import UserError, load_settings
 from value_modes import TABLE, get_mode
 
 
@@ -48,8 +48,7 @@ def drawn(monkeypatch, *words):
         draw(ax, x, y, mode, modes, points)
 
     monkeypatch.setattr(plot, "draw", spy)
-    monkeypatch.setattr("sys.argv", ["plot.py", *map(str, words)])
-    plot.main()
+    plot.main(load_settings(plot.PlotConfig, map(str, words)))
     return seen
 
 
@@ -256,7 +255,7 @@ def test_refused_settings():
         (["loss", "x", "--json_file=x.json"], "json_file is for the tables of compare"),
     ):
         with pytest.raises(UserError, match=message):
-            load(plot.PlotConfig, words, positional="words")
+            load_settings(plot.PlotConfig, words)
 
 
 def test_one_sentence_and_exit_code_2(tmp_path):

@@ -105,6 +105,7 @@ def test_workers_do_not_change_a_byte(corpus, tmp_path):
 DRIVER = """
 import os, signal, sys
 import prepare
+from configurator import command_line
 prepare.SAVE_S, prepare.BATCH = 0, 20_000
 fsync, left = os.fsync, [int(sys.argv.pop(1))]
 def dying(fd):
@@ -113,7 +114,7 @@ def dying(fd):
         os.kill(os.getpid(), signal.SIGKILL)
     fsync(fd)
 os.fsync = dying
-prepare.main()
+prepare.main(command_line(prepare.PrepareConfig, ""))
 """
 
 

@@ -12,7 +12,7 @@ from conftest import ROOT, script
 import bench
 import plot
 import reproduce
-from configurator import load
+from configurator import load_settings
 from value_modes import TABLE
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def test_commands_parse(command, monkeypatch, tmp_path):
     cls, positional = STAGES[words[script]]
     module = importlib.import_module(words[script].removesuffix(".py"))
     given = [word for word in words[script + 1 :] if (words[script], word) != ("model.py", "table")]
-    load(getattr(module, cls), given, positional=positional)
+    load_settings(getattr(module, cls), given)
 
 
 def test_there_are_commands_of_every_stage():

@@ -28,17 +28,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, make_data, refused, script
+from conftest import ROOT, in_process, make_data, refused, script
 from PIL import Image
 from test_plot import make_run
 
+import describe
 import figures
-import model
 import plot
 import prepare
 import reproduce
 from analyze import AnalyzeConfig
-from configurator import UserError, load, run
+from configurator import UserError, load_settings
 from describe import count_parameters
 from eval import EvalConfig
 from figures import FIGURES, Claim, Figure, Found, Job
@@ -70,19 +70,12 @@ def as_it_was(monkeypatch):
 
 
 def command(*words):
-    """`python reproduce.py …` in this process: what conftest.script returns, without the seconds to import torch."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        m.setattr(sys, "argv", ["reproduce.py", *map(str, words)])
-        try:
-            run(reproduce.main)
-        except SystemExit as e:
-            code = e.code
-    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
+    """`python reproduce.py …` in this process."""
+    return in_process(reproduce, *words)
 
 
 def asked(*words):
-    return load(ReproduceConfig, list(map(str, words)), positional="words")
+    return load_settings(ReproduceConfig, list(map(str, words)))
 
 
 # ---- the panels and their numbers
@@ -313,7 +306,7 @@ def test_the_command_for_data_makes_the_data_that_is_asked_for():
             units = asked("all", f"--scale={scale}", f"--data_dir={given}").units
             python, file, *words = shlex.split(units.prepare)
             assert (python, file) == ("python", "prepare.py")
-            cfg = load(prepare.PrepareConfig, words, positional="source")
+            cfg = load_settings(prepare.PrepareConfig, words)
             assert cfg.out_dir == units.data_dir == (given or SCALES[scale].data_dir)
     with pytest.raises(UserError, match="--out_dir=elsewhere"):
         reproduce.prepare(asked("fig9", "--data_dir=elsewhere"))
@@ -1168,7 +1161,7 @@ def planned(tmp_path_factory):
         m.setattr(reproduce, "step_seconds", lambda values, device, vocab: 0.5)
         m.setattr(reproduce, "analysis_seconds", lambda values, device, vocab, chunks: 10.0)
         m.setattr(reproduce, "start_seconds", lambda: 6.0)
-        for module in (reproduce, model):  # which builds the shapes of a hundred models
+        for module in (reproduce, describe):  # which builds the shapes of a hundred models
             m.setattr(module, "count_parameters", functools.cache(count_parameters))
         for scale in SCALES:
             said[scale] = command("all", f"--scale={scale}", "--dry_run", *["--jobs=4"] * (scale == "cpu"))
@@ -1188,7 +1181,7 @@ def test_dry_run_prints_the_commands(scale, planned):
     seen = set()
     for line in (line for line in text.splitlines() if " train.py " in line):
         assert line.startswith(start)
-        given = load(TrainConfig, shlex.split(line.removeprefix(start)))
+        given = load_settings(TrainConfig, shlex.split(line.removeprefix(start)))
         of = plans[given.out_dir]
         assert given == TrainConfig(**of.values, resume="auto")
         seen.add(given.out_dir)
@@ -1198,7 +1191,7 @@ def test_dry_run_prints_the_commands(scale, planned):
     for line in text.splitlines():
         for name, cls, words in (("analyze.py", AnalyzeConfig, "runs"), ("eval.py", EvalConfig, "runs")):
             if line.startswith(f"python {name} "):
-                given = load(cls, shlex.split(line)[2:], positional=words)
+                given = load_settings(cls, shlex.split(line)[2:], positional=words)
                 found[name] |= {(run, getattr(given, "task", None)) for run in given.runs}
                 if name == "analyze.py" and given.runs:
                     assert given.chunks == SCALES[scale].chunks and given.data_dir == SCALES[scale].data_dir
@@ -1210,12 +1203,12 @@ def test_dry_run_prints_the_commands(scale, planned):
 
 def test_dry_run_names_the_analyses_of_other_models(planned, monkeypatch, tmp_path):
     (line,) = (line for line in planned["cpu"].splitlines() if "size_468m" in line)
-    given = load(AnalyzeConfig, shlex.split(line)[2:], positional="runs")
+    given = load_settings(AnalyzeConfig, shlex.split(line)[2:])
     assert line.startswith("python analyze.py ") and given.out_dir == "out/cpu/init-468M" and given.length == 2048
     monkeypatch.chdir(tmp_path)
     said = command("fig18", "--scale=paper", "--dry_run", "--public=models/a b").stdout
     (line,) = (line for line in said.splitlines() if line.startswith("python analyze.py"))
-    assert load(AnalyzeConfig, shlex.split(line)[2:], positional="runs").runs == ("models/a b",)
+    assert load_settings(AnalyzeConfig, shlex.split(line)[2:]).runs == ("models/a b",)
 
 
 @pytest.mark.parametrize("scale", ["paper", "small"])
@@ -1278,7 +1271,7 @@ def test_a_step_is_timed_for_all_of_its_micro_batches(monkeypatch, data_dir):
     """By a clock that ticks once per look, forward and backward of a vanilla model take one second."""
     seen, precision, clock = [], [], itertools.count()
 
-    class Watched(model.GPT):
+    class Watched(GPT):
         def forward(self, idx, *more):
             seen.append((tuple(idx.shape), mode_name(self.cfg.value_mode), self.cfg.vocab_size, int(idx.max()) < 257))
             precision.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
@@ -1819,7 +1812,7 @@ def test_torchrun_where_there_are_many_gpus(small, monkeypatch):
     reproduce.make_run(plan(cfg), cfg, workers)
     ((_, *words),) = workers.calls
     assert words[:2] == ["torch.distributed.run", "--nproc_per_node=8"] and words[2].endswith("/train.py")
-    assert load(TrainConfig, words[3:]).out_dir == "out/paper/82M-2048-resformer-42"
+    assert load_settings(TrainConfig, words[3:]).out_dir == "out/paper/82M-2048-resformer-42"
 
 
 def test_tasks_of_the_tables(small, tmp_path):
@@ -1830,9 +1823,7 @@ def test_tasks_of_the_tables(small, tmp_path):
         workers = Recorded(**fails)
         with contextlib.redirect_stdout(io.StringIO()) as said:
             reproduce.evaluate(of, group, cfg, workers)
-        given = [
-            load(EvalConfig, list(words), positional="runs") for name, *words in workers.calls if name == "eval.py"
-        ]
+        given = [load_settings(EvalConfig, list(words)) for name, *words in workers.calls if name == "eval.py"]
         assert len(given) == len(workers.calls) and all(g.runs == (str(of.folder),) for g in given)
         return given, said.getvalue()
 
@@ -1875,11 +1866,11 @@ def test_analyses_besides_the_runs(monkeypatch, tmp_path, data_dir):
     monkeypatch.chdir(tmp_path)
     cfg = asked("fig1", "--public=models/Llama-8B,models/Mistral", f"--data_dir={data_dir}")
     commands, folders = zip(*reproduce.extra(cfg), strict=True)
-    given = [load(AnalyzeConfig, list(words), positional="runs") for _, *words in commands]
+    given = [load_settings(AnalyzeConfig, list(words)) for _, *words in commands]
     assert {name for name, *_ in commands} == {"analyze.py"} and {g.data_dir for g in given} == {str(data_dir)}
     assert [g.out_dir for g in given] == [str(folder) for folder in folders]
     init, *public = given
-    shape = load(TrainConfig, [str(ROOT / init.init[0])])
+    shape = load_settings(TrainConfig, [str(ROOT / init.init[0])])
     assert (shape.n_layer, shape.n_head, shape.n_embd, shape.block_size) == (24, 16, 1024, 2048)
     assert init.length in (0, 2048) and init.chunks <= 16 and init.out_dir == "out/cpu/init-468M"
     assert [g.runs for g in public] == [("models/Llama-8B",), ("models/Mistral",)]
@@ -1953,7 +1944,7 @@ def test_data_is_made_at_scale_cpu_alone(monkeypatch, tmp_path, data_dir):
         reproduce.prepare(asked("fig9"))
     ((python, file, *words),) = called
     assert python == sys.executable and Path(file) == ROOT / "prepare.py" and SCALES["cpu"].prepare in said.getvalue()
-    assert load(prepare.PrepareConfig, words, positional="source").out_dir == "data/small"
+    assert load_settings(prepare.PrepareConfig, words).out_dir == "data/small"
     code = 2
     with (
         pytest.raises(UserError, match=r"prepare.py pysource .* failed \(2\)"),

@@ -7,7 +7,7 @@ from conftest import MODES, byte_tokenizer, config, refused, script, tiny, token
 import checkpoint
 import sample
 from model import GPT
-from sample import Rows, draw, generate
+from sample import RaggedCache, draw, generate
 from value_modes import kv_floats_per_token
 
 PROMPTS = [tokens((n,), seed=n).tolist() for n in (5, 1, 9)]
@@ -28,7 +28,7 @@ def decode(model, prompts, later, run=sample.step):
     """Logits (B, 1 + T, V) after prompts of several lengths and after each of the tokens later (B, T); the Rows."""
     lengths = [len(ids) for ids in prompts]
     first, cache = sample.prefill(model, prompts, max(lengths) + later.size(1))
-    rows = Rows(cache, lengths)
+    rows = RaggedCache(cache, lengths)
     logits = [first] + [run(model, idx, rows) for idx in later.split(1, dim=1)]
     return torch.stack(logits, dim=1), rows
 
@@ -64,7 +64,7 @@ def test_a_row_at_its_end_leaves_the_others_alone():
     model, later = tiny("resformer"), tokens((2, 20), seed=99)  # the block of 32 ends after 3 tokens of the first row
     prompts = [tokens((29,)).tolist(), [7, 8]]
     first, cache = sample.prefill(model, prompts, 32)
-    rows = Rows(cache, [29, 2])
+    rows = RaggedCache(cache, [29, 2])
     found = torch.stack([sample.step(model, idx, rows) for idx in later.split(1, dim=1)], dim=1)
     torch.testing.assert_close(found[:1, :3], alone(model, prompts[:1], later[:1, :3])[:, 1:], rtol=0, atol=1e-10)
     torch.testing.assert_close(found[1:], alone(model, prompts[1:], later[1:])[:, 1:], rtol=0, atol=1e-10)
@@ -75,17 +75,17 @@ def test_rows_refuse():
     model = tiny()
     _, cache = sample.prefill(model, PROMPTS, 12)
     with pytest.raises(ValueError, match="rows of 5 to 10 tokens in a KV cache that holds 9"):
-        Rows(cache, [5, 10, 9])
+        RaggedCache(cache, [5, 10, 9])
     with pytest.raises(ValueError, match="rows of 0 to 9 tokens"):
-        Rows(cache, [0, 1, 9])
+        RaggedCache(cache, [0, 1, 9])
     with pytest.raises(ValueError, match="2 lengths for a KV cache of 3 rows"):
-        Rows(cache, [5, 1])
+        RaggedCache(cache, [5, 1])
     with pytest.raises(ValueError, match="one token a step, not 2"):
-        model(tokens((3, 2)), cache=Rows(cache, [5, 1, 9]))
+        model(tokens((3, 2)), cache=RaggedCache(cache, [5, 1, 9]))
     with pytest.raises(ValueError, match="the KV cache holds 8 tokens, not 9"):
         sample.prefill(model, PROMPTS, 8)
     with pytest.raises(ValueError, match="40 tokens do not fit block_size=32"):
-        sample.step(model, tokens((3, 1)), Rows(sample.prefill(model, PROMPTS, 40)[1], [5, 1, 9]))
+        sample.step(model, tokens((3, 1)), RaggedCache(sample.prefill(model, PROMPTS, 40)[1], [5, 1, 9]))
     for prompts in ([[1] * 33, [1]], [[1], []], []):
         with pytest.raises(ValueError, match="block_size=32 takes 1 to 32|no prompt"):
             generate(model, prompts, 4)

@@ -21,9 +21,9 @@ import checkpoint
 import configurator
 import data
 import train
-from configurator import load
+from configurator import load_settings
 from model import GPT
-from runtime import World
+from runtime import Distributed
 from train import TrainConfig, build, learning_rate, read_metrics
 from value_modes import VALUE_MODES, ModelConfig
 
@@ -127,7 +127,7 @@ def test_modes_see_the_same_data_and_common_weights(base, data_dir, tmp_path):
     for a, b in zip(*(r.parameters() for r in runs.values()), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=4e-7)
     modes = [dict(SMALL, data_dir=str(data_dir), out_dir="x", value_mode=m) for m in ("vanilla", "svformer")]
-    a, b = (build(TrainConfig(**kw), World("cpu")).corpus.batch(3, 8) for kw in modes)
+    a, b = (build(TrainConfig(**kw), Distributed("cpu")).corpus.batch(3, 8) for kw in modes)
     assert np.array_equal(a[0], b[0]) and np.array_equal(a[1], b[1])
 
 
@@ -191,7 +191,7 @@ def test_two_ranks_equal_one(data_dir, tmp_path, mode):
 
 def test_batches_are_read_ahead(data_dir, tmp_path):
     """The same rows in the same order as asked for one by one, from any step and for any rank; a fault is not lost."""
-    world = World("cpu")
+    world = Distributed("cpu")
     world.rank, world.size = 1, 2
     kw = dict(SMALL, data_dir=str(data_dir), out_dir=str(tmp_path), micro_batch=1)
     run = build(TrainConfig(**kw), world)
@@ -214,8 +214,8 @@ def test_no_silent_fall_to_plain_attention(data_dir, tmp_path, monkeypatch):
     with pytest.raises(
         configurator.UserError, match="torch has no fused attention for heads of width .* in float32 here"
     ):
-        build(TrainConfig(**kw), World("cpu"))
-    build(TrainConfig(**kw | {"attn": "eager"}), World("cpu"))
+        build(TrainConfig(**kw), Distributed("cpu"))
+    build(TrainConfig(**kw | {"attn": "eager"}), Distributed("cpu"))
 
 
 def test_filled_up_vocabulary_changes_no_file(base, data_dir, tmp_path):
@@ -250,7 +250,7 @@ def test_half_precision_follows_fp32(base, data_dir, tmp_path, dtype):
 
 def test_fp16_overflow_skips_the_step_and_says_so(data_dir, tmp_path):
     cfg = TrainConfig(**SMALL | dict(data_dir=str(data_dir), out_dir=str(tmp_path), dtype="float16"))
-    run = build(cfg, World("cpu"))
+    run = build(cfg, Distributed("cpu"))
     run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     before = [p.clone() for p in run.raw.parameters()]
     loss, norm, _ = train.train_step(run, run.raw, 0, train.feed(run, 0))
@@ -270,7 +270,7 @@ def test_a_loss_that_explodes_stops_the_run(data_dir, tmp_path):
 
 def test_a_validation_loss_that_is_not_finite_stops_the_run(data_dir, tmp_path, monkeypatch):
     cfg = TrainConfig(**SMALL | dict(data_dir=str(data_dir), out_dir=str(tmp_path / "run")))
-    run = build(cfg, World("cpu"))
+    run = build(cfg, Distributed("cpu"))
     with torch.no_grad():
         run.raw.head.weight[5] = math.inf
     (tmp_path / "run").mkdir()
@@ -308,17 +308,17 @@ def test_old_metrics_without_a_checkpoint_are_kept(data_dir, tmp_path):
 def test_resume_after_steps_that_fp16_skipped(data_dir, tmp_path):
     """AdamW has no state yet when the scaler has skipped all steps so far."""
     cfg = TrainConfig(**SMALL | dict(data_dir=str(data_dir), out_dir=str(tmp_path), dtype="float16"))
-    run = build(cfg, World("cpu"))
+    run = build(cfg, Distributed("cpu"))
     run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     train.train_step(run, run.raw, 0, train.feed(run, 0))
     checkpoint.save(tmp_path, 1, run.raw, run.corpus.tokenizer.hash, optimizer=run.optimizer, scaler=run.scaler)
-    again = build(TrainConfig(**vars(cfg) | dict(resume="auto")), World("cpu"))
+    again = build(TrainConfig(**vars(cfg) | dict(resume="auto")), Distributed("cpu"))
     assert train.start_point(again) == 1 and again.scaler.get_scale() == 2.0**39
 
 
 def test_evaluation_equals_the_naive_one(data_dir, tmp_path):
     cfg = TrainConfig(**SMALL | dict(data_dir=str(data_dir), out_dir=str(tmp_path), eval_tokens=0))
-    run = build(cfg, World("cpu"))
+    run = build(cfg, Distributed("cpu"))
     got = train.evaluate(run)
     for domain in ("prose", "code"):
         ids = torch.from_numpy(np.fromfile(data_dir / f"val/{domain}.bin", "<u2").astype(np.int64))
@@ -330,7 +330,7 @@ def test_evaluation_equals_the_naive_one(data_dir, tmp_path):
         assert abs(got["bpb"][domain] - nats / text_bytes / math.log(2)) < 1e-5
     assert abs(got["val_mean"] - sum(got["val"].values()) / 2) < 1e-9
     assert abs(got["val_mixture"] - (0.6 * got["val"]["prose"] + 0.4 * got["val"]["code"])) < 1e-9
-    some = train.evaluate(build(TrainConfig(**vars(cfg) | dict(eval_tokens=512)), World("cpu")))
+    some = train.evaluate(build(TrainConfig(**vars(cfg) | dict(eval_tokens=512)), Distributed("cpu")))
     assert some["val"] != got["val"]
 
 
@@ -451,7 +451,7 @@ def test_every_mode_trains(mode, data_dir, tmp_path, monkeypatch):
     """Two steps in bf16, accumulated and recomputed: no dtypes that clash, and the weights that mix are on record."""
     more = dict(value_mode=MODES[mode], n_layer=4, n_head=8, micro_batch=4, dtype="bfloat16", recompute=True)
     cfg = TrainConfig(**SMALL | more | dict(data_dir=str(data_dir), out_dir=str(tmp_path), max_steps=2))
-    run = build(cfg, World("cpu"))
+    run = build(cfg, Distributed("cpu"))
     assert run.raw.recompute
     train.train(run)
     assert [math.isfinite(r["loss"]) for r in steps_of(tmp_path)] == [True, True]
@@ -466,7 +466,7 @@ def test_every_mode_trains(mode, data_dir, tmp_path, monkeypatch):
 def test_every_mode_fits_the_demo_and_the_papers_sizes(name):
     for size in ("tiny", "small", "size_2m", "size_82m", "size_180m", "size_468m"):
         if (name, size) != ("gqa8", "size_180m"):  # 12 heads are no groups of 8
-            cfg = load(TrainConfig, [str(ROOT / f"config/{size}.py"), f"--value_mode={name}"])
+            cfg = load_settings(TrainConfig, [str(ROOT / f"config/{size}.py"), f"--value_mode={name}"])
             assert cfg.out_dir == f"out/{name}"
 
 
