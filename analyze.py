@@ -27,7 +27,7 @@ from configurator import UserError, command_line, load_settings, run_main, setti
 from data import EOT, Corpus, Tokenizer, raw_bits
 from describe import count_parameters
 from files import read_json, write_atomic, write_json
-from model import GPT, attend, attend_layers, to_fp32
+from model import GPT, attend, to_fp32
 from report import markdown, plus_minus, progress
 from runtime import Distributed, environment, peak_bytes
 from train import TrainConfig
@@ -110,14 +110,16 @@ def softmaxes(attn, used, useds, lam):
     """[(weight, q, [k_1, …])]: layer `attn`'s A_n as a weighted sum of softmaxes over those keys, see `received`.
     used, useds, lam: as in model.Attention. What is added after attention (identity, delta) is no part of A_n."""
     q, keys = used["q"], [used["k"]]
-    for j, r, sources in attn.residuals:
+    for m in attn.mixes:
+        j, r, sources = m.index, m.residual, m.sources
         if r.map == "cross":
             keys += [useds[i]["k"] for i in sources]
         elif r.of == "scores":  # one product of concatenated heads, as in model.Attention.attend
             q = torch.cat([w * t for w, t in zip(lam[j], [q, *(useds[i]["q"] for i in sources)], strict=True)], dim=-1)
             keys = [torch.cat([*keys, *(useds[i]["k"] for i in sources)], dim=-1)]
     parts = [(1.0, q, keys)]
-    for j, r, sources in attn.residuals:
+    for m in attn.mixes:
+        j, r, sources = m.index, m.residual, m.sources
         if r.of == "probs" or r.map in ("identity", "delta"):
             own, *others = (float(w) for w in lam[j])
             parts = [(own * w, *of) for w, *of in parts]
@@ -162,7 +164,7 @@ def likeness(q, ks, vs, v_sum, n, kind):
     """Cosine similarity of the outputs of layer n (counted from 0) under Eq 4 and Eq 6 to cross-layer attention's, Eq 2
     with the layer before (Figure 4): two (B,), means over tokens; heads side by side, before the output projection.
     ks, vs: this layer's and the one before's, as attended over; v_sum: sum of the values of all layers before."""
-    cross = join(attend_layers(q, ks, vs, kind))
+    cross = join(attend(q, torch.cat(ks, dim=2), torch.cat(vs, dim=2), kind, layers=len(ks)))
     own, before = (attend(q, ks[0], v, kind) for v in vs)
     each = (v_sum / n).repeat_interleave(q.size(1) // v_sum.size(1), dim=1)  # (B, H, T, D)
     return [F.cosine_similarity(join(u), cross, dim=-1).mean(dim=1) for u in ((own + before) / 2, own + each)]

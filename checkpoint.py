@@ -9,7 +9,6 @@ The weights are written last, each file atomically: a step whose .safetensors ex
 """
 
 import contextlib
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -51,7 +50,13 @@ def _metadata(path):
 
 def plan_dict(cfg):
     """The layer plan as JSON-able values."""
-    return json.loads(json.dumps([dataclasses.asdict(layer) for layer in plan_layers(cfg)]))
+    layers = []
+    for layer in plan_layers(cfg):
+        sources = [[] for _ in cfg.value_mode.residuals]
+        for mix in layer.mixes:
+            sources[mix.index] = [s if isinstance(s, int) else -1 - int(s.removeprefix("table ")) for s in mix.sources]
+        layers.append({"owner": layer.owner, "sources": sources})
+    return layers
 
 
 def read_header(path):

@@ -1,98 +1,114 @@
-"""A model before it is trained: its plan, parameters, FLOPs and KV cache, as `python model.py` prints them."""
+"""A model before it is trained: parameters, FLOPs, and what `python model.py` prints of its plan and of all modes."""
 
 import dataclasses
 import sys
 from pathlib import Path
 
-import torch
-from torch import nn
+from configurator import UserError, load_settings, run_main, say_error
+from report import markdown
+from value_modes import TABLE, ModelConfig, kv_floats_per_token, plan_layers
 
-import model
-from configurator import load_settings
-from model import GPT, Lambdas
-from value_modes import TABLE, ModelConfig, active, kv_floats_per_token, mode_name, plan_layers
+
+def command():
+    """`python model.py …`; ends the process. The settings are checked before torch is imported."""
+    words, usage = sys.argv[1:], Path(__file__).with_name("model.py").read_text(encoding="utf-8").split('"""')[1]
+    shows_table = words[:1] == ["table"]
+    try:
+        cfg = load_settings(ModelConfig, words[1:] if shows_table else words, usage, ignore_unknown_in_files=True)
+    except UserError as e:
+        say_error(e)
+    run_main(lambda: print(mode_table(cfg) if shows_table else describe(cfg)))
+    sys.exit(0)
 
 
 def count_parameters(cfg):
-    """(all parameters, those that multiply: matrices without the embeddings). Builds nothing but shapes."""
+    """(all parameters, those that multiply: matrices other than embeddings). No tensor is allocated."""
+    import torch
+
+    from model import GPT
+
     with torch.device("meta"):
         model = GPT(cfg)
-    looked_up = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
-    every = sum(p.numel() for p in model.parameters())
-    return every, sum(p.numel() for p in model.parameters() if p.ndim == 2) - looked_up
+    embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Embedding))
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    return sum(p.numel() for p in model.parameters()), matrices - embeddings
 
 
 def flops_per_token(cfg):
-    """Training FLOPs per token, 6 N + 12 L C T with N the parameters that multiply (PaLM, appendix B: attention counted
-    in full, not causal), at T = block_size. Half of 12 C T is q k^T, half A V; residuals on them add their own."""
-    halves = 2 * cfg.n_layer
+    """Training FLOPs per token at T = block_size: 6 N + 12 L C T, with N the parameters that multiply. Attention counts
+    in full, not causally: half of 12 C T is q k^T, half A V. Residuals add their own. Source: PaLM, appendix B."""
+    halves = 2 * cfg.n_layer  # of attention, each 6 C T
     for layer in plan_layers(cfg):
-        for _, r, sources in active(cfg.value_mode, layer):
-            halves += len(sources) * (2 * (r.map == "cross" or r.of == "probs") + (r.of == "scores"))
+        for mix in layer.mixes:
+            if mix.residual.map == "cross" or mix.residual.of == "probs":
+                halves += 2 * len(mix.sources)
+            elif mix.residual.of == "scores":
+                halves += len(mix.sources)
     return 6 * count_parameters(cfg)[1] + 6 * halves * cfg.n_embd * cfg.block_size
 
 
-def describe_residual(r, sources, weights):
-    """What residual r does in a layer, in words; weights: those it has or starts from, see Lambdas."""
-    where = " ".join(f"layer {i}" if i >= 0 else f"table {-1 - i}" for i in sources)
+def describe_mix(mix, weights):
+    """What a residual does in a layer, in words. weights: those it has or starts from, see model.Lambdas."""
+    r = mix.residual
+    where = " ".join(f"layer {s}" if isinstance(s, int) else s for s in mix.sources)
     if r.map == "cross":
         return f"attends over {where} too"
     what = r.of if r.map == "own" else f"{r.of} {r.map}"
     if r.per_token:
         return f"{what}: {r.learn} gate between own and {where}"
-    own, *each = (float(w) for w in weights)
-    learned = f" ({r.learn}, learned)" if r.learn != "fixed" else ""
-    return f"{what}: {own:.4g} own + {each[0]:.4g} {'of each ' * (len(each) > 1)}{where}{learned}"
+    own, each = float(weights[0]), float(weights[1])
+    if len(mix.sources) > 1:
+        where = f"of each {where}"
+    text = f"{what}: {own:.4g} own + {each:.4g} {where}"
+    return text if r.learn == "fixed" else f"{text} ({r.learn}, learned)"
 
 
 def describe(cfg):
     """The plan as text: the equation, per layer who owns q, k, v and what is mixed in, then sizes."""
-    mode, name = cfg.value_mode, mode_name(cfg.value_mode)
-    _, equation, source = TABLE.get(name, (mode, "", ""))
-    lines = [name + f": {equation}" * bool(equation) + f" ({source})" * bool(source)]
-    plan = plan_layers(cfg)
-    lambdas = [Lambdas(r, [layer.sources[j] for layer in plan]) for j, r in enumerate(mode.residuals)]
-    start = [weights.requires_grad_(False)() for weights in lambdas]  # [residual][layer]
-    for n, layer in enumerate(plan):
-        words = [f"{t} {'own' if layer.owner[t] == n else f'of layer {layer.owner[t]}':10}" for t in "qkv"]
-        words += [describe_residual(r, sources, start[j][n]) for j, r, sources in active(mode, layer)]
+    from model import new_lambdas
+
+    mode = cfg.value_mode
+    title = mode.name
+    if mode.name in TABLE:
+        _, equation, source = TABLE[mode.name]
+        title = f"{mode.name}: {equation}"
+        if source:
+            title += f" ({source})"
+    lines = [title]
+    start = [lambdas.requires_grad_(False)() for lambdas in new_lambdas(cfg)]  # [residual][layer]
+    for n, layer in enumerate(plan_layers(cfg)):
+        words = []
+        for t in "qkv":
+            owner = "own" if layer.owner[t] == n else f"of layer {layer.owner[t]}"
+            words.append(f"{t} {owner:10}")
+        words += [describe_mix(mix, start[mix.index][n]) for mix in layer.mixes]
         lines.append(f"layer {n:2}  " + "  ".join(words).rstrip())
     if mode.dense:
-        lines.append(f"after each {mode.dense[1]} blocks: weighted average over depth, dilation {mode.dense[0]}")
+        dilation, period = mode.dense
+        lines.append(f"after each {period} blocks: weighted average over depth, dilation {dilation}")
     every, multiply = count_parameters(cfg)
-    kv, most = kv_floats_per_token(cfg), 2 * cfg.n_layer * cfg.n_embd
+    kv, full = kv_floats_per_token(cfg), 2 * cfg.n_layer * cfg.n_embd
     lines += [
         f"heads           {cfg.n_head} of width {cfg.head_dim}, {cfg.n_kv_head} of keys and values",
         f"parameters      {every:,} ({multiply:,} multiply)",
         f"training FLOPs  {flops_per_token(cfg):,} per token at block_size {cfg.block_size}",
-        f"KV cache        {kv:,} numbers per token = {2 * kv:,} bytes in bf16, {kv / most:.4f} of full attention's",
+        f"KV cache        {kv:,} floats per token = {2 * kv:,} bytes in bf16, {kv / full:.4f} of full attention's",
     ]
     return "\n".join(lines)
 
 
-def table(cfg):
-    """All rows of TABLE at the shape of `cfg`, as Markdown."""
+def mode_table(cfg):
+    """All rows of TABLE at the shape of `cfg`, as Markdown. Rows that do not fit the shape are left out."""
     vanilla = count_parameters(dataclasses.replace(cfg, value_mode="vanilla", n_kv_head=0))[0]
-    lines = ["| mode | equation | from | parameters | KV numbers per token | of vanilla's | config |"]
-    lines += ["|---|---|---|---:|---:|---:|---|"]
+    rows = []
     for name, (_, equation, source) in TABLE.items():
         try:
-            row = dataclasses.replace(cfg, value_mode=name, n_kv_head=0)
+            model_config = dataclasses.replace(cfg, value_mode=name, n_kv_head=0)
         except ValueError:
             continue  # not with so many layers or heads
-        more, kv = count_parameters(row)[0] - vanilla, kv_floats_per_token(row)
-        numbers = f"{more:+,} | {kv:,}" if more else f"±0 | {kv:,}"
-        file = Path(__file__).with_name("config") / f"{name}.py"
-        config = f"config/{name}.py" if file.exists() else f"--value_mode={name}"
-        share = kv / (2 * cfg.n_layer * cfg.n_embd)
-        lines.append(f"| `{name}` | {equation} | {source} | {numbers} | {share:.4g} | `{config}` |")
-    return "\n".join(lines)
-
-
-def main():
-    from train import TrainConfig
-
-    words = sys.argv[1:]
-    names = TrainConfig.__dataclass_fields__  # a run's config file says more than a model's shape
-    cfg = load_settings(ModelConfig, words[words[:1] == ["table"] :], usage=model.__doc__, skip=names)
-    print(table(cfg) if words[:1] == ["table"] else describe(cfg))
+        more = count_parameters(model_config)[0] - vanilla
+        kv = kv_floats_per_token(model_config)
+        share = f"{kv / (2 * cfg.n_layer * cfg.n_embd):.4g}"
+        rows.append([f"`{name}`", equation, source, f"{more:+,}" if more else "±0", f"{kv:,}", share])
+    header = ["mode", "equation", "from", "parameters", "KV floats per token", "of vanilla's"]
+    return markdown(header, rows, left=3)

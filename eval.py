@@ -124,7 +124,7 @@ class PrefixTree:
     """
 
     def __init__(self, positions, forks):
-        self.positions, self.last = positions, int(positions.max())
+        self.token_positions, self.last = positions, int(positions.max())
         here, there = forks[:, :, None], forks[:, None, :]  # (B, T, 1), (B, 1, T)
         seen = ((here == there) | (there == 0)).tril()[:, None]  # (B, 1, T, T)
         self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -math.inf)  # to be added to scores
@@ -133,7 +133,7 @@ class PrefixTree:
         return self.last + 1
 
     def positions(self, T):
-        return self.positions
+        return self.token_positions
 
     def extend(self, t, n, new):
         return new

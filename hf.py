@@ -7,7 +7,7 @@ import torch
 from configurator import UserError
 from files import read_json, read_tensors
 from model import GPT, Rope
-from value_modes import ModelConfig, ValueMode, mode_name, refuse
+from value_modes import ModelConfig, ValueMode, mode_name, require
 
 HF_NAMES = {  # our module and part -> Hugging Face's name of the tensor, for Llama's architecture
     "embed": "model.embed_tokens",
@@ -55,9 +55,9 @@ def hf_rope(c):
     Llama 3.1's, KeyError if one of its numbers is not there."""
     field = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"  # newer files have the theta in there too
     rope = c.get(field) or {}
-    refuse(not isinstance(rope, dict), f"{field}={rope!r} is not supported")
+    require(isinstance(rope, dict), f"{field}={rope!r} is not supported")
     kind = rope.get("rope_type", rope.get("type", None if rope.keys() - {"rope_theta"} else "default"))
-    refuse(kind not in ("default", "llama3"), f"{field} of type {kind!r} is not supported, only 'llama3'")
+    require(kind in ("default", "llama3"), f"{field} of type {kind!r} is not supported, only 'llama3'")
     numbers = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     scaling = tuple(rope[k] for k in numbers) if kind == "llama3" else ()
     return rope.get("rope_theta", c.get("rope_theta", 10000.0)), scaling
@@ -78,7 +78,7 @@ def hf_config(folder):
         odd += ["hidden_act"] * (c.get("hidden_act", "silu") != "silu")
         wide = c.get("head_dim")  # of one head; ours share n_embd evenly
         odd += ["head_dim"] * (wide is not None and wide * c["num_attention_heads"] != c["hidden_size"])
-        refuse(odd, f"{', '.join(f'{k}={c[k]!r}' for k in odd)} is not supported")
+        require(not odd, f"{', '.join(f'{k}={c[k]!r}' for k in odd)} is not supported")
         length, (theta, scaling) = c["max_position_embeddings"], hf_rope(c)
         window = c.get("sliding_window", 4096) if kind == "mistral" else None  # 4096 is transformers' default
         cfg = ModelConfig(

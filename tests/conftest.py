@@ -25,6 +25,7 @@ from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode  # noqa: E
 # The rows of the table, and combinations of its axes that no row uses: the frame has to carry them all.
 MODES = VALUE_MODES | {
     "explicit_layers": ValueMode((Residual(lam=(1.0, 5.0), layers=(2, -1)),)),
+    "numbered_source": ValueMode((Residual(source=2, layers="-1:"), Residual(of="hidden", source=1, learn="scalar"))),
     "all_learned_keys": ValueMode((Residual(of="k", source="all", learn="scalar"),)),
     "probs_all": ValueMode((Residual(of="probs", source="all", learn="scalar"),)),
     "scores_twice": ValueMode((Residual(of="scores", source="all"), Residual(of="scores", lam=(1.0, -0.5)))),
@@ -52,9 +53,41 @@ def config(mode="vanilla", **kw):
     )
 
 
+def axis_values(mode):
+    """The values that a mode takes on each axis; for axes that meet in the code, the pairs of values."""
+    found = {f"dense {mode.dense}", f"kv_group {mode.kv_group > 1} {mode.kv_group == 0}"}
+    for t in "qkv":
+        share = getattr(mode, f"share_{t}")
+        found.add(f"share_{t} {'tuple' if isinstance(share, tuple) else min(share, 2)}")
+    for r in mode.residuals:
+        found |= {f"{r.of} {r.map}", f"{r.learn} {r.source}", f"{r.of} {r.source}", f"tables {r.tables}"}
+        found.add(f"layers {type(r.layers).__name__} {bool(r.layers)}")
+        found.add(f"{len(mode.residuals) > 1} {r.of} {mode.share_v != 1}")
+    return found
+
+
+def cover(modes):
+    """A small set of modes that has every value of every axis (greedy): enough for slow tests. A new row with a new
+    value enters by itself."""
+    missing = set().union(*map(axis_values, modes.values()))
+    chosen = ["vanilla"]
+    while missing := missing - set().union(*(axis_values(modes[name]) for name in chosen)):
+        chosen.append(max(modes, key=lambda name: len(axis_values(modes[name]) & missing)))
+    return chosen
+
+
+COVER = cover(MODES)
+
+
 def widths(*modes):
-    """(mode, n_kv_head) for all, half and one key and value head, as far as the mode leaves it open."""
-    return [(m, n) for m in modes for n in ([8, 4, 1] if MODES[m].kv_group == 1 else [0])]
+    """(mode, n_kv_head): 4 key and value heads of 8 in every mode that leaves it open; 8 and 1 too in COVER's."""
+    found = []
+    for mode in modes:
+        if MODES[mode].kv_group != 1:
+            found.append((mode, 0))
+            continue
+        found += [(mode, n) for n in ((8, 4, 1) if mode in COVER else (4,))]
+    return found
 
 
 def tiny(mode="vanilla", seed=0, std=0.2, attn="sdpa", **kw):

@@ -12,10 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import tiny, tokens, widths
-from torch._subclasses import FakeTensorMode
 
-import model
-from model import MergedAttention, Rope, attend, fused_kernel
+from model import Rope, attend
 from value_modes import TABLE, VALUE_MODES
 
 EXACT = dict(rtol=0, atol=1e-10)
@@ -93,11 +91,6 @@ def gate(s, x, bias=False):  # per key and value head: (T, 1)
     return z[:, s.head : s.head + 1]
 
 
-def channel_gate(s):  # (T, D)
-    z = (s.x @ s.W("gates.0.down.weight").T) @ s.W("gates.0.up.weight").T + s.W("gates.0.up.bias")
-    return sigmoid(z)[:, s.columns]
-
-
 def plus(n, V, s):
     share = torch.softmax(s.P["lambdas.0.logits"], dim=0)[n - 2]  # over the layers that have a source, 2 to L
     return s.P["lambdas.0.own"][n - 2] * V[n] + s.P["lambdas.0.scale"] * share * V[1]
@@ -147,9 +140,7 @@ VALUES = {  # V' of U_n = A_n V'
     "svformer_gqa4": lambda n, V, s: V[1],
     "resformer_lerp": lambda n, V, s: lerp(V[n], V[1], s.P["lambdas.0.share"][n - 2]),
     "resformer_head": lambda n, V, s: lerp(V[1], V[n], sigmoid(gate(s, s.x, bias=True))),
-    "resformer_channel": lambda n, V, s: lerp(V[n], V[1], channel_gate(s)),
     "resformer_relu": lambda n, V, s: V[n] + gate(s, s.x).clamp(min=0) * V[1],
-    "resformer_unet": lambda n, V, s: (V[n] + V[s.L + 1 - n]) / 2 if n > s.L + 1 - n else V[n],
     "value_embed": lambda n, V, s: lerp(V[n], E(s, n - 1), s.P["lambdas.0.share"][n - 1]),
     "value_embed_unet": lambda n, V, s: weighted(scalars(s, n - 1), V[n], E(s, min(n, s.L + 1 - n) - 1)),
     "value_embed_cycle": cycle,
@@ -317,45 +308,6 @@ def test_eq_3_is_eq_4():
     """K_n in place of K_m: one softmax over scores that are all there twice halves each probability."""
     q, k, v_n, v_m = random(*[(11, 4)] * 4)
     torch.testing.assert_close(cross(q, [k, k], [v_n, v_m]), A(q, k) @ (v_n + v_m) / 2, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("std", [1, 10])  # 10: scores in the hundreds, so that one of the parts has almost all weight
-@pytest.mark.parametrize("layers", [2, 3])
-def test_merging_is_concatenation(layers, std):
-    """Also over more positions than the fused kernels take at a time."""
-    inputs = random(*[(2, 2, 70, 8)] * (1 + 2 * layers), std=std)
-    ours, right = (with_gradients(f(*inputs), inputs) for f in (MergedAttention.apply, concatenated))
-    for a, b in zip(ours, right, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
-@pytest.mark.parametrize("layers", [2, 3])
-def test_merging_in_lower_precision(layers, dtype, tolerance):
-    inputs = random(*[(2, 2, 70, 8)] * (1 + 2 * layers), dtype=dtype)
-    exact = [t.detach().double().requires_grad_() for t in inputs]
-    ours = with_gradients(MergedAttention.apply(*inputs), inputs)
-    for a, b in zip(ours, with_gradients(concatenated(*exact), exact), strict=True):
-        assert a.dtype == dtype and (a - b).norm() < tolerance * b.norm()
-
-
-@pytest.mark.parametrize("layers", [2, 3])
-def test_merging_speaks_to_the_gpu_kernels(layers):
-    """Without a GPU: the shape functions of torch's CUDA kernels take what we give them, there and back."""
-    tensors = [torch.empty(2, 4, 64, 16, device="meta", dtype=torch.bfloat16) for _ in range(1 + 2 * layers)]
-    y = MergedAttention.apply(*(t.requires_grad_() for t in tensors))
-    y.sum().backward()
-    assert y.shape == tensors[0].shape and all(t.grad.shape == t.shape for t in tensors)
-
-
-def test_gpu_kernels_are_asked_only_for_what_they_do(monkeypatch):
-    with FakeTensorMode():
-        q = torch.empty(2, 4, 33, 16, device="cuda", dtype=torch.bfloat16)
-        wide, narrow = (q.new_empty(2, 4, 33, D) for D in (264, 4))
-    monkeypatch.setattr(model, "flash_gpu", lambda: True)
-    assert fused_kernel(q) and not any(map(fused_kernel, (wide, narrow)))
-    monkeypatch.setattr(model, "flash_gpu", lambda: False)  # a V100
-    assert not fused_kernel(q)
 
 
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])

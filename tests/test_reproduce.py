@@ -42,6 +42,7 @@ from configurator import UserError, load_settings
 from describe import count_parameters
 from eval import EvalConfig
 from figures import FIGURES, Claim, Figure, Found, Job
+from model import GPT
 from reproduce import SCALES, ReproduceConfig, Workers, analysis_seconds, settings
 from train import TrainConfig
 from value_modes import mode_name

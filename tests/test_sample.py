@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from conftest import MODES, byte_tokenizer, config, refused, script, tiny, tokens, widths
+from conftest import COVER, MODES, byte_tokenizer, config, in_process, refused, script, tiny, tokens, widths
 
 import checkpoint
 import sample
 from model import GPT
-from sample import RaggedCache, draw, generate
+from sample import RaggedCache, generate, sample_token
 from value_modes import kv_floats_per_token
 
 PROMPTS = [tokens((n,), seed=n).tolist() for n in (5, 1, 9)]
@@ -24,7 +24,7 @@ def test_greedy_text_equals_the_full_forward(mode):
     assert len(rows[0]) == 12 and cache.nbytes == 16 * 4 * kv_floats_per_token(model.cfg)
 
 
-def decode(model, prompts, later, run=sample.step):
+def decode(model, prompts, later, run=sample.decode_step):
     """Logits (B, 1 + T, V) after prompts of several lengths and after each of the tokens later (B, T); the Rows."""
     lengths = [len(ids) for ids in prompts]
     first, cache = sample.prefill(model, prompts, max(lengths) + later.size(1))
@@ -47,7 +47,7 @@ def test_rows_of_several_lengths_equal_each_alone(mode, n_kv_head):
     torch.testing.assert_close(found, alone(model, PROMPTS, later), rtol=0, atol=1e-10)
     assert rows.nbytes == 3 * 16 * 8 * kv_floats_per_token(model.cfg)
     rows.reset()
-    again = torch.stack([sample.step(model, idx, rows) for idx in later.split(1, dim=1)], dim=1)
+    again = torch.stack([sample.decode_step(model, idx, rows) for idx in later.split(1, dim=1)], dim=1)
     assert torch.equal(again, found[:, 1:])
 
 
@@ -65,7 +65,7 @@ def test_a_row_at_its_end_leaves_the_others_alone():
     prompts = [tokens((29,)).tolist(), [7, 8]]
     first, cache = sample.prefill(model, prompts, 32)
     rows = RaggedCache(cache, [29, 2])
-    found = torch.stack([sample.step(model, idx, rows) for idx in later.split(1, dim=1)], dim=1)
+    found = torch.stack([sample.decode_step(model, idx, rows) for idx in later.split(1, dim=1)], dim=1)
     torch.testing.assert_close(found[:1, :3], alone(model, prompts[:1], later[:1, :3])[:, 1:], rtol=0, atol=1e-10)
     torch.testing.assert_close(found[1:], alone(model, prompts[1:], later[1:])[:, 1:], rtol=0, atol=1e-10)
 
@@ -85,21 +85,21 @@ def test_rows_refuse():
     with pytest.raises(ValueError, match="the KV cache holds 8 tokens, not 9"):
         sample.prefill(model, PROMPTS, 8)
     with pytest.raises(ValueError, match="40 tokens do not fit block_size=32"):
-        sample.step(model, tokens((3, 1)), RaggedCache(sample.prefill(model, PROMPTS, 40)[1], [5, 1, 9]))
+        sample.decode_step(model, tokens((3, 1)), RaggedCache(sample.prefill(model, PROMPTS, 40)[1], [5, 1, 9]))
     for prompts in ([[1] * 33, [1]], [[1], []], []):
         with pytest.raises(ValueError, match="block_size=32 takes 1 to 32|no prompt"):
             generate(model, prompts, 4)
 
 
 @pytest.mark.parametrize(
-    "backend,mode", [("aot_eager", m) for m in MODES] + [("inductor", m) for m in ("cross", "mqa")]
+    "backend,mode", [("aot_eager", m) for m in COVER] + [("inductor", m) for m in ("cross", "mqa")]
 )
 @torch.no_grad()
 def test_one_graph_serves_all_steps(backend, mode):
     model, later = tiny(mode), tokens((3, 7), seed=99)
     plain, _ = decode(model, PROMPTS, later)
     torch.compiler.reset()
-    run = torch.compile(sample.step, fullgraph=True, dynamic=False, backend=backend)
+    run = torch.compile(sample.decode_step, fullgraph=True, dynamic=False, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(2):  # and another batch, in a cache of its own
             torch.testing.assert_close(decode(model, PROMPTS, later, run)[0], plain, rtol=0, atol=1e-6)
@@ -157,23 +157,23 @@ def test_looking_for_ends_now_and_then_changes_nothing(monkeypatch):
         eot = plain[row][at]
         cut = [r[: r.index(eot)] if eot in r else r for r in plain]
         for look in (1, 4, 16):
-            monkeypatch.setattr(sample, "LOOK", {"cpu": look})
+            monkeypatch.setattr(sample, "steps_between_checks", lambda device, look=look: look)
             assert generate(model, PROMPTS, 30, num_samples=2, eot=eot)[0] == cut
 
 
 def test_generation_ends_when_all_rows_have(monkeypatch):
     model, steps = tiny().float(), []
     eot = generate(model, [7], 1, temperature=0)[0][0][0]
-    monkeypatch.setattr(sample, "step", lambda *args, step=sample.step: steps.append(1) or step(*args))
+    monkeypatch.setattr(sample, "decode_step", lambda *args, step=sample.decode_step: steps.append(1) or step(*args))
     for look, most in ((1, 0), (4, 3), (16, 15)):
         steps.clear()
-        monkeypatch.setattr(sample, "LOOK", {"cpu": look})
+        monkeypatch.setattr(sample, "steps_between_checks", lambda device, look=look: look)
         assert generate(model, [7], 30, temperature=0, eot=eot)[0] == [[]] and len(steps) == most
 
 
 def test_draws_are_those_of_multinomial():
     logits, first, second = 3 * torch.randn(50, 61), *(torch.Generator().manual_seed(5) for _ in range(2))
-    found = draw(logits, first, temperature=0.7)
+    found = sample_token(logits, first, temperature=0.7)
     assert torch.equal(found, torch.multinomial((logits / 0.7).softmax(-1), 1, generator=second))
 
 
@@ -181,7 +181,7 @@ def test_filters():
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log().repeat(4000, 1)
 
     def share(**how):
-        drawn = draw(logits, torch.Generator().manual_seed(0), **how)
+        drawn = sample_token(logits, torch.Generator().manual_seed(0), **how)
         return [(drawn == i).float().mean().item() for i in range(4)]
 
     torch.testing.assert_close(share(), [0.1, 0.4, 0.2, 0.3], rtol=0, atol=0.03)
@@ -211,7 +211,7 @@ def test_command(run):
 
 def test_command_with_a_file_of_prompts(run, tmp_path):
     (tmp_path / "prompts.txt").write_text("hello\nhi there\n")
-    found = script("sample.py", run, f"--prompt_file={tmp_path / 'prompts.txt'}", "--max_new_tokens=8", "--compile")
+    found = in_process(sample, run, f"--prompt_file={tmp_path / 'prompts.txt'}", "--max_new_tokens=8", "--compile")
     assert found.returncode == 0, found.stderr
     heads = [part.splitlines()[1][:5] for part in found.stdout.split("--- ")[1:]]
     assert heads == ["hello", "hi th"] and "prefill 13 tokens" in found.stdout and "compiled in" in found.stdout
@@ -221,13 +221,13 @@ def test_command_with_a_file_of_prompts(run, tmp_path):
 @pytest.mark.parametrize("text,says", [("a\n\nb\n", "line 2 of"), ("", "line 1 of"), ("x\n" + 33 * "y", "33 tokens")])
 def test_bad_files_of_prompts(run, tmp_path, text, says):
     (tmp_path / "prompts.txt").write_text(text)
-    refused(script("sample.py", run, f"--prompt_file={tmp_path / 'prompts.txt'}"), says)
+    refused(in_process(sample, run, f"--prompt_file={tmp_path / 'prompts.txt'}"), says)
 
 
 def test_no_file_of_prompts(run, tmp_path):
-    refused(script("sample.py", run, f"--prompt_file={tmp_path / 'none.txt'}"), "none.txt cannot be read")
+    refused(in_process(sample, run, f"--prompt_file={tmp_path / 'none.txt'}"), "none.txt cannot be read")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    refused(script("sample.py", run, f"--prompt_file={tmp_path / 'binary'}"), "is not text in UTF-8")
+    refused(in_process(sample, run, f"--prompt_file={tmp_path / 'binary'}"), "is not text in UTF-8")
 
 
 @pytest.mark.parametrize(
@@ -235,19 +235,19 @@ def test_no_file_of_prompts(run, tmp_path):
     [
         (["--prompt="], "the prompt is empty"),
         (["--prompt=" + "x" * 33], "33 tokens, the model's block only 32"),
-        (["--top_p=0"], "top_p above 0"),
+        (["--top_p=0"], "top_p=0.0 must be above 0"),
         (["--max_new_tokens=0"], "at least 1"),
     ],
 )
 def test_bad_input(run, words, says):
-    refused(script("sample.py", run, *words), says)
+    refused(in_process(sample, run, *words), says)
 
 
 def test_no_run_or_tokenizer(run, tmp_path):
-    refused(script("sample.py", tmp_path), "holds no checkpoint")
+    refused(in_process(sample, tmp_path), "holds no checkpoint")
     (tmp_path / "step_00000001.safetensors").write_bytes((run / "step_00000001.safetensors").read_bytes())
-    refused(script("sample.py", tmp_path), "tokenizer.json is missing")
+    refused(in_process(sample, tmp_path), "tokenizer.json is missing")
     tokenizer = byte_tokenizer()
     tokenizer.spec["pattern"] = "(?s:..)"
     tokenizer.save(tmp_path / "tokenizer.json")
-    refused(script("sample.py", tmp_path), "is not the tokenizer")
+    refused(in_process(sample, tmp_path), "is not the tokenizer")
