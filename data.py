@@ -13,6 +13,7 @@ No torch here: prepare.py's worker processes import this file too.
 import base64
 import hashlib
 import json
+import math
 import mmap
 from pathlib import Path
 
@@ -264,3 +265,23 @@ class Corpus:
         """What validation windows leave over: x, y (1, fewer than block_size, maybe 0) int64, y one token after x."""
         rest = self._files["val"][domain][self.windows("val", domain) * self.block_size :].astype(np.int64)
         return rest[None, :-1], rest[None, 1:]
+
+
+def domain_losses(corpus, sums):
+    """The loss summary of a validation pass. sums: (domains, 3) float64 array of nats, tokens and bytes of text, in the
+    order of corpus.domains.
+
+    Returns {val: {domain: nats per token}, val_mean: their plain mean (the paper's "Avg"), val_mixture: their mean with
+    the weights of training, bpb: {domain: bits per byte of text}, bpb_mean: the plain mean of those}.
+    """
+    nats, tokens, n_bytes = sums.T
+    val = nats / tokens
+    bpb = nats / n_bytes / math.log(2)
+    weights = np.array([corpus.mixture[domain] for domain in corpus.domains])
+    return {
+        "val": dict(zip(corpus.domains, val.tolist(), strict=True)),
+        "val_mean": float(val.mean()),
+        "val_mixture": float((weights * val).sum()),
+        "bpb": dict(zip(corpus.domains, bpb.tolist(), strict=True)),
+        "bpb_mean": float(bpb.mean()),
+    }
