@@ -403,7 +403,7 @@ def open_initial(cfg, device):
     words = [*cfg.init, *([f"--data_dir={cfg.data_dir}"] if cfg.data_dir else [])]
     trained = load_settings(TrainConfig, words)
     tokenizer = Tokenizer.load(Path(trained.data_dir) / "tokenizer.json")
-    model = GPT(trained.model(tokenizer.n_vocab), trained.seed).to(device, getattr(torch, cfg.dtype)).eval()
+    model = GPT(trained.model_config(tokenizer.n_vocab), trained.seed).to(device, getattr(torch, cfg.dtype)).eval()
     label = "-".join(["init", *(Path(file).stem for file in cfg.init)])
     about = {"mode": mode_name(model.cfg.value_mode), "step": 0, "checkpoint": None}
     mixture = trained.mixture or None

@@ -1,11 +1,12 @@
 """Checkpoints: weights in safetensors with the mode and plan in the header, training state beside them, no pickle.
 
-A run's folder holds, per saved step,
+A run's folder holds, for each saved step,
 
     step_00000400.safetensors          weights; header: format, step, val_loss, mode, config, plan, tokenizer (hash)
-    step_00000400.state.safetensors    optimizer, random generator, loss scaler: what only --resume needs
+    step_00000400.state.safetensors    optimizer, random generators, loss scaler: what --resume needs besides
 
 The weights are written last, each file atomically: a step whose .safetensors exists is complete, whatever happened.
+Read before: model.py, train.py. Models in Hugging Face layout are read by hf.py.
 """
 
 import contextlib
@@ -20,36 +21,38 @@ from safetensors.torch import save_file
 from configurator import UserError
 from data import Tokenizer
 from files import read_json, read_tensors, write_atomic
-from hf import load_hf  # noqa: F401 - checkpoint.load_hf is its public name
+from hf import load_hf
 from model import GPT
-from value_modes import ModelConfig, mode_name, plan_layers
+from value_modes import ModelConfig, plan_layers
 
+__all__ = ["load", "load_hf"]
 FORMAT = "nanoresformer/1"
 
 
-def _write(path, tensors, metadata):
-    def save(temporary):
+def write_tensors(path, tensors, metadata):
+    """A safetensors file, written atomically. metadata: a dict, stored as JSON in the file's header."""
+
+    def write(temporary):
         try:
-            # in one entry: the library writes several in an order that changes from process to process
+            # one entry: the library writes several in an order that changes from process to process
             save_file(tensors, temporary, metadata={"nanoresformer": json.dumps(metadata)})
         except SafetensorError as e:
-            raise UserError(
-                f"cannot write {path}: {e}; free some space, the checkpoints before it are intact"
-            ) from None
+            message = f"cannot write {path}: {e}; free some space, the checkpoints before it are intact"
+            raise UserError(message) from None
 
-    write_atomic(path, save)
+    write_atomic(path, write)
 
 
-def _metadata(path):
-    """The dict that `_write` stored in the header of a file, {} if it is not one of ours."""
+def read_metadata(path):
+    """The dict that `write_tensors` stored in a file's header, {} if the file is of another kind."""
     try:
         return json.loads((read_tensors(path, lambda f: f.metadata()) or {})["nanoresformer"])
     except (KeyError, json.JSONDecodeError):
         return {}
 
 
-def plan_dict(cfg):
-    """The layer plan as JSON-able values."""
+def plan_as_json(cfg):
+    """The plan of each layer: its owners and, per residual, its sources; token table t is -1 - t."""
     layers = []
     for layer in plan_layers(cfg):
         sources = [[] for _ in cfg.value_mode.residuals]
@@ -60,38 +63,53 @@ def plan_dict(cfg):
 
 
 def read_header(path):
-    """What a weights file says of itself: format, step, val_loss (or None), mode, config, plan, tokenizer (its hash).
-    Raises UserError if it is not one of ours or its plan is not what this code makes of its config."""
-    header = _metadata(path)
+    """The header of a weights file: format, step, val_loss (or None), mode, config, plan, tokenizer (its hash).
+    Raises UserError if it is not ours, or if this code makes another plan of its config."""
+    header = read_metadata(path)
     if header.get("format") != FORMAT:
-        raise UserError(f"{path} is not a {FORMAT} checkpoint of train.py (for Hugging Face folders there is load_hf)")
+        raise UserError(f"{path} is not a {FORMAT} checkpoint of train.py (load_hf reads Hugging Face folders)")
     try:
-        same = header["plan"] == plan_dict(ModelConfig.from_dict(header["config"]))
+        header["config"]["value_mode"].setdefault("name", header["mode"])  # in older files modes have no name
+        is_same = header["plan"] == plan_as_json(ModelConfig.from_dict(header["config"]))
     except (KeyError, TypeError, ValueError):  # a setting that this code does not know, or no longer allows
-        same = False
-    if not same:
-        raise UserError(
-            f"{path} was trained with another layer plan than this model.py makes of its config; use that version"
-        )
+        is_same = False
+    if not is_same:
+        message = f"{path} was trained with another layer plan than this code makes of its config; use that version"
+        raise UserError(message)
     return header
 
 
 def steps(run):
     """{step: weights file} of a run's folder, in rising order."""
-    found = {int(m[1]): p for p in Path(run).glob("step_*.safetensors") if (m := re.fullmatch(r"step_(\d+)", p.stem))}
+    found = {}
+    for path in Path(run).glob("step_*.safetensors"):
+        if match := re.fullmatch(r"step_(\d+)", path.stem):
+            found[int(match[1])] = path
     return dict(sorted(found.items()))
 
 
-def find(run_or_file, which="last"):
-    """The weights file that is meant: a file itself, or the "last" or "best" (lowest validation loss) one of a run."""
+def runs_below(folder="out"):
+    """The folders below `folder` that hold a checkpoint, the one with the newest last."""
+    newest = {}
+    for path in Path(folder).glob("**/step_*.safetensors"):
+        newest[path.parent] = max(newest.get(path.parent, 0), path.stat().st_mtime)
+    return sorted(newest, key=lambda run: newest[run])
+
+
+def find(run_or_file="", which="last"):
+    """The weights file that is meant: a file itself, or the "last" or "best" (lowest validation loss) one of a run.
+    "" is the newest run below out/. Raises UserError, with the runs that do exist, if there is none."""
+    runs = runs_below()
+    if not run_or_file and runs:
+        run_or_file = runs[-1]
     path = Path(run_or_file)
     if path.is_file():
         return path
     files = steps(path)
     if not files:
-        raise UserError(
-            f"{path} holds no checkpoint (step_*.safetensors); train one with `python train.py --out_dir={path}`"
-        )
+        there = ", ".join(str(run) for run in runs[:-9:-1])
+        hint = f"runs that do: {there}" if runs else "no run is below out/ yet, `make demo` trains three small ones"
+        raise UserError(f"{run_or_file or 'out'} holds no checkpoint (step_*.safetensors); {hint}")
     return (best(path) if which == "best" else None) or list(files.values())[-1]
 
 
@@ -100,8 +118,10 @@ def best(run):
     losses = {}
     for path in steps(run).values():
         with contextlib.suppress(UserError):
-            losses[path] = read_header(path)["val_loss"]
-    return min((p for p, loss in losses.items() if loss is not None), key=losses.get, default=None)
+            loss = read_header(path)["val_loss"]
+            if loss is not None:
+                losses[path] = loss
+    return min(losses, key=losses.get, default=None)
 
 
 def state_file(weights_file):
@@ -117,30 +137,44 @@ def load(run_or_file, which="last", device="cpu", attn="sdpa"):
     return model.to(device).eval()
 
 
+def read_all_tensors(path):
+    return read_tensors(path, lambda f: {name: f.get_tensor(name) for name in f.keys()})
+
+
 def load_weights(model, path):
     """Fill `model` from a weights file; raises UserError unless names and shapes are the model's own."""
-    tensors = read_tensors(path, lambda f: {k: f.get_tensor(k) for k in f.keys()})
-    mine = {k: v.shape for k, v in model.state_dict().items()}
-    wrong = sorted(k for k in mine.keys() | tensors.keys() if k not in tensors or mine.get(k) != tensors[k].shape)
-    if wrong:
-        raise UserError(f"{path} does not fit the model: tensors {', '.join(wrong[:3])} differ ({len(wrong)} in all)")
+    tensors = read_all_tensors(path)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    mine = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    differ = sorted(name for name in mine.keys() | shapes.keys() if mine.get(name) != shapes.get(name))
+    if differ:
+        few = ", ".join(differ[:3])
+        raise UserError(f"{path} does not fit the model: tensors {few} differ ({len(differ)} in all)")
     model.load_state_dict(tensors)
 
 
 def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler=None, keep=2):
-    """Write step's weights and training state into folder `run`, then delete all but the last `keep` and the best."""
+    """Write a step's weights and training state into folder `run`, then delete all but the last `keep` and the best.
+    Returns the weights file."""
     weights_file = Path(run) / f"step_{step:08d}.safetensors"
     if optimizer is not None:
-        tensors, metadata = training_state(model, optimizer, scaler)
-        _write(state_file(weights_file), tensors, metadata)
-    header = dict(format=FORMAT, step=step, val_loss=val_loss, mode=mode_name(model.cfg.value_mode))
-    header |= dict(config=model.cfg.to_dict(), plan=plan_dict(model.cfg), tokenizer=tokenizer_hash)
-    _write(weights_file, {k: v.contiguous() for k, v in model.state_dict().items()}, header)
-    kept = {weights_file, best(run), *list(steps(run).values())[-keep:]}
-    for old in steps(run).values():
-        if keep and old not in kept:
-            old.unlink()  # first the file that says the step is there
-            state_file(old).unlink(missing_ok=True)
+        write_tensors(state_file(weights_file), *training_state(model, optimizer, scaler))
+    header = {
+        "format": FORMAT,
+        "step": step,
+        "val_loss": val_loss,
+        "mode": model.cfg.value_mode.name,
+        "config": model.cfg.to_dict(),
+        "plan": plan_as_json(model.cfg),
+        "tokenizer": tokenizer_hash,
+    }
+    write_tensors(weights_file, {name: t.contiguous() for name, t in model.state_dict().items()}, header)
+    if keep:
+        kept = {weights_file, best(run), *list(steps(run).values())[-keep:]}
+        for old in steps(run).values():
+            if old not in kept:
+                old.unlink()  # first the file that says the step is there
+                state_file(old).unlink(missing_ok=True)
     return weights_file
 
 
@@ -159,68 +193,69 @@ def training_state(model, optimizer, scaler):
     if torch.cuda.is_available():
         tensors["rng_cuda"] = torch.cuda.get_rng_state()
     for name, p in model.named_parameters():
-        tensors |= {f"{key}/{name}": value.contiguous() for key, value in optimizer.state[p].items()}
+        for key, value in optimizer.state[p].items():
+            tensors[f"{key}/{name}"] = value.contiguous()
     return tensors, {"scaler": scaler.state_dict() if scaler else {}}
 
 
+def check_same_model(header, model, tokenizer_hash, path):
+    """Raise UserError unless a checkpoint's header is that of `model`, trained with this tokenizer."""
+    config = ModelConfig.from_dict(header["config"])
+    if config.value_mode != model.cfg.value_mode:
+        asked = model.cfg.value_mode.name
+        raise UserError(f"{path} is a {header['mode']} model, not {asked}; set value_mode or another out_dir")
+    theirs, mine = config.to_dict(), model.cfg.to_dict()
+    theirs["value_mode"] = mine["value_mode"]
+    differ = [f"{key} {theirs[key]} instead of {mine[key]}" for key in mine if theirs[key] != mine[key]]
+    if differ:
+        raise UserError(f"{path} is another model: {', '.join(differ)}; use its settings or another out_dir")
+    if header["tokenizer"] != tokenizer_hash:
+        message = f"{path} was trained with another tokenizer than this data; use its data or another out_dir"
+        raise UserError(message)
+
+
 def resume(weights_file, model, optimizer, scaler, tokenizer_hash):
-    """Put model, optimizer, scaler and random generators back as `save` found them; returns the header.
+    """Restore model, optimizer, scaler and random generators as `save` found them; returns the header.
 
     Raises UserError if the checkpoint is of another model (mode or shape) or another tokenizer.
     """
     header = read_header(weights_file)
-    mine, its = model.cfg.to_dict(), ModelConfig.from_dict(header["config"]).to_dict()  # older ones lack newer settings
-    differ = {k: (its[k], mine[k]) for k in mine if its[k] != mine[k]}
-    if "value_mode" in differ:
-        asked = mode_name(model.cfg.value_mode)
-        raise UserError(f"{weights_file} is a {header['mode']} model, not {asked}; set value_mode or another out_dir")
-    if differ:
-        what = ", ".join(f"{k} {old} instead of {new}" for k, (old, new) in differ.items())
-        raise UserError(f"{weights_file} is another model: {what}; use its settings or another out_dir")
-    if header["tokenizer"] != tokenizer_hash:
-        raise UserError(
-            f"{weights_file} was trained with another tokenizer than this data; use its data or another out_dir"
-        )
+    check_same_model(header, model, tokenizer_hash, weights_file)
     load_weights(model, weights_file)
-    tensors = read_tensors(state_file(weights_file), lambda f: {k: f.get_tensor(k) for k in f.keys()})
-    state = {
-        i: {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-        for i, name in enumerate(name_order(model, optimizer))
-        if f"step/{name}" in tensors  # AdamW has no state before its first step, and a scaler may have skipped all
-    }
+    tensors = read_all_tensors(state_file(weights_file))
+    names = {id(p): name for name, p in model.named_parameters()}
+    ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]  # the optimizer's numbering
+    state = {}
+    for i, name in enumerate(ordered):
+        if f"step/{name}" in tensors:  # AdamW has no state before its first step, and a scaler may have skipped all
+            state[i] = {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    if scaler and (numbers := _metadata(state_file(weights_file))["scaler"]):
-        scaler.load_state_dict(numbers)
+    scaler_state = read_metadata(state_file(weights_file))["scaler"]
+    if scaler and scaler_state:
+        scaler.load_state_dict(scaler_state)
     torch.set_rng_state(tensors["rng"])
     if torch.cuda.is_available() and "rng_cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng_cuda"])
     return header
 
 
-def name_order(model, optimizer):
-    """Parameter names in the order in which the optimizer numbers its parameters."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-
-
 def load_tokenizer(weights_file):
-    """The tokenizer beside a checkpoint; raises UserError if it is not there or not the one of the training data."""
-    tokenizer = Tokenizer.load(Path(weights_file).parent / "tokenizer.json")
+    """The tokenizer beside a checkpoint; raises UserError if it is missing or not the one of the training data."""
+    path = Path(weights_file).parent / "tokenizer.json"
+    tokenizer = Tokenizer.load(path)
     if tokenizer.hash != read_header(weights_file)["tokenizer"]:
-        raise UserError(
-            f"{Path(weights_file).parent}/tokenizer.json is not the tokenizer {weights_file} was trained with"
-        )
+        raise UserError(f"{path} is not the tokenizer that {weights_file} was trained with")
     return tokenizer
 
 
 def trained_on(folder, given, instead):
     """(data folder, mixture or None) that a run in `folder` was trained on, or `given` if that is not empty. Raises
-    UserError, which asks for `instead`, if it is unknown or not here."""
+    UserError, which asks for `instead`, if it is unknown or missing."""
     config = folder / "config.json"
-    trained = read_json(config, "the config of a run") if config.exists() else {}
-    trained = trained if isinstance(trained, dict) else {}
+    trained = read_json(config, "the config of a run", keys=("data_dir",)) if config.exists() else {}
     data_dir = given or str(trained.get("data_dir", ""))
-    if not data_dir or not Path(data_dir).is_dir():
-        what = f"was trained on {data_dir}, which is not here" if data_dir else "does not say what it was trained on"
-        raise UserError(f"{folder} {what}; name {instead}")
+    if not data_dir:
+        raise UserError(f"{folder} does not say what it was trained on; name {instead}")
+    if not Path(data_dir).is_dir():
+        raise UserError(f"{folder} was trained on {data_dir}, which is missing; name {instead}")
     return data_dir, None if given else trained.get("mixture")

@@ -75,7 +75,7 @@ def altered(path, **changes):
         (lambda p: altered(p, format="nanoresformer/0"), "not a nanoresformer/1 checkpoint"),
         (lambda p: altered(p, plan=[]), "another layer plan"),
         (
-            lambda p: altered(p, config=config("svformer").to_dict(), plan=checkpoint.plan_dict(config("svformer"))),
+            lambda p: altered(p, config=config("svformer").to_dict(), plan=checkpoint.plan_as_json(config("svformer"))),
             "differ",
         ),
         (lambda p: p.unlink(), "holds no checkpoint"),
@@ -113,6 +113,6 @@ def test_hf_folder_round_trip(tmp_path):
         (dict(value_mode=5), "config.json: "),
         (dict(value_mode={"residuals": 3}), "config.json: "),
     ):
-        (tmp_path / "config.json").write_text(json.dumps(hf | change))
+        (tmp_path / "config.json").write_text(json.dumps(about | change))
         with pytest.raises(UserError, match=says):
             hf.load_hf(tmp_path)

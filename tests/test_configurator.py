@@ -1,5 +1,6 @@
 """Settings: precedence, types in flags and files alike, and one sentence for what is wrong."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -177,8 +178,8 @@ def test_every_config_builds(path):
     from train import TrainConfig
 
     cfg = load_settings(TrainConfig, [str(path)])
-    cfg.accumulation(1)
-    assert count_parameters(cfg.model(50277))[0] > 0
+    cfg.split_batch(1)
+    assert count_parameters(cfg.model_config(50277))[0] > 0
 
 
 def test_configs_compose():
@@ -189,9 +190,9 @@ def test_configs_compose():
     sizes = {"2m": 1_623_856, "82m": 81_901_056, "180m": 179_874_048, "468m": 467_921_920}
     for size, right in sizes.items():
         cfg = load_settings(TrainConfig, [f"{ROOT}/config/size_{size}.py", f"{ROOT}/config/resformer.py", "--seed=1"])
-        assert count_parameters(cfg.model(50277))[0] == right
+        assert count_parameters(cfg.model_config(50277))[0] == right
         assert cfg.value_mode == get_mode("resformer") and cfg.seed == 1 and cfg.out_dir == "out/resformer"
-        assert cfg.accumulation(8) * 8 * cfg.micro_batch == 1024  # the paper's global batch
+        assert 8 * math.prod(cfg.split_batch(8)) == 1024  # the paper's global batch
 
 
 def test_bad_input_of_a_script():
