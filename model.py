@@ -45,6 +45,18 @@ class Linear(nn.Linear):
     def reset_parameters(self):
         pass  # GPT.init_weights sets every weight
 
+    def forward(self, x):
+        is_decoding = x.device.type == "cpu" and x.numel() <= 16 * self.in_features and not torch.is_grad_enabled()
+        if is_decoding and x.dtype == torch.bfloat16:
+            return few_rows_product(x, self.weight, self.bias)
+        return super().forward(x)
+
+
+def few_rows_product(x, w, bias):
+    """x W^T + b as (W x^T)^T for up to 16 rows on a CPU. In bf16, 82M decodes 1.2-1.5 x as fast; fp32 does not gain."""
+    y = (w @ x.flatten(0, -2).T).T.unflatten(0, x.shape[:-1])  # (…, n_in) -> (…, n_out)
+    return y if bias is None else y + bias
+
 
 class Rope(nn.Module):
     """Rotary positions in Llama's rotate-half layout.

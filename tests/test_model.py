@@ -647,14 +647,14 @@ def test_loss_survives_several_backwards_of_one_model():
 
 @pytest.mark.parametrize("dtype,off", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float64, 1e-12)])
 def test_a_few_rows_by_a_large_matrix(dtype, off):
-    """However the product is made in decoding, it is x W^T + b, row by row, in the same shape."""
+    """However the product is computed in decoding, it is x W^T + b, row by row, in the same shape."""
     g = torch.Generator().manual_seed(0)
-    layer = m.Linear(512, {"a": 300, "b": 301}, bias=True)  # more than 2^18 weights
+    layer = m.Linear(512, {"a": 300, "b": 301}, bias=True)
     with torch.no_grad():
         for p in layer.parameters():
             p.copy_(torch.randn(p.shape, generator=g) / 512**0.5)
     layer = layer.to(dtype)
-    for shape in [(1, 1), (2, 1), (3, 1), (4, 1), (2, 3), (16, 1), (17, 1), (1, 40)]:
+    for shape in [(1, 1), (2, 1), (2, 3), (16, 1), (17, 1), (1, 40), (3,)]:
         x = torch.randn(*shape, 512, generator=g).to(dtype)
         right = (x.double() @ layer.weight.double().T + layer.bias.double()).to(dtype)
         with torch.inference_mode():

@@ -346,8 +346,7 @@ def test_a_batch_that_does_not_split():
         TrainConfig(batch_tokens=1000, block_size=32).split_batch(1)
     with pytest.raises(configurator.UserError, match="nearest: 512$"):
         TrainConfig(batch_tokens=200, block_size=512).split_batch(2)
-    says = "3 ranks cannot share the 8 sequences of a step equally; start 2 ranks, or set batch_tokens to a multiple of 768"
-    with pytest.raises(configurator.UserError, match=says):
+    with pytest.raises(configurator.UserError, match="3 ranks cannot share the 8 sequences .* multiple of 768"):
         TrainConfig(batch_tokens=2048, block_size=256).split_batch(3)
 
 
