@@ -1,15 +1,18 @@
 """The order of the data: a pure function of (seed, step), without repeats, whoever asks; damaged folders are found."""
 
+import itertools
 import json
+import os
 import shutil
 
 import numpy as np
 import pytest
-from conftest import make_data
+from conftest import ROOT, make_data
 
 import data
 import files
-from configurator import UserError
+import prepare
+from configurator import UserError, load_settings
 from data import Corpus
 
 
@@ -24,11 +27,11 @@ def test_batch_is_a_function_of_seed_and_step(data_dir):
     np.testing.assert_array_equal(later[0][:, 1:], later[1][:, :-1])
 
 
-@pytest.mark.parametrize("cuts", [[0, 8], [0, 4, 8], [0, 1, 3, 8]])
-def test_ranks_and_micro_batches_cut_one_batch(data_dir, cuts):
-    corpus = Corpus(data_dir, 16, seed=1)
-    parts = [Corpus(data_dir, 16, seed=1).batch(5, 8, a, b)[0] for a, b in zip(cuts, cuts[1:], strict=False)]
-    np.testing.assert_array_equal(np.concatenate(parts), corpus.batch(5, 8)[0])
+def test_ranks_and_micro_batches_cut_one_batch(data_dir):
+    whole = Corpus(data_dir, 16, seed=1).batch(5, 8)[0]
+    for cuts in ([0, 8], [0, 4, 8], [0, 1, 3, 8]):
+        parts = [Corpus(data_dir, 16, seed=1).batch(5, 8, *rows)[0] for rows in itertools.pairwise(cuts)]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
 def test_each_window_once_per_epoch(data_dir):
@@ -49,8 +52,9 @@ def test_windows_hold_every_target_once(data_dir):
     corpus = Corpus(data_dir, 16)
     text = np.fromfile(data_dir / "val" / "code.bin", "<u2")
     x, y = corpus.val_batch("code", 0, corpus.windows("val", "code"))
-    np.testing.assert_array_equal(y.ravel(), text[1 : 1 + y.size])
-    np.testing.assert_array_equal(x.ravel(), text[: x.size])
+    rest_x, rest_y = corpus.val_rest("code")
+    np.testing.assert_array_equal([*x.ravel(), *rest_x.ravel()], text[:-1])
+    np.testing.assert_array_equal([*y.ravel(), *rest_y.ravel()], text[1:])
 
 
 def test_mixture_is_what_is_drawn(data_dir):
@@ -71,28 +75,25 @@ def test_places_beyond_one_chunk(data_dir, monkeypatch):
 
 def test_order_does_not_depend_on_the_library_version():
     """The first draws, written down: a change here changes every run's data."""
-    assert data.raw_bits(42, "domain", n=2).tolist() == PHILOX
+    assert data.raw_bits(42, "domain", n=2).tolist() == [9947686430430168814, 10594182583085350699]
     assert data.raw_bits(42, "domain", start=4, n=2).tolist() == data.raw_bits(42, "domain", n=6)[4:].tolist()
 
 
-PHILOX = [9947686430430168814, 10594182583085350699]
+def test_hashes_name_the_data(data_dir):
+    corpus, other = Corpus(data_dir, 16), Corpus(data_dir, 16, mixture={"code": 1, "prose": 1})
+    assert corpus.hash == Corpus(data_dir, 32, seed=1).hash != other.hash
+    assert corpus.val_hash == other.val_hash != Corpus(data_dir, 16, mixture={"code": 1}).val_hash
 
 
-def damaged(data_dir, tmp_path, damage):
-    folder = tmp_path / "copy"
-    shutil.copytree(data_dir, folder)
-    damage(folder)
-    with pytest.raises(UserError) as e:
-        Corpus(folder, 16)
-    return str(e.value)
+def without(key, file):
+    value = json.loads(file.read_text())
+    del value[key]
+    file.write_text(json.dumps(value))
 
 
-def edit(name, **changes):
-    def change(folder):
-        value = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(value | changes))
-
-    return change
+def other_vocabulary(folder):
+    value = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(value | {"n_vocab": 300}))
 
 
 def flip_a_token(folder):
@@ -101,48 +102,65 @@ def flip_a_token(folder):
     ids.tofile(folder / "train/code.bin")
 
 
-@pytest.mark.parametrize(
-    "damage,says",
-    [
-        (lambda f: (f / "train/code.bin").write_bytes((f / "train/code.bin").read_bytes()[:-2]), "was truncated"),
-        (lambda f: (f / "train/code.bin").write_bytes((f / "train/code.bin").read_bytes() + b"ab"), "was changed"),
-        (lambda f: (f / "val/prose.bin").unlink(), "is missing"),
-        (flip_a_token, "was altered"),
-        (lambda f: (f / "manifest.json").unlink(), "has not finished"),
-        (lambda f: (f / "manifest.json").write_text("{"), "is not a manifest"),
-        (edit("manifest.json", splits={"train": {"x": {}}}), "is not a manifest"),
-        (lambda f: (f / "tokenizer.json").unlink(), "is missing"),
-        (edit("tokenizer.json", n_vocab=300), "is not the tokenizer the data was made with"),
-        (edit("tokenizer.json", ranks=3), "is not a vocabulary"),
-    ],
-)
-def test_damaged_folders_are_refused(data_dir, tmp_path, damage, says):
-    assert says in damaged(data_dir, tmp_path, damage)
+DAMAGES = {
+    "code.bin was truncated": lambda f: os.truncate(f / "train/code.bin", 39_998),
+    "code.bin was changed": lambda f: os.truncate(f / "train/code.bin", 40_002),
+    "prose.bin is missing": lambda f: (f / "val/prose.bin").unlink(),
+    "code.bin was altered": flip_a_token,
+    "prepare.py has not finished": lambda f: (f / "manifest.json").unlink(),
+    "is not prepare.py's manifest": lambda f: (f / "manifest.json").write_text("{"),
+    "manifest: it lacks": lambda f: without("splits", f / "manifest.json"),
+    "tokenizer.json is missing": lambda f: (f / "tokenizer.json").unlink(),
+    "is not the tokenizer the data was made with": other_vocabulary,
+    "is not a vocabulary": lambda f: without("ranks", f / "tokenizer.json"),
+}
 
 
-def test_verify_can_be_left_out(data_dir, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(data_dir, folder)
-    flip_a_token(folder)
-    assert Corpus(folder, 16, verify=False).windows("train", "code")
+@pytest.mark.parametrize("message", DAMAGES)
+def test_damaged_folders_are_refused(data_dir, tmp_path, message):
+    folder = shutil.copytree(data_dir, tmp_path / "copy")
+    DAMAGES[message](folder)
+    with pytest.raises(UserError, match=message):
+        Corpus(folder, 16)
+    if message == "code.bin was altered":  # the one damage that takes reading everything to find
+        assert Corpus(folder, 16, verify=False).windows("train", "code")
 
 
-@pytest.mark.parametrize(
-    "kw,says",
-    [
-        (dict(block_size=5000), "less than one window"),
-        (dict(block_size=16, mixture={"C4": 1.0}), "mixture names domain 'C4'"),
-        (dict(block_size=16, mixture={"code": -1.0}), "at least 0"),
-    ],
-)
-def test_impossible_settings_are_refused(data_dir, kw, says):
-    with pytest.raises(UserError, match=says):
-        Corpus(data_dir, **kw)
+def test_impossible_settings_are_refused(data_dir):
+    with pytest.raises(UserError, match="less than one window"):
+        Corpus(data_dir, 5000)
+    with pytest.raises(UserError, match="mixture names domain 'C4'"):
+        Corpus(data_dir, 16, mixture={"C4": 1.0})
+    with pytest.raises(UserError, match="at least 0"):
+        Corpus(data_dir, 16, mixture={"code": -1.0})
+    with pytest.raises(UserError, match="a weight above 0"):
+        Corpus(data_dir, 16, mixture={"code": 0})
 
 
-def test_no_folder():
-    with pytest.raises(UserError, match="prepare.py pysource --out_dir=nowhere"):
-        Corpus("nowhere", 16)
+def test_a_missing_folder_is_made_or_replaced(tmp_path, monkeypatch):
+    """The hint fits the folder asked for, and the folders that exist are listed."""
+    monkeypatch.chdir(tmp_path)
+
+    def message(folder):
+        with pytest.raises(UserError, match=f"^no data folder {folder}; ") as e:
+            Corpus(folder, 16)
+        return str(e.value)
+
+    assert message("data/mine").endswith("; name a folder made by prepare.py with --data_dir=")
+    assert message("data/slimpajama").endswith("; make it with `python prepare.py slimpajama`")
+    assert "`python prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=16e6`" in message("data/demo")
+    make_data(tmp_path / "data/mine", {"a": 3000})
+    (tmp_path / "data/unfinished").mkdir()
+    assert message("data/slimpajama").endswith(" slimpajama`, or use one that exists, with --data_dir=: data/mine")
+    assert message("nowhere").endswith("; use one that exists, with --data_dir=: data/mine")
+
+
+def test_commands_for_missing_data_are_those_of_the_makefile():
+    lines = (ROOT / "Makefile").read_text()
+    for folder in ("data/demo", "data/small"):
+        assert data._COMMANDS[folder].replace("python", "$(PY)") in lines
+    for folder, command in data._COMMANDS.items():
+        assert load_settings(prepare.PrepareConfig, command.split()[2:]).out_dir == folder
 
 
 def test_write_atomic_leaves_the_old_file_when_writing_fails(tmp_path):
