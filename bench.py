@@ -39,6 +39,7 @@ import configurator
 import eval as ours
 import hf
 import prepare
+import reading
 import value_modes
 from checkpoint import load_tokenizer
 from configurator import UserError, command_line, run_main, setting
@@ -826,11 +827,11 @@ def texts_of(cfg):
     if cfg.text and not Path(cfg.text).exists():
         raise UserError(f"no file or folder {cfg.text}; --text is where the texts are")
     about = prepare.PrepareConfig("files" if cfg.text else "pysource", input_dir=cfg.text)
-    library = itertools.takewhile(lambda place: place.domain == "stdlib", prepare.python_files())
-    for place in prepare.text_files(about) if cfg.text else library:
-        for number, raw, _ in prepare.items(place, about, 0):
+    library = itertools.takewhile(lambda place: place.domain == "stdlib", reading.python_files())
+    for place in reading.text_files(about) if cfg.text else library:
+        for number, raw, _ in reading.raw_items(place, about, 0):
             try:
-                found = prepare.documents(place, raw, about)
+                found = reading.to_documents(place, raw, about)
             except ValueError as e:
                 raise UserError(f"{place.path}, item {number + 1}: {e}") from None
             yield from (text.encode(errors="replace").decode() for _, text in found)  # half surrogate pairs become ?
@@ -865,7 +866,7 @@ def run_prepare(about, tokenizer):
     processes' peak memory, in bytes: no less than they held at any time."""
     out, peaks = Path(about.out_dir), {}
     shutil.rmtree(out, ignore_errors=True)
-    write_json(out / "progress.json", prepare.open_output(about, prepare.find_inputs(about)))
+    write_json(out / "progress.json", prepare.open_output(about, reading.find_inputs(about)))
     tokenizer.save(out / "tokenizer.json")
     names = ("input_dir", "out_dir", "tokenizer", "tokenizer_file", "val_fraction", "workers")
     command = [sys.executable, prepare.__file__, about.source, *(f"--{name}={getattr(about, name)}" for name in names)]
@@ -999,9 +1000,9 @@ def bench_prepare(cfg, world):
         (folder / "text").mkdir()
         documents, size = write_texts(texts_of(cfg), folder / "text" / "text.jsonl", 1e6 * (cfg.megabytes or 300))
         if not documents:
-            raise UserError(f"no text in {cfg.text}: there should be files {', '.join(prepare.SUFFIXES)}")
+            raise UserError(f"no text in {cfg.text}: there should be files {', '.join(reading.SUFFIXES)}")
         about = cfg.preparation(input_dir=str(folder / "text"), out_dir=str(folder / "ours"))
-        tokenizer = prepare.make_tokenizer(about, prepare.find_inputs(about))
+        tokenizer = prepare.make_tokenizer(about, reading.find_inputs(about))
         rows, peak = race(cfg, about, tokenizer, size, folder)
         prepare_table(rows)
         first = {"bytes": size, "seconds": statistics.median(rows[0]["seconds"]), "peak_bytes": peak}

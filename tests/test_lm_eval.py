@@ -233,7 +233,7 @@ def request(*args, kind="loglikelihood"):
 def tokenizer(request):
     if request.param == "bytes":
         return byte_tokenizer()
-    return Tokenizer(prepare.neox(str(SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json")))
+    return Tokenizer(prepare.neox_spec(str(SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json")))
 
 
 @pytest.mark.parametrize("case", [*CASES, *WHOLE])

@@ -10,39 +10,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, refused, script
+from conftest import ROOT, in_process, refused, script
 
 import prepare
+import reading
 from data import Tokenizer, load_manifest
 
 zstandard = pytest.importorskip("zstandard")
 pytest.importorskip("rustbpe")
-WORDS = [
-    "value",
-    "residual",
-    "the",
-    "attention",
-    "layer",
-    "of",
-    "first",
-    "and",
-    "é",
-    "中文",
-    "x = 1\n",
-    "\n\n",
-    "2024",
-    "  ",
-]
+WORDS = "value|residual|the|attention|layer|of|first|and|é|中文|x = 1\n|\n\n|2024|  ".split("|")
 BPE = ("--tokenizer=bpe:300", "--bpe_bytes=100000")
 
 
-def run(*words, **kw):
-    result = script("prepare.py", *words, **kw)
+def call(*words):
+    return in_process(prepare, *words)
+
+
+def make(*words):
+    """What a run that succeeds prints."""
+    result = call(*words)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-def texts(n, seed=0, size=60):
+def sentences(n, seed=0, size=60):
     rng = random.Random(seed)
     return [" ".join(rng.choices(WORDS, k=rng.randint(1, size))) for _ in range(n)]
 
@@ -70,11 +61,12 @@ def decoded(folder, split, domain):
 def corpus(tmp_path_factory):
     """Texts in all formats, in three domains, and what prepare.py makes of them."""
     folder = tmp_path_factory.mktemp("texts")
-    write_lines(folder / "web" / "a.jsonl", [{"text": t, "id": i} for i, t in enumerate(texts(400, 1))])
-    write_lines(folder / "web" / "deep" / "b.jsonl.zst", [{"text": t} for t in texts(400, 2)] + [{"text": ""}])
-    write_lines(folder / "code" / "c.jsonl.zst", [{"text": t} for t in texts(300, 3)])
-    (folder / "d.txt").write_text("\n".join(texts(2000, 4)), encoding="utf-8")
-    run("files", f"--input_dir={folder}", f"--out_dir={folder}.out", *BPE)
+    write_lines(folder / "web" / "a.jsonl", [{"text": t, "id": i} for i, t in enumerate(sentences(400, 1))])
+    write_lines(folder / "web" / "deep" / "b.jsonl.zst", [{"text": t} for t in sentences(400, 2)] + [{"text": ""}])
+    write_lines(folder / "code" / "c.jsonl.zst", [{"text": t} for t in sentences(300, 3)])
+    (folder / "d.txt").write_text("\n".join(sentences(2000, 4)), encoding="utf-8")
+    result = script("prepare.py", "files", f"--input_dir={folder}", f"--out_dir={folder}.out", *BPE)  # the real start
+    assert result.returncode == 0, result.stderr
     return folder, Path(f"{folder}.out")
 
 
@@ -85,7 +77,7 @@ def test_files_become_documents(corpus):
     train = manifest["splits"]["train"]
     size = sum(about["tokens"] for about in train.values())
     assert manifest["mixture"] == {d: pytest.approx(train[d]["tokens"] / size) for d in ("code", "text", "web")}
-    for domain, right in {"web": texts(400, 1) + texts(400, 2), "code": texts(300, 3)}.items():
+    for domain, right in {"web": sentences(400, 1) + sentences(400, 2), "code": sentences(300, 3)}.items():
         val, rest = decoded(out, "val", domain), decoded(out, "train", domain)
         assert sorted(val + rest) == sorted(right)
         assert len(val) == len(right) // 20
@@ -98,7 +90,7 @@ def test_files_become_documents(corpus):
 
 def test_workers_do_not_change_a_byte(corpus, tmp_path):
     folder, out = corpus
-    run("files", f"--input_dir={folder}", f"--out_dir={tmp_path / 'one'}", "--workers=1", *BPE)
+    make("files", f"--input_dir={folder}", f"--out_dir={tmp_path / 'one'}", "--workers=1", *BPE)
     assert contents(tmp_path / "one") == contents(out)
 
 
@@ -106,7 +98,7 @@ DRIVER = """
 import os, signal, sys
 import prepare
 from configurator import command_line
-prepare.SAVE_S, prepare.BATCH = 0, 20_000
+prepare.SAVE_SECONDS, prepare.BATCH_BYTES = 0, 20_000
 fsync, left = os.fsync, [int(sys.argv.pop(1))]
 def dying(fd):
     left[0] -= 1
@@ -142,14 +134,12 @@ def test_rerun_and_other_settings(corpus, tmp_path):
     folder, out = corpus
     before = contents(out)
     words = ("files", f"--input_dir={folder}", f"--out_dir={out}")
-    assert "finished" in run(*words, *BPE, "--workers=1")
-    refused(script("prepare.py", *words, "--tokenizer=bpe:301", "--bpe_bytes=100000"), "finished", "bpe:300", "bpe:301")
-    refused(
-        script("prepare.py", "files", f"--input_dir={folder / 'web'}", f"--out_dir={out}", *BPE), "other input files"
-    )
+    assert "finished" in make(*words, *BPE, "--workers=1")
+    refused(call(*words, "--tokenizer=bpe:301", "--bpe_bytes=100000"), "finished", "bpe:300", "bpe:301")
+    refused(call("files", f"--input_dir={folder / 'web'}", f"--out_dir={out}", *BPE), "other input files")
     assert contents(out) == before
     (tmp_path / "train").mkdir()
-    refused(script("prepare.py", *words[:2], f"--out_dir={tmp_path}", *BPE), "did not write", "--out_dir")
+    refused(call(*words[:2], f"--out_dir={tmp_path}", *BPE), "did not write", "--out_dir")
 
 
 def test_full_disk_loses_nothing(corpus, tmp_path):
@@ -159,20 +149,20 @@ def test_full_disk_loses_nothing(corpus, tmp_path):
     assert limit > 15_000  # the vocabulary and the records fit, the data does not
     result = script("prepare.py", *words, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     refused(result, "train/", "free some space")
-    refused(script("prepare.py", *words, "--seed=5"), "half-finished", "seed")
-    run(*words)
+    refused(call(*words, "--seed=5"), "half-finished", "seed")
+    make(*words)
     assert contents(tmp_path / "out") == contents(out)
 
 
 def test_corrupt_line(tmp_path):
-    good = [{"text": t} for t in texts(50)]
+    good = [{"text": t} for t in sentences(50)]
     write_lines(
         tmp_path / "in" / "a.jsonl",
         [*good[:20], '{"text": "torn', *good[20:], {"body": 1}, "[]", {"text": "half a pair \ud800"}],
     )
     words = ("files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", "--tokenizer=bpe:257")
-    refused(script("prepare.py", *words), "a.jsonl, line 21:", "--skip_bad")
-    said = run(*words, "--skip_bad")
+    refused(call(*words), "a.jsonl, line 21:", "--skip_bad")
+    said = make(*words, "--skip_bad")
     assert "3 unreadable" in said
     manifest = load_manifest(tmp_path / "out")
     assert manifest["skipped"] == 3 and sum(s["text"]["documents"] for s in manifest["splits"].values()) == 51
@@ -186,7 +176,7 @@ def slimpajama(folder):
         for chunk in (1, 2):
             rows = [
                 {"text": t, "meta": {"redpajama_set_name": f"RedPajama{sets[i % 3]}"}}
-                for i, t in enumerate(texts(n, chunk, 30))
+                for i, t in enumerate(sentences(n, chunk, 30))
             ]
             if split == "validation":
                 rows[0]["text"] = "a<|endoftext|>b"
@@ -198,7 +188,7 @@ def slimpajama(folder):
 def test_slimpajama_layout_budget_and_mixture(tmp_path):
     folder, out = slimpajama(tmp_path / "in"), tmp_path / "out"
     mixture = "--mixture={'C4': 3, 'Book': 1}"
-    said = run("slimpajama", f"--input_dir={folder}", f"--out_dir={out}", mixture, "--tokens=8e3", *BPE)
+    said = make("slimpajama", f"--input_dir={folder}", f"--out_dir={out}", mixture, "--tokens=8e3", *BPE)
     manifest = load_manifest(out)
     assert manifest["mixture"] == {"C4": 0.75, "Book": 0.25} and "the input ended" not in said
     train, val = manifest["splits"]["train"], manifest["splits"]["val"]
@@ -207,9 +197,9 @@ def test_slimpajama_layout_budget_and_mixture(tmp_path):
         ids = np.fromfile(out / train[domain]["file"], "<u2")
         last = len(decoded(out, "train", domain)[-1].encode()) + 1
         assert budget <= len(ids) < budget + last  # the document that crosses the budget is the last, and whole
-        assert set(decoded(out, "train", domain)) <= set(texts(300, 1, 30) + texts(300, 2, 30))
+        assert set(decoded(out, "train", domain)) <= set(sentences(300, 1, 30) + sentences(300, 2, 30))
     assert "a<|endoftext|>b" in decoded(out, "val", "C4")
-    said = run("slimpajama", f"--input_dir={folder}", f"--out_dir={tmp_path / 'all'}", "--val_tokens=40", *BPE)
+    said = make("slimpajama", f"--input_dir={folder}", f"--out_dir={tmp_path / 'all'}", "--val_tokens=40", *BPE)
     assert "the input ended" in said and "no text of domain ArXiv" in said
     manifest = load_manifest(tmp_path / "all")
     assert manifest["mixture"] == {
@@ -226,17 +216,17 @@ def test_hub_stream_gives_the_same_documents(tmp_path, monkeypatch):
     local = prepare.PrepareConfig("slimpajama", input_dir=str(folder))
     hub = prepare.PrepareConfig("slimpajama", hub_id=str(folder))
 
-    def rows(cfg, skip=0):
+    def found_in(cfg, skip=0):
         found = {"train": [], "val": []}
-        for source in prepare.find_inputs(cfg):
-            for _, raw, _ in prepare.items(source, cfg, skip):
-                found[source.split] += prepare.documents(source, raw, cfg)
+        for source in reading.find_inputs(cfg):
+            for _, raw, _ in reading.raw_items(source, cfg, skip):
+                found[source.split] += reading.to_documents(source, raw, cfg)
         return found
 
-    here, there = rows(local), rows(hub)
+    here, there = found_in(local), found_in(hub)
     for split in here:
         assert sorted(here[split]) == sorted(there[split]) and len(here[split]) > 50
-    assert rows(hub, 7)["train"] == there["train"][7:]
+    assert found_in(hub, 7)["train"] == there["train"][7:]
 
 
 def test_hub_out_of_reach(tmp_path):
@@ -252,43 +242,44 @@ def test_hub_out_of_reach(tmp_path):
 def test_parquet(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (tmp_path / "in").mkdir()
-    table = pyarrow.table({"body": texts(150), "id": list(range(150))})
+    table = pyarrow.table({"body": sentences(150), "id": list(range(150))})
     parquet.write_table(table, tmp_path / "in" / "a.parquet", row_group_size=40)
     words = ("files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", *BPE)
-    refused(script("prepare.py", *words), "a.parquet, item 1:", "'text'", "--text_field")
-    run(*words, "--text_field=body", "--val_fraction=0.5")
+    refused(call(*words), "a.parquet, item 1:", "'text'", "--text_field")
+    make(*words, "--text_field=body", "--val_fraction=0.5")
     assert sorted(decoded(tmp_path / "out", "train", "text") + decoded(tmp_path / "out", "val", "text")) == sorted(
-        texts(150)
+        sentences(150)
     )
     (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1 torn")
-    refused(script("prepare.py", *words[:2], f"--out_dir={tmp_path / 'x'}", *BPE), "cannot read", "a.parquet")
+    refused(call(*words[:2], f"--out_dir={tmp_path / 'x'}", *BPE), "cannot read", "a.parquet")
 
 
-@pytest.mark.parametrize(
-    "words, fragments",
-    [
-        (["files"], ["--input_dir"]),
-        (["files", "--input_dir=no/such"], ["no folder no/such"]),
-        (["files", "--input_dir=tests"], ["nothing to read", ".jsonl.zst"]),
-        (["slimpajama", "--input_dir=tests"], ["train/", "validation/"]),
-        (["books"], ["'pysource' or 'slimpajama' or 'files'"]),
-        (["pysource", "--tokenizer=bpe:70000"], ["uint16", "65,536"]),
-        (["pysource", "--tokenizer=word"], ["unknown tokenizer 'word'"]),
-        (["pysource", "--val_fraction=0.7"], ["val_fraction"]),
-        (["pysource", "--mixture={'stdlib': -1}"], ["weights above 0"]),
-        (["slimpajama", "--tokens=-5"], ["tokens must not be negative"]),
-    ],
-)
-def test_refusals(words, fragments, tmp_path):
-    refused(script("prepare.py", *words, f"--out_dir={tmp_path / 'out'}"), *fragments)
-    assert not (tmp_path / "out").exists()
+REFUSED = [
+    (["files"], ["--input_dir"]),
+    (["files", "--input_dir=no/such"], ["no folder no/such"]),
+    (["files", "--input_dir=tests"], ["nothing to read", ".jsonl.zst"]),
+    (["slimpajama", "--input_dir=tests"], ["train/", "validation/"]),
+    (["books"], ["'pysource' or 'slimpajama' or 'files'"]),
+    (["pysource", "--tokenizer=bpe:70000"], ["uint16", "65,536"]),
+    (["pysource", "--tokenizer=word"], ["unknown tokenizer 'word'"]),
+    (["pysource", "--val_fraction=0.7"], ["val_fraction=0.7 must be at most 0.5"]),
+    (["pysource", "--mixture={'stdlib': -1}"], ["weights above 0"]),
+    (["slimpajama", "--tokens=-5"], ["tokens=-5 must be at least 0"]),
+    (["pysource", "--out_dir=Makefile"], ["Makefile is a file"]),
+]
 
 
-def test_missing_package(tmp_path):
+def test_refusals(tmp_path):
+    for words, fragments in REFUSED:
+        refused(in_process(prepare, f"--out_dir={tmp_path / 'out'}", *words, cwd=ROOT), *fragments)
+        assert not (tmp_path / "out").exists(), words
+
+
+def test_missing_package(tmp_path, monkeypatch):
     write_lines(tmp_path / "in" / "a.jsonl.zst", [{"text": "a"}])
-    (tmp_path / "zstandard.py").write_text("raise ImportError('not here')")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     words = ("files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", *BPE)
-    refused(script("prepare.py", *words, env={"PYTHONPATH": str(tmp_path)}), "pip install zstandard")
+    refused(call(*words), "pip install pyarrow")
 
 
 def test_reader_stays_near_the_writer(corpus):
@@ -300,9 +291,9 @@ def test_reader_stays_near_the_writer(corpus):
         nonlocal ahead
         for i in range(50):
             ahead += 1
-            yield "train", [i, 1], [(prepare.Input("a.txt", 9, "train", "text", None), 0, b"text %d" % i)]
+            yield "train", [i, 1], [(reading.Input("a.txt", 9, "train", "text", None), 0, b"text %d" % i)]
 
-    for i, (_, position, results) in enumerate(prepare.encoded(cfg, spec, batches())):
+    for i, (_, position, results) in enumerate(prepare.encode_batches(cfg, spec, batches())):
         most, ahead = max(most, ahead), ahead - 1
         assert position == [i, 1] and len(results[0]) == 1
     assert i == 49 and most <= 3
@@ -312,11 +303,11 @@ def test_long_text_is_read_in_pieces(tmp_path):
     file = tmp_path / "long.txt"
     file.write_bytes(b"one line of text\n" * 100_000)
     cfg = prepare.PrepareConfig("files", input_dir=str(file))
-    (source,) = prepare.find_inputs(cfg)
-    pieces = [raw for _, raw, _ in prepare.items(source, cfg, 0)]
+    (source,) = reading.find_inputs(cfg)
+    pieces = [raw for _, raw, _ in reading.raw_items(source, cfg, 0)]
     assert b"".join(pieces) == file.read_bytes()
-    assert max(map(len, pieces)) < prepare.TEXT + 100 and all(p.endswith(b"\n") for p in pieces)
-    assert [raw for _, raw, _ in prepare.items(source, cfg, 5)] == pieces[5:]
+    assert max(map(len, pieces)) < reading.PIECE_BYTES + 100 and all(p.endswith(b"\n") for p in pieces)
+    assert [raw for _, raw, _ in reading.raw_items(source, cfg, 5)] == pieces[5:]
 
 
 def test_docstrings_come_out_of_code():
@@ -324,67 +315,59 @@ def test_docstrings_come_out_of_code():
         '"""Módule.\n\n   More."""\nimport os\n\nclass A:\n    "Class é."\n    x = 1\n\ndef f(): "One."; return 2\n'
     )
     source += 'if x:\n    async def g():\n        """Only."""\ny = """no docstring"""\n'
-    code, prose = prepare.split_docstrings(source)
+    code, prose = reading.split_docstrings(source)
     assert prose == "Módule.\n\nMore.\n\nClass é.\n\nOne.\n\nOnly."
     right = "import os\n\nclass A:\n    x = 1\n\ndef f(): ...; return 2\nif x:\n    async def g():\n        ...\n"
     assert code == right + 'y = """no docstring"""\n'
-    assert prepare.split_docstrings("def broken(") == ("def broken(", "")
-    assert prepare.split_docstrings('"""All."""') == ("", "All.")
+    assert reading.split_docstrings("def broken(") == ("def broken(", "")
+    assert reading.split_docstrings('"""All."""') == ("", "All.")
 
 
 def test_pysource(tmp_path):
     out = tmp_path / "out"
     words = ("pysource", f"--out_dir={out}", "--tokens=3e5", "--tokenizer=bpe:512", "--bpe_bytes=300000")
-    run(*words)
+    make(*words)
     manifest = load_manifest(out)
     train = manifest["splits"]["train"]
     assert {"stdlib", "torch", "prose", "packages"} <= set(train)
     assert 3e5 <= sum(about["tokens"] for about in train.values()) < 3e5 + 5e5
     code = decoded(out, "train", "stdlib")
     assert any("import " in text for text in code) and len(set(code)) == len(code)
-    assert not any(prepare.split_docstrings(text)[1] for text in code)
-    assert "finished" in run(*words)
+    assert not any(reading.split_docstrings(text)[1] for text in code)
+    assert "finished" in make(*words)
 
 
 def test_pysource_inputs():
     cfg = prepare.PrepareConfig("pysource")
-    inputs = prepare.find_inputs(cfg)
+    inputs = reading.find_inputs(cfg)
     assert sum(i.size for i in inputs) > 100e6 or len(inputs) < 3000  # an environment with torch has over 100 MB
     names = [i.name for i in inputs]
     assert "torch/nn/functional.py" in names and not any("site-packages" in n or "_vendor/" in n for n in names)
     first = {i.domain for i in inputs[:500]}
     assert {"stdlib", "torch", "packages"} <= first  # any beginning is a sample of everything
     cfg.seed = 1
-    assert sorted(i.name for i in prepare.find_inputs(cfg)) == sorted(names) != names
+    assert sorted(i.name for i in reading.find_inputs(cfg)) == sorted(names) != names
 
 
-def test_damaged_compressed_file(tmp_path):
-    write_lines(tmp_path / "in" / "a.jsonl.zst", [{"text": t} for t in texts(500)])
-    file = tmp_path / "in" / "a.jsonl.zst"
-    file.write_bytes(b"not zstandard" + file.read_bytes())
-    words = ("files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", *BPE)
-    refused(script("prepare.py", *words), "cannot read", "a.jsonl.zst")
-
-
-@pytest.mark.parametrize("flag", [(), ("--skip_bad",)])
-def test_truncated_compressed_file_is_not_a_corrupt_line(tmp_path, flag):
+def test_damaged_compressed_file_is_not_a_corrupt_line(tmp_path):
     """What is cut off is not one bad line: going on would lose the rest of the file without a word."""
-    zstd = pytest.importorskip("zstandard")
-    lines = "".join(json.dumps({"text": f"number {i} of many, {i * 7919}"}) + "\n" for i in range(5000))
-    packed = zstd.compress(lines.encode())
-    (tmp_path / "in").mkdir()
-    words = ("prepare.py", "files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", *flag)
-    for cut in (packed[: len(packed) // 2], packed[:-1], b""):
-        (tmp_path / "in" / "a.jsonl.zst").write_bytes(cut)
-        refused(script(*words, "--tokenizer=bpe:257"), "a.jsonl.zst", "truncated")
+    packed = zstandard.compress("".join(f'{{"text": "number {i}, {i * 7919}"}}\n' for i in range(5000)).encode())
+    file = tmp_path / "in" / "a.jsonl.zst"
+    file.parent.mkdir()
+    words = ("files", f"--input_dir={file.parent}", f"--out_dir={tmp_path / 'out'}", "--tokenizer=bpe:257")
+    for flag in ((), ("--skip_bad",)):
+        for cut in (packed[: len(packed) // 2], packed[:-1], b""):
+            file.write_bytes(cut)
+            refused(call(*words, *flag), "cannot read", "a.jsonl.zst", "Truncated")
+        file.write_bytes(b"not zstandard" + packed)
+        refused(call(*words, *flag), "cannot read", "a.jsonl.zst")
 
 
 def test_frames_of_a_compressed_file_follow_each_other(tmp_path):
-    zstd = pytest.importorskip("zstandard")
-    text = [f"line {i}".encode() for i in range(3000)]
-    whole = b"\n".join(text)
-    packed = zstd.compress(whole[:1000]) + zstd.compress(whole[1000:1001]) + zstd.compress(whole[1001:])
-    path = tmp_path / "a.zst"
-    path.write_bytes(packed)
-    with open(path, "rb") as f:
-        assert [line.rstrip(b"\n") for line in prepare.zst_lines(f)] == text
+    lines = [b"line %d" % i for i in range(3000)]
+    whole = b"\n".join(lines)
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"".join(map(zstandard.compress, (whole[:1000], whole[1000:1001], whole[1001:]))))
+    source = reading.Input(path.name, path.stat().st_size, "train", "text", path)
+    with reading.open_file(source) as file:
+        assert [line.rstrip(b"\n") for line in file] == lines

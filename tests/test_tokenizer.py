@@ -81,11 +81,11 @@ def reference(name):
     hf = pytest.importorskip("tokenizers")
     if name == "neox":
         path = str(SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json")
-        return hf.Tokenizer.from_file(path), Tokenizer(prepare.neox(path))
+        return hf.Tokenizer.from_file(path), Tokenizer(prepare.neox_spec(path))
     folder = SHARED / "data/tokenizers/gpt2"
     theirs = hf.Tokenizer(hf.models.BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe")))
     theirs.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return theirs, Tokenizer(prepare.gpt2(str(folder)))
+    return theirs, Tokenizer(prepare.gpt2_spec(str(folder)))
 
 
 @needs_shared
@@ -112,7 +112,7 @@ def test_equal_to_tokenizers_on_hostile_text(name):
 
 def test_small_neox_equal_to_tokenizers(tmp_path):
     theirs = small_neox(tmp_path)
-    ours = Tokenizer(prepare.neox(tmp_path / "tokenizer.json"))
+    ours = Tokenizer(prepare.neox_spec(tmp_path / "tokenizer.json"))
     assert ours.n_vocab == theirs.get_vocab_size() and ours.spec["normalize"] == "NFC" and ours.eot == 0
     for text in hostile(2, 4000):
         assert ours.encode(text) == theirs.encode(text).ids, ascii(text)
@@ -122,7 +122,7 @@ def test_small_neox_equal_to_tokenizers(tmp_path):
 def test_pieces_are_gpt2s_cut_at_runs_of_spaces(tmp_path):
     """The patterns against their definition: GPT-2's on all text, and on what lies between the runs."""
     small_neox(tmp_path)
-    neox = prepare.neox(tmp_path / "tokenizer.json")["pattern"]
+    neox = prepare.neox_spec(tmp_path / "tokenizer.json")["pattern"]
     for text in hostile(3, 5000):
         assert cut(prepare.PATTERN, text) == cut(GPT2, text), ascii(text)
         right = []
@@ -133,7 +133,7 @@ def test_pieces_are_gpt2s_cut_at_runs_of_spaces(tmp_path):
 
 def test_literal_special_tokens_stay_text(tmp_path):
     small_neox(tmp_path)
-    ours = Tokenizer(prepare.neox(tmp_path / "tokenizer.json"))
+    ours = Tokenizer(prepare.neox_spec(tmp_path / "tokenizer.json"))
     text = "a<|endoftext|><|padding|>  b"
     ids = ours.encode(text)
     assert not {0, 1} & set(ids) and ours.decode(ids) == text
@@ -143,7 +143,7 @@ def test_literal_special_tokens_stay_text(tmp_path):
 
 def test_every_id_decodes(tmp_path):
     small_neox(tmp_path)
-    ours = Tokenizer(prepare.neox(tmp_path / "tokenizer.json"))
+    ours = Tokenizer(prepare.neox_spec(tmp_path / "tokenizer.json"))
     hidden = [i for b, i in ours.spec["ranks"] if base64.b64decode(b) == b"  "]
     assert len(hidden) == 2 and ours.encode("  ") == [max(hidden)]  # the vocabulary's own pair of spaces is not used,
     assert [ours.decode([i]) for i in hidden] == ["  ", "  "]  # but a model may still sample it
@@ -153,7 +153,7 @@ def test_every_id_decodes(tmp_path):
 def test_documents_are_encoded_alike(tmp_path):
     """As prepare.py does it: the same ids as `encode` gives, as uint16, and end-of-text."""
     small_neox(tmp_path)
-    ours = Tokenizer(prepare.neox(tmp_path / "tokenizer.json"))
+    ours = Tokenizer(prepare.neox_spec(tmp_path / "tokenizer.json"))
     for text in ["", "a" + EOT, *hostile(5, 2000)]:
         ids = ours.encode_document(text)
         assert ids.dtype == "<u2" and ids.tolist() == [*ours.encode(text), ours.eot], ascii(text)
@@ -192,7 +192,7 @@ def test_bad_tokenizer_files(tmp_path):
         change()
         changed.write_text(json.dumps(about), encoding="utf-8")
         with pytest.raises(UserError, match="changed.json"):
-            prepare.neox(changed)
+            prepare.neox_spec(changed)
     refuse(["--tokenizer=neox", f"--tokenizer_file={changed}"], "changed.json", "--tokenizer_file")
     refuse(["--tokenizer=neox", "--tokenizer_file=no.json"], "no.json is missing")
     refuse(["--tokenizer=gpt2", f"--tokenizer_file={tmp_path}"], "encoder.json")

@@ -1,0 +1,226 @@
+"""The texts that prepare.py makes tokens of: finding the files, reading them item by item, documents of an item.
+
+`pysource`: the standard library and the installed packages, so no network is needed. Its domains are stdlib, torch,
+sympy, numpy, networkx, pandas, matplotlib, packages (all others) and prose (the docstrings, which are taken out of the
+code). Left out: the standard library's own tests, which many systems do not install; vendored copies and exact
+duplicates, which would put one text into both train and val; files over 1 MB, which are generated tables.
+`slimpajama`: from a folder with its layout or from the hub; the data set's seven parts are the domains.
+`files`: .txt, .jsonl, .jsonl.zst and .parquet files of a folder; the first folder below it is the domain, and a .txt
+file is cut at line ends into documents of about 64 KB.
+
+Read next: prepare.py. No torch here: its worker processes import this file.
+"""
+
+import ast
+import contextlib
+import hashlib
+import io
+import itertools
+import json
+import re
+import sys
+import sysconfig
+import tokenize
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+from configurator import UserError, need
+
+PIECE_BYTES = 2**16  # of a .txt file that make a document
+SUFFIXES = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
+OWN_DOMAIN = ("torch", "sympy", "numpy", "networkx", "pandas", "matplotlib")
+
+
+class Input(NamedTuple):
+    """A file to read, or a split of a data set on the hub."""
+
+    name: str  # the same on every machine, with / between folders
+    size: int  # bytes, 0 if unknown
+    split: str  # train or val
+    domain: str | None  # None: each document names its own
+    path: Path | None  # None: on the hub
+
+
+def python_files():
+    """Yield the Inputs of pysource: the standard library, then the installed packages, without duplicates."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    packages = [Path(folder) for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
+    seen = {hashlib.sha256(b"").digest()}  # empty files are left out as well
+    for root in [stdlib, *packages]:
+        domain = "packages"
+        skipped_folders = {"_vendor", "_vendored"}
+        if root == stdlib:
+            domain = "stdlib"
+            skipped_folders |= {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+        for path in sorted(root.rglob("*.py")):
+            parts = path.relative_to(root).parts
+            if skipped_folders.intersection(parts) or not path.is_file() or path.stat().st_size > 1_000_000:
+                continue
+            content = path.read_bytes()
+            digest = hashlib.sha256(content).digest()
+            if digest not in seen:
+                seen.add(digest)
+                own_domain = parts[0] if parts[0] in OWN_DOMAIN else domain
+                yield Input("/".join(parts), len(content), "train", own_domain, path)
+
+
+def text_files(cfg):
+    """Yield the Inputs of `files`, or of slimpajama from a folder. UserError if input_dir does not exist."""
+    root = Path(cfg.input_dir)
+    if not root.exists():
+        raise UserError(f"no folder {root}; --input_dir is where the texts are")
+    paths = sorted(root.rglob("*"))
+    if root.is_file():
+        paths = [root]
+        root = root.parent
+    for path in paths:
+        name = path.relative_to(root).as_posix()
+        if not name.endswith(SUFFIXES) or path.name.startswith(".") or not path.is_file():
+            continue
+        size = path.stat().st_size
+        if cfg.source == "files":
+            domain = name.split("/")[0] if "/" in name else "text"
+            yield Input(name, size, "train", domain, path)
+        elif folder := re.search(r"(?:^|/)(train|val)", name):
+            yield Input(name, size, folder[1], None, path)
+
+
+def find_inputs(cfg):
+    """All Inputs: validation first, then in an order that the seed shuffles, so that any beginning is a fair sample.
+    UserError if there is no train text."""
+    if cfg.source == "slimpajama" and not cfg.input_dir:
+        name = f"{cfg.hub_id}@{cfg.revision}"
+        return [Input(f"{name}/validation", 0, "val", None, None), Input(f"{name}/train", 0, "train", None, None)]
+    inputs = list(python_files() if cfg.source == "pysource" else text_files(cfg))
+    if not any(source.split == "train" for source in inputs):
+        layout = "train/ and validation/ folders with " if cfg.source == "slimpajama" else ""
+        raise UserError(f"nothing to read in {cfg.input_dir}: there should be {layout}files {', '.join(SUFFIXES)}")
+
+    def order(source):
+        return source.split == "train", hashlib.sha256(f"{cfg.seed}/{source.name}".encode()).digest()
+
+    return sorted(inputs, key=order)
+
+
+@contextlib.contextmanager
+def explained(action, remedy):
+    """Turn any error into one sentence. For calls that reach the network or several packages, which raise anything."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as e:
+        why = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        raise UserError(f"cannot {action} ({why}); {remedy}") from None
+
+
+def open_file(source):
+    """An Input's file, open for reading bytes. Through pyarrow, because zstandard takes a file cut short for whole."""
+    if not source.name.endswith(".zst"):
+        return open(source.path, "rb")
+    if source.size == 0:
+        raise EOFError("Truncated: it is empty")
+    return io.BufferedReader(need("pyarrow").input_stream(source.path, compression="zstd"), 2**17)
+
+
+def text_pieces(file):
+    """Yield an open .txt file in pieces of about 64 KB that end with a line."""
+    while lines := file.readlines(PIECE_BYTES):
+        yield b"".join(lines)
+
+
+def read_input(source, cfg, skip):
+    """Yield raw items of an Input from number `skip` on: a path (.py), a row (dict), a JSON line or a piece of text."""
+    columns = [cfg.text_field]
+    if source.domain is None:
+        columns.append("meta")
+    if source.path is None:
+        split = "validation" if source.split == "val" else "train"
+        data = need("datasets").load_dataset(cfg.hub_id, split=split, streaming=True, revision=cfg.revision or None)
+        for row in data.skip(skip):
+            yield {column: row.get(column) for column in columns}
+    elif source.name.endswith(".py"):
+        yield from [source.path][skip:]
+    elif source.name.endswith(".parquet"):
+        groups = need("pyarrow.parquet").ParquetFile(source.path).iter_batches(64, columns=columns)
+        rows = itertools.chain.from_iterable(group.to_pylist() for group in groups)
+        yield from itertools.islice(rows, skip, None)
+    else:
+        with open_file(source) as file:
+            parts = text_pieces(file) if source.name.endswith(".txt") else file
+            yield from itertools.islice(parts, skip, None)
+
+
+def raw_items(source, cfg, skip):
+    """Yield (number, raw item, its rough size in bytes) of an Input; raises UserError if it cannot be read."""
+    action = f"read {source.path}"
+    remedy = "get it again, or remove it and start over"
+    if source.path is None:
+        action = f"read {source.name} of the hub"
+        remedy = "run again to go on, or download the data and pass --input_dir=<folder>"
+    with explained(action, remedy):
+        for number, raw in enumerate(read_input(source, cfg, skip), skip):
+            text = raw.get(cfg.text_field) if isinstance(raw, dict) else raw
+            yield number, raw, len(text) if isinstance(text, (str, bytes)) else source.size
+
+
+def split_docstrings(source):
+    """(code without its docstrings, the docstrings) of Python source; (source, "") if it does not parse."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return source, ""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documented = [node for node in ast.walk(tree) if isinstance(node, kinds) and ast.get_docstring(node) is not None]
+    documented.sort(key=lambda node: node.body[0].lineno)
+    lines = source.encode().splitlines(keepends=True)  # as bytes, because ast counts columns in bytes
+    for node in reversed(documented):  # from the end, so that the numbers of the lines before stay right
+        doc = node.body[0]
+        first, last = doc.lineno - 1, doc.end_lineno - 1
+        before = lines[first][: doc.col_offset]
+        after = lines[last][doc.end_col_offset :]
+        is_only_statement = len(node.body) == 1 and not isinstance(node, ast.Module)
+        if is_only_statement or (before + after).strip():
+            lines[first : last + 1] = [before + b"..." + after]
+        else:
+            del lines[first : last + 1]
+    prose = "\n\n".join(ast.get_docstring(node) for node in documented)
+    return b"".join(lines).decode(), prose
+
+
+def python_documents(path, domain):
+    """[(domain, code), ("prose", docstrings)] of a Python file, without empty ones; [] if it cannot be decoded."""
+    try:
+        with tokenize.open(path) as file:
+            code, prose = split_docstrings(file.read())
+    except (SyntaxError, UnicodeDecodeError):  # an unknown encoding, or another one than the file says
+        return []
+    return [(name, text) for name, text in ((domain, code), ("prose", prose)) if text.strip()]
+
+
+def to_documents(source, raw, cfg):
+    """The documents [(domain, text)] of a raw item; raises ValueError that says what is wrong with it."""
+    if isinstance(raw, Path):
+        return python_documents(raw, source.domain)
+    if source.name.endswith(".txt"):
+        return [(source.domain, raw.decode("utf-8-sig"))]
+    if isinstance(raw, bytes):
+        if not raw.strip():
+            return []
+        raw = json.loads(raw)
+    if not isinstance(raw, dict):
+        raise ValueError("it is no JSON object")
+    text = raw.get(cfg.text_field)
+    if not isinstance(text, str):
+        fields = f" (it has {', '.join(raw)})" if raw else ""
+        raise ValueError(f"no text in field {cfg.text_field!r}{fields}; name the right one with --text_field")
+    domain = source.domain
+    if domain is None:
+        meta = raw.get("meta")
+        if not isinstance(meta, dict) or not isinstance(meta.get("redpajama_set_name"), str):
+            raise ValueError("no meta.redpajama_set_name, as SlimPajama's documents have; for other texts use `files`")
+        domain = meta["redpajama_set_name"].removeprefix("RedPajama")
+    return [(domain, text)] if text else []
