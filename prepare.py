@@ -227,20 +227,27 @@ def tokenizer_spec(name, pattern, ranks, special, normalize=None):
     return dict(name=name, pattern=pattern, ranks=ranks, special=special, normalize=normalize, n_vocab=n_vocab)
 
 
+def byte_letters():
+    """{character: byte}: how byte-level vocabularies spell bytes as printable characters, in GPT-2's order of ids."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {chr(b): b for b in printable}
+    others = [b for b in range(256) if b not in printable]
+    for n, b in enumerate(others):
+        letters[chr(256 + n)] = b
+    return letters
+
+
 def byte_level(vocab, merges, path):
-    """[(bytes, id)] of a byte-level BPE vocabulary, whose entries spell each byte as a printable character.
+    """[(bytes, id)] of a byte-level BPE vocabulary {spelled token: id}, by rising id.
 
     tiktoken merges the pair with the lowest id first, so ids have to rise as the merges do: UserError if they do not.
     """
     ids = [vocab.get("".join(merge)) for merge in merges]
     if None in ids or any(a >= b for a, b in itertools.pairwise(ids)):
         raise UserError(f"{path} has ids that are not in the order of its merges; take the tokenizer's original file")
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    byte_of = {chr(b): b for b in printable}
-    for n, b in enumerate(b for b in range(256) if b not in printable):
-        byte_of[chr(256 + n)] = b
+    letters = byte_letters()
     by_id = sorted(vocab.items(), key=lambda item: item[1])
-    return [(bytes(byte_of[c] for c in token), i) for token, i in by_id]
+    return [(bytes(letters[c] for c in token), i) for token, i in by_id]
 
 
 def neox_spec(path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, in_process, refused, script
+from conftest import ROOT, finished, in_process, refused, script
 
 import prepare
 import reading
@@ -39,9 +39,9 @@ def sentences(n, seed=0, size=60):
 
 
 def write_lines(path, rows):
-    """A .jsonl or .jsonl.zst file; a row that is a str is written as it is."""
+    """A .jsonl or .jsonl.zst file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows).encode()
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     path.write_bytes(zstandard.compress(lines) if path.suffix == ".zst" else lines)
 
 
@@ -50,7 +50,7 @@ def contents(folder):
 
 
 def decoded(folder, split, domain):
-    """The texts of a file's documents, after checking that each ends with end-of-text."""
+    """The texts of a token file's documents, each of which ends with end-of-text."""
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     ids = np.fromfile(folder / split / f"{domain}.bin", "<u2")
     assert ids[-1] == tokenizer.eot
@@ -76,7 +76,7 @@ def test_files_become_documents(corpus):
     assert manifest["source"] == "files" and manifest["tokenizer"]["n_vocab"] == 300 and manifest["skipped"] == 0
     train = manifest["splits"]["train"]
     size = sum(about["tokens"] for about in train.values())
-    assert manifest["mixture"] == {d: pytest.approx(train[d]["tokens"] / size) for d in ("code", "text", "web")}
+    assert manifest["mixture"] == pytest.approx({d: train[d]["tokens"] / size for d in ("code", "text", "web")})
     for domain, right in {"web": sentences(400, 1) + sentences(400, 2), "code": sentences(300, 3)}.items():
         val, rest = decoded(out, "val", domain), decoded(out, "train", domain)
         assert sorted(val + rest) == sorted(right)
@@ -112,8 +112,7 @@ prepare.main(command_line(prepare.PrepareConfig, ""))
 
 def test_kill_at_any_moment(corpus, tmp_path):
     """Killed before its k-th fsync, whatever was being written."""
-    folder, out = corpus
-    words = ["files", f"--input_dir={folder}", f"--out_dir={tmp_path / 'out'}", *BPE]
+    words = ["files", f"--input_dir={corpus[0]}", f"--out_dir={tmp_path / 'out'}", *BPE]
     rng, kills, halfway = random.Random(0), 0, 0
     while kills < 40:
         k = rng.choice([2, 5, 7, 8, 9, 15])
@@ -127,7 +126,7 @@ def test_kill_at_any_moment(corpus, tmp_path):
         progress = tmp_path / "out" / "progress.json"
         halfway += progress.exists() and json.loads(progress.read_text())["position"] != [0, 0]
     assert kills >= 5 and halfway >= 3
-    assert contents(tmp_path / "out") == contents(out)
+    assert contents(tmp_path / "out") == contents(corpus[1])
 
 
 def test_rerun_and_other_settings(corpus, tmp_path):
@@ -155,11 +154,10 @@ def test_full_disk_loses_nothing(corpus, tmp_path):
 
 
 def test_corrupt_line(tmp_path):
-    good = [{"text": t} for t in sentences(50)]
-    write_lines(
-        tmp_path / "in" / "a.jsonl",
-        [*good[:20], '{"text": "torn', *good[20:], {"body": 1}, "[]", {"text": "half a pair \ud800"}],
-    )
+    good = [json.dumps({"text": t}) for t in sentences(50)]
+    lines = [*good[:20], '{"text": "torn', *good[20:], '{"body": 1}', "[]", '{"text": "half a pair \\ud800"}']
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
     words = ("files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", "--tokenizer=bpe:257")
     refused(call(*words), "a.jsonl, line 21:", "--skip_bad")
     said = make(*words, "--skip_bad")
@@ -172,15 +170,14 @@ def test_corrupt_line(tmp_path):
 def slimpajama(folder):
     """Both splits of three of SlimPajama's sets, and a document that quotes an end-of-text token."""
     sets = ("C4", "Book", "Github")
-    for split, name, n in (("train", "example_train_0", 300), ("validation", "example_holdout_0", 30)):
+    for split, file, n in (("train", "example_train_0", 300), ("validation", "example_holdout_0", 30)):
         for chunk in (1, 2):
-            rows = [
-                {"text": t, "meta": {"redpajama_set_name": f"RedPajama{sets[i % 3]}"}}
-                for i, t in enumerate(sentences(n, chunk, 30))
-            ]
+            names = [f"RedPajama{sets[i % 3]}" for i in range(n)]
+            pairs = zip(names, sentences(n, chunk, 30), strict=True)
+            rows = [{"text": text, "meta": {"redpajama_set_name": name}} for name, text in pairs]
             if split == "validation":
                 rows[0]["text"] = "a<|endoftext|>b"
-            write_lines(folder / split / f"chunk{chunk}" / f"{name}.jsonl.zst", rows)
+            write_lines(folder / split / f"chunk{chunk}" / f"{file}.jsonl.zst", rows)
     write_lines(folder / "test" / "chunk1" / "example_holdout_0.jsonl.zst", [{"text": "held out for ever"}])
     return folder
 
@@ -202,9 +199,7 @@ def test_slimpajama_layout_budget_and_mixture(tmp_path):
     said = make("slimpajama", f"--input_dir={folder}", f"--out_dir={tmp_path / 'all'}", "--val_tokens=40", *BPE)
     assert "the input ended" in said and "no text of domain ArXiv" in said
     manifest = load_manifest(tmp_path / "all")
-    assert manifest["mixture"] == {
-        d: pytest.approx(w / 0.35) for d, w in (("C4", 0.2), ("Github", 0.1), ("Book", 0.05))
-    }
+    assert manifest["mixture"] == pytest.approx({"C4": 0.2 / 0.35, "Github": 0.1 / 0.35, "Book": 0.05 / 0.35})
     assert all(40 <= about["tokens"] < 400 for about in manifest["splits"]["val"].values())
 
 
@@ -247,9 +242,8 @@ def test_parquet(tmp_path):
     words = ("files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", *BPE)
     refused(call(*words), "a.parquet, item 1:", "'text'", "--text_field")
     make(*words, "--text_field=body", "--val_fraction=0.5")
-    assert sorted(decoded(tmp_path / "out", "train", "text") + decoded(tmp_path / "out", "val", "text")) == sorted(
-        sentences(150)
-    )
+    found = decoded(tmp_path / "out", "train", "text") + decoded(tmp_path / "out", "val", "text")
+    assert sorted(found) == sorted(sentences(150))
     (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1 torn")
     refused(call(*words[:2], f"--out_dir={tmp_path / 'x'}", *BPE), "cannot read", "a.parquet")
 
@@ -282,6 +276,12 @@ def test_missing_package(tmp_path, monkeypatch):
     refused(call(*words), "pip install pyarrow")
 
 
+def test_workers_import_nothing_heavy():
+    code = "import sys, prepare; print({'torch', 'datasets', 'pyarrow', 'tqdm'} & set(sys.modules))"
+    result = finished([sys.executable, "-c", code], cwd=ROOT)
+    assert result.stdout == "set()\n", result
+
+
 def test_reader_stays_near_the_writer(corpus):
     """Memory does not grow with the input: what is read ahead is bounded."""
     cfg = prepare.PrepareConfig("files", input_dir=str(corpus[0]), workers=1)
@@ -311,12 +311,10 @@ def test_long_text_is_read_in_pieces(tmp_path):
 
 
 def test_docstrings_come_out_of_code():
-    source = (
-        '"""Módule.\n\n   More."""\nimport os\n\nclass A:\n    "Class é."\n    x = 1\n\ndef f(): "One."; return 2\n'
-    )
+    source = '"""Módule.\n\n   More."""\nimport os\n\nclass A:\n    "Class é."\n    x = 1\n\ndef f(): "1."; return 2\n'
     source += 'if x:\n    async def g():\n        """Only."""\ny = """no docstring"""\n'
     code, prose = reading.split_docstrings(source)
-    assert prose == "Módule.\n\nMore.\n\nClass é.\n\nOne.\n\nOnly."
+    assert prose == "Módule.\n\nMore.\n\nClass é.\n\n1.\n\nOnly."
     right = "import os\n\nclass A:\n    x = 1\n\ndef f(): ...; return 2\nif x:\n    async def g():\n        ...\n"
     assert code == right + 'y = """no docstring"""\n'
     assert reading.split_docstrings("def broken(") == ("def broken(", "")

@@ -6,9 +6,11 @@ import json
 import random
 import re
 import unicodedata
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from conftest import SHARED, needs_shared, refused, script
+from conftest import SHARED, in_process, needs_shared, refused
 
 import prepare
 from configurator import UserError
@@ -16,25 +18,9 @@ from data import EOT, Tokenizer
 
 regex = pytest.importorskip("regex")
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as OpenAI published it
-ATOMS = ["\n", "\r\n", "\t", "\x0b", "\x0c", "\x1c", "\x85", "\u00a0", "\u1680", "\u2003", "\u2028", "\u200b", "\u3000"]
-ATOMS += [
-    "a",
-    "B",
-    "é",
-    "e\u0301",
-    "\u0301",
-    "A\u030a",
-    "中文",
-    "\u1112\u1161\u11ab",
-    "1",
-    "23",
-    "²",
-    "½",
-    "٣",
-    "ﬁ",
-    "İ",
-]
-ATOMS += [".", "'", '"', "!!", "-", "_", "…", "😀", "'s", "'ll", "'RE", " the", "def ", "\ufeff", "\ufffd", "\x00"]
+SPACES = "\n|\r\n|\t|\x0b|\x0c|\x1c|\x85|\u00a0|\u1680|\u2003|\u2028|\u200b|\u3000".split("|")
+LETTERS = "a|B|é|e\u0301|\u0301|A\u030a|中文|\u1112\u1161\u11ab|1|23|²|½|٣|ﬁ|İ".split("|")
+ATOMS = SPACES + LETTERS + ". ' \" !! - _ … 😀 's 'll 'RE \ufeff \ufffd \x00".split(" ") + [" the", "def "]
 
 
 def hostile(seed, n):
@@ -49,8 +35,16 @@ def cut(pattern, text):
     return regex.findall(pattern, text)
 
 
-def small_neox(folder):
-    """A tokenizer.json of GPT-NeoX's kind, with its NFC and added runs of spaces, and the package's tokenizer."""
+class Pair(NamedTuple):
+    theirs: object  # the package's tokenizer
+    ours: Tokenizer
+    file: Path | None  # both were made from
+
+
+@pytest.fixture(scope="module")
+def small_neox(tmp_path_factory):
+    """Of GPT-NeoX's kind, with its NFC and added runs of spaces."""
+    file = tmp_path_factory.mktemp("neox") / "tokenizer.json"
     hf = pytest.importorskip("tokenizers")
     tokenizer = hf.Tokenizer(hf.models.BPE())
     tokenizer.normalizer = hf.normalizers.NFC()
@@ -61,8 +55,8 @@ def small_neox(folder):
     )
     tokenizer.train_from_iterator(hostile(9, 3000), trainer)
     tokenizer.add_tokens([hf.AddedToken(" " * n, special=False, normalized=True) for n in range(24, 1, -1)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return tokenizer
+    tokenizer.save(str(file))
+    return Pair(tokenizer, Tokenizer(prepare.neox_spec(file)), file)
 
 
 def documents():
@@ -77,21 +71,21 @@ def documents():
 
 
 def reference(name):
-    """The package's tokenizer and ours, from the same files."""
+    """GPT-NeoX's or GPT-2's own."""
     hf = pytest.importorskip("tokenizers")
     if name == "neox":
-        path = str(SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json")
-        return hf.Tokenizer.from_file(path), Tokenizer(prepare.neox_spec(path))
+        path = SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json"
+        return Pair(hf.Tokenizer.from_file(str(path)), Tokenizer(prepare.neox_spec(path)), path)
     folder = SHARED / "data/tokenizers/gpt2"
     theirs = hf.Tokenizer(hf.models.BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe")))
     theirs.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return theirs, Tokenizer(prepare.gpt2_spec(str(folder)))
+    return Pair(theirs, Tokenizer(prepare.gpt2_spec(folder)), None)
 
 
 @needs_shared
 @pytest.mark.parametrize("name, size, every", [("neox", 50277, 1), ("gpt2", 50257, 3)])  # theirs takes its time
 def test_equal_to_tokenizers_on_real_text(name, size, every):
-    theirs, ours = reference(name)
+    theirs, ours, _ = reference(name)
     assert ours.n_vocab == size
     texts, differ = list(documents())[::every], 0
     for i in range(0, len(texts), 256):
@@ -102,61 +96,54 @@ def test_equal_to_tokenizers_on_real_text(name, size, every):
         assert ours.decode(ours.encode(text)) == (unicodedata.normalize("NFC", text) if name == "neox" else text)
 
 
+def check_hostile_text(pair, seed):
+    for text in hostile(seed, 4000):
+        ids = pair.ours.encode(text)
+        assert ids == pair.theirs.encode(text).ids, ascii(text)
+        document = pair.ours.encode_document(text)  # as prepare.py does it: uint16, and end-of-text
+        assert document.dtype == "<u2" and document.tolist() == [*ids, pair.ours.eot], ascii(text)
+        form = pair.ours.spec["normalize"]
+        assert pair.ours.decode(ids) == (unicodedata.normalize(form, text) if form else text), ascii(text)
+
+
 @needs_shared
 @pytest.mark.parametrize("name", ["neox", "gpt2"])
 def test_equal_to_tokenizers_on_hostile_text(name):
-    theirs, ours = reference(name)
-    for text in hostile(1, 4000):
-        assert ours.encode(text) == theirs.encode(text).ids, ascii(text)
+    check_hostile_text(reference(name), seed=1)
 
 
-def test_small_neox_equal_to_tokenizers(tmp_path):
-    theirs = small_neox(tmp_path)
-    ours = Tokenizer(prepare.neox_spec(tmp_path / "tokenizer.json"))
-    assert ours.n_vocab == theirs.get_vocab_size() and ours.spec["normalize"] == "NFC" and ours.eot == 0
-    for text in hostile(2, 4000):
-        assert ours.encode(text) == theirs.encode(text).ids, ascii(text)
-        assert ours.decode(ours.encode(text)) == unicodedata.normalize("NFC", text)
+def test_documents_are_encoded_alike(small_neox):
+    ours = small_neox.ours
+    assert ours.n_vocab == small_neox.theirs.get_vocab_size() and ours.spec["normalize"] == "NFC" and ours.eot == 0
+    check_hostile_text(small_neox, seed=2)
+    for text in ("", "a" + EOT):
+        assert ours.encode_document(text).tolist() == [*ours.encode(text), ours.eot]
 
 
-def test_pieces_are_gpt2s_cut_at_runs_of_spaces(tmp_path):
+def test_pieces_are_gpt2s_cut_at_runs_of_spaces(small_neox):
     """The patterns against their definition: GPT-2's on all text, and on what lies between the runs."""
-    small_neox(tmp_path)
-    neox = prepare.neox_spec(tmp_path / "tokenizer.json")["pattern"]
     for text in hostile(3, 5000):
         assert cut(prepare.PATTERN, text) == cut(GPT2, text), ascii(text)
         right = []
         for part in re.split("( {2,24})", text):
             right += [part] if part[:2] == "  " else cut(GPT2, part)
-        assert cut(neox, text) == right, ascii(text)
+        assert cut(small_neox.ours.spec["pattern"], text) == right, ascii(text)
 
 
-def test_literal_special_tokens_stay_text(tmp_path):
-    small_neox(tmp_path)
-    ours = Tokenizer(prepare.neox_spec(tmp_path / "tokenizer.json"))
+def test_literal_special_tokens_stay_text(small_neox):
     text = "a<|endoftext|><|padding|>  b"
-    ids = ours.encode(text)
-    assert not {0, 1} & set(ids) and ours.decode(ids) == text
-    prompt = ours.encode(text, allow_eot=True)  # only the end-of-text token can be asked for
-    assert prompt.count(0) == 1 and 1 not in prompt and ours.decode(prompt) == text
+    ids = small_neox.ours.encode(text)
+    assert not {0, 1} & set(ids) and small_neox.ours.decode(ids) == text
+    prompt = small_neox.ours.encode(text, allow_eot=True)  # only the end-of-text token can be asked for
+    assert prompt.count(0) == 1 and 1 not in prompt and small_neox.ours.decode(prompt) == text
 
 
-def test_every_id_decodes(tmp_path):
-    small_neox(tmp_path)
-    ours = Tokenizer(prepare.neox_spec(tmp_path / "tokenizer.json"))
+def test_every_id_decodes(small_neox):
+    ours = small_neox.ours
     hidden = [i for b, i in ours.spec["ranks"] if base64.b64decode(b) == b"  "]
     assert len(hidden) == 2 and ours.encode("  ") == [max(hidden)]  # the vocabulary's own pair of spaces is not used,
     assert [ours.decode([i]) for i in hidden] == ["  ", "  "]  # but a model may still sample it
     assert ours.decode(range(70_000)) == ours.decode(range(ours.n_vocab)) and ours.decode([1, 0]) == "<|padding|>" + EOT
-
-
-def test_documents_are_encoded_alike(tmp_path):
-    """As prepare.py does it: the same ids as `encode` gives, as uint16, and end-of-text."""
-    small_neox(tmp_path)
-    ours = Tokenizer(prepare.neox_spec(tmp_path / "tokenizer.json"))
-    for text in ["", "a" + EOT, *hostile(5, 2000)]:
-        ids = ours.encode_document(text)
-        assert ids.dtype == "<u2" and ids.tolist() == [*ours.encode(text), ours.eot], ascii(text)
 
 
 def test_million_whitespaces():
@@ -174,35 +161,36 @@ def test_vocabulary_has_to_fit_uint16(tmp_path):
     assert prepare.tokenizer_spec("fits", prepare.PATTERN, ranks[:-1], {EOT: 2**16 - 1})["n_vocab"] == 2**16
 
 
-def test_bad_tokenizer_files(tmp_path):
-    small_neox(tmp_path)
-    about = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
-    (tmp_path / "a.txt").write_text("text\n" * 9)
-
-    def refuse(words, *fragments):
-        words = ("files", f"--input_dir={tmp_path / 'a.txt'}", f"--out_dir={tmp_path / 'out'}", *words)
-        refused(script("prepare.py", *words), *fragments)
-
-    changed = tmp_path / "changed.json"
-    for change in (
-        lambda: about["model"]["merges"].reverse(),
-        lambda: about["pre_tokenizer"].update(type="Whitespace"),
-        lambda: about.pop("model"),
+def test_bad_tokenizer_files(small_neox, tmp_path):
+    for damage in (
+        lambda about: about["model"]["merges"].reverse(),
+        lambda about: about["pre_tokenizer"].update(type="Whitespace"),
+        lambda about: about["added_tokens"].pop(),
+        lambda about: about.pop("model"),
     ):
-        change()
-        changed.write_text(json.dumps(about), encoding="utf-8")
+        about = json.loads(small_neox.file.read_text(encoding="utf-8"))
+        damage(about)
+        (tmp_path / "changed.json").write_text(json.dumps(about), encoding="utf-8")
         with pytest.raises(UserError, match="changed.json"):
-            prepare.neox_spec(changed)
-    refuse(["--tokenizer=neox", f"--tokenizer_file={changed}"], "changed.json", "--tokenizer_file")
-    refuse(["--tokenizer=neox", "--tokenizer_file=no.json"], "no.json is missing")
-    refuse(["--tokenizer=gpt2", f"--tokenizer_file={tmp_path}"], "encoder.json")
+            prepare.neox_spec(tmp_path / "changed.json")
+    (tmp_path / "a.txt").write_text("text\n" * 9)
+    words = ("files", f"--input_dir={tmp_path / 'a.txt'}", f"--out_dir={tmp_path / 'out'}")
+    for tokenizer, file, fragments in (
+        ("neox", tmp_path / "changed.json", ["changed.json", "--tokenizer_file"]),
+        ("neox", "no.json", ["no.json is missing"]),
+        ("gpt2", tmp_path, ["encoder.json"]),
+    ):
+        result = in_process(prepare, *words, f"--tokenizer={tokenizer}", f"--tokenizer_file={file}")
+        refused(result, *fragments)
 
 
-def test_trained_bpe_is_reproducible(tmp_path):
-    rustbpe = pytest.importorskip("rustbpe")
-    found = []
-    for _ in range(2):
-        bpe = rustbpe.Tokenizer()
-        bpe.train_from_iterator(hostile(4, 3000), 500, pattern=prepare.PATTERN)
-        found.append(bpe.get_mergeable_ranks())
-    assert found[0] == found[1] and len(found[0]) == 500
+def test_gpt2_folder_is_read_anew(tmp_path):
+    """tiktoken keeps copies of what it read by name: a file that was replaced must not be answered with the old one."""
+    letters = prepare.byte_letters()
+    for pair in ("a b", "a c"):
+        tokens = [*letters, pair.replace(" ", ""), EOT]
+        (tmp_path / "vocab.bpe").write_text(f"#version: 0.2\n{pair}\n", encoding="utf-8")
+        (tmp_path / "encoder.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}), encoding="utf-8")
+        spec = prepare.gpt2_spec(tmp_path)
+        assert spec["ranks"][256] == [base64.b64encode(pair.replace(" ", "").encode()).decode(), 256]
+        assert Tokenizer(spec).eot == 257
