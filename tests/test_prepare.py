@@ -244,6 +244,9 @@ def test_parquet(tmp_path):
     make(*words, "--text_field=body", "--val_fraction=0.5")
     found = decoded(tmp_path / "out", "train", "text") + decoded(tmp_path / "out", "val", "text")
     assert sorted(found) == sorted(sentences(150))
+    cfg = prepare.PrepareConfig("files", input_dir=str(tmp_path / "in"), text_field="body")
+    rest = list(reading.raw_items(reading.find_inputs(cfg)[0], cfg, 45))
+    assert [(number, raw["body"]) for number, raw, _ in rest] == list(enumerate(sentences(150)))[45:]
     (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1 torn")
     refused(call(*words[:2], f"--out_dir={tmp_path / 'x'}", *BPE), "cannot read", "a.parquet")
 
@@ -306,7 +309,7 @@ def test_long_text_is_read_in_pieces(tmp_path):
     (source,) = reading.find_inputs(cfg)
     pieces = [raw for _, raw, _ in reading.raw_items(source, cfg, 0)]
     assert b"".join(pieces) == file.read_bytes()
-    assert max(map(len, pieces)) < reading.PIECE_BYTES + 100 and all(p.endswith(b"\n") for p in pieces)
+    assert all(0 <= len(piece) - reading.PIECE_BYTES < 100 and piece.endswith(b"\n") for piece in pieces[:-1])
     assert [raw for _, raw, _ in reading.raw_items(source, cfg, 5)] == pieces[5:]
 
 
@@ -345,6 +348,23 @@ def test_pysource_inputs():
     assert {"stdlib", "torch", "packages"} <= first  # any beginning is a sample of everything
     cfg.seed = 1
     assert sorted(i.name for i in reading.find_inputs(cfg)) == sorted(names) != names
+
+
+def test_pysource_leaves_out_copies(tmp_path, monkeypatch):
+    site = tmp_path / "site-packages"
+    for name, text in {
+        "a/x.py": "x",
+        "b/copy.py": "x",
+        "b/_vendor/y.py": "y",
+        "torch/z.py": "z",
+        "none.py": "",
+    }.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+    (site / "table.py").write_text("9" * 1_000_001)
+    monkeypatch.setattr(sys, "path", [str(site)])
+    found = {i.name: i.domain for i in reading.python_files() if i.path.is_relative_to(site)}
+    assert found == {"a/x.py": "packages", "torch/z.py": "torch"}
 
 
 def test_damaged_compressed_file_is_not_a_corrupt_line(tmp_path):
