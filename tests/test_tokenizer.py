@@ -35,16 +35,8 @@ def cut(pattern, text):
     return regex.findall(pattern, text)
 
 
-class Pair(NamedTuple):
-    theirs: object  # the package's tokenizer
-    ours: Tokenizer
-    file: Path | None  # both were made from
-
-
-@pytest.fixture(scope="module")
-def small_neox(tmp_path_factory):
-    """Of GPT-NeoX's kind, with its NFC and added runs of spaces."""
-    file = tmp_path_factory.mktemp("neox") / "tokenizer.json"
+def small_neox(folder):
+    """A tokenizer.json of GPT-NeoX's kind, with its NFC and added runs of spaces, and the package's tokenizer."""
     hf = pytest.importorskip("tokenizers")
     tokenizer = hf.Tokenizer(hf.models.BPE())
     tokenizer.normalizer = hf.normalizers.NFC()
@@ -55,8 +47,21 @@ def small_neox(tmp_path_factory):
     )
     tokenizer.train_from_iterator(hostile(9, 3000), trainer)
     tokenizer.add_tokens([hf.AddedToken(" " * n, special=False, normalized=True) for n in range(24, 1, -1)])
-    tokenizer.save(str(file))
-    return Pair(tokenizer, Tokenizer(prepare.neox_spec(file)), file)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+class Pair(NamedTuple):
+    theirs: object  # the package's tokenizer
+    ours: Tokenizer
+    file: Path  # what both were made from
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("neox")
+    theirs = small_neox(folder)
+    return Pair(theirs, Tokenizer(prepare.neox_spec(folder / "tokenizer.json")), folder / "tokenizer.json")
 
 
 def documents():
@@ -79,7 +84,7 @@ def reference(name):
     folder = SHARED / "data/tokenizers/gpt2"
     theirs = hf.Tokenizer(hf.models.BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe")))
     theirs.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return Pair(theirs, Tokenizer(prepare.gpt2_spec(folder)), None)
+    return Pair(theirs, Tokenizer(prepare.gpt2_spec(folder)), folder)
 
 
 @needs_shared
@@ -112,34 +117,34 @@ def test_equal_to_tokenizers_on_hostile_text(name):
     check_hostile_text(reference(name), seed=1)
 
 
-def test_documents_are_encoded_alike(small_neox):
-    ours = small_neox.ours
-    assert ours.n_vocab == small_neox.theirs.get_vocab_size() and ours.spec["normalize"] == "NFC" and ours.eot == 0
-    check_hostile_text(small_neox, seed=2)
+def test_documents_are_encoded_alike(small):
+    ours = small.ours
+    assert ours.n_vocab == small.theirs.get_vocab_size() and ours.spec["normalize"] == "NFC" and ours.eot == 0
+    check_hostile_text(small, seed=2)
     for text in ("", "a" + EOT):
         assert ours.encode_document(text).tolist() == [*ours.encode(text), ours.eot]
 
 
-def test_pieces_are_gpt2s_cut_at_runs_of_spaces(small_neox):
+def test_pieces_are_gpt2s_cut_at_runs_of_spaces(small):
     """The patterns against their definition: GPT-2's on all text, and on what lies between the runs."""
     for text in hostile(3, 5000):
         assert cut(prepare.PATTERN, text) == cut(GPT2, text), ascii(text)
         right = []
         for part in re.split("( {2,24})", text):
             right += [part] if part[:2] == "  " else cut(GPT2, part)
-        assert cut(small_neox.ours.spec["pattern"], text) == right, ascii(text)
+        assert cut(small.ours.spec["pattern"], text) == right, ascii(text)
 
 
-def test_literal_special_tokens_stay_text(small_neox):
+def test_literal_special_tokens_stay_text(small):
     text = "a<|endoftext|><|padding|>  b"
-    ids = small_neox.ours.encode(text)
-    assert not {0, 1} & set(ids) and small_neox.ours.decode(ids) == text
-    prompt = small_neox.ours.encode(text, allow_eot=True)  # only the end-of-text token can be asked for
-    assert prompt.count(0) == 1 and 1 not in prompt and small_neox.ours.decode(prompt) == text
+    ids = small.ours.encode(text)
+    assert not {0, 1} & set(ids) and small.ours.decode(ids) == text
+    prompt = small.ours.encode(text, allow_eot=True)  # only the end-of-text token can be asked for
+    assert prompt.count(0) == 1 and 1 not in prompt and small.ours.decode(prompt) == text
 
 
-def test_every_id_decodes(small_neox):
-    ours = small_neox.ours
+def test_every_id_decodes(small):
+    ours = small.ours
     hidden = [i for b, i in ours.spec["ranks"] if base64.b64decode(b) == b"  "]
     assert len(hidden) == 2 and ours.encode("  ") == [max(hidden)]  # the vocabulary's own pair of spaces is not used,
     assert [ours.decode([i]) for i in hidden] == ["  ", "  "]  # but a model may still sample it
@@ -161,14 +166,14 @@ def test_vocabulary_has_to_fit_uint16(tmp_path):
     assert prepare.tokenizer_spec("fits", prepare.PATTERN, ranks[:-1], {EOT: 2**16 - 1})["n_vocab"] == 2**16
 
 
-def test_bad_tokenizer_files(small_neox, tmp_path):
+def test_bad_tokenizer_files(small, tmp_path):
     for damage in (
         lambda about: about["model"]["merges"].reverse(),
         lambda about: about["pre_tokenizer"].update(type="Whitespace"),
         lambda about: about["added_tokens"].pop(),
         lambda about: about.pop("model"),
     ):
-        about = json.loads(small_neox.file.read_text(encoding="utf-8"))
+        about = json.loads(small.file.read_text(encoding="utf-8"))
         damage(about)
         (tmp_path / "changed.json").write_text(json.dumps(about), encoding="utf-8")
         with pytest.raises(UserError, match="changed.json"):
