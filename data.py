@@ -27,7 +27,7 @@ EOT = "<|endoftext|>"
 _CHUNK = 2**16  # sequences whose domains are drawn together; part of the definition of the data order
 _COMMANDS = {  # what makes the folders that our config files name
     "data/slimpajama": "python prepare.py slimpajama",
-    "data/demo": "python prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=16e6",
+    "data/demo": "python prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6",
     "data/small": "python prepare.py pysource --out_dir=data/small --tokenizer=bpe:2048 --tokens=12e6",
 }
 
