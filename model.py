@@ -4,8 +4,9 @@
     python model.py table                                  all modes: equation, source, parameters, KV cache
 
 Shapes: B batch, T tokens, C n_embd, H n_head, G n_kv_head, D head_dim = C / H, V vocab_size. Layers count from 0, so
-the paper's V_1 is raw[0]["v"]. A_n is layer n's causal softmax(q k^T / sqrt(D)); U_n is the output of its attention
-before the output projection. Modes as data, and the table of them, are in value_modes.py. Paper: arXiv 2410.17897.
+the paper's V_1 is raw[0]["v"], and attended[0]["v"] where it is borrowed. A_n is layer n's causal softmax(q k^T /
+sqrt(D)); U_n is the output of its attention before the output projection. Modes as data, and the table of them, are in
+value_modes.py. Paper: arXiv 2410.17897.
 
 Read top to bottom: Linear, Rope, attend, the weights of residuals (Lambdas, Gate), Attention (where values are mixed),
 MLP, Block, DepthAverage, the loss, GPT. Read next: train.py.
@@ -14,7 +15,7 @@ MLP, Block, DepthAverage, the loss, GPT. Read next: train.py.
 import hashlib
 import math
 
-if __name__ == "__main__":  # the two commands above
+if __name__ == "__main__":  # prints what is asked for, and ends the process before torch is imported
     import describe
 
     describe.command()
@@ -62,14 +63,14 @@ class Rope(nn.Module):
     """Rotary positions in Llama's rotate-half layout.
 
     Pair i rotates by r_i = theta^(-2 i / D) radians per position. Llama 3.1's scaling = (factor, low, high, original)
-    slows the pairs that rotate fewer than `high` times within `original` positions, those below `low` by `factor`:
+    slows the slow pairs: by `factor` below `low` turns in `original` positions, not at all above `high` turns:
 
         r_i <- (1 - s_i) r_i / factor + s_i r_i,   s_i = (turns_i - low) / (high - low), clipped to 0..1
     """
 
     def __init__(self, head_dim, length, theta, scaling=()):
         super().__init__()
-        # rounded as transformers rounds it: one bit of r is 1e-3 of an angle at position 10,000
+        # rounded as transformers rounds it: the last bit of r moves the angle at position 10,000 by 1e-3 radians
         rate = 1 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         if scaling:
             factor, low, high, original = scaling
@@ -162,7 +163,8 @@ def mix(weights, own, others):
 
 class Lambdas(nn.Module):
     """The weights of one residual in all layers. forward() -> for each layer (own, one per source), or None where the
-    residual does nothing or a Gate computes the weights. Learned ones are vectors, so AdamW does not decay them.
+    residual does nothing, or a Gate or the softmax (map="cross") sets the weights. Learned ones are vectors, so AdamW
+    does not decay them.
 
     n_sources: the number of sources in each layer, 0 where the residual does nothing.
     """
@@ -213,10 +215,10 @@ class Lambdas(nn.Module):
 
 class Gate(nn.Module):
     """Weights that depend on the token: a layer's normed input x (B, T, C) -> (own, source), each a number or
-    (B, G, T, 1). A head is a key and value head.
+    (B, G, T, 1). Heads are key and value heads.
 
     "head":    (g, 1 - g), g = sigmoid(W x + b) for each head                        x-transformers
-    "sigmoid": (l_own, l sigmoid(W x[:12])) for each head, from W = 0                modded-nanogpt, nanochat
+    "sigmoid": (l_own, l sigmoid(W x[..., :12])) for each head, from W = 0           modded-nanogpt, nanochat
     "relu":    (l_own, l relu(W x)) for each head                                    SATFormer
     """
 
@@ -233,17 +235,18 @@ class Gate(nn.Module):
         if self.residual.learn == "head":
             g = z.sigmoid()
             return g, 1 - g
+        activation = {"sigmoid": torch.sigmoid, "relu": torch.relu}[self.residual.learn]
         own, top = self.residual.weights(1)
-        return own, top * (z.sigmoid() if self.residual.learn == "sigmoid" else z.relu())
+        return own, top * activation(z)
 
 
 class Attention(nn.Module):
     """One layer's attention, and the one place where tensors of earlier layers come in.
 
-    forward: x (B, T, C) -> U_n W_o (B, T, C), raw, attended. raw: this layer's own q, k, v as projected; attended: its
-    q, k, v as they attended (mixed or borrowed; with a cache, keys and values of all tokens so far).
-    The argument `raw` maps earlier layers i < n, and token tables, to their raw tensors; `attended` likewise. They are
-    arguments and results, not attributes, so that activation checkpointing and torch.compile see every dependency.
+    forward: x (B, T, C) -> U_n W_o (B, T, C), this layer's own q, k, v as projected, and its q, k, v as they attend
+    (mixed or borrowed; with a cache, keys and values of all tokens so far). The arguments `raw` and `attended` map
+    earlier layers, `raw` also token tables, to these tensors. They are arguments and results, not attributes, so that
+    activation checkpointing and torch.compile see every dependency.
     """
 
     def __init__(self, cfg, n, plan, kind):
@@ -285,16 +288,17 @@ class Attention(nn.Module):
                 after_attention.append((m, weights, now.get("v")))  # V_n of this call's tokens, as mixed so far
         for t in "qkv":
             if t not in self.heads:
-                # SVFormer (Eq 10): the layer has no V_n, it reads V_1. Borrowed tensors are not cached again.
+                # Borrowed (SVFormer's V_1, Eq 10; CLA): read as the owner attends with it. The owner has cached it.
                 now[t] = attended[self.plan.owner[t]][t]
-            elif t != "q" and cache:
+            elif t != "q" and cache is not None:
                 now[t] = cache.extend(t, self.n, now[t])  # (B, G, tokens so far, D)
-        y = self.attend(now, after_attention, attended, cache.mask if cache else None)  # (B, H, T, D)
+        mask = None if cache is None else cache.mask
+        y = self.attend_with_scores(now, after_attention, attended, mask)  # (B, H, T, D)
         for m, weights, v in after_attention:
-            y = self.mix_after(y, m, weights, v, now, raw, attended, cache.mask if cache else None)
+            y = self.mix_after(y, m, weights, v, now, raw, attended, mask)
         return self.out(y.transpose(1, 2).reshape(B, T, C)), own, now  # (B, H, T, D) -> (B, T, H * D)
 
-    def attend(self, now, after_attention, attended, mask):
+    def attend_with_scores(self, now, after_attention, attended, mask):
         """A_n V' (B, H, T, D). Residuals may change the softmax itself: by keys of other layers beside its own (Eq 2),
         or by their scores, added in one product: l_own q k^T + l q_i k_i^T = [l_own q; l q_i] [k; k_i]^T."""
         q, k, v = now["q"], now["k"], now["v"]
@@ -316,7 +320,8 @@ class Attention(nn.Module):
         return attend(q, k, v, self.kind, self.head_dim**-0.5, mask=mask)[..., : self.head_dim]
 
     def mix_after(self, y, m, weights, v, now, raw, attended, mask):
-        """y (B, H, T, D), mixed with what residual m adds after attention. v: V_n when m's turn came, (B, G, T, D)."""
+        """y (B, H, T, D), mixed with what residual m adds after attention. v: V_n as mixed by the residuals that are
+        listed before m, (B, G, T, D)."""
         if m.residual.of == "probs":
             others = [attend(attended[i]["q"], attended[i]["k"], now["v"], self.kind, mask=mask) for i in m.sources]
         elif m.residual.map == "identity":  # Eq 6: U_n = A_n V_n + l V_1
@@ -357,7 +362,8 @@ def new_norm(cfg):
 
 
 class Block(nn.Module):
-    """One layer: x (B, T, C) -> x (B, T, C), raw, attended; of the last two only what later layers read (`keep_…`)."""
+    """One layer: x (B, T, C) -> x (B, T, C), raw, attended. The last two hold only what later layers read: names of
+    `keep_raw` (its input "hidden" may be one of them) and `keep_attended`."""
 
     def __init__(self, cfg, n, plan, kind, keep_raw, keep_attended):
         super().__init__()
@@ -381,7 +387,7 @@ class Block(nn.Module):
 class DepthAverage(nn.Module):
     """DenseFormer's depth-weighted average (arXiv 2402.02622): after block i = 1..L, if i is a multiple of period,
 
-        Y_i = sum of alpha_ij X_j over j <= i with j = i mod dilation;  X_0 = embedding, X_j = output of block j.
+        Y_i = sum of alpha_ij X_j over j <= i, j ≡ i (mod dilation);  X_0 = embedding, X_j = output of block j.
 
     X_j is the block's output before averaging; the next block reads Y_i. Weights start at 0, and at 1 for X_i itself,
     so a new model equals vanilla. They are vectors, so AdamW does not decay them.
@@ -414,10 +420,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     x (N, C), w (V, C), target (N,), below 0 = ignored -> scalar in nats, fp32 (float64 if w is). The forward computes
     the gradients too, chunk by chunk while the chunk's logits exist; the backward only scales them. They carry neither
-    1/N nor the loss scale until then, because softmax / 65,536 would vanish in fp16. Products run in autocast's dtype,
+    1/N nor the loss scale until then: in fp16, a softmax over N = 65,536 would vanish. Products use autocast's dtype,
     sums in fp32. w is padded to a multiple of `multiple` rows, which matrix kernels on GPUs prefer; the padding's
-    logits are -inf. (torch's own linear_cross_entropy ignores autocast and is slower on a CPU: 0.83 x in fp32, 0.66 x
-    in bf16.)
+    logits are -inf. (torch's own linear_cross_entropy ignores autocast and is slower on a CPU.)
     """
 
     @staticmethod
@@ -478,8 +483,8 @@ def normal(seed, name, shape, std):
 
 class GPT(nn.Module):
     """The model. attn: "sdpa", "flash" or "eager" (see `attend`), which changes no number beyond rounding.
-    recompute: activation checkpointing. The forward keeps only each block's inputs, and the backward computes the
-    inside of the block a second time. init=False: the weights are left for a checkpoint to set."""
+    recompute: activation checkpointing. The forward keeps each block's inputs (x, and what it reads of earlier layers),
+    and the backward computes the inside of the block a second time. init=False: a checkpoint will set the weights."""
 
     def __init__(self, cfg, seed=0, attn="sdpa", init=True, recompute=False):
         super().__init__()
@@ -504,9 +509,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """N(0, init_std) for every matrix, each from (seed, its name), so modes share all weights they have in common.
-        A fused product is drawn part by part, so its weights do not depend on what is fused. Token tables have
-        nanochat's spread, 1/sqrt(C)."""
+        """N(0, std) for every matrix, each from (seed, its name), so modes share the weights of equal name and shape.
+        A fused product is drawn part by part, so its weights do not depend on what is fused. std is the config's
+        init_std, but 1/sqrt(C) for token tables (nanochat's), and Linear.std where that is set."""
         for name, module in self.named_modules():
             if isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
                 module.weight.fill_(1)
@@ -534,19 +539,19 @@ class GPT(nn.Module):
         """Token ids (B, T) -> normed output of the last layer (B, T, C). cache: a sample.KVCache, whose stored tokens
         come before these (it then stores these too), or an eval.PrefixTree."""
         B, T = idx.shape
-        end = cache.end(T) if cache else T
+        end = T if cache is None else cache.end(T)
         require(end <= self.cfg.block_size, f"{end} tokens do not fit block_size={self.cfg.block_size}")
-        positions = cache.positions(T) if cache else slice(T)
+        positions = slice(T) if cache is None else cache.positions(T)
         x = self.embed(idx)
         if self.positions:
             x = x + self.positions.weight[positions]
         angles = self.rope(positions) if self.rope else None
-        lambdas = [of_residual() for of_residual in self.lambdas]  # [residual][layer]
+        lambdas = [weights() for weights in self.lambdas]  # [residual][layer]
         raw, attended, outputs = {}, {}, [x]  # {layer: {name: tensor}}, and the residual stream by depth
         for t, table in enumerate(self.tables):
             raw[f"table {t}"] = {"v": table(idx).view(B, T, self.cfg.n_kv_head, -1).transpose(1, 2)}  # (B, G, T, D)
         for n, block in enumerate(self.blocks):
-            inputs = (x, angles, [weights[n] for weights in lambdas], raw, attended, cache)
+            inputs = (x, angles, [of_layer[n] for of_layer in lambdas], raw, attended, cache)
             if self.recompute and torch.is_grad_enabled():
                 x, raw[n], attended[n] = checkpoint(block, *inputs, use_reentrant=False)
             else:
@@ -554,20 +559,22 @@ class GPT(nn.Module):
             if self.dense:
                 outputs.append(x)
                 x = self.dense(n + 1, outputs)
-        if cache:
+        if cache is not None:
             cache.advance(T)
         return self.norm(x)
 
     def forward(self, idx, targets=None, cache=None):
         """Token ids (B, T) -> (logits (B, T, V), None); with targets (B, T), below 0 = ignored, -> (None, loss).
 
-        loss: mean cross-entropy in nats, fp32. It is computed in chunks: the logits of all tokens never exist at once.
+        loss: mean cross-entropy in nats, fp32, in chunks of `rows` tokens: no more logits than theirs exist at once.
         """
         x = self.hidden(idx, cache)
         if targets is None:
             return self.head(x), None
         rows = 2 ** (28 if x.is_cuda else 26) // self.cfg.vocab_size  # chunks of 1 GiB or 256 MiB of fp32 logits
-        rows = rows // 128 * 128 or max(1, rows)
+        if rows > 128:
+            rows = rows // 128 * 128
+        rows = max(1, rows)
         multiple = 64 if x.is_cuda else 1
         grads = torch.is_grad_enabled()  # inside of an autograd.Function it is always off
         x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)

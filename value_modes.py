@@ -38,19 +38,20 @@ class Residual:
     """One extra path from earlier layers i into layer n. U_n is the output of layer n's attention A_n.
 
     of: what is mixed. "q", "k", "v" as projected (q and k rotated); "hidden", the layer's input (layer 0's is the
-        embedding); "scores", q k^T before the softmax; "probs", A itself. A layer that borrows a tensor (see ValueMode)
-        has no residual on it.
+        embedding); "scores", q k^T before the softmax; "probs", A itself. A layer that borrows what the residual reads
+        (see ValueMode) does not have the residual.
     source: the "first" layer, the one before ("prev"), "all" before, the layer with this number, or a learned table of
-        values for each token id ("token"). A source is never detached. It is read as projected, without its own mixes.
-    map: "own" mixes before attention, so that A_n acts on the mix:   U_n = A_n (l_own V_n + sum_i l_i V_i)       (Eq 7)
-         "identity" adds after attention, token by token:             U_n = l_own A_n V_n + sum_i l_i V_i         (Eq 6)
-         "delta" adds the difference after attention (NeuTRENO):      U_n = l_own A_n V_n + sum_i l_i (V_i - V_n) (Eq 8)
-            where V_n already has the residuals that are listed before this one
+        values for each token id ("token"). A source is never detached. It is read as projected, without its own mixes;
+        map="cross", of="scores" and of="probs" read it as it attended.
+    map: "own" mixes before attention, so that A_n acts on the mix:   V' = l_own V_n + sum_i l_i V_i              (Eq 7)
+         "identity" adds after attention, at the same position:       U_n = l_own A_n V' + sum_i l_i V_i          (Eq 6)
+         "delta" adds the difference after attention (NeuTRENO):      U_n = l_own A_n V' + sum_i l_i (V_i - V_n') (Eq 8)
+            V' has all mixes before attention, V_n' only those that are listed before this residual
          "cross" attends to both layers under one softmax:            U_n = softmax(Q_n [K_n; K_i]^T) [V_n; V_i]  (Eq 2)
     lam: the weights (own, all sources together), or None for the plain mean of own tensor and sources.
     learn: "fixed" weights. Or learned from that start: "scalar", a weight for the layer's own tensor and for each
-        source; "lerp", (1 - l, l); "softmax", l_n = scale * softmax over layers of logits that rise by lam[1] per layer
-        (Learnable-Plus). Or computed for each token by a model.Gate: "head", "sigmoid", "relu".
+        source; "lerp", (1 - l, l). "softmax" (Learnable-Plus): l_n = scale * softmax over layers of logits that start
+        with a rise of lam[1] per layer. Or a model.Gate computes them for each token: "head", "sigmoid", "relu".
     layers: the layers that have it, see `pick_layers`; () = every layer that has a source.
     tables: with source="token": "each" layer has its own table, or they share them in the order "mirror" (0 1 2 2 1 0)
         or "cycle" (0 1 2 0 1 2).
@@ -90,7 +91,7 @@ class Residual:
             require(self.lam is None, f"{learn} divides 1 between own and source: lam stays None")
         if self.learn == "lerp" and self.lam:
             require(abs(sum(self.lam) - 1) <= 1e-6, f"{learn} has weights 1 - l and l: lam={self.lam} must sum to 1")
-        pick_layers(self.layers, 1)
+        pick_layers(self.layers, 1)  # raises if it is no slice
 
     @property
     def per_token(self):
@@ -104,12 +105,12 @@ class Residual:
 
     @property
     def reads(self):
-        """The names of the projections that it reads from its sources; "" for hidden states."""
+        """The names of the projections that it reads from its sources; none for hidden states."""
         if self.map == "cross":
-            return "kv"
+            return ("k", "v")
         if self.of in ("scores", "probs"):
-            return "qk"
-        return "" if self.of == "hidden" else self.of
+            return ("q", "k")
+        return () if self.of == "hidden" else (self.of,)
 
     def weights(self, n_sources):
         """(weight of the own tensor, weight of each source, …): fixed, or what learned scalars start from."""
@@ -140,11 +141,12 @@ def pick_layers(spec, n_layer):
 class ValueMode:
     """A variant: its residuals, which layers own their q, k and v, and averaging of the residual stream over depth.
 
-    residuals: applied in this order, each to what those before it made of the tensor.
+    residuals: those with map="own" act before attention, the others after it; each group in this order, each residual
+        on what those before it made.
     share_q, share_k, share_v: which layers own that tensor. 1 = every layer; c > 1 = the first of every c layers (CLA);
         0 = layer 0 for all (SVFormer); (0, 4, 7) = these (see `pick_layers`). Another layer borrows the tensor of the
         nearest owner below: it reads it as attended there (mixed, cached), has no weights for it and no residual on it.
-    kv_group: query heads that share a key and value head (GQA), at most all of them; 0 = all (MQA).
+    kv_group: query heads that share a key and value head (GQA), capped at n_head; 0 = all (MQA).
     dense: (dilation, period) of DenseFormer's depth-weighted average, or None.
     name: what it is called on screen, in files and in folders; "" = the table's row that equals it, or custom_….
     """
@@ -194,12 +196,13 @@ class ValueMode:
 
     @classmethod
     def from_dict(cls, d):
-        """Inverse of dataclasses.asdict, after a trip through JSON (which makes lists of tuples)."""
+        """Inverse of dataclasses.asdict, after a trip through JSON (which turns tuples into lists)."""
         return cls(**d | {"residuals": tuple(Residual(**r) for r in d["residuals"])})
 
 
 # fmt: off
-# name: (mode, equation of layers n >= 2 in the paper's count, source). V' is the mixed V_n: U_n = A_n V'.
+# name: (mode, equation of layers n >= 2 in the paper's count, where it is from; "v5" is the paper's last version).
+# V' is the mixed V_n: U_n = A_n V'.
 TABLE = {
     "vanilla": (ValueMode(), "A_n V_n", "baseline"),
     # -- ResFormer and its weights
@@ -235,10 +238,10 @@ TABLE = {
     "svformer_4anchors": (ValueMode(share_v=(0, 0.375, 0.625, -1)), "… first, two of the middle, last", "Fig 17"),
     "share_q": (ValueMode(share_q=0), "softmax(Q_1 K_nᵀ) V_n", "Fig 16"),
     "share_k": (ValueMode(share_k=0), "softmax(Q_n K_1ᵀ) V_n", "Fig 16"),
-    "share_q2": (ValueMode(share_q=2), "Q_n of the odd layer in each pair", "as Fig 5"),
-    "share_k2": (ValueMode(share_k=2), "K_n of the odd layer in each pair", "Fig 5"),
-    "share_v2": (ValueMode(share_v=2), "V_n of the odd layer in each pair", "Fig 5"),
-    "cla2": (ValueMode(share_k=2, share_v=2), "K_n, V_n of the odd layer in each pair", "Fig 5, 13; CLA"),
+    "share_q2": (ValueMode(share_q=2), "Q_n of the first layer in each pair", "as Fig 5"),
+    "share_k2": (ValueMode(share_k=2), "K_n of the first layer in each pair", "Fig 5"),
+    "share_v2": (ValueMode(share_v=2), "V_n of the first layer in each pair", "Fig 5"),
+    "cla2": (ValueMode(share_k=2, share_v=2), "K_n, V_n of the first layer in each pair", "Fig 5, 13; CLA"),
     "cla4": (ValueMode(share_k=4, share_v=4), "K_n, V_n of the first in every 4 layers", "CLA"),
     "gqa2": (ValueMode(kv_group=2), "2 query heads per key and value head", "Fig 13"),
     "gqa4": (ValueMode(kv_group=4), "4 query heads per key and value head", "GQA"),
@@ -247,7 +250,7 @@ TABLE = {
     "mlkv": (ValueMode(share_k=4, share_v=4, kv_group=0), "one key and value head for every 4 layers", "MLKV"),
     "svformer_gqa4": (ValueMode(share_v=0, kv_group=4), "A_n V_1, 4 query heads per key and value head", "Fig 13"),
     "cla2_gqa4": (ValueMode(share_k=2, share_v=2, kv_group=4), "cla2, 4 query heads per key and value head", "Fig 13"),
-    "cla2_svformer": (ValueMode(share_k=2, share_v=0), "K_n of the odd layer in each pair, V_1", "combination"),
+    "cla2_svformer": (ValueMode(share_k=2, share_v=0), "K_n of the first layer in each pair, V_1", "combination"),
     # -- NeuTRENO and DenseFormer
     "neutreno": (ValueMode((Residual(map="delta", lam=(1.0, 0.4)),)),
         "A_n V_n + λ (V_1 − V_n), λ = 0.4", "Eq 8, Fig 22"),
@@ -336,7 +339,7 @@ class ModelConfig:
     n_kv_head: int = 0  # key and value heads; 0 = as value_mode says, else n_head
     n_embd: int = 512
     n_hidden: int = 0  # width of the MLP; 0 = 3.5 n_embd (llama), 4 n_embd (gpt2)
-    arch: Literal["llama", "gpt2"] = "llama"  # RMSNorm, RoPE, SwiGLU / LayerNorm, learned positions, GELU, biases
+    arch: Literal["llama", "gpt2"] = "llama"  # gpt2: LayerNorm, learned positions, GELU, biases
     rope_theta: float = 10000.0
     rope_scaling: tuple[float, ...] = ()  # Llama 3.1's, see model.Rope: factor, low, high, original; () = none
     norm_eps: float = 1e-5
@@ -396,7 +399,8 @@ class ModelConfig:
 
 
 def check_mode(cfg):
-    """Raise ValueError if a model's mode names layers that do not exist, or a residual or a layer would do nothing."""
+    """Raise ValueError if a mode names layers that do not exist, has a residual that would do nothing, or leaves a
+    layer without any projection of its own."""
     mode, n_layer = cfg.value_mode, cfg.n_layer
     named = set()
     for r in mode.residuals:
@@ -414,7 +418,7 @@ def check_mode(cfg):
     plan = plan_layers(cfg)
     for index, r in enumerate(mode.residuals):
         idle = [n for n in range(n_layer) if index not in [mix.index for mix in plan[n].mixes]]
-        if isinstance(r.layers, tuple) and r.layers:  # each of these was meant
+        if isinstance(r.layers, tuple) and r.layers:  # layers named one by one must all act
             wrong = [n for n in pick_layers(r.layers, n_layer) if n in idle]
         else:
             wrong = idle if len(idle) == n_layer else []
@@ -454,7 +458,7 @@ def plan_layers(cfg):
     n_tables = 0
     for index, r in enumerate(mode.residuals):
         layers = pick_layers(r.layers or ":", n_layer)
-        layers = [n for n in layers if first_alike(n, r.reads, owners) == n]  # no residual on a borrowed tensor
+        layers = [n for n in layers if lowest_layer_sharing(n, r.reads, owners) == n]  # not where all of it is borrowed
         if r.source == "token":
             tables = assign_tables(r.tables, len(layers))
             for n, table in zip(layers, tables, strict=True):
@@ -462,7 +466,7 @@ def plan_layers(cfg):
             n_tables += len(set(tables))
             continue
         for n in layers:
-            sources = {first_alike(i, r.reads, owners) for i in source_layers(r.source, n)}
+            sources = {lowest_layer_sharing(i, r.reads, owners) for i in source_layers(r.source, n)}
             if sources:
                 mixes[n].append(Mix(index, r, tuple(sorted(sources))))
     return [LayerPlan(owners[n], tuple(mixes[n])) for n in range(n_layer)]
@@ -479,8 +483,8 @@ def source_layers(source, n):
     return [source] if 0 <= source < n else []
 
 
-def first_alike(i, tensors, owners):
-    """The lowest layer whose `tensors` (such as "qk") are those of layer i, so that a shared tensor counts once."""
+def lowest_layer_sharing(i, tensors, owners):
+    """The lowest layer whose `tensors` (such as q and k) are those of layer i, so that a shared tensor counts once."""
     if not tensors:
         return i
     for j in range(i):
