@@ -128,6 +128,7 @@ def in_process(module, *words, cwd=None):
     """`python <module>.py …` in this process: what `script` returns, without the seconds to import torch."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     settings = typing.get_type_hints(module.main)["cfg"]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.chdir(cwd or os.getcwd()):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", [module.__file__, *map(str, words)])
@@ -135,6 +136,8 @@ def in_process(module, *words, cwd=None):
                 run_main(module.main, command_line(settings, module.__doc__))
             except SystemExit as e:
                 code = e.code
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
