@@ -1,24 +1,36 @@
-"""Folders in Hugging Face layout, of Llama's type: read as models of ours."""
+"""Hugging Face's layout of Llama and Mistral: a folder read as a model of ours, and our vanilla model as theirs.
 
+Reading a folder needs no transformers package. Read model.py first.
+"""
+
+import dataclasses
+import functools
 from pathlib import Path
 
 import torch
 
-from configurator import UserError
+from configurator import UserError, need
 from files import read_json, read_tensors
 from model import GPT, Rope
 from value_modes import ModelConfig, ValueMode, mode_name, require
 
-HF_NAMES = {  # our module and part -> Hugging Face's name of the tensor, for Llama's architecture
-    "embed": "model.embed_tokens",
-    "norm": "model.norm",
-    "head.head": "lm_head",
+FIELDS = {  # of ModelConfig, and their names in config.json
+    "vocab_size": "vocab_size",
+    "block_size": "max_position_embeddings",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_hidden": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+}
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # see model.Rope
+LAYER_NAMES = {  # our modules in a layer, with the part of a fused product, and their names
     "norm1": "input_layernorm",
-    "norm2": "post_attention_layernorm",
     "attn.proj.q": "self_attn.q_proj",
     "attn.proj.k": "self_attn.k_proj",
     "attn.proj.v": "self_attn.v_proj",
     "attn.out.o": "self_attn.o_proj",
+    "norm2": "post_attention_layernorm",
     "mlp.up.gate": "mlp.gate_proj",
     "mlp.up.up": "mlp.up_proj",
     "mlp.down.down": "mlp.down_proj",
@@ -26,169 +38,165 @@ HF_NAMES = {  # our module and part -> Hugging Face's name of the tensor, for Ll
 
 
 def hf_parts(model):
-    """Yields (name in a Hugging Face Llama file, our parameter, rows of it): our fused products, taken apart."""
-    for name, module in model.named_modules():
-        parts = getattr(module, "parts", None) or ({"": None} if hasattr(module, "weight") else {})
+    """[(name of a tensor in Llama's layout, our parameter, its rows)]: our fused products, taken apart.
+    Raises UserError if any parameter of the model has no name there."""
+    names = {"embed": "model.embed_tokens", "norm": "model.norm", "head.head": "lm_head"}
+    for n in range(model.cfg.n_layer):
+        for ours, theirs in LAYER_NAMES.items():
+            names[f"blocks.{n}.{ours}"] = f"model.layers.{n}.{theirs}"
+    found = []
+    for full_name, parameter in model.named_parameters():
+        path, _, kind = full_name.rpartition(".")
         row = 0
-        for part, rows in parts.items():
-            full = f"{name}.{part}".rstrip(".")
-            block, _, inner = (
-                full.removeprefix("blocks.").partition(".") if full.startswith("blocks.") else ("", "", full)
-            )
-            prefix = f"model.layers.{block}." if block else ""
-            rows = rows or module.weight.size(0)
-            yield f"{prefix}{HF_NAMES[inner]}.weight", module.weight, slice(row, row + rows)
-            row += rows
+        for part, width in getattr(model.get_submodule(path), "parts", {"": len(parameter)}).items():
+            name = names.get(f"{path}.{part}" if part else path)
+            if name is None or kind != "weight":
+                mode = mode_name(model.cfg.value_mode)
+                raise UserError(f"Llama's layout has no names for the weights that {mode} adds, such as {full_name}")
+            found.append((f"{name}.weight", parameter, slice(row, row + width)))
+            row += width
+    return found
 
 
-def hf_json(folder):
-    """The dict in a Hugging Face folder's config.json; raises UserError if it is missing or something else."""
-    path, what = Path(folder) / "config.json", "the config of a Hugging Face model"
-    c = read_json(path, what)
-    if not isinstance(c, dict):
-        raise UserError(f"{path} is not {what}")
-    return c
+def read_hf_config(folder):
+    return read_json(Path(folder) / "config.json", "the config of a Hugging Face model")
 
 
-def hf_rope(c):
-    """(rope_theta, rope_scaling) of a ModelConfig, from a config.json's dict. Raises ValueError if the scaling is not
-    Llama 3.1's, KeyError if one of its numbers is not there."""
-    field = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"  # newer files have the theta in there too
-    rope = c.get(field) or {}
-    require(isinstance(rope, dict), f"{field}={rope!r} is not supported")
-    kind = rope.get("rope_type", rope.get("type", None if rope.keys() - {"rope_theta"} else "default"))
-    require(kind in ("default", "llama3"), f"{field} of type {kind!r} is not supported, only 'llama3'")
-    numbers = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    scaling = tuple(rope[k] for k in numbers) if kind == "llama3" else ()
-    return rope.get("rope_theta", c.get("rope_theta", 10000.0)), scaling
+def is_hf_folder(folder):
+    """Whether a folder is in Hugging Face's layout. Runs of ours have a config.json too."""
+    exists = (Path(folder) / "config.json").exists()
+    return exists and not {"model_type", "architectures", "architecture"}.isdisjoint(read_hf_config(folder))
 
 
 def hf_config(folder):
-    """ModelConfig of a Hugging Face folder of Llama's or Mistral's type, with "value_mode" if its config.json has one.
-    Raises UserError, naming the field, if it asks for what our model does not have."""
-    c = hf_json(folder)
-    kind = c.get("model_type", c.get("architecture"))
-    if kind not in ("llama", "mistral"):
-        raise UserError(f"{folder}/config.json: model_type={kind!r} is not supported, only 'llama' and 'mistral'")
-    # the authors' code and ours name this combination in opposite orders
-    mode = c.get("value_mode", "vanilla")
-    mode = "resformer_neutreno" if mode == "neutreno_resformer" else mode
+    """ModelConfig of a Llama or Mistral folder, with the mode that "value_mode" in its config.json names.
+    Raises UserError, with the field, if it asks for what our model does not have."""
+    c = read_hf_config(folder)
     try:
-        odd = [k for k in ("attention_bias", "mlp_bias", "quantization_config") if c.get(k)]
-        odd += ["hidden_act"] * (c.get("hidden_act", "silu") != "silu")
-        wide = c.get("head_dim")  # of one head; ours share n_embd evenly
-        odd += ["head_dim"] * (wide is not None and wide * c["num_attention_heads"] != c["hidden_size"])
-        require(not odd, f"{', '.join(f'{k}={c[k]!r}' for k in odd)} is not supported")
-        length, (theta, scaling) = c["max_position_embeddings"], hf_rope(c)
+        kind = c.get("model_type", c.get("architecture"))
+        require(kind in ("llama", "mistral"), f"model_type={kind!r} is not supported, only 'llama' and 'mistral'")
+        for field in ("attention_bias", "mlp_bias", "quantization_config"):
+            require(not c.get(field), f"{field}={c.get(field)!r} is not supported")
+        require(c.get("hidden_act", "silu") == "silu", f"hidden_act={c.get('hidden_act')!r} is not supported")
+        fields = {ours: c[theirs] for ours, theirs in FIELDS.items()}
+        width = fields["n_embd"] // fields["n_head"]
+        require(c.get("head_dim") in (None, width), f"head_dim={c.get('head_dim')!r} is not supported, only {width}")
         window = c.get("sliding_window", 4096) if kind == "mistral" else None  # 4096 is transformers' default
-        cfg = ModelConfig(
-            vocab_size=c["vocab_size"],
-            block_size=length if window is None else min(length, window),  # no token in it is out of another's window
-            n_layer=c["num_hidden_layers"],
-            n_head=c["num_attention_heads"],
-            n_kv_head=c.get("num_key_value_heads") or 0,
-            n_embd=c["hidden_size"],
-            n_hidden=c["intermediate_size"],
-            rope_theta=theta,
-            rope_scaling=scaling,
-            norm_eps=c["rms_norm_eps"],
-            value_mode=ValueMode.from_dict(mode) if isinstance(mode, dict) else mode,
-        )
+        if window is not None:
+            fields["block_size"] = min(fields["block_size"], window)  # so that no token leaves the window
+        fields["rope_theta"], fields["rope_scaling"] = hf_rope(c)
+        fields["n_kv_head"] = c.get("num_key_value_heads") or 0
+        mode = c.get("value_mode", "vanilla")
+        if mode == "neutreno_resformer":  # the authors' name
+            mode = "resformer_neutreno"
+        elif isinstance(mode, dict):
+            mode = ValueMode.from_dict(mode)
+        return ModelConfig(value_mode=mode, **fields)
     except KeyError as e:
         raise UserError(f"{folder}/config.json has no {e}") from None
     except (ValueError, TypeError, AttributeError) as e:
         raise UserError(f"{folder}/config.json: {e}") from None
-    if cfg.value_mode.dense or any(r.learn != "fixed" or r.source == "token" for r in cfg.value_mode.residuals):
-        raise UserError(f"{folder}/config.json: this layout has no names for the weights that {mode} adds to Llama's")
-    return cfg
+
+
+def hf_rope(c):
+    """(rope_theta, rope_scaling) of a ModelConfig, from the dict of a config.json."""
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}  # newer files have rope_theta in there too
+    rope_theta = rope.get("rope_theta", c.get("rope_theta", 10000.0))
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind == "llama3":
+        return rope_theta, tuple(rope[name] for name in SCALING)
+    is_plain = kind == "default" or rope.keys() <= {"rope_theta"}
+    require(is_plain, f"rope_scaling of type {kind!r} is not supported, only 'llama3'")
+    return rope_theta, ()
 
 
 def hf_files(folder):
-    """{weights file: the tensors that the index says it has} of a Hugging Face folder; a single file needs no index."""
-    folder = Path(folder)
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.exists() or not index.exists():
-        if not whole.exists() and any(folder.glob("pytorch_model*.bin")):
-            raise UserError(f"{folder} has its weights as pickle, which is never loaded: convert them to safetensors")
-        return {whole: set()}
-    about, files = read_json(index, "the index of a model's shards"), {}
-    names = about.get("weight_map") if isinstance(about, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise UserError(f"{index} has no weight_map that says which file each tensor is in")
-    for name, file in names.items():
-        files.setdefault(folder / file, set()).add(name)
+    """The weights files: model.safetensors, or all shards. (Mistral's folders repeat the model in other files.)"""
+    whole = Path(folder) / "model.safetensors"
+    files = [whole] if whole.exists() else sorted(Path(folder).glob("model-*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} has no model.safetensors and no model-*.safetensors; pickle (.bin) is never loaded")
     return files
 
 
-def hf_fill(path, promised, places):
-    """Copy a weights file into places = {tensor's name: (parameter, rows of it)}, and return all names in it. Raises
-    UserError if a promised one is not there, or one has another shape than its place."""
-
-    @torch.no_grad()
-    def fill(f):
-        names = set(f.keys())
-        if promised - names:
-            raise UserError(f"{path} has no tensor {min(promised - names)}, which the index says it has")
-        for name in (name for name in places if name in names):
-            part, (parameter, rows) = f.get_tensor(name), places[name]
-            mine = parameter[rows]
-            if part.shape != mine.shape:
-                raise UserError(f"{path}: {name} is {tuple(part.shape)}, its config.json makes it {tuple(mine.shape)}")
-            mine.copy_(part)
-        return names
-
-    return read_tensors(path, fill)
+def copy_tensors(path, places, f):
+    """Copy the tensors of the open file f to their places, {name: tensor}, and take these out of the dict."""
+    for name in f.keys():
+        if name.endswith("rotary_emb.inv_freq"):  # older files have this buffer
+            continue
+        if name not in places:
+            raise UserError(f"{path}: {name} is in another file too, or has no place in the model of config.json")
+        tensor, place = f.get_tensor(name), places.pop(name)
+        if tensor.shape != place.shape:
+            raise UserError(f"{path}: {name} is {tuple(tensor.shape)}, config.json makes it {tuple(place.shape)}")
+        place.copy_(tensor)
 
 
 def load_hf(folder, device="cpu", attn="sdpa", dtype=torch.float32):
-    """A Llama- or Mistral-type model in Hugging Face layout (config.json, model.safetensors or its shards) as ours, in
-    eval mode, its weights in `dtype`. They are read one at a time: the peak is the model and one shard at most.
+    """A Llama or Mistral folder (config.json, model.safetensors or its shards) as a model of ours, in eval mode, its
+    weights in `dtype`. The peak of memory is the model and one shard.
 
     Our modes are read too: "value_mode" in config.json, and no tensor for what a layer does not own.
     """
-    cfg, found = hf_config(folder), {}  # {name: the file that has it}
+    cfg = hf_config(folder)
     with torch.device("meta"):
         model = GPT(cfg, attn=attn, init=False)
     model.to(dtype).to_empty(device=device)
-    model.rope = Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling).to(device)  # no file has it
-    places = {name: (parameter, rows) for name, parameter, rows in hf_parts(model)}
-    for path, promised in hf_files(folder).items():
-        found |= dict.fromkeys(hf_fill(path, promised, places), path)
-    if hf_json(folder).get("tie_word_embeddings") and "lm_head.weight" not in found:
-        model.head.weight.data.copy_(model.embed.weight)
-        found["lm_head.weight"] = None
-    for name in places:
-        if name not in found:
-            raise UserError(f"{folder} has no tensor {name}")
-    # older files hold buffers of the rotary embedding
-    extra = sorted(name for name in found.keys() - places.keys() if not name.endswith("rotary_emb.inv_freq"))
-    if extra:
-        names, mode = ", ".join(extra[:3]), mode_name(cfg.value_mode)
-        raise UserError(f"{found[extra[0]]} has tensors that mode {mode} has no place for: {names}")
+    model.rope = Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling).to(device)  # not in the files
+    missing = {name: parameter.detach()[rows] for name, parameter, rows in hf_parts(model)}
+    for path in hf_files(folder):
+        read_tensors(path, functools.partial(copy_tensors, path, missing))
+    if "lm_head.weight" in missing and read_hf_config(folder).get("tie_word_embeddings"):
+        missing.pop("lm_head.weight").copy_(model.embed.weight.detach())
+    if missing:
+        raise UserError(f"{folder} has no tensor {min(missing)}: is a shard missing, or config.json another model's?")
     return model.eval()
 
 
 def hf_tokenizer(folder):
-    """The tokenizers.Tokenizer of a Hugging Face folder's tokenizer.json; raises UserError without file or package."""
+    """The tokenizers.Tokenizer in a folder's tokenizer.json."""
     path = Path(folder) / "tokenizer.json"
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise UserError(f"{path} needs the tokenizers package: pip install tokenizers") from None
     if not path.is_file():
         raise UserError(f"{path} is missing; it should be the tokenizer of a Hugging Face model")
+    tokenizers = need("tokenizers")
     try:
-        return Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(str(path))
     except Exception as e:  # the package has no class of its own for it
         raise UserError(f"{path} is not the tokenizer of a Hugging Face model: {e}") from None
 
 
 def hf_first_token(folder):
-    """The id that each sequence of a Hugging Face folder's model starts with: its config.json's bos_token_id or, for a
-    tokenizer without one, the first eos_token_id. Raises UserError if there is neither."""
-    c = hf_json(folder)
-    ends = c.get("eos_token_id")
-    for token in (c.get("bos_token_id"), *(ends[:1] if isinstance(ends, list) else [ends])):
-        if type(token) is int and token >= 0:
+    """The id that each sequence starts with: config.json's bos_token_id, else its first eos_token_id."""
+    c = read_hf_config(folder)
+    for field in ("bos_token_id", "eos_token_id"):
+        token = c.get(field)
+        if isinstance(token, list) and token:
+            token = token[0]
+        if isinstance(token, int):
             return token
     raise UserError(f"{folder}/config.json has neither bos_token_id nor eos_token_id")
+
+
+def to_llama(model, eot=0):
+    """transformers' LlamaForCausalLM with the weights of a vanilla model (or GQA); its save_pretrained exports them.
+    eot: the id of end-of-text. Raises UserError for a model that Llama's architecture does not have."""
+    transformers = need("transformers")
+    cfg = model.cfg
+    if cfg.arch != "llama" or dataclasses.replace(cfg.value_mode, kv_group=1) != ValueMode():
+        raise UserError(f"{mode_name(cfg.value_mode)} of arch={cfg.arch} is not Llama; give vanilla of arch=llama")
+    fields = {theirs: getattr(cfg, ours) for ours, theirs in FIELDS.items()}
+    if cfg.rope_scaling:
+        scaling = dict(zip(SCALING, cfg.rope_scaling, strict=True))
+        scaling[SCALING[-1]] = int(scaling[SCALING[-1]])
+        fields["rope_scaling"] = scaling | {"rope_type": "llama3"}
+    llama = transformers.LlamaConfig(
+        **fields,
+        num_key_value_heads=cfg.n_kv_head,
+        rope_theta=cfg.rope_theta,
+        tie_word_embeddings=False,
+        bos_token_id=eot,
+        eos_token_id=eot,
+    )
+    peer = transformers.LlamaForCausalLM(llama).to(model.head.weight)
+    peer.load_state_dict({name: parameter.detach()[rows] for name, parameter, rows in hf_parts(model)})
+    return peer.eval()

@@ -9,7 +9,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import checkpoint
-import hf
 from configurator import UserError
 from model import GPT
 
@@ -85,34 +84,3 @@ def test_damaged_files_are_refused(tmp_path, damage, says):
     damage(checkpoint.save(tmp_path, 1, GPT(config()), "hash"))
     with pytest.raises(UserError, match=says):
         checkpoint.load(tmp_path)
-
-
-def test_hf_folder_round_trip(tmp_path):
-    """Our fused products taken apart into Hugging Face's names and read back."""
-    model = tiny("svformer", n_kv_head=2).float()
-    parts = {name: p[rows].detach().clone() for name, p, rows in hf.hf_parts(model)}
-    assert sum("v_proj" in name for name in parts) == 1 and len(parts) == 3 + 4 * 9 - 3
-    about = dict(model_type="llama", vocab_size=61, hidden_size=32, intermediate_size=112, num_hidden_layers=4)
-    about |= dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-5)
-    (tmp_path / "config.json").write_text(json.dumps(about | {"value_mode": "svformer"}))
-    save_file(parts, tmp_path / "model.safetensors")
-    idx = tokens((1, 9))
-    assert torch.equal(hf.load_hf(tmp_path)(idx)[0], model(idx)[0])
-    mode = json.loads(json.dumps(model.cfg.to_dict()))["value_mode"]  # a mode without a name, spelled out
-    (tmp_path / "config.json").write_text(json.dumps(about | {"value_mode": mode}))
-    assert hf.load_hf(tmp_path).cfg.value_mode == model.cfg.value_mode
-    for change, says in (
-        (dict(), "has no tensor"),  # without value_mode it is a vanilla model, whose values are not there
-        (dict(value_mode="resformer"), "has no tensor"),
-        (dict(value_mode="svformer", intermediate_size=96), r"gate_proj.weight is \(112, 32\)"),
-        (dict(value_mode="svformer", rope_scaling={"factor": 8}), "rope_scaling"),
-        (dict(value_mode="denseformer"), "no names for the weights"),
-        (dict(value_mode="resformer_learned"), "no names for the weights"),
-        (dict(value_mode="value_embed"), "no names for the weights"),
-        (dict(value_mode="svfomer"), "did you mean 'svformer'"),
-        (dict(value_mode=5), "config.json: "),
-        (dict(value_mode={"residuals": 3}), "config.json: "),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(about | change))
-        with pytest.raises(UserError, match=says):
-            hf.load_hf(tmp_path)

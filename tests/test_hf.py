@@ -1,16 +1,15 @@
-"""Hugging Face folders of Llama's and Mistral's type: transformers' own logits, shards, and bad files refused."""
+"""Hugging Face's layout: transformers' own logits, shards, bad files refused, and our model as a Llama of theirs."""
 
 import dataclasses
 import json
 import math
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SHARED, config, needs_shared, refused, script, tiny, tokens
+from conftest import MODES, ROOT, SHARED, config, needs_shared, tiny, tokens
 from safetensors.torch import load_file, save_file
 from test_checkpoint import altered
 
@@ -18,41 +17,32 @@ import checkpoint
 import hf
 from configurator import UserError
 from model import GPT, Rope
-from value_modes import ModelConfig
+from value_modes import ModelConfig, ValueMode
 
 LLAMA31, LLAMA32 = (8.0, 1.0, 4.0, 8192.0), (32.0, 1.0, 4.0, 8192.0)
-SMALL = (8.0, 1.0, 4.0, 32.0)  # at theta 10000 and width 16: one pair as it was, one between, six slowed in full
-NAMES = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+SMALL = (8.0, 1.0, 4.0, 32.0)  # at theta 10000 and width 16: one pair is unchanged, one between, six slowed in full
 SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=112, num_hidden_layers=4, num_attention_heads=8)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-5)
+SHARDS = [f"model-{i + 1:05}-of-00003.safetensors" for i in range(3)]
 
 
 def scaled(scaling, **more):
     """A rope_scaling of config.json."""
-    *factors, original = scaling
-    return dict(zip(NAMES, (*map(float, factors), int(original)), strict=True)) | {"rope_type": "llama3"} | more
+    factor, low, high, original = scaling
+    factors = dict(factor=factor, low_freq_factor=low, high_freq_factor=high)
+    return factors | dict(original_max_position_embeddings=int(original), rope_type="llama3") | more
 
 
-def hf_folder(path, model, shards=0, dtype=torch.float32, extra=None, **changes):
-    """Write our model as a Hugging Face folder, in one file or so many shards; a change to None takes a field out."""
-    path.mkdir(exist_ok=True)
-    c = dict(model_type="llama") | SHAPE | changes
-    (path / "config.json").write_text(json.dumps({k: v for k, v in c.items() if v is not None}))
-    parts = {name: p[rows].detach().to(dtype, copy=True) for name, p, rows in hf.hf_parts(model)}
-    parts |= extra or {}
-    if not shards:
-        save_file(parts, path / "model.safetensors")
-        return path
-    where = {name: shard_name(i % shards, shards) for i, name in enumerate(parts)}  # a product's parts lie apart
-    for file in set(where.values()):
-        save_file({name: parts[name] for name in where if where[name] == file}, path / file)
-    index = {"metadata": {"total_size": sum(t.nbytes for t in parts.values())}, "weight_map": where}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    return path
-
-
-def shard_name(i, shards):
-    return f"model-{i + 1:05}-of-{shards:05}.safetensors"
+def hf_folder(folder, model, shards=False, extra=None, **changes):
+    """Write our model as a Hugging Face folder, in one file or three; a change to None takes a field out."""
+    folder.mkdir(exist_ok=True)
+    c = dict(model_type="llama", intermediate_size=model.cfg.n_hidden) | SHAPE | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in c.items() if v is not None}))
+    parts = {name: p[rows].detach().clone() for name, p, rows in hf.hf_parts(model)} | (extra or {})
+    files = SHARDS if shards else ["model.safetensors"]
+    for i, file in enumerate(files):  # the parts of a product lie in different shards
+        save_file({name: parts[name] for name in list(parts)[i :: len(files)]}, folder / file)
+    return folder
 
 
 def change(path, **fields):
@@ -104,32 +94,32 @@ PEERS = {
 }
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["new config", "old config"])
-@pytest.mark.parametrize("shards", [False, True], ids=["whole", "shards"])
 @pytest.mark.parametrize("name", PEERS)
-def test_logits_are_those_of_transformers(name, shards, old, tmp_path):
+def test_logits_are_those_of_transformers(name, tmp_path):
     kind, settings = PEERS[name]
     right = peer(kind, **settings)
-    right.save_pretrained(tmp_path, **(dict(max_shard_size="15KB") if shards else {}))
-    assert (len(list(tmp_path.glob("*.safetensors"))) >= 3) == shards
-    if old:
-        old_style(tmp_path)
     length = min(settings.get("sliding_window") or 1000, settings.get("max_position_embeddings", 32))
     idx = tokens((2, length))
-    for attn in ("eager", "sdpa"):
-        model = hf.load_hf(tmp_path, attn=attn)
-        assert model.cfg.block_size == length and not model.training
-        with torch.no_grad():
-            expected, found = right(idx).logits, model(idx)[0]
-        assert expected.std() > 0.5
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    with torch.no_grad():
+        expected = right(idx).logits
+    assert expected.std() > 0.5
+    for shards in (False, True):
+        folder = tmp_path / str(shards)
+        right.save_pretrained(folder, **(dict(max_shard_size="15KB") if shards else {}))
+        assert (len(list(folder.glob("*.safetensors"))) >= 3) == shards
+        for attn, rewrite in (("eager", None), ("sdpa", old_style)):
+            if rewrite:
+                rewrite(folder)
+            model = hf.load_hf(folder, attn=attn)
+            assert model.cfg.block_size == length and not model.training
+            torch.testing.assert_close(model(idx)[0].detach(), expected, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match=f"block_size={length}"):
         model(tokens((1, length + 1)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_files(dtype, tmp_path):
-    """Weights in half precision are computed with in fp32, as transformers does if told so; or stay as they are."""
+    """Weights in half precision are computed with in fp32, as transformers does on demand; or stay in half."""
     peer("Llama", dtype, **LONG).save_pretrained(tmp_path)
     right = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     model, idx = hf.load_hf(tmp_path, attn="eager"), tokens((2, 128))
@@ -142,28 +132,6 @@ def test_half_precision_files(dtype, tmp_path):
         assert q.dtype == dtype and torch.equal(p, q.float()), name
     assert half.rope.cos.dtype == torch.float32 and torch.equal(half.rope.cos, model.rope.cos)
     assert found.dtype == dtype and (found.float() - expected).abs().mean() < 0.03
-
-
-@pytest.mark.parametrize(
-    "scaling", [LLAMA31, LLAMA32, (4.0, 2.0, 2.5, 4096.0), (1.0, 1.0, 4.0, 8192.0), (8.0, 1.0, 64.0, 131072.0)]
-)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("theta", [500000.0, 10000.0])
-def test_rates_are_those_of_transformers(theta, head_dim, scaling):
-    how = dict(max_position_embeddings=262144, rope_theta=theta, rope_scaling=scaled(scaling))
-    right = peer("Llama", hidden_size=2 * head_dim, **how)
-    rope = Rope(head_dim, 2, theta, scaling)
-    rate = torch.atan2(rope.sin[1], rope.cos[1])  # the angle at position 1; none is above 1
-    torch.testing.assert_close(rate, right.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
-
-
-def test_tables_are_those_of_transformers():
-    """Bit for bit, at far positions too: there one bit of a rate would be 1e-3 of an angle."""
-    how = dict(max_position_embeddings=131072, rope_theta=500000.0, rope_scaling=scaled(LLAMA31))
-    right = peer("Llama", hidden_size=256, **how)
-    cos, sin = right.model.rotary_emb(torch.zeros(1), torch.arange(16384)[None])
-    rope = Rope(128, 16384, 500000.0, LLAMA31)
-    assert torch.equal(rope.cos, cos[0, :, :64]) and torch.equal(rope.sin, sin[0, :, :64])
 
 
 def test_a_head_in_the_file_is_not_tied(tmp_path):
@@ -182,6 +150,49 @@ def test_a_head_in_the_file_is_not_tied(tmp_path):
         assert torch.equal(found, tied) == same
 
 
+def test_to_llama_and_back(tmp_path):
+    """Logits of transformers, and the exported folder gives our weights bit for bit."""
+    pytest.importorskip("transformers")
+    idx = tokens((2, 32))
+    for mode, shape in (
+        ("vanilla", {}),
+        ("vanilla", dict(n_kv_head=2, norm_eps=1e-3, rope_theta=5e5, rope_scaling=(8.0, 1.0, 4.0, 8.0))),
+        ("gqa2", {}),
+    ):
+        model = tiny(mode, **shape).float()
+        peer = hf.to_llama(model, eot=7)
+        torch.testing.assert_close(peer(idx).logits, model(idx)[0], rtol=0, atol=1e-5)
+        peer.save_pretrained(tmp_path / mode)
+        again = hf.load_hf(tmp_path / mode)
+        plain = dataclasses.replace(model.cfg, value_mode="vanilla", n_kv_head=model.cfg.n_kv_head)
+        assert again.cfg == dataclasses.replace(plain, init_std=again.cfg.init_std)
+        assert hf.hf_first_token(tmp_path / mode) == 7
+        for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):
+            assert torch.equal(p, q), (mode, name)
+    for other in (tiny("resformer"), tiny("svformer"), tiny("denseformer"), tiny(arch="gpt2")):
+        with pytest.raises(UserError, match="is not Llama; give vanilla"):
+            hf.to_llama(other)
+
+
+# ---- names
+
+
+def test_every_parameter_has_a_name_or_is_refused():
+    for name in MODES:
+        model = tiny(name)
+        layers = model.cfg.value_mode.residuals
+        has_more = model.cfg.value_mode.dense or any(r.learn != "fixed" or r.source == "token" for r in layers)
+        if has_more:
+            with pytest.raises(UserError, match="no names for the weights that .* adds"):
+                hf.hf_parts(model)
+            continue
+        parts = hf.hf_parts(model)
+        assert len({part for part, _, _ in parts}) == len(parts), name
+        assert sum(p[rows].numel() for _, p, rows in parts) == sum(p.numel() for p in model.parameters()), name
+    with pytest.raises(UserError, match="such as positions.weight"):
+        hf.hf_parts(tiny(arch="gpt2"))
+
+
 # ---- Llama 3.1's scaling
 
 
@@ -196,27 +207,36 @@ def llama31_rate(rate, factor, low, high, original):
     return (1 - smooth) * rate / factor + smooth * rate
 
 
-@pytest.mark.parametrize("scaling", [LLAMA31, LLAMA32, (4.0, 2.0, 3.0, 4096.0)])
-def test_scaling_formula(scaling):
-    rope, kinds = Rope(128, 2, 500000.0, scaling), set()
-    for i, rate in enumerate(torch.atan2(rope.sin[1], rope.cos[1]).tolist()):
-        plain = 500000.0 ** (-2 * i / 128)
-        right = llama31_rate(plain, *scaling)
-        assert abs(rate / right - 1) < 2e-6, i
-        kinds.add("as it was" if right == plain else "slowed" if right == plain / scaling[0] else "between")
-    assert len(kinds) == 3
-
-
-def test_no_scaling_is_plain_rope():
+def test_scaling_formula():
+    kinds = {}
+    more = [(4.0, 2.0, 2.5, 4096.0), (1.0, 1.0, 4.0, 8192.0), (8.0, 1.0, 64.0, 131072.0)]
+    for scaling in [LLAMA31, LLAMA32, *more]:
+        for head_dim, theta in ((64, 500000.0), (128, 500000.0), (128, 10000.0)):
+            rope = Rope(head_dim, 2, theta, scaling)
+            for i, rate in enumerate(torch.atan2(rope.sin[1], rope.cos[1]).tolist()):  # the angle at position 1
+                plain = theta ** (-2 * i / head_dim)
+                right = llama31_rate(plain, *scaling)
+                assert abs(rate / right - 1) < 2e-6, (scaling, head_dim, theta, i)
+                kind = "unchanged" if right == plain else "slowed" if right == plain / scaling[0] else "between"
+                kinds[kind] = kinds.get(kind, 0) + 1
+    assert len(kinds) == 3 and min(kinds.values()) > 50, kinds
     plain = Rope(64, 100, 10000.0)
     for same in (Rope(64, 100, 10000.0, ()), Rope(64, 100, 10000.0, (1.0, 1.0, 4.0, 10.0))):
         torch.testing.assert_close(same.cos, plain.cos, rtol=0, atol=1e-5)
     assert (Rope(64, 100, 10000.0, SMALL).cos - plain.cos).abs().max() > 0.5
 
 
-@pytest.mark.parametrize(
-    "scaling,says",
-    [
+def test_tables_are_those_of_transformers():
+    """Bit for bit, at far positions too: there one bit of a rate would be 1e-3 of an angle."""
+    how = dict(max_position_embeddings=131072, rope_theta=500000.0, rope_scaling=scaled(LLAMA31))
+    right = peer("Llama", hidden_size=256, **how)
+    cos, sin = right.model.rotary_emb(torch.zeros(1), torch.arange(16384)[None])
+    rope = Rope(128, 16384, 500000.0, LLAMA31)
+    assert torch.equal(rope.cos, cos[0, :, :64]) and torch.equal(rope.sin, sin[0, :, :64])
+
+
+def test_bad_scaling_is_refused():
+    for scaling, says in (
         ((8.0, 1.0, 4.0), "four positive numbers"),
         ((8.0, 1.0, 4.0, 8192.0, 1.0), "four positive numbers"),
         ((0.0, 1.0, 4.0, 8192.0), "four positive numbers"),
@@ -226,14 +246,9 @@ def test_no_scaling_is_plain_rope():
         ((8.0, 4.0, 4.0, 8192.0), "low factor must be below"),
         ((8.0, "1", 4.0, 8192.0), "rope_scaling takes tuple of float"),
         (8.0, "rope_scaling takes tuple of float"),
-    ],
-)
-def test_bad_scaling_is_refused(scaling, says):
-    with pytest.raises(ValueError, match=says):
-        config(rope_scaling=scaling)
-
-
-def test_scaling_belongs_to_llama():
+    ):
+        with pytest.raises(ValueError, match=says):
+            config(rope_scaling=scaling)
     with pytest.raises(ValueError, match="gpt2 learns its positions"):
         config(arch="gpt2", rope_scaling=SMALL)
 
@@ -269,40 +284,21 @@ def test_headers_older_than_the_field(tmp_path):
 # ---- files
 
 
-@pytest.mark.parametrize("mode", ["vanilla", "svformer"])
-@pytest.mark.parametrize("shards", [2, 7])
-def test_shards_equal_one_file(mode, shards, tmp_path):
-    model, idx = tiny(mode, n_kv_head=2).float(), tokens((1, 9))
-    whole = hf.load_hf(hf_folder(tmp_path / "whole", model, value_mode=mode))
-    parts = hf.load_hf(hf_folder(tmp_path / "parts", model, shards, value_mode=mode))
-    assert parts.cfg == whole.cfg == config(mode, n_kv_head=2)
-    assert torch.equal(parts(idx)[0], model(idx)[0]) and torch.equal(whole(idx)[0], model(idx)[0])
-    for name, p in model.named_parameters():
-        assert torch.equal(parts.get_parameter(name), p) and torch.equal(whole.get_parameter(name), p), name
-
-
-def test_one_file_goes_before_an_index(tmp_path):
-    """As in transformers: an index that a model.safetensors lies beside is left over."""
-    model, other, idx = tiny(n_kv_head=2).float(), tiny(n_kv_head=2, seed=3).float(), tokens((1, 9))
-    hf_folder(tmp_path, other, 3)
-    assert torch.equal(hf.load_hf(hf_folder(tmp_path, model))(idx)[0], model(idx)[0])
-
-
-@pytest.mark.parametrize("shards", [0, 3])
-def test_rotary_buffers_are_ignored(shards, tmp_path):
-    model, idx = tiny(n_kv_head=2).float(), tokens((1, 9))
-    extra = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(2) for n in range(4)}
-    assert torch.equal(hf.load_hf(hf_folder(tmp_path, model, shards, extra=extra))(idx)[0], model(idx)[0])
-
-
-def test_dtype(tmp_path):
-    model = tiny(n_kv_head=2).float()
-    hf_folder(tmp_path, model, 2, torch.float16)
-    single, half = hf.load_hf(tmp_path), hf.load_hf(tmp_path, dtype=torch.bfloat16)
-    for name, p in model.named_parameters():
-        assert torch.equal(single.get_parameter(name), p.half().float())
-        assert torch.equal(half.get_parameter(name), p.half().bfloat16())
-    assert half.rope.cos.dtype == torch.float32 and torch.equal(half.rope.cos, model.rope.cos)
+def test_whole_and_in_shards(tmp_path):
+    """All weights come back, from one file or three, beside buffers and files of another layout."""
+    idx = tokens((1, 9))
+    buffers = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(2) for n in range(4)}
+    for mode in ("vanilla", "resformer", "svformer", "share_k2"):
+        model = tiny(mode, n_kv_head=2).float()
+        for shards in (False, True):
+            folder = hf_folder(tmp_path / f"{mode}{shards}", model, shards, buffers, value_mode=mode)
+            save_file({"layers.0.wq": torch.ones(1)}, folder / "consolidated.safetensors")
+            found = hf.load_hf(folder)
+            assert found.cfg == config(mode, n_kv_head=2) and torch.equal(found(idx)[0], model(idx)[0]), mode
+            for name, p in model.named_parameters():
+                assert torch.equal(found.get_parameter(name), p), (mode, name)
+    other = tiny(n_kv_head=2, seed=3).float()  # one file goes before shards that were left over
+    assert torch.equal(hf.load_hf(hf_folder(tmp_path / "vanillaTrue", other))(idx)[0], other(idx)[0])
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells the peak of a process's memory")
@@ -311,18 +307,20 @@ def test_peak_memory(tmp_path):
     cfg = config(n_layer=8, n_head=8, n_embd=1024, n_hidden=1024, vocab_size=64)
     with torch.device("meta"):
         sizes = {name: p[rows].shape for name, p, rows in hf.hf_parts(GPT(cfg))}
-    where = {name: f"{i // 8}.safetensors" for i, name in enumerate(sizes)}
+    where = {name: f"model-{i // 8}.safetensors" for i, name in enumerate(sizes)}
     for file in set(where.values()):
         save_file({n: torch.zeros(sizes[n], dtype=torch.bfloat16) for n in where if where[n] == file}, tmp_path / file)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     about = dict(SHAPE, hidden_size=1024, num_hidden_layers=8, num_key_value_heads=8, intermediate_size=1024)
     (tmp_path / "config.json").write_text(json.dumps(about | dict(model_type="llama", vocab_size=64)))
+    small = hf_folder(tmp_path / "small", tiny(n_kv_head=2).float())
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 import torch, hf
 peak = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
+hf.load_hf({str(small)!r})  # what torch imports on the way does not count
 before = peak()
 model = hf.load_hf({str(tmp_path)!r}, dtype=torch.bfloat16)
+assert "transformers" not in sys.modules
 print((peak() - before) / sum(p.nbytes for p in model.parameters()))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
@@ -332,91 +330,49 @@ print((peak() - before) / sum(p.nbytes for p in model.parameters()))
 # ---- bad input
 
 
-def drop(tensor):
-    """Take a tensor out of the shard that has it; the index still names it."""
-
-    def damage(folder):
-        file = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][tensor]
+def drop(folder, tensor):
+    for file in folder.glob("*.safetensors"):
         save_file({k: v for k, v in load_file(file).items() if k != tensor}, file)
 
-    return damage
 
-
-def cut(folder, file):
-    (folder / file).write_bytes((folder / file).read_bytes()[:-100])
-
-
-def forget(folder, tensor):
-    """Take a tensor out of the index and the shard."""
-    drop(tensor)(folder)
-    index = folder / "model.safetensors.index.json"
-    about = json.loads(index.read_text())
-    del about["weight_map"][tensor]
-    index.write_text(json.dumps(about))
+def add(folder, tensor):
+    save_file({tensor: torch.ones(32)}, folder / "model-4.safetensors")
 
 
 def pickled(folder):
-    for file in folder.glob("*.safetensors*"):
+    for file in folder.glob("*.safetensors"):
         file.unlink()
     (folder / "pytorch_model-00001-of-00002.bin").write_bytes(b"\x80\x02}q\x00.")
 
 
-INDEX, FIRST = "model.safetensors.index.json", shard_name(0, 3)
-NORM = "model.norm.weight"
-
-
-@pytest.mark.parametrize(
-    "damage,says",
-    [
-        (lambda d: (d / FIRST).unlink(), [FIRST, "does not exist"]),
-        (lambda d: cut(d, FIRST), [FIRST, "truncated or not a safetensors file"]),
-        (lambda d: (d / FIRST).write_bytes(b"\x80\x02}q\x00."), [FIRST, "truncated or not a safetensors file"]),
-        (lambda d: (d / INDEX).write_text("{"), [INDEX, "is not the index of a model's shards"]),
-        (lambda d: (d / INDEX).write_text("[]"), [INDEX, "has no weight_map"]),
-        (lambda d: (d / INDEX).write_text('{"weight_map": []}'), [INDEX, "has no weight_map"]),
-        (lambda d: change(d / INDEX, weight_map={NORM: 1}), [INDEX, "has no weight_map"]),
-        (lambda d: change(d / INDEX, weight_map={NORM: ""}), ["truncated or not a safetensors file"]),
-        (drop("lm_head.weight"), [".safetensors has no tensor lm_head.weight, which the index says it has"]),
-        (lambda d: forget(d, NORM), ["has no tensor model.norm.weight"]),
-        (lambda d: change(d / INDEX, weight_map={}), ["has no tensor model.embed_tokens.weight"]),
-        (lambda d: (d / INDEX).unlink(), ["model.safetensors does not exist"]),
-        (pickled, ["pickle", "never loaded", "convert them to safetensors"]),
-        (
-            lambda d: change(d / "config.json", intermediate_size=96),
-            [FIRST, "mlp.down_proj.weight is (32, 112)", "(32, 96)"],
-        ),
+def test_damaged_folders_are_refused(tmp_path):
+    model, first = tiny(n_kv_head=2).float(), SHARDS[0]
+    damages = [
+        (lambda d: (d / first).unlink(), ["has no tensor", "is a shard missing"]),
+        (lambda d: (d / first).write_bytes((d / first).read_bytes()[:-100]), [first, "is truncated"]),
+        (lambda d: (d / first).write_bytes(b"\x80\x02}q\x00."), [first, "is truncated or not a safetensors file"]),
+        (lambda d: drop(d, "model.norm.weight"), ["has no tensor model.norm.weight"]),
+        (lambda d: add(d, "model.norm.weight"), ["model-4.safetensors: model.norm.weight is in another file too"]),
+        (lambda d: add(d, "score.weight"), ["score.weight", "has no place in the model"]),
+        (pickled, ["no model.safetensors", "pickle (.bin) is never loaded"]),
         (lambda d: change(d / "config.json", vocab_size=60), ["(61, 32)", "(60, 32)"]),
-        (lambda d: change(d / "config.json", num_hidden_layers=3), ["has no place for: model.layers.3."]),
-        (lambda d: shutil.rmtree(d), ["config.json is missing"]),
-    ],
-)
-def test_damaged_folders_are_refused(damage, says, tmp_path):
-    hf_folder(tmp_path / "llama", tiny(n_kv_head=2).float(), 3)
-    damage(tmp_path / "llama")
-    refuses(tmp_path / "llama", *says)
+        (lambda d: change(d / "config.json", num_hidden_layers=3), ["model.layers.3.", "has no place in the model"]),
+        (lambda d: change(d / "config.json", value_mode="svformer"), ["v_proj.weight", "has no place in the model"]),
+        (lambda d: change(d / "config.json", value_mode="resformer_lerp"), ["no names for the weights"]),
+        (lambda d: (d / "config.json").unlink(), ["config.json is missing"]),
+        (lambda d: (d / "config.json").write_text("{"), ["config.json is not the config of a Hugging Face model"]),
+    ]
+    for i, (damage, says) in enumerate(damages):
+        folder = hf_folder(tmp_path / str(i), model, shards=True)
+        damage(folder)
+        refuses(folder, *says)
 
 
-def test_damaged_single_file_is_refused(tmp_path):
-    model = tiny(n_kv_head=2).float()
-    hf_folder(tmp_path, model)
-    cut(tmp_path, "model.safetensors")
-    refuses(tmp_path, "model.safetensors is truncated")
-    hf_folder(tmp_path, model, extra={"score.weight": torch.ones(1)})
-    refuses(tmp_path, "model.safetensors has tensors", "score.weight")
-    hf_folder(tmp_path, tiny("svformer", n_kv_head=2).float(), tie_word_embeddings=True)
-    refuses(tmp_path, "has no tensor model.layers.1.self_attn.v_proj.weight")
-    (tmp_path / "model.safetensors").unlink()
-    refuses(tmp_path, "model.safetensors does not exist")
-
-
-@pytest.mark.parametrize(
-    "fields,says",
-    [
+def test_configs_of_other_models_are_refused(tmp_path):
+    for fields, says in (
         (dict(model_type="mamba"), "model_type='mamba'"),
-        (dict(model_type="qwen2"), "model_type='qwen2'"),
         (dict(model_type=None), "model_type=None"),
-        (dict(head_dim=8), "head_dim=8 is not supported"),
-        (dict(model_type="mistral", head_dim=5), "head_dim=5 is not supported"),
+        (dict(head_dim=8), "head_dim=8 is not supported, only 4"),
         (dict(head_dim="4"), "head_dim='4'"),
         (dict(attention_bias=True), "attention_bias=True"),
         (dict(mlp_bias=True), "mlp_bias=True"),
@@ -424,128 +380,77 @@ def test_damaged_single_file_is_refused(tmp_path):
         (dict(quantization_config={"quant_method": "fp8"}), "quantization_config="),
         (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "rope_scaling of type 'yarn'"),
         (dict(rope_scaling={"type": "linear", "factor": 4.0}), "rope_scaling of type 'linear'"),
-        (dict(rope_scaling={"type": "dynamic", "factor": 4.0}), "rope_scaling of type 'dynamic'"),
-        (dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), "rope_parameters of type 'longrope'"),
+        (dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), "rope_scaling of type 'longrope'"),
         (dict(rope_scaling={"factor": 4.0}), "rope_scaling of type None"),
-        (dict(rope_scaling=[8.0, 1.0, 4.0, 8192]), "rope_scaling=[8.0"),
         (dict(rope_scaling={"rope_type": "llama3", "factor": 4.0}), "has no 'low_freq_factor'"),
         (dict(rope_scaling=scaled(LLAMA31, factor="8")), "rope_scaling takes tuple of float"),
         (dict(rope_scaling=scaled(LLAMA31, low_freq_factor=4.0)), "low factor must be below"),
-        (dict(rope_scaling=scaled(LLAMA31, factor=0)), "four positive numbers"),
         (dict(rope_theta="1e4"), "rope_theta takes float"),
         (dict(model_type="mistral", sliding_window=0), "block_size=0"),
-        (dict(model_type="mistral", sliding_window="8"), "config.json: "),
         (dict(hidden_size=None), "has no 'hidden_size'"),
         (dict(max_position_embeddings="32"), "block_size takes int"),
-    ],
-)
-def test_what_we_do_not_have_is_refused(fields, says, tmp_path):
-    refuses(hf_folder(tmp_path, tiny(n_kv_head=2).float(), **fields), "config.json", says)
+        (dict(value_mode="svfomer"), "did you mean 'svformer'"),
+        (dict(value_mode=5), "config.json: "),
+        (dict(value_mode={"residuals": 3}), "config.json: "),
+    ):
+        refuses(hf_folder(tmp_path, tiny(n_kv_head=2).float(), **fields), "config.json", says)
 
 
-@pytest.mark.skipif(not (ROOT / "analyze.py").exists(), reason="the script that takes such folders")
-def test_a_script_refuses_in_one_line(tmp_path, data_dir):
-    tokenizers = pytest.importorskip("tokenizers")
-    hf_folder(tmp_path, tiny(n_kv_head=2).float(), 3, bos_token_id=1)
-    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / FIRST).unlink()
-    refused(script("analyze.py", tmp_path, f"--data_dir={data_dir}", "--device=cpu"), FIRST, "does not exist")
-
-
-@pytest.mark.parametrize("text,says", [("{", "config.json is not the config"), ("[]", "config.json is not the config")])
-@pytest.mark.parametrize("read", [hf.load_hf, hf.hf_first_token])
-def test_config_that_is_none(read, text, says, tmp_path):
-    (tmp_path / "config.json").write_text(text)
-    refuses(tmp_path, says, read=read)
-
-
-@pytest.mark.parametrize(
-    "fields,cfg",
-    [
+def test_fields_of_config(tmp_path):
+    model = tiny(n_kv_head=2).float()
+    for fields, changed in (
         (dict(head_dim=4), {}),
         (dict(rope_scaling={"type": "default"}), {}),
         (dict(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, rope_theta=1.0), dict(rope_theta=5e5)),
         (dict(rope_parameters={"rope_theta": 5e5}), dict(rope_theta=5e5)),
         (dict(rope_theta=500000), dict(rope_theta=5e5)),
         (dict(rope_scaling=scaled(LLAMA31), rope_theta=5e5), dict(rope_theta=5e5, rope_scaling=LLAMA31)),
-        (dict(rope_scaling=dict(zip(NAMES, LLAMA31, strict=True), type="llama3")), dict(rope_scaling=LLAMA31)),
+        (dict(rope_scaling=scaled(LLAMA31, rope_type="llama3", type="llama3")), dict(rope_scaling=LLAMA31)),
         (dict(rope_parameters=scaled(LLAMA32, rope_theta=5e5)), dict(rope_theta=5e5, rope_scaling=LLAMA32)),
         (dict(sliding_window=8), {}),  # transformers' Llama does not read it
         (dict(model_type="mistral", sliding_window=8), dict(block_size=8)),
         (dict(model_type="mistral", sliding_window=4096), {}),
         (dict(model_type="mistral", max_position_embeddings=8192), dict(block_size=4096)),  # the default of the field
-    ],
-)
-def test_fields_of_config(fields, cfg, tmp_path):
-    hf_folder(tmp_path, tiny(n_kv_head=2).float(), **fields)
-    assert hf.load_hf(tmp_path).cfg == config(**dict(n_kv_head=2) | cfg)
-
-
-def test_null_is_no_window_and_no_groups(tmp_path):
-    """Fields that are there, and null: Mistral 0.2's window, and the one head of keys for each of queries."""
+    ):
+        assert hf.load_hf(hf_folder(tmp_path, model, **fields)).cfg == config(**dict(n_kv_head=2) | changed), fields
     nulls = dict(sliding_window=None, num_key_value_heads=None, head_dim=None, rope_scaling=None)
     hf_folder(tmp_path, tiny().float(), model_type="mistral", max_position_embeddings=8192)
-    change(tmp_path / "config.json", **nulls)
+    change(tmp_path / "config.json", **nulls)  # fields that are there, and null
     assert hf.load_hf(tmp_path).cfg == config(block_size=8192)
+    mode = json.loads(json.dumps(dataclasses.asdict(ValueMode(share_k=2, share_v=2))))  # a mode by its fields
+    hf_folder(tmp_path, tiny("cla2", n_kv_head=2).float(), value_mode=mode)
+    assert hf.load_hf(tmp_path).cfg.value_mode.name == "cla2"
 
 
 # ---- tokenizer
 
 
-def test_tokenizer(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<s>"])
-    made.train_from_iterator(["value residual learning, values and residuals"] * 9, trainer)
-    made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer, text = hf.hf_tokenizer(tmp_path), "the values' residual: é"
-    ids = tokenizer.encode(text).ids
-    assert ids == made.encode(text).ids and tokenizer.decode(ids).strip() == text
-    assert tokenizer.token_to_id("<s>") == 0 and tokenizer.get_vocab_size() == made.get_vocab_size()
-    refused_as_tokenizer = "tokenizer.json is not the tokenizer of a Hugging Face model"
-    for damaged in ((tmp_path / "tokenizer.json").read_text()[:-100], "{}", "[]", "", "\x80"):
-        (tmp_path / "tokenizer.json").write_text(damaged)
-        refuses(tmp_path, refused_as_tokenizer, read=hf.hf_tokenizer)
-    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
-    refuses(tmp_path, refused_as_tokenizer, read=hf.hf_tokenizer)
-    (tmp_path / "tokenizer.json").unlink()
+@needs_shared
+def test_tokenizer(tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes((SHARED / "data" / "tokenizers" / "gpt-neox-20b.tokenizer.json").read_bytes())
+    tokenizer = hf.hf_tokenizer(tmp_path)
+    assert tokenizer.encode("Hello world").ids == [12092, 1533] and tokenizer.token_to_id("<|endoftext|>") == 0
+    for damaged in (path.read_bytes()[:-100], b"{}", b"[]", b"", b"\xff\xfe"):
+        path.write_bytes(damaged)
+        refuses(tmp_path, "tokenizer.json is not the tokenizer of a Hugging Face model", read=hf.hf_tokenizer)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    refuses(tmp_path, "the package tokenizers is not installed", read=hf.hf_tokenizer)
+    path.unlink()
     refuses(tmp_path, "tokenizer.json is missing", read=hf.hf_tokenizer)
 
 
-@needs_shared
-def test_a_real_tokenizer(tmp_path):
-    pytest.importorskip("tokenizers")
-    shutil.copy(SHARED / "data" / "tokenizers" / "gpt-neox-20b.tokenizer.json", tmp_path / "tokenizer.json")
-    tokenizer = hf.hf_tokenizer(tmp_path)
-    assert tokenizer.encode("Hello world").ids == [12092, 1533] and tokenizer.token_to_id("<|endoftext|>") == 0
-
-
-def test_tokenizers_is_optional(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refuses(tmp_path, "tokenizer.json needs the tokenizers package", "pip install tokenizers", read=hf.hf_tokenizer)
-
-
-@pytest.mark.parametrize(
-    "fields,first",
-    [
+def test_first_token(tmp_path):
+    for fields, first in (
         (dict(bos_token_id=1, eos_token_id=2), 1),
         (dict(bos_token_id=0, eos_token_id=2), 0),
         (dict(bos_token_id=128000, eos_token_id=[128001, 128009]), 128000),
         (dict(bos_token_id=None, eos_token_id=2), 2),
         (dict(eos_token_id=[128001, 128009]), 128001),
-    ],
-)
-def test_first_token(fields, first, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert hf.hf_first_token(tmp_path) == first
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, dict(bos_token_id=None, eos_token_id=[]), dict(bos_token_id="<s>"), dict(bos_token_id=True)]
-)
-def test_no_first_token(fields, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    refuses(tmp_path, "config.json", "bos_token_id", "eos_token_id", read=hf.hf_first_token)
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        assert hf.hf_first_token(tmp_path) == first, fields
+    for fields in ({}, dict(bos_token_id=None, eos_token_id=[]), dict(bos_token_id="<s>")):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        refuses(tmp_path, "config.json", "bos_token_id", "eos_token_id", read=hf.hf_first_token)
