@@ -1,12 +1,14 @@
-"""Attention concentration in a model: what each layer attends to, and the norms, spectra and likeness of its states.
+"""Attention concentration: where each layer's attention goes, and norms, spectra and similarity of its states.
 
     python analyze.py out/vanilla out/resformer                    1,000 validation chunks through each model
     python analyze.py --init=config/size_468m.py --chunks=4        the same of a model before its training
     python analyze.py path/to/Llama-3.1-8B --length=2048 --data_dir=data/demo     Llama or Mistral, Hugging Face layout
 
-Each chunk is the end-of-text token (training text has no other beginning), then consecutive tokens of validation text.
+Each chunk is the end-of-text token, which is how training text begins, then consecutive tokens of validation text.
 Writes analysis.json (numbers by layer) and analysis.npz (by token position, and spectra) into the run's folder, and
-prints the main ones. What is measured is defined at the function that measures it; the paper is arXiv 2410.17897.
+prints the main ones. Each quantity is defined at the function that measures it. Paper: arXiv 2410.17897.
+
+Read model.py first; `python plot.py analysis` draws the results.
 """
 
 import functools
@@ -16,31 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-
-import checkpoint
-import hf
-from checkpoint import load_tokenizer, trained_on
-from configurator import UserError, command_line, load_settings, run_main, setting
-from data import EOT, Corpus, Tokenizer, raw_bits
-from describe import count_parameters
-from files import read_json, write_atomic, write_json
-from model import GPT, attend, to_fp32
-from report import markdown, plus_minus, progress
-from runtime import Distributed, environment, peak_bytes
-from train import TrainConfig
-from value_modes import mode_name
-
-FORMAT = "nanoresformer-analysis/1"
-BLOCK = 2**24  # probabilities of a block of queries held at a time: memory grows with the length, not its square
-POSITIONS = 256  # positions, from the first, that analysis.npz keeps
-# what the flags in analysis.json mean
-SINK = 0.3  # a position gets more than this share of the attention of the queries that see it (Gu et al. 2410.10781)
-DRAIN = 0.5  # the first token's values are shorter than this times the others' (the paper's A.2: ResFormer's are not)
-PEAK = 3.0  # its hidden state is longer than this times the others' (the same: ResFormer's is not)
-MASSIVE = (100.0, 1000.0)  # an activation is above the first, and above the second times the median (Sun 2402.17762)
+from configurator import UserError, check_ranges, command_line, load_settings, run_main, setting
 
 
 @dataclass(frozen=True)
@@ -48,97 +26,167 @@ class AnalyzeConfig:
     """Every setting of analyze.py."""
 
     runs: tuple[str, ...] = setting(
-        (), "runs' folders, checkpoints' files, or folders in Hugging Face layout", positional=True
+        (), "folders of runs, checkpoint files, or folders in Hugging Face layout", group="Models", positional=True
     )
-    init: tuple[str, ...] = setting((), "config files of train.py: their model as training would start from")
-    data_dir: str = setting("", "prepared data, for its validation text; empty = what the run was trained on")
-    chunks: int = setting(1000, "chunks to average over, drawn from the domains as the mixture says")
-    length: int = setting(0, "tokens per chunk; 0 = the model's block_size")
-    first_token: int = setting(-1, "id that each chunk starts with; -1 = end-of-text, the beginning for Hugging Face's")
-    grad_chunks: int = setting(16, "chunks for the gradient of layer 1's values; 0 = leave that out")
-    seed: int = setting(42, "of the choice of chunks")
-    batch_tokens: int = setting(8192, "tokens of a forward pass")
-    device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps")
-    dtype: Literal["float32", "bfloat16"] = setting("float32", "of weights and states; softmax and sums are fp32")
+    init: tuple[str, ...] = setting((), "config files of train.py: the model that training would start from")
     out_dir: str = setting("", "folder of the results; empty = the run's own, out/init-<name> with --init")
 
+    data_dir: str = setting("", "prepared data with validation text; empty = the run's own data", group="Text")
+    verify: bool = setting(True, "compare the sha256 of the data with the manifest at the start")
+    chunks: int = setting(1000, "chunks to average over, divided among the domains as the mixture is", least=1)
+    length: int = setting(0, "tokens per chunk; 0 = the model's block_size", least=0)
+    first_token: int = setting(-1, "id that each chunk starts with; -1 = end-of-text, or Hugging Face's bos", least=-1)
+    seed: int = setting(42, "of the choice of chunks")
+
+    batch_tokens: int = setting(8192, "tokens per forward pass", least=1, group="Machine")
+    device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "of weights and states; softmax and sums are fp32")
+
     def __post_init__(self):
-        for name, least in dict(chunks=1, length=0, grad_chunks=0, batch_tokens=1, first_token=-1).items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        check_ranges(self)
         if self.length == 1:
             raise ValueError("length=1 leaves nothing to attend to; it must be at least 2, or 0 for the block_size")
-        if bool(self.runs) == bool(self.init):
-            raise ValueError("name runs, as in `python analyze.py out/vanilla out/resformer`, or else --init=FILE")
+        if self.runs and self.init:
+            raise ValueError("runs and --init exclude each other: name either runs or config files")
         if self.out_dir and len(self.runs) > 1:
             raise ValueError(f"out_dir={self.out_dir} is one folder for {len(self.runs)} runs; leave it empty")
 
 
+if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
+    SETTINGS = command_line(AnalyzeConfig, __doc__)
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import checkpoint
+import hf
+from data import EOT, Corpus, Tokenizer, raw_bits
+from describe import count_parameters
+from files import read_json, write_atomic, write_json
+from model import GPT, attend, repeat_heads, to_fp32
+from report import markdown, plus_minus, progress
+from runtime import Distributed, environment, peak_bytes
+from train import TrainConfig
+from value_modes import mode_name
+
+FORMAT = "nanoresformer-analysis/1"
+BLOCK = 2**24  # attention probabilities that exist at a time: memory grows with the length, not with its square
+POSITIONS = 256  # analysis.npz keeps the first so many positions
+
+# thresholds of the flags in analysis.json
+SINK = 0.3  # a sink gets more than this share of the attention of the queries that see it (Gu et al. 2410.10781)
+DRAIN = 0.5  # value drain: the first token's values are shorter than this times those of other tokens (the paper's A.2)
+PEAK = 3.0  # hidden peak: its hidden state is longer than this times those of other tokens (A.2)
+MASSIVE = (100.0, 1000.0)  # an activation above the first, and above the second times the median (Sun 2402.17762)
+
+# names in analysis.json: quantities of layers, and of states between layers (see Recorder)
+VECTORS = ("norm_first", "norm_rest", "similarity")
+LAYER = ["entropy", "first", "top_1", "top_2", "top_3", "top_10", "top_1%", "sink_heads", "eq4", "eq6"]
+LAYER += [f"{tensor}_{quantity}" for tensor in ("key", "value", "raw_value") for quantity in VECTORS]
+LAYER += ["value_largest", "value_rank", "raw_value_largest", "raw_value_rank"]
+STATE = ["hidden_norm_first", "hidden_norm_rest", "hidden_similarity", "activation_max", "activation_median"]
+NORMED = ["normed_norm_first", "normed_norm_rest", "normed_similarity"]
+# arrays in analysis.npz, a row for each layer (or state): by token position, and eigenvalues
+BY_POSITION = ["importance", "value_norm", "raw_value_norm", "key_norm", "hidden_norm"]
+SPECTRA = ["value_spectrum", "raw_value_spectrum"]
+
+HEADER = ["layer", "entropy", "above uniform", "importance of the first token"]
+HEADER += [f"norm of its {what}, relative to other tokens" for what in ("value", "hidden state")]
+HEADER += ["token similarity", "effective rank of values", "flags"]
+
+
+# ---- quantities
+
+
 def uniform_entropy(T):
-    """Entropy of token importance in nats if each of T tokens attends to all it sees alike: row i of A is 1/i."""
+    """Entropy of token importance in nats, if each of T tokens attends alike to all it sees: row i of A is 1/i."""
     importance = (1 / np.arange(1, T + 1))[::-1].cumsum()[::-1] / T
     return float(-(importance * np.log(importance)).sum())
 
 
 def entropy(p):
-    """Entropy in nats of distributions p (..., n) -> (...); p need not sum to 1, and has none where it is all 0."""
+    """Entropy in nats of distributions p (..., n) -> (...). p is normalized here; all zeros have entropy 0."""
     p = p / p.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
     return -torch.xlogy(p, p).sum(dim=-1)
 
 
 def received(q, keys, scale, rows=0):
-    """Attention that each position gets: column sums of softmax(q [k_1; k_2; …]^T * scale), each part causal, where a
+    """Attention that each position gets: column sums of softmax(q [k_1; k_2; …]^T * scale), each part causal. A
     position's columns in all parts count together. q (B, H, T, D), each k (B, G, T, D) -> (B, H, T), fp32 or float64.
 
-    The probabilities exist for `rows` queries at a time only.
+    The probabilities exist for `rows` queries at a time only; 0 = as many as BLOCK allows.
     """
     B, H, T, _ = q.shape
-    keys = [to_fp32(k).repeat_interleave(H // k.size(1), dim=1) for k in keys]  # (B, H, T, D)
+    keys = [repeat_heads(to_fp32(k), H) for k in keys]  # (B, H, T, D)
     rows = rows or max(1, BLOCK // (B * H * T * len(keys)))
     total = torch.zeros(B, H, T, dtype=to_fp32(q).dtype, device=q.device)
     for first in range(0, T, rows):
         last = min(T, first + rows)
         later = torch.ones(last - first, last, dtype=torch.bool, device=q.device).triu(first + 1)
         block = to_fp32(q[:, :, first:last]) * scale
-        scores = torch.cat([(block @ k[:, :, :last].mT).masked_fill_(later, -math.inf) for k in keys], dim=-1)
-        sums = scores.softmax(dim=-1).sum(dim=2)  # (B, H, parts * last)
+        scores = [(block @ k[:, :, :last].mT).masked_fill_(later, -math.inf) for k in keys]
+        sums = torch.cat(scores, dim=-1).softmax(dim=-1).sum(dim=2)  # (B, H, parts * last)
         total[..., :last] += sums.view(B, H, len(keys), last).sum(dim=2)
     return total
 
 
-def softmaxes(attn, used, useds, lam):
-    """[(weight, q, [k_1, …])]: layer `attn`'s A_n as a weighted sum of softmaxes over those keys, see `received`.
-    used, useds, lam: as in model.Attention. What is added after attention (identity, delta) is no part of A_n."""
-    q, keys = used["q"], [used["k"]]
+def softmaxes(attn, now, attended, lambdas):
+    """Layer `attn`'s A_n as a weighted sum of softmaxes: [(weight, q, [k_1, …])], see `received`.
+
+    now: the layer's q, k, v as it attends. attended, lambdas: see model.Attention. What is added after attention
+    (identity, delta) is no part of A_n, but its residual may scale A_n.
+    """
+    q, keys = now["q"], [now["k"]]
     for m in attn.mixes:
-        j, r, sources = m.index, m.residual, m.sources
-        if r.map == "cross":
-            keys += [useds[i]["k"] for i in sources]
-        elif r.of == "scores":  # one product of concatenated heads, as in model.Attention.attend
-            q = torch.cat([w * t for w, t in zip(lam[j], [q, *(useds[i]["q"] for i in sources)], strict=True)], dim=-1)
-            keys = [torch.cat([*keys, *(useds[i]["k"] for i in sources)], dim=-1)]
+        if m.residual.map == "cross":
+            keys = keys + [attended[i]["k"] for i in m.sources]
+        elif m.residual.of == "scores":  # one product of concatenated heads, as in model.Attention
+            own_weight, *weights = lambdas[m.index]
+            q_others = [w * attended[i]["q"] for w, i in zip(weights, m.sources, strict=True)]
+            q = torch.cat([own_weight * q, *q_others], dim=-1)
+            keys = [torch.cat([*keys, *(attended[i]["k"] for i in m.sources)], dim=-1)]
     parts = [(1.0, q, keys)]
     for m in attn.mixes:
-        j, r, sources = m.index, m.residual, m.sources
-        if r.of == "probs" or r.map in ("identity", "delta"):
-            own, *others = (float(w) for w in lam[j])
-            parts = [(own * w, *of) for w, *of in parts]
-            if r.of == "probs":
-                parts += [(w, useds[i]["q"], [useds[i]["k"]]) for w, i in zip(others, sources, strict=True)]
+        if m.residual.of != "probs" and m.residual.map not in ("identity", "delta"):
+            continue
+        own_weight, *weights = [float(w) for w in lambdas[m.index]]
+        parts = [(own_weight * weight, q, keys) for weight, q, keys in parts]
+        if m.residual.of == "probs":
+            for w, i in zip(weights, m.sources, strict=True):
+                parts.append((w, attended[i]["q"], [attended[i]["k"]]))
     return parts
 
 
-def importance(attn, used, useds, lam):
+def importance(attn, now, attended, lambdas):
     """Token importance of each head: the share of all attention in layer `attn` that goes to a position, (B, H, T)."""
+    parts = softmaxes(attn, now, attended, lambdas)
+    if all(weight == 0 for weight, _, _ in parts):  # a layer that ignores its attention still has one
+        parts = [(1.0, q, keys) for _, q, keys in parts]
     scale = attn.head_dim**-0.5
-    parts = softmaxes(attn, used, useds, lam)
-    if not any(w for w, *_ in parts):  # a layer may give its attention no weight at all: where it goes is still a fact
-        parts = [(1.0, *of) for _, *of in parts]
-    total = sum(w * received(q, keys, scale) for w, q, keys in parts)
+    total = sum(weight * received(q, keys, scale) for weight, q, keys in parts)
     return total / total.sum(dim=-1, keepdim=True)
 
 
-def join(t):
+def measure_importance(heads):
+    """{name: (B, …)} of token importance by head (B, H, T): its mean a' over heads, the entropy of a' (Eq 11), a' of
+    the first token, the largest a' (see `ranks`), and the share of heads in which the first token is a sink."""
+    a = heads.mean(dim=1)  # (B, T)
+    found = {"importance": a, "entropy": entropy(a), "first": a[:, 0]}
+    found["sink_heads"] = (heads[:, :, 0] > SINK).double().mean(dim=1)
+    largest = a.sort(dim=1, descending=True).values
+    for name, rank in ranks(a.size(1)).items():
+        found[name] = largest[:, rank - 1]
+    return found
+
+
+def ranks(T):
+    """{name: rank} of the importances in Figure 21, counted from 1 at the largest, as far as T tokens have them."""
+    found = {"top_1": 1, "top_2": 2, "top_3": 3, "top_10": 10, "top_1%": math.ceil(0.01 * T)}
+    return {name: rank for name, rank in found.items() if rank <= T}
+
+
+def join_heads(t):
     """Heads side by side: (B, h, T, D) -> (B, T, h * D), fp32 or float64."""
     return to_fp32(t).transpose(1, 2).flatten(2)
 
@@ -152,72 +200,111 @@ def similarity(x):
 
 
 def spectrum(x):
-    """Eigenvalues of (1/T) sum_i x_i x_i^T (Eq 12, not centred) from the largest down, x (B, T, E) -> (B, E), float64.
-    With fewer tokens than dimensions those of x x^T / T, the same but for zeros."""
-    x = x.to("cpu" if x.device.type == "mps" else x.device, torch.float64)
-    (_, T, E), wide = x.shape, x.size(1) < x.size(2)
-    found = torch.linalg.eigvalsh((x @ x.mT if wide else x.mT @ x) / T).flip(-1).clamp(min=0)
+    """Eigenvalues of (1/T) sum_i x_i x_i^T (Eq 12, not centred), largest first, x (B, T, E) -> (B, E), float64."""
+    device = "cpu" if x.device.type == "mps" else x.device  # mps has no float64
+    x = x.to(device, torch.float64)
+    _, T, E = x.shape
+    products = x @ x.mT if T < E else x.mT @ x  # both have the same eigenvalues, but for zeros
+    found = torch.linalg.eigvalsh(products / T).flip(-1).clamp(min=0)
     return F.pad(found, (0, E - found.size(-1)))
 
 
-def likeness(q, ks, vs, v_sum, n, kind):
-    """Cosine similarity of the outputs of layer n (counted from 0) under Eq 4 and Eq 6 to cross-layer attention's, Eq 2
-    with the layer before (Figure 4): two (B,), means over tokens; heads side by side, before the output projection.
-    ks, vs: this layer's and the one before's, as attended over; v_sum: sum of the values of all layers before."""
-    cross = join(attend(q, torch.cat(ks, dim=2), torch.cat(vs, dim=2), kind, layers=len(ks)))
-    own, before = (attend(q, ks[0], v, kind) for v in vs)
-    each = (v_sum / n).repeat_interleave(q.size(1) // v_sum.size(1), dim=1)  # (B, H, T, D)
-    return [F.cosine_similarity(join(u), cross, dim=-1).mean(dim=1) for u in ((own + before) / 2, own + each)]
+def measure_vectors(x):
+    """{name: (B, …)} of x (B, T, E): norms |x_t| by position, of the first token and of the others, and similarity."""
+    norms = x.norm(dim=-1)
+    found = {"norm": norms, "norm_first": norms[:, 0], "norm_rest": norms[:, 1:].mean(dim=1)}
+    found["similarity"] = similarity(x)
+    return found
 
 
-def finite(x, what):
-    """Raise UserError if x has NaN or infinity in it."""
-    if not x.isfinite().all():
-        raise UserError(f"{what}: not all is finite; the weights are damaged, or --dtype is too narrow")
+def measure_values(v):
+    """The same of values (B, G, T, D), heads side by side, with their spectrum, its largest eigenvalue and their
+    effective rank (exp of the spectrum's entropy: Roy and Vetterli 2007)."""
+    x = join_heads(v)
+    eigenvalues = spectrum(x)
+    found = measure_vectors(x)
+    found["spectrum"] = eigenvalues
+    found["largest"] = eigenvalues[:, 0]
+    found["rank"] = entropy(eigenvalues).exp()
+    return found
+
+
+def attend_to_both(q, ks, vs, kind):
+    """Eq 2's output (B, H, T, D) for the keys and values of two layers, by blocks of queries: the mask that `attend`
+    needs for two layers would grow with the square of the length."""
+    T = q.size(2)
+    rows = max(1, BLOCK // (2 * T))
+    outputs = []
+    for first in range(0, T, rows):
+        last = min(T, first + rows)
+        k, v = torch.cat([k[:, :, :last] for k in ks], dim=2), torch.cat([v[:, :, :last] for v in vs], dim=2)
+        outputs.append(attend(q[:, :, first:last], k, v, kind, layers=2))
+    return torch.cat(outputs, dim=2)
+
+
+def cosine_to_cross(now, before, n, kind):
+    """How well Eq 4 and Eq 6 approximate cross-layer attention in layer n, counted from 0 (Figure 4): the cosine
+    similarity of their outputs to that of Eq 2 with the layer before, mean over tokens: {"eq4": (B,), "eq6": (B,)}.
+    Outputs have their heads side by side, before the output projection. before: see Recorder."""
+    q, k, v = now["q"], now["k"], now["v"]
+    cross = join_heads(attend_to_both(q, (k, before["k"]), (v, before["v"]), kind))
+    own = attend(q, k, v, kind)
+    eq4 = (own + attend(q, k, before["v"], kind)) / 2
+    eq6 = own + repeat_heads(before["v_sum"] / n, q.size(1))
+    outputs = {"eq4": eq4, "eq6": eq6}
+    return {name: F.cosine_similarity(join_heads(u), cross, dim=-1).mean(dim=1) for name, u in outputs.items()}
+
+
+# ---- a forward pass
 
 
 class Averages:
     """Means and standard deviations over chunks of named quantities of layers."""
 
     def __init__(self):
-        self.sums = {}  # (name, layer) -> number of chunks, sum, sum of squares
+        self.sums = {}  # (name, layer) -> (number of chunks, sum, sum of squares)
 
-    def add(self, name, n, x):
-        """x (B, …): of B chunks. Kept in float64 on the CPU: sums over many chunks stay exact, and small."""
-        x = x.cpu().double()
-        count, total, squares = self.sums.get((name, n), (0, 0, 0))
-        self.sums[name, n] = count + len(x), total + x.sum(dim=0), squares + x.square().sum(dim=0)
+    def add(self, n, found, prefix=""):
+        """found: {name: (B, …)} of B chunks. Sums are float64 on the CPU: they stay exact over many chunks."""
+        for name, x in found.items():
+            x = x.cpu().double()
+            count, total, squares = self.sums.get((prefix + name, n), (0, 0, 0))
+            self.sums[prefix + name, n] = (count + len(x), total + x.sum(dim=0), squares + x.square().sum(dim=0))
 
     def mean(self, name, n):
-        """A float or numpy array, or None if it was not measured."""
-        if (name, n) in self.sums:
-            count, total, _ = self.sums[name, n]
-            return (total / count).numpy() if total.ndim else (total / count).item()
+        """A float or a numpy array, None if it was not measured."""
+        if (name, n) not in self.sums:
+            return None
+        count, total, _ = self.sums[name, n]
+        mean = total / count
+        return mean.numpy() if mean.ndim else mean.item()
 
     def std(self, name, n):
-        """Standard deviation over chunks (n - 1) of a number, or None."""
+        """Standard deviation over chunks (n - 1) of a number, None below two chunks."""
         count, total, squares = self.sums.get((name, n), (0, 0, 0))
-        if count > 1:
-            return math.sqrt(max(0.0, (squares - total**2 / count).item() / (count - 1)))
+        if count < 2:
+            return None
+        variance = (squares - total**2 / count).item() / (count - 1)
+        return math.sqrt(max(0.0, variance))  # rounding may take it below 0
 
 
 class Recorder:
-    """Measures a model while it runs, by hooks on its blocks: layers 0 … L-1, and states 0 … L, of which state n is
-    what layer n reads and L what the last one leaves (before the final norm; "normed" is after it).
+    """Measures a model while it runs, by hooks on its blocks, into `averages`.
 
-    Of each layer: `entropy` of token importance a' (Eq 11: mean over heads first, then its sum over queries); a' of the
-    `first` token and the largest (`top_1`, 2, 3, 10, and the one at 1 % of the length); share of heads that are
-    sinks; and `measure` of its keys and values. "value" is what is attended over (mixed, borrowed), "raw_value" what
-    the layer projects. Of each state `measure` and its activations' greatest and median size.
+    Layers are 0 … L-1, states 0 … L: layer n reads state n, and the last layer leaves state L; "normed" is state L
+    after the final norm. Of a layer it measures token importance, keys, the values that it attends over ("value": mixed
+    or borrowed) and those that it projects ("raw_value"), eq4 and eq6.
     """
 
     def __init__(self, model):
-        self.model, self.averages, self.before, self.handles = model, Averages(), None, []
+        self.averages = Averages()
+        self.before = None  # k and v of the layer before, and v_sum, the sum of the values of all layers so far
+        self.handles = []
         for n, block in enumerate(model.blocks):
             self.handles.append(block.register_forward_pre_hook(functools.partial(self.state, n)))
             self.handles.append(block.attn.register_forward_hook(functools.partial(self.layer, n)))
-            for j, gate in block.attn.gates.items():
-                self.handles.append(gate.register_forward_hook(functools.partial(self.gate, j, n)))
+            for index, gate in block.attn.gates.items():
+                self.handles.append(gate.register_forward_hook(functools.partial(self.gate, index, n)))
         self.handles.append(model.norm.register_forward_pre_hook(functools.partial(self.state, len(model.blocks))))
         self.handles.append(model.norm.register_forward_hook(self.normed))
 
@@ -225,182 +312,119 @@ class Recorder:
         for handle in self.handles:
             handle.remove()
 
-    def measure(self, names, n, x):
-        """Norms |x_t| by position and of the first token and the rest, and similarity, of x (B, T, E)."""
-        finite(x, f"the states before layer {n + 1}" if names == ["hidden"] else names[0])
-        norms = x.norm(dim=-1)
-        for name in names:
-            self.averages.add(f"{name}_norm", n, norms)
-            self.averages.add(f"{name}_norm_first", n, norms[:, 0])
-            self.averages.add(f"{name}_norm_rest", n, norms[:, 1:].mean(dim=1))
-            self.averages.add(f"{name}_similarity", n, similarity(x))
-
-    def measure_values(self, names, n, v):
-        """`measure`, and spectrum, largest eigenvalue and effective rank (exp of the spectrum's entropy: Roy and
-        Vetterli 2007), of values (B, G, T, D)."""
-        v = join(v)
-        self.measure(names, n, v)
-        values = spectrum(v)
-        for name in names:
-            self.averages.add(f"{name}_spectrum", n, values)
-            self.averages.add(f"{name}_largest", n, values[:, 0])
-            self.averages.add(f"{name}_rank", n, entropy(values).exp())
-
     def state(self, n, block, args):
         """Before a block, and before the final norm."""
         x = to_fp32(args[0])  # (B, T, C)
-        self.measure(["hidden"], n, x)
+        check_finite(x, f"the residual stream after {n} layers")
+        self.averages.add(n, measure_vectors(x), "hidden_")
         size = x.abs().flatten(1)
         top, median = size.amax(dim=1), size.median(dim=1).values
-        self.averages.add("activation_max", n, top)
-        self.averages.add("activation_median", n, median)
-        self.averages.add("massive", n, ((top > MASSIVE[0]) & (top > MASSIVE[1] * median)).double())
+        is_massive = (top > MASSIVE[0]) & (top > MASSIVE[1] * median)
+        found = {"activation_max": top, "activation_median": median, "massive": is_massive.double()}
+        self.averages.add(n, found)
 
     def normed(self, norm, args, x):
-        self.measure(["normed"], 0, to_fp32(x))
+        """After the final norm."""
+        check_finite(x, "the final norm")
+        self.averages.add(0, measure_vectors(to_fp32(x)), "normed_")
 
-    def gate(self, j, n, gate, args, weights):
-        """Weights that a Gate computes for each token: their mean, (own, source)."""
-        means = [to_fp32(w).flatten(1).mean(dim=1).cpu() if torch.is_tensor(w) else torch.tensor(w) for w in weights]
-        self.averages.add(f"gate_{j}", n, torch.stack(torch.broadcast_tensors(*means), dim=1))
+    def gate(self, index, n, gate, args, weights):
+        """After a Gate, which computes (own, source) for each token: their means."""
+        means = []
+        for w in weights:
+            w = torch.as_tensor(w)  # a number, or (B, G, T, 1)
+            means.append(to_fp32(w).flatten(1).mean(dim=1).cpu() if w.ndim else w)
+        self.averages.add(n, {f"gate_{index}": torch.stack(torch.broadcast_tensors(*means), dim=1)})
 
     def layer(self, n, attn, args, output):
         """After the attention of a layer."""
-        (_, _, lam, _, useds, _), (_, raw, used) = args, output
-        for t in used.values():
-            finite(t, f"layer {n + 1}")
-        heads = importance(attn, used, useds, lam)  # (B, H, T)
-        a = heads.mean(dim=1)  # (B, T)
-        add, T = self.averages.add, a.size(1)
-        add("importance", n, a)
-        add("entropy", n, entropy(a))
-        add("first", n, a[:, 0])
-        add("sink_heads", n, (heads[:, :, 0] > SINK).double().mean(dim=1))
-        largest = a.sort(dim=1, descending=True).values
-        for name, rank in ranks(T).items():
-            add(name, n, largest[:, rank - 1])
-        self.measure(["key"], n, join(used["k"]))
-        same = raw.get("v") is used["v"]
-        self.measure_values(["value", "raw_value"] if same else ["value"], n, used["v"])
-        if "v" in raw and not same:
-            self.measure_values(["raw_value"], n, raw["v"])
-        q, k, v = (used[t] for t in "qkv")
+        _, _, lambdas, _, attended, _ = args
+        _, own, now = output
+        for t in now.values():
+            check_finite(t, f"layer {n + 1}")
+        self.averages.add(n, measure_importance(importance(attn, now, attended, lambdas)))
+        self.averages.add(n, measure_vectors(join_heads(now["k"])), "key_")
+        values = measure_values(now["v"])
+        self.averages.add(n, values, "value_")
+        if "v" in own:
+            is_mixed = own["v"] is not now["v"]
+            self.averages.add(n, measure_values(own["v"]) if is_mixed else values, "raw_value_")
+        v_sum = now["v"]
         if n:
-            k_before, v_before, v_sum = self.before
-            eq4, eq6 = likeness(q, (k, k_before), (v, v_before), v_sum, n, attn.kind)
-            add("eq4", n, eq4)
-            add("eq6", n, eq6)
-        self.before = k, v, v + self.before[2] if n else v
+            self.averages.add(n, cosine_to_cross(now, self.before, n, attn.kind))
+            v_sum = v_sum + self.before["v_sum"]
+        self.before = {"k": now["k"], "v": now["v"], "v_sum": v_sum}
 
 
-def ranks(T):
-    """{name: rank} of Figure 21's largest importances, counted from 1, as far as T tokens have them."""
-    found = {f"top_{i}": i for i in (1, 2, 3, 10)} | {"top_1%": math.ceil(0.01 * T)}
-    return {name: rank for name, rank in found.items() if rank <= T}
+def check_finite(x, what):
+    """Raise UserError if x has NaN or infinity in it."""
+    if not x.isfinite().all():
+        raise UserError(f"{what} has NaN or infinity in it: the weights are damaged, or --dtype is too narrow")
 
 
-def value_gradients(model, idx):
-    """Norms of the gradient of one chunk's mean loss, idx (1, T), with respect to layer 0's values as projected: by the
-    layer through which it comes, one number for each, None where a layer does not read them. In all of the modes that
-    share or mix V_1 it is used undetached by many layers, and its weights learn from the sum of these."""
-    first, read, handles = model.blocks[0].attn, {}, []
-    frozen = [p for p in model.parameters() if p.requires_grad]
-
-    def project(module, args, output):
-        read["leaf"] = output.detach().requires_grad_()
-        return read["leaf"]
-
-    def reads(n, module, args):
-        """Layer n gets its own view of layer 0's values, as projected and as used, so that each has its gradient."""
-        x, angles, lam, *stores, cache = args
-        for s, store in enumerate(stores):  # raws, useds
-            if "v" in store.get(0, {}):
-                alias = store[0]["v"].view_as(store[0]["v"])
-                alias.retain_grad()
-                read[n, s] = store[0]["v"], alias
-                stores[s] = {**store, 0: {**store[0], "v": alias}}
-        return x, angles, lam, *stores, cache
-
+def record(model, idx, batch_tokens, device):
+    """Averages over all chunks idx (N, T), from passes of `batch_tokens` tokens."""
+    recorder = Recorder(model)
+    bar = progress("analysis", idx.numel(), "token")
     try:
-        for p in frozen:
-            p.requires_grad_(False)
-        handles.append(first.proj.register_forward_hook(project))
-        for n, block in enumerate(model.blocks[1:], 1):
-            handles.append(block.attn.register_forward_pre_hook(functools.partial(reads, n)))
-        target = torch.cat([idx[:, 1:], torch.full_like(idx[:, :1], -1)], dim=1)
-        with torch.enable_grad():
-            model(idx, target)[1].backward(retain_graph=True)
+        with torch.inference_mode():
+            for rows in idx.split(max(1, batch_tokens // idx.size(1))):
+                model.hidden(rows.to(device))
+                bar.update(rows.numel())
     finally:
-        for handle in handles:
-            handle.remove()
-        for p in frozen:
-            p.requires_grad_()
-    leaf, width = read.pop("leaf"), first.heads["v"] * first.head_dim
-    through = {}
-    for (n, _), (source, alias) in read.items():
-        if alias.grad is not None:  # what is used may be a mix of layer 0's values and others
-            (g,) = torch.autograd.grad(source, leaf, alias.grad, retain_graph=True)
-            through[n] = through.get(n, 0) + to_fp32(g)
-    through[0] = to_fp32(leaf.grad) - sum(through.values())  # what is left came through layer 0 itself
-    norms = {n: g[..., -width:].norm().item() for n, g in through.items()}  # (1, T, G * D): v comes last
-    return [norms.get(n) for n in range(len(model.blocks))]
+        recorder.close()
+        bar.close()
+    return recorder.averages
+
+
+# ---- models and their text
 
 
 @dataclass
 class Subject:
-    """A model to analyse, and where its chunks come from."""
+    """A model to analyse, and the source of its chunks."""
 
     model: GPT
     label: str
     out_dir: Path
     data_dir: str
-    mixture: dict | None
+    mixture: dict | None  # None = the data's own
     first_token: int
     tokenizer: object  # a data.Tokenizer, whose ids the data must have, or a tokenizers.Tokenizer, which reads its text
-    about: dict  # what analysis.json says of it
-
-
-def finished(path, named_file):
-    """Raise UserError if the run of a checkpoint is not at its end, unless the file itself was named."""
-    config = path.parent / "config.json"
-    steps = read_json(config, "the config of a run").get("max_steps") if config.exists() else None
-    step = checkpoint.read_header(path)["step"]
-    if steps and step < steps and not named_file:
-        raise UserError(
-            f"{path.parent} is at step {step} of {steps}; finish it with --resume=auto, or name {path} itself"
-        )
+    about: dict  # what analysis.json says about it: mode, step, checkpoint
 
 
 def open_run(name, cfg, device):
-    """The Subject of a run's folder or a checkpoint's file."""
+    """The Subject of a run's folder, which must be finished, or of a checkpoint file."""
     path = checkpoint.find(name)
-    finished(path, Path(name).is_file())
-    header, tokenizer = checkpoint.read_header(path), load_tokenizer(path)
-    data_dir, mixture = trained_on(path.parent, cfg.data_dir, "the prepared data by --data_dir")
+    header, tokenizer = checkpoint.read_header(path), checkpoint.load_tokenizer(path)
+    config = path.parent / "config.json"
+    if Path(name).is_dir() and config.exists():
+        max_steps = read_json(config, "the config of a run").get("max_steps", 0)
+        if header["step"] < max_steps:
+            way_out = f"finish it with --resume=auto, or name {path} itself"
+            raise UserError(f"{path.parent} is at step {header['step']} of {max_steps}; {way_out}")
+    data_dir, mixture = checkpoint.trained_on(path.parent, cfg.data_dir, "the prepared data by --data_dir")
     model = checkpoint.load(path, device=device).to(getattr(torch, cfg.dtype))
     about = {"mode": header["mode"], "step": header["step"], "checkpoint": path.name}
     return Subject(model, path.parent.name, path.parent, data_dir, mixture, tokenizer.eot, tokenizer, about)
-
-
-def is_hugging_face(name):
-    path = Path(name) / "config.json"
-    kinds = {"model_type", "architectures", "architecture"}
-    return path.exists() and not kinds.isdisjoint(read_json(path, "the config of a model"))
 
 
 def open_hugging_face(name, cfg, device):
     """The Subject of a Llama or Mistral folder; it reads the text of prepared data in its own tokens."""
     if not cfg.data_dir:
         raise UserError(f"{name} does not say what it was trained on; name prepared data, for its text, by --data_dir")
-    tokenizer, first = hf.hf_tokenizer(name), hf.hf_first_token(name)
+    tokenizer, first_token = hf.hf_tokenizer(name), hf.hf_first_token(name)
     model = hf.load_hf(name, device=device, dtype=getattr(torch, cfg.dtype))
     about = {"mode": mode_name(model.cfg.value_mode), "step": None, "checkpoint": Path(name).name}
-    return Subject(model, Path(name).name, Path(name), cfg.data_dir, None, first, tokenizer, about)
+    return Subject(model, Path(name).name, Path(name), cfg.data_dir, None, first_token, tokenizer, about)
 
 
 def open_initial(cfg, device):
     """The Subject of a config of train.py: the model before its first step."""
-    words = [*cfg.init, *([f"--data_dir={cfg.data_dir}"] if cfg.data_dir else [])]
+    words = list(cfg.init)
+    if cfg.data_dir:
+        words.append(f"--data_dir={cfg.data_dir}")
     trained = load_settings(TrainConfig, words)
     tokenizer = Tokenizer.load(Path(trained.data_dir) / "tokenizer.json")
     model = GPT(trained.model_config(tokenizer.n_vocab), trained.seed).to(device, getattr(torch, cfg.dtype)).eval()
@@ -410,29 +434,31 @@ def open_initial(cfg, device):
     return Subject(model, label, Path("out", label), trained.data_dir, mixture, tokenizer.eot, tokenizer, about)
 
 
-def windows(corpus, n, seed):
-    """[(domain, window)] of n validation windows, so many of each domain as the mixture gives it, in an order that
-    follows from the seed and mixes the domains; fewer where a domain does not have them."""
+def choose_windows(corpus, n, seed):
+    """[(domain, window)] of n validation windows, divided among the domains by their weight, in random order. A domain
+    that has too few gives all of them. More windows with one seed contain the fewer."""
     bounds = np.rint(n * np.cumsum([0, *corpus.mixture.values()])).astype(int)
     found = []
     for domain, quota in zip(corpus.domains, np.diff(bounds), strict=True):
         order = np.argsort(raw_bits(seed, "analysis", domain, n=corpus.windows("val", domain)), kind="stable")
-        found += [(domain, int(w)) for w in order[:quota]]
-    return [found[i] for i in np.argsort(raw_bits(seed, "analysis", n=len(found)), kind="stable")]
+        found += [(domain, int(window)) for window in order[:quota]]
+    order = np.argsort(raw_bits(seed, "analysis", n=len(found)), kind="stable")
+    return [found[i] for i in order]
 
 
-def chunks(subject, n, T, seed):
+def read_chunks(subject, n, T, seed, verify=True):
     """(at most n, T) token ids: the first token, then T - 1 of validation text."""
-    ours = isinstance(subject.tokenizer, Tokenizer)
-    # text in another tokenizer's ids: three times as much as should be needed, cut to length afterwards
-    corpus = Corpus(subject.data_dir, (T - 1) * (1 if ours else 3), mixture=subject.mixture, verify=False)
-    if ours and corpus.tokenizer.hash != subject.tokenizer.hash:
+    is_ours = isinstance(subject.tokenizer, Tokenizer)
+    # another tokenizer may need more of our tokens for its T - 1: three times as many, cut to length afterwards
+    block_size = T - 1 if is_ours else 3 * (T - 1)
+    corpus = Corpus(subject.data_dir, block_size, mixture=subject.mixture, verify=verify)
+    if is_ours and corpus.tokenizer.hash != subject.tokenizer.hash:
         raise UserError(f"{subject.data_dir} was made with another tokenizer than {subject.label}; name its own data")
-    rows = [corpus.val_batch(domain, w, w + 1)[0][0] for domain, w in windows(corpus, n, seed)]
-    if not ours:
+    rows = [corpus.val_batch(domain, w, w + 1)[0][0] for domain, w in choose_windows(corpus, n, seed)]
+    if not is_ours:
         texts = [corpus.tokenizer.decode(row.tolist()).replace(EOT, "\n\n") for row in rows]
-        rows = [found.ids[: T - 1] for found in subject.tokenizer.encode_batch(texts, add_special_tokens=False)]
-        rows = [row for row in rows if len(row) == T - 1]
+        encoded = subject.tokenizer.encode_batch(texts, add_special_tokens=False)
+        rows = [text.ids[: T - 1] for text in encoded if len(text.ids) >= T - 1]
     if not rows:
         raise UserError(f"the validation text of {subject.data_dir} has no chunk of {T} tokens; set a smaller --length")
     idx = np.full((len(rows), T), subject.first_token, np.int64)
@@ -440,26 +466,7 @@ def chunks(subject, n, T, seed):
     return torch.from_numpy(idx)
 
 
-def measure(model, idx, cfg, device):
-    """(Averages over all chunks idx (N, T), gradient norms by layer of the first grad_chunks of them), see
-    `value_gradients`."""
-    per_pass, recorder = max(1, cfg.batch_tokens // idx.size(1)), Recorder(model)
-    n_grad = min(cfg.grad_chunks, len(idx))
-    bar = progress("analysis", idx.numel() + 3 * n_grad * idx.size(1))
-    try:
-        with torch.inference_mode():
-            for rows in idx.split(per_pass):
-                model.hidden(rows.to(device))
-                bar.update(rows.numel())
-    finally:
-        recorder.close()
-    gradients = []
-    for row in idx[:n_grad]:
-        gradients.append(value_gradients(model, row[None].to(device)))
-        bar.update(3 * idx.size(1))
-    bar.close()
-    means = [np.mean(of) if None not in of else None for of in zip(*gradients, strict=True)]
-    return recorder.averages, means
+# ---- results
 
 
 def short(x):
@@ -469,142 +476,179 @@ def short(x):
 
 def by_layer(averages, names, n):
     """{name: {mean: a number for each of n layers, std: over chunks}}."""
-    columns = {"mean": averages.mean, "std": averages.std}
-    return {name: {key: [short(f(name, i)) for i in range(n)] for key, f in columns.items()} for name in names}
+    found = {}
+    for name in names:
+        means = [short(averages.mean(name, i)) for i in range(n)]
+        deviations = [short(averages.std(name, i)) for i in range(n)]
+        found[name] = {"mean": means, "std": deviations}
+    return found
 
 
-def flags(averages, L, T):
+def stack_rows(averages, name, n, most=None):
+    """The mean of an array for each of n layers, its first `most` numbers; NaN where it was not measured."""
+    rows = [averages.mean(name, i) for i in range(n)]
+    rows = [np.full_like(rows[0], np.nan) if row is None else row for row in rows]  # layer 0 owns all of its tensors
+    return np.stack(rows)[:, :most].astype(np.float32)
+
+
+def find_flags(averages, L, T):
     """What passes the thresholds at the top of this file, by layer (sinks, drains) and by state (peaks, massive)."""
-    seen_by = T - np.arange(T // 2)  # queries that see a position; later ones are seen by too few to tell
-    shares = [averages.mean("importance", n)[: T // 2] * T / seen_by for n in range(L)]
-    first, rest = ([averages.mean(f"value_norm_{of}", n) for n in range(L)] for of in ("first", "rest"))
-    state, others = ([averages.mean(f"hidden_norm_{of}", n) for n in range(L + 1)] for of in ("first", "rest"))
-    return {
-        "sinks": [np.flatnonzero(share > SINK).tolist() for share in shares],
-        "value_drains": [a < DRAIN * b for a, b in zip(first, rest, strict=True)],
-        "hidden_peaks": [a > PEAK * b for a, b in zip(state, others, strict=True)],
-        "massive": [averages.mean("massive", n) for n in range(L + 1)],
-    }
+    found = {"sinks": [], "value_drains": [], "hidden_peaks": [], "massive": []}
+    seen_by = T - np.arange(T // 2)  # queries that see a position; too few see the later ones to judge them
+    for n in range(L):
+        share = averages.mean("importance", n)[: T // 2] * T / seen_by
+        found["sinks"].append(np.flatnonzero(share > SINK).tolist())
+        is_drain = averages.mean("value_norm_first", n) < DRAIN * averages.mean("value_norm_rest", n)
+        found["value_drains"].append(is_drain)
+    for n in range(L + 1):
+        is_peak = averages.mean("hidden_norm_first", n) > PEAK * averages.mean("hidden_norm_rest", n)
+        found["hidden_peaks"].append(is_peak)
+        found["massive"].append(averages.mean("massive", n))
+    return found
 
 
-def learned(model, averages):
-    """Weights that the mode has learned: of residuals [residual][layer] (a Gate's are means over tokens), and
-    DenseFormer's [block]."""
+def learned_weights(model, averages):
+    """The mode's mixing weights: "lam" [residual][layer], for a Gate its means over tokens, and DenseFormer's "alpha"
+    [block]."""
     found = {}
     if model.lambdas:
-        weights = model.mixing_weights()
-        for j, layers in enumerate(weights):
-            gates = [averages.mean(f"gate_{j}", n) for n in range(len(layers))]
-            weights[j] = [w if g is None else g.tolist() for w, g in zip(layers, gates, strict=True)]
-        found["lam"] = [[w and [short(x) for x in w] for w in layers] for layers in weights]
+        found["lam"] = []
+        for index, layers in enumerate(model.mixing_weights()):
+            for n in range(len(layers)):
+                gate = averages.mean(f"gate_{index}", n)
+                if gate is not None:
+                    layers[n] = gate.tolist()
+            found["lam"].append([None if weights is None else [short(x) for x in weights] for weights in layers])
     if model.dense:
         found["alpha"] = [[short(x) for x in alpha.tolist()] for alpha in model.dense.alphas]
     return found
 
 
-LAYER = ("entropy", "first", "top_1", "top_2", "top_3", "top_10", "top_1%", "sink_heads", "eq4", "eq6")
-LAYER += tuple(f"{t}_{of}" for t in ("key", "value", "raw_value") for of in ("norm_first", "norm_rest", "similarity"))
-LAYER += tuple(f"{t}_{of}" for t in ("value", "raw_value") for of in ("largest", "rank"))
-STATE = ("hidden_norm_first", "hidden_norm_rest", "hidden_similarity", "activation_max", "activation_median")
-
-
-def summarize(subject, averages, gradients, N, T):
-    """(what analysis.json holds, the arrays of analysis.npz)."""
-    L, level = subject.model.cfg.n_layer, uniform_entropy(T)
+def summarize_layers(model, averages, T):
+    """(the measured part of analysis.json, the arrays of analysis.npz)."""
+    L = model.cfg.n_layer
+    level = uniform_entropy(T)
     layers = by_layer(averages, LAYER, L)
-    above = [short(e - level) for e in layers["entropy"]["mean"]]
+    above = [short(x - level) for x in layers["entropy"]["mean"]]
     layers["entropy_minus_uniform"] = {"mean": above, "std": layers["entropy"]["std"]}
-    thresholds = dict(sink=SINK, drain=DRAIN, peak=PEAK, massive=MASSIVE)
+    numbers = {
+        "entropy_uniform": level,
+        "layers": layers,
+        "states": by_layer(averages, STATE, L + 1),
+        "normed": by_layer(averages, NORMED, 1),
+        "flags": find_flags(averages, L, T),
+        "thresholds": {"sink": SINK, "drain": DRAIN, "peak": PEAK, "massive": MASSIVE},
+        "learned": learned_weights(model, averages),
+    }
+    arrays = {}
+    for name in BY_POSITION:
+        arrays[name] = stack_rows(averages, name, L + 1 if name == "hidden_norm" else L, POSITIONS)
+    for name in SPECTRA:
+        arrays[name] = stack_rows(averages, name, L)
+    return numbers, arrays
+
+
+def layer_table(numbers):
+    """A Markdown table of the main numbers by layer, counted from 1 as in the paper."""
+    columns = numbers["layers"] | numbers["states"]
+    rows = []
+    for n in range(len(columns["entropy"]["mean"])):
+        mean = {name: column["mean"][n] for name, column in columns.items()}
+        row = [n + 1, plus_minus(mean["entropy"]), plus_minus(mean["entropy_minus_uniform"], sign=True)]
+        row.append(plus_minus(mean["first"]))
+        row.append(plus_minus(mean["value_norm_first"] / mean["value_norm_rest"], digits=3))
+        row.append(plus_minus(mean["hidden_norm_first"] / mean["hidden_norm_rest"], digits=3))
+        row.append(plus_minus(mean["hidden_similarity"]))
+        row.append(plus_minus(mean["value_rank"], digits=1))
+        row.append(flag_words(numbers["flags"], n))
+        rows.append(row)
+    return markdown(HEADER, rows)
+
+
+def flag_words(flags, n):
+    """The flags of layer n in words."""
+    words = []
+    if flags["sinks"][n]:
+        words.append(f"sinks at {flags['sinks'][n][:3]}")
+    if flags["value_drains"][n]:
+        words.append("value drain")
+    if flags["hidden_peaks"][n]:
+        words.append("hidden peak")
+    return ", ".join(words)
+
+
+def choose_text(subject, cfg):
+    """The chunks (N, T) that the settings ask for, after checking that the model can read them."""
+    block_size, vocab_size = subject.model.cfg.block_size, subject.model.cfg.vocab_size
+    T = cfg.length or block_size
+    if T > block_size:
+        limit = f"{subject.label}'s block_size={block_size}"
+        raise UserError(f"length={T} is more than {limit}; set --length={block_size} or less")
+    if cfg.first_token >= 0:
+        subject.first_token = cfg.first_token
+    idx = read_chunks(subject, cfg.chunks, T, cfg.seed, cfg.verify)
+    if idx.max() >= vocab_size:
+        cause = f"first_token={subject.first_token} or the tokenizer is not its own"
+        raise UserError(f"{subject.label} has {vocab_size} token ids, but its chunks hold {idx.max()}: {cause}")
+    if len(idx) < cfg.chunks:
+        print(f"note: {subject.data_dir} has only {len(idx)} of {cfg.chunks} chunks for {subject.label}")
+    return idx
+
+
+def analyze_subject(subject, cfg, device):
+    """Measure a Subject, write analysis.json and analysis.npz, print the table."""
+    began = time.time()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    idx = choose_text(subject, cfg)
+    N, T = idx.shape
+    averages = record(subject.model, idx, cfg.batch_tokens, device)
+    measured, arrays = summarize_layers(subject.model, averages, T)
     numbers = {
         "format": FORMAT,
         **subject.about,
         "parameters": count_parameters(subject.model.cfg)[0],
         "config": subject.model.cfg.to_dict(),
         "chunks": N,
+        "chunks_asked": cfg.chunks,
         "length": T,
         "first_token": subject.first_token,
-        "entropy_uniform": level,
-        "layers": layers,
-        "states": by_layer(averages, STATE, L + 1),
-        "normed": by_layer(averages, ("normed_norm_first", "normed_norm_rest", "normed_similarity"), 1),
-        "flags": flags(averages, L, T),
-        "thresholds": thresholds,
-        "learned": learned(subject.model, averages),
-        "value_gradient": [short(x) for x in gradients],
+        **measured,
+        "dtype": cfg.dtype,
+        "device": device.type,
+        "seconds": round(time.time() - began, 1),
+        "peak_bytes": peak_bytes(device),
+        "environment": environment(),
     }
-    arrays = {}
-    for name, n in {"importance": L, "value_norm": L, "raw_value_norm": L, "key_norm": L, "hidden_norm": L + 1}.items():
-        rows = [averages.mean(name, i) for i in range(n)]
-        arrays[name] = np.stack([np.full(min(T, POSITIONS), np.nan) if r is None else r[:POSITIONS] for r in rows])
-    for name in ("value_spectrum", "raw_value_spectrum"):
-        rows = [averages.mean(name, i) for i in range(L)]
-        width = len(averages.mean("value_spectrum", 0))
-        arrays[name] = np.stack([np.full(width, np.nan) if r is None else r for r in rows])
-    return numbers, {name: array.astype(np.float32) for name, array in arrays.items()}
-
-
-def table(numbers):
-    """Lines of a Markdown table of the main numbers by layer, counted from 1 as in the paper."""
-    layers, states, found = numbers["layers"], numbers["states"], numbers["flags"]
-    rows = []
-    for n in range(len(layers["entropy"]["mean"])):
-        row = {key: layers[key]["mean"][n] for key in layers} | {key: states[key]["mean"][n] for key in states}
-        said = [f"sinks at {found['sinks'][n][:3]}"] * bool(found["sinks"][n])
-        said += ["value drain"] * found["value_drains"][n] + ["hidden peak"] * found["hidden_peaks"][n]
-        ratios = [f"{row[f'{t}_norm_first'] / row[f'{t}_norm_rest']:.3f}" for t in ("value", "hidden")]
-        columns = [
-            plus_minus(row[key], sign=bool(sign)) for key, sign in (("entropy", ""), ("entropy_minus_uniform", "+"))
-        ]
-        columns += [plus_minus(row["first"]), *ratios, plus_minus(row["hidden_similarity"]), f"{row['value_rank']:.1f}"]
-        rows.append([str(n + 1), *columns, ", ".join(said)])
-    head = ["layer", "entropy", "minus uniform", "first token's importance", "its value's norm / the rest's"]
-    head += ["its hidden state's / the rest's", "token similarity", "effective rank of values", "flags"]
-    return [markdown(head, rows), ""]
-
-
-def analyze(subject, cfg, device):
-    """Measure a Subject, write analysis.json and .npz, print the table."""
-    block, began = subject.model.cfg.block_size, time.time()
-    T = cfg.length or block
-    if T > block:
-        raise UserError(f"length={T} is more than {subject.label}'s block_size={block}; set --length={block} or less")
-    if cfg.first_token >= 0:
-        subject.first_token = cfg.first_token
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    idx = chunks(subject, cfg.chunks, T, cfg.seed)
-    if idx.max() >= (vocab := subject.model.cfg.vocab_size):
-        raise UserError(
-            f"{subject.label} has {vocab} token ids, but its chunks hold {idx.max()}: first_token="
-            f"{subject.first_token} or the tokenizer is not its own"
-        )
-    if len(idx) < cfg.chunks:
-        print(f"note: {subject.data_dir} has only {len(idx)} of {cfg.chunks} chunks for {subject.label}")
-    numbers, arrays = summarize(subject, *measure(subject.model, idx, cfg, device), len(idx), T)
-    numbers |= {"dtype": cfg.dtype, "device": device.type, "seconds": round(time.time() - began, 1)}
-    numbers |= {"chunks_asked": cfg.chunks, "peak_bytes": peak_bytes(device), "environment": environment()}
     out = Path(cfg.out_dir or subject.out_dir)
+    write_arrays(out / "analysis.npz", arrays)
+    write_json(out / "analysis.json", numbers)
+    print(f"{subject.label} ({subject.about['mode']}): {N} chunks of {T} tokens; wrote {out}/analysis.json and .npz")
+    print(layer_table(numbers) + "\n", flush=True)
 
-    def save(temporary):
-        with open(temporary, "wb") as f:
+
+def write_arrays(path, arrays):
+    def write(temporary):
+        with open(temporary, "wb") as f:  # by its name, numpy would add .npz to it
             np.savez_compressed(f, **arrays)
 
-    write_atomic(out / "analysis.npz", save)
-    write_json(out / "analysis.json", numbers)
-    print(f"{subject.label} ({numbers['mode']}): {len(idx)} chunks of {T} tokens; wrote {out}/analysis.json and .npz")
-    print("\n".join(table(numbers)), flush=True)
+    write_atomic(path, write)
 
 
 def main(cfg: AnalyzeConfig):
-    world = Distributed(cfg.device)
-    if world.size > 1:
+    if not cfg.runs and not cfg.init:
+        newest = [str(run) for run in reversed(checkpoint.runs_below())][:8]
+        existing = ", ".join(newest) or "none below out/ yet"
+        raise UserError(f"name the runs to analyse, or config files with --init=FILE; runs that exist: {existing}")
+    machine = Distributed(cfg.device)
+    if machine.size > 1:
         raise UserError("analyze.py runs in one process; leave torchrun out")
     if cfg.init:
-        return analyze(open_initial(cfg, world.device), cfg, world.device)
+        analyze_subject(open_initial(cfg, machine.device), cfg, machine.device)
     for name in cfg.runs:
-        opened = open_hugging_face if is_hugging_face(name) else open_run
-        analyze(opened(name, cfg, world.device), cfg, world.device)
+        open_named = open_hugging_face if hf.is_hf_folder(name) else open_run
+        analyze_subject(open_named(name, cfg, machine.device), cfg, machine.device)
 
 
 if __name__ == "__main__":
-    run_main(main, command_line(AnalyzeConfig, __doc__))
+    run_main(main, SETTINGS)
