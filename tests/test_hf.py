@@ -191,6 +191,10 @@ def test_every_parameter_has_a_name_or_is_refused():
         assert sum(p[rows].numel() for _, p, rows in parts) == sum(p.numel() for p in model.parameters()), name
     with pytest.raises(UserError, match="such as positions.weight"):
         hf.hf_parts(tiny(arch="gpt2"))
+    model = tiny()
+    model.blocks[1].attn.out.bias = torch.nn.Parameter(torch.zeros(32))
+    with pytest.raises(UserError, match="such as blocks.1.attn.out.bias"):
+        hf.hf_parts(model)
 
 
 # ---- Llama 3.1's scaling
