@@ -19,9 +19,11 @@ demo: .venv/ready
 
 modes: .venv/ready
 	$(PY) -m paper.reproduce modes
+	$(PY) -m paper.reproduce report --scale=modes
 
 figures: .venv/ready
 	$(PY) -m paper.reproduce all
+	$(PY) -m paper.reproduce report
 
 test: .venv/ready-dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests --numprocesses=auto --maxprocesses=4

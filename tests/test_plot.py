@@ -1,24 +1,29 @@
 """plot.py on made-up metrics.jsonl files, whose figures and table can be worked out by hand."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from conftest import refused, script
+from conftest import ROOT, in_process, refused, script
 
+import looks
 import plot
 from configurator import UserError, load_settings
-from value_modes import TABLE, get_mode
+from value_modes import TABLE
 
 
-def make_run(folder, mode, seed, losses, val=None, batch=512, max_steps=None, parameters=1000, rate=100.0):
+def make_run(
+    folder, mode, seed, losses, val=None, batch=512, max_steps=None, parameters=1000, rate=100.0, block_size=64
+):
     """A run's metrics.jsonl; val: {step: validation loss}, by default one at the end; returns the folder's name."""
     n, kv = len(losses), 2048 if mode == "svformer" else 4096
     start = {"event": "start", "step": 0, "value_mode": mode, "seed": seed, "parameters": parameters, "ranks": 1}
     start |= {
         "kv_bytes_per_token": kv,
         "data": "d",
-        "block_size": 64,
+        "block_size": block_size,
         "dtype": "float32",
         "device": "cpu",
         "max_steps": max_steps or n,
@@ -40,16 +45,44 @@ def curve(n, gain=0.0, seed=0):
 
 
 def drawn(monkeypatch, *words):
-    """{mode: (x, y, points)} and the axes of what plot.py's figure of `words` draws."""
-    seen, draw = {}, plot.draw
+    """{label: (x, y, points)} and the axes of what plot.py's figure of `words` draws."""
+    seen, draw_line = {}, plot.draw_line
 
-    def spy(ax, x, y, mode, modes, points=None):
-        seen[mode], seen["axes"] = (x, y, points), ax
-        draw(ax, x, y, mode, modes, points)
+    def spy(ax, x, y, label, style, points=None):
+        seen[label], seen["axes"] = (x, y, points), ax
+        draw_line(ax, x, y, label, style, points)
 
-    monkeypatch.setattr(plot, "draw", spy)
-    plot.main(load_settings(plot.PlotConfig, map(str, words)))
+    monkeypatch.setattr(plot, "draw_line", spy)
+    plot.main(load_settings(plot.PlotConfig, list(map(str, words))))
     return seen
+
+
+def test_looks_of_modes():
+    """Each row of the table has a combination of its own, black is vanilla's; weights and sizes of one mode share its
+    colour."""
+    looks_of = {}
+    for mode in TABLE:
+        style = looks.style_of(mode)
+        look = style["color"], style["linestyle"], style["marker"]
+        assert look not in looks_of, (mode, looks_of.get(look))
+        looks_of[look] = mode
+        assert (style["color"] == looks.COLORS[0]) == (mode == "vanilla"), mode
+    headline = [looks.style_of(mode)["color"] for mode in looks.HEADLINE]
+    assert len(set(headline)) == len(headline)
+    assert looks.style_of("neutreno_0.6") == looks.style_of("neutreno")
+    assert looks.style_of("mine_1a2b3c") == looks.style_of("mine_1a2b3c") != looks.style_of("mine_4d5e6f")
+    styles = looks.styles_of({"long": "resformer", "longer": "resformer", "other": "svformer"})
+    assert styles["other"] == looks.style_of("svformer")
+    assert styles["longer"]["color"] == looks.style_of("resformer")["color"] != styles["long"]["color"]
+    assert styles["long"]["linestyle"] != styles["longer"]["linestyle"]
+    assert looks.lighten("#000000", 0.5) == "#808080" and looks.lighten("#0072B2", 0) == "#0072B2"
+
+
+def test_short_counts():
+    for n, text in ((738_368, "738k"), (999_999, "1M"), (2_951_296, "2.95M"), (467_921_920, "468M"), (2e10, "20B")):
+        assert looks.short_count(n) == text
+    assert looks.short_count(512) == "512" and looks.count_range([738_368, 706_112]) == "706k–738k"
+    assert looks.count_range([64, 64], str) == "64"
 
 
 def test_moving_average():
@@ -84,12 +117,13 @@ def test_runs_of_different_length_share_their_steps(tmp_path, monkeypatch, capsy
         f.write('{"step": 13, "lo')  # it still runs, and its last line is half written
     seen = drawn(monkeypatch, "relative", base, short, f"--out_file={tmp_path}/r.png")
     x, y, _ = seen["resformer"]
+    assert seen["axes"].get_xlim() == (0, 3)  # the axis ends with the data
     assert x.tolist() == [1, 2, 3]
     np.testing.assert_allclose(y, [[3, 3, 3]])
     assert seen["axes"].get_ylim()[0] < 0  # a difference is shown with its 0
     said = capsys.readouterr().out
     assert "r is not finished: step 12/30\n" in said
-    assert "moving average over 10 steps instead of 100, because a run has only 12 steps" in said
+    assert "moving average over 10 steps: a run of 12 steps becomes a line of 3 points" in said
 
 
 def test_window(tmp_path, monkeypatch, capsys):
@@ -97,7 +131,7 @@ def test_window(tmp_path, monkeypatch, capsys):
     for words, points in (((), 101), (("--window=150",), 51), (("--window=1",), 200)):
         seen = drawn(monkeypatch, "relative", *runs, *words, f"--out_file={tmp_path}/r.png")
         assert len(seen["resformer"][0]) == points
-    assert "moving average over 100 steps\n" in capsys.readouterr().out
+    assert "moving average over 100 steps: a run of 200 steps becomes a line of 101 points" in capsys.readouterr().out
 
 
 def test_band():
@@ -110,16 +144,57 @@ def test_band():
     assert plot.band(y[:1])[3] == "1 seed"
 
 
-def test_band_and_axis_on_the_figure(tmp_path):
-    with plot.figure(tmp_path / "f.png", "x", "y", zero=True) as ax:
-        x = np.arange(1.0, 101)
-        late = np.stack([np.full(100, 1.0), np.full(100, 3.0)])
-        plot.draw(ax, x, np.where(x < 5, 1e3, late), "resformer", ["vanilla", "resformer"])
-    assert ax.lines[0].get_ydata()[50] == 2 and ax.lines[0].get_color() == plot.COLORS[1]
+def axes():
+    from matplotlib.figure import Figure
+
+    return Figure().subplots()
+
+
+def test_band_and_axis():
+    ax, x = axes(), np.arange(1.0, 101)
+    late = np.stack([np.full(100, 1.0), np.full(100, 3.0)])
+    plot.draw_line(ax, x, np.where(x < 5, 1e3, late), "resformer", looks.style_of("resformer"))
+    plot.fit_axes(ax, zero=True)
+    assert ax.lines[0].get_ydata()[50] == 2 and ax.lines[0].get_color() == looks.COLORS[1]
     corners = ax.collections[0].get_paths()[0].vertices
     assert set(corners[corners[:, 0] == 50][:, 1]) == {1, 3}
     low, high = ax.get_ylim()
     assert -0.5 < low < 0 and 3 < high < 3.5  # 0 is shown, and the first steps do not squash the rest
+    mild = axes()
+    plot.draw_line(mild, x, np.where(x < 5, 4.5, late), "resformer", looks.style_of("resformer"))
+    plot.fit_axes(mild, zero=True)
+    assert mild.get_ylim()[1] > 4.5 and mild.get_xlim() == (0, 100)  # what would not squash it stays in
+
+
+def test_legend_is_above_the_axes_with_the_title():
+    from matplotlib.figure import Figure
+
+    paper = Figure(layout="constrained")
+    ax = paper.subplots()
+    ax.plot([0, 1], [0, 1], label="a")
+    ax.set_title("738k parameters", loc="left")
+    looks.legend(ax)
+    paper.canvas.draw()
+    assert ax.get_legend().get_title().get_text() == "738k parameters" and ax.get_title(loc="left") == ""
+    assert ax.get_legend().get_window_extent().y0 >= ax.get_window_extent().y1
+
+
+def test_layer_panel():
+    ax = axes()
+    rows = {"a": [[None, 1.0, 2.0], [None, 3.0, 5.0]], "b": [[1.0, 2.0, 4.0]]}
+    styles = looks.styles_of({"a": "vanilla", "b": "resformer"})
+    plot.layer_panel(ax, rows, styles, "height", 1, (2.5, "uniform"))
+    found = {line.get_label(): line.get_xydata().T.tolist() for line in ax.lines}
+    assert found["a, 2 seeds, min–max"] == [[2, 3], [2, 3.5]] and found["b, 1 seed"] == [[1, 2, 3], [1, 2, 4]]
+    assert found["uniform"][1] == [2.5, 2.5]
+    markers = [line for line in ax.lines if line.get_linestyle() == "None"]
+    np.testing.assert_array_equal(markers[0].get_xydata(), [[2, 2], [3, 3.5]])
+    corners = ax.collections[0].get_paths()[0].vertices
+    assert set(corners[corners[:, 0] == 3][:, 1]) == {2, 5}
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("layer", "height")
+    other = axes()
+    plot.layer_panel(other, {"a": [[1.0, 2.0]]}, styles, "norm", 0)
+    assert other.lines[1].get_xdata().tolist() == [0, 1] and other.get_xlabel() == "state (0 = embedding)"
 
 
 def test_loss_figure(tmp_path, monkeypatch, capsys):
@@ -138,12 +213,15 @@ def test_same_bytes_and_small(tmp_path):
     gains = {"vanilla": 0, "resformer": 0.04, "svformer": -0.03}
     runs = [make_run(tmp_path / f"{m}_{s}", m, s, curve(400, g, s)) for m, g in gains.items() for s in (1, 2, 3)]
     (tmp_path / "matplotlibrc").write_text("figure.facecolor: red\nsavefig.dpi: 20\nfont.size: 20\n")
-    for kind, words in (("relative", ["--window=10"]), ("loss", [])):
-        for name, env in (("a", {}), ("b", {"MATPLOTLIBRC": str(tmp_path / "matplotlibrc")})):
-            result = script("plot.py", kind, *runs, *words, f"--out_file={tmp_path}/{name}.png", env=env)
-            assert result.returncode == 0 and not result.stderr, result.stderr
+    for kind, words in (("relative", ["--window=10"]), ("loss", [])):  # one as a user starts it, one in here
+        env = {"MATPLOTLIBRC": str(tmp_path / "matplotlibrc")}
+        results = [
+            in_process(plot, kind, *runs, *words, f"--out_file={tmp_path}/a.png"),
+            script("plot.py", kind, *runs, *words, f"--out_file={tmp_path}/b.png", env=env),
+        ]
+        assert all(result.returncode == 0 and not result.stderr for result in results), results
         one, two = ((tmp_path / f"{name}.png").read_bytes() for name in "ab")
-        assert one == two and len(one) < 100_000
+        assert one == two and len(one) < 250_000
 
 
 def table(text):
@@ -155,7 +233,7 @@ def test_compare(tmp_path):
     res = [make_run(tmp_path / f"r{s}", "resformer", s, np.full(20, 5.0), {20: 4.0 + 0.5 * s}) for s in (1, 2)]
     sv = make_run(tmp_path / "s", "svformer", 1, np.full(12, 5.0), {12: 1.0}, max_steps=20, parameters=900, rate=2500)
     words = [*vanilla, *res, sv, f"--out_file={tmp_path}/c.png", f"--json_file={tmp_path}/c.json"]
-    result = script("plot.py", "compare", *words)
+    result = in_process(plot, "compare", *words)
     assert result.returncode == 0, result.stderr
     head, rule, *rows = table(result.stdout)
     assert head == ["mode", "parameters", "val loss", "vs vanilla", "tokens/s", "KV bytes/token", "runs"]
@@ -164,7 +242,6 @@ def test_compare(tmp_path):
     assert rows[1] == ["resformer", "1,000", "4.7500 ± 0.3536", "-0.7500 ± 0.3536", "100", "4,096", "2"]
     # its validation loss of 1.0 at step 12 is not a result
     assert rows[2] == ["svformer", "900", "-", "-", "2,500", "2,048", "0 of 1 (step 12/20)"]
-    assert len({len(line) for line in result.stdout.splitlines() if line[0] == "|"}) == 1
     numbers = json.loads((tmp_path / "c.json").read_text())
     assert numbers["baseline"] == "vanilla" and [row["mode"] for row in numbers["modes"]] == [r[0] for r in rows]
     assert numbers["modes"][1]["difference"] == pytest.approx({"mean": -0.75, "std": 0.5 / 2**0.5, "n": 2})
@@ -174,11 +251,39 @@ def test_compare(tmp_path):
 
 def test_compare_against_another_baseline(tmp_path):
     runs = [make_run(tmp_path / m, m, 1, np.full(20, loss)) for m, loss in (("vanilla", 4.0), ("resformer", 3.5))]
-    result = script("plot.py", "compare", *runs, "--baseline=resformer", f"--out_file={tmp_path}/c.png")
+    result = in_process(plot, "compare", *runs, "--baseline=resformer", f"--out_file={tmp_path}/c.png")
     rows = table(result.stdout)
-    assert (
-        rows[0][3] == "vs resformer" and rows[2][:2] == ["resformer", "1,000"] and rows[3][2:4] == ["4.0000", "+0.5000"]
-    )
+    assert rows[0][3] == "vs resformer" and rows[2][:2] == ["resformer", "1,000"]
+    assert rows[3][2:4] == ["4.0000", "+0.5000"]
+
+
+def test_what_is_not_a_run_is_left_out(tmp_path):
+    """`plot.py compare out/demo/*` meets the tables and pictures beside the runs; the figure goes there too."""
+    for mode in ("vanilla", "resformer"):
+        make_run(tmp_path / "demo" / mode, mode, 1, np.full(20, 4.0))
+    (tmp_path / "demo" / "compare.json").write_text("{}")
+    (tmp_path / "demo" / "notes").mkdir()
+    result = in_process(plot, "compare", *sorted((tmp_path / "demo").iterdir()))
+    assert result.returncode == 0, result.stderr
+    for name in ("compare.json", "notes"):
+        assert f"demo/{name} is left out: it has no metrics.jsonl" in result.stdout
+    assert (tmp_path / "demo" / "compare.png").exists()
+    refused(in_process(plot, "loss", tmp_path / "demo" / "notes"), "none of", "is a run")
+
+
+def test_where_figures_go(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("out/a", "out/b", "other/c"):
+        make_run(tmp_path / folder, "vanilla", 1, np.ones(3))
+    (tmp_path / "results").mkdir()
+    for names, folder in (
+        (["out/a", "out/b"], "out"),
+        (["out/a"], "out"),
+        (["out/a/metrics.jsonl"], "out"),
+        (["out/a", str(tmp_path / "other/c")], "."),
+        (["results/eval.json"], "results"),
+    ):
+        assert str(plot.default_file("loss", names)) == f"{folder}/loss.png".removeprefix("./"), names
 
 
 def test_resumed_run(tmp_path):
@@ -203,8 +308,8 @@ def test_refused_pairs(tmp_path):
     )
     again, wide = make("again", "vanilla", 1, np.ones(9)), make("wide", "vanilla", 3, np.ones(9), parameters=7)
     for runs, message in (
-        ([base, res], r"res \(resformer\) has no vanilla run of its seed, 2, .* --value_mode=vanilla"),
-        ([res], "has no vanilla run"),
+        ([base, res], r"res \(resformer\) needs a vanilla run with its seed, 2; .* --value_mode=vanilla"),
+        ([res], "needs a vanilla run"),
         ([base], "all runs are vanilla"),
         (
             [base, batch],
@@ -212,7 +317,7 @@ def test_refused_pairs(tmp_path):
         ),
         ([base, steps], "steps was set to 99 steps of 512"),
         ([base, again], "are both vanilla, with seed 1"),
-        ([base, wide], "not models of the same size"),
+        ([base, wide], "differ in size"),
     ):
         with pytest.raises(UserError, match=message):
             plot.pair(plot.by_mode(runs, "vanilla"), "vanilla")
@@ -232,7 +337,7 @@ def test_refused_files(tmp_path):
     (tmp_path / "none").mkdir()
     good = make_run(tmp_path / "good", "vanilla", 1, np.ones(3))
     lines = (tmp_path / "good" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    texts = {"empty": "", "start": lines[0], "json": "{}\nhello\n", "list": "[1]\n", "other": '{"event": "boom"}\n'}
+    texts = {"empty": "", "start": lines[0], "list": "[1]\n", "other": '{"event": "boom"}\n'}
     texts |= {"gap": lines[0] + lines[1] + lines[3], "twice": lines[0] + lines[1] * 2, "keys": '{"event": "start"}\n'}
     for name, text in texts.items():
         (tmp_path / f"{name}.jsonl").write_text(text)
@@ -247,12 +352,12 @@ def test_refused_files(tmp_path):
 
 def test_refused_settings():
     for words, message in (
-        ([], "cannot draw 'nothing': the first word is relative, loss, compare"),
-        (["relativ", "out/vanilla"], "cannot draw 'relativ'"),
-        (["loss"], "no runs are named"),
+        ([], "say what to draw and of which runs, as in `python plot.py relative out/demo/"),
+        (["relativ", "out/vanilla"], "cannot draw 'relativ'; the first word is one of relative, loss, compare"),
+        (["loss"], "no runs are named, as in `python plot.py loss out/demo/"),
         (["loss", "x", "--window=-1"], "window=-1"),
         (["loss", "x", "--out_file=x.pdf"], "must end in .png"),
-        (["loss", "x", "--json_file=x.json"], "json_file is for the tables of compare"),
+        (["loss", "x", "--json_file=x.json"], "json_file is for the table of compare"),
     ):
         with pytest.raises(UserError, match=message):
             load_settings(plot.PlotConfig, words)
@@ -261,58 +366,20 @@ def test_refused_settings():
 def test_one_sentence_and_exit_code_2(tmp_path):
     refused(script("plot.py", "relative", tmp_path / "nowhere"), "nowhere does not exist")
     runs = [make_run(tmp_path / m, m, 1, np.ones(12)) for m in ("vanilla", "resformer")]
-    refused(script("plot.py", "relative", *runs, "--window=13"), "window=13 is longer than the 12 steps")
-    (tmp_path / "matplotlib").mkdir()
-    (tmp_path / "matplotlib" / "__init__.py").write_text("raise ImportError")
-    result = script("plot.py", "compare", *runs, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
-    refused(result, "pip install matplotlib")
+    refused(in_process(plot, "relative", *runs, "--window=13"), "window=13 is longer than the 12 steps")
+    with pytest.MonkeyPatch.context() as m:
+        m.setitem(sys.modules, "matplotlib.style", None)
+        result = in_process(plot, "compare", *runs)
+    refused(result, "matplotlib")
     assert table(result.stdout)[2][0] == "vanilla"  # the table needs no matplotlib
 
 
-# ---- ablations
+def test_no_torch():
+    code = "import sys, plot; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_verdicts_weigh_the_mean_against_the_spread():
-    assert plot.verdict([-0.3, -0.2, -0.25]) == "agree"
-    assert plot.verdict([0.3, 0.2, 0.25]) == "disagree"
-    assert plot.verdict([-0.3, 0.2, 0.05]) == "within the spread"
-    assert plot.verdict([-0.3]) == "one seed"
-
-
-def test_claims_are_of_modes_that_the_table_has():
-    """Each name in FIGURES is one that train.py takes, and every row of the table is shown in some panel."""
-    shown = {m for _, pairs, others in plot.FIGURES.values() for m in [*others, *(m for two in pairs for m in two)]}
-    for name in shown:
-        get_mode(name)
-    assert shown >= {name for name, (_, _, source) in TABLE.items() if source}
-
-
-def test_ablations(tmp_path):
-    """Differences are paired by seed: levels that differ by 10 between seeds leave a spread of 0.1."""
-    losses = {"vanilla": [5.0, 15.0, 25.0], "resformer": [4.8, 14.9, 24.7], "query": [4.5, 15.5, 25.0]}
-    runs = [
-        make_run(tmp_path / f"{mode}-{seed}", mode, seed, [9.0, loss])
-        for mode, values in losses.items()
-        for seed, loss in enumerate(values)
-    ]
-    png, numbers = tmp_path / "a.png", tmp_path / "a.json"
-    result = script("plot.py", "ablations", *runs, f"--out_file={png}", f"--json_file={numbers}")
-    assert result.returncode == 0, result.stderr
-    assert "| 9 | `resformer` | `vanilla` | -0.200 ± 0.100 | agree |" in result.stdout
-    assert "| 9 | `vanilla` | `query` | +0.000 ± 0.500 | within the spread |" in result.stdout
-    row = next(line for line in result.stdout.splitlines() if line.startswith("| 9 | a residual helps"))
-    assert "| `resformer` -0.200 ± 0.100, `query` +0.000 ± 0.500 |" in row
-    assert row.endswith("| agree 1 of 2; within the spread: `vanilla` < `query` |")
-    assert "`key`" not in result.stdout and "moving average" not in result.stdout
-    rows = {row["mode"]: row for row in json.loads(numbers.read_text())["modes"]}
-    assert rows["resformer"]["losses"] == {"0": 4.8, "1": 14.9, "2": 24.7}
-    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    refused(script("plot.py", "ablations", *runs[3:]), "vanilla")
-    late = make_run(tmp_path / "late", "vanilla", 1, [9.0, 8.0], val={}, max_steps=30)
-    query = make_run(tmp_path / "early", "query", 1, [9.0, 8.0], max_steps=30)
-    refused(script("plot.py", "ablations", late, query), "no run of vanilla is finished")
-    own = make_run(tmp_path / "own", "custom_1a2b3c", 0, [9.0, 8.0])
-    refused(script("plot.py", "ablations", runs[0], own), "`compare` takes any mode")
+# ---- what eval.py and analyze.py found
 
 
 def make_eval(folder, mode, results, step=8):
@@ -330,35 +397,34 @@ def test_evaluations(tmp_path, monkeypatch):
     wino = {"acc": 0.5, "acc_stderr": 0.01, "chance": 0.5}
     a = make_eval(tmp_path / "a", "vanilla", {"hellaswag": record, "winogrande": wino, "loss": loss})
     b = make_eval(tmp_path / "b", "resformer", {"hellaswag": record | {"acc": 0.35, "acc_stderr": None}})
-    seen = {}
-    for name in ("accuracies", "losses_by_domain"):
-        draw = getattr(plot, name)
-        monkeypatch.setattr(
-            plot, name, lambda ax, *args, name=name, draw=draw: (draw(ax, *args), seen.update({name: ax}))
-        )
-    plot.evaluation(plot.PlotConfig(words=("eval", str(a), str(b)), out_file=str(tmp_path / "e.png")), [a, b])
+    seen, left, right = {}, plot.accuracies, plot.losses_by_domain
+    monkeypatch.setattr(plot, "accuracies", lambda ax, *given: (left(ax, *given), seen.update(accuracies=ax)))
+    monkeypatch.setattr(plot, "losses_by_domain", lambda ax, *given: (right(ax, *given), seen.update(losses=ax)))
+    assert in_process(plot, "eval", a, b, f"--out_file={tmp_path}/e.png").returncode == 0
     ax = seen["accuracies"]
     assert [t.get_text() for t in ax.get_xticklabels()] == ["hellaswag", "winogrande"]
     assert [c.get_label() for c in ax.containers] == ["vanilla", "resformer"]
+    assert [c.lines[0].get_color() for c in ax.containers] == list(looks.COLORS[:2])
     ys = [line.get_ydata().tolist() for line in (c.lines[0] for c in ax.containers)]
     assert ys == [[0.3, 0.5], [0.35]]
     low, high = ax.containers[0].lines[2][0].get_segments()[0][:, 1]
     assert (low, high) == pytest.approx((0.28, 0.32))
     assert {path.vertices[0, 1] for c in ax.collections for path in c.get_paths()} >= {0.25}
-    ax = seen["losses_by_domain"]
+    (legend,) = ax.figure.legends
+    assert legend.get_title().get_text() == "step 8"
+    ax = seen["losses"]
     assert [t.get_text() for t in ax.get_yticklabels()] == ["mean", "Book", "C4"]
     assert ax.lines[0].get_xdata().tolist() == [3.5, 4.0, 3.0] and (tmp_path / "e.png").stat().st_size > 5000
-    norm = plot.PlotConfig(words=("eval", str(a)), metric="acc_norm", out_file=str(tmp_path / "n.png"))
-    plot.evaluation(norm, [a])
+    assert in_process(plot, "eval", a, "--metric=acc_norm").returncode == 0
     assert [t.get_text() for t in seen["accuracies"].get_xticklabels()] == ["hellaswag"]
 
 
 def test_refused_evaluations(tmp_path):
-    refused(script("plot.py", "eval", tmp_path), "eval.json does not exist", "python eval.py")
+    refused(in_process(plot, "eval", tmp_path), "eval.json does not exist", "python eval.py")
     (tmp_path / "eval.json").write_text("{}")
-    refused(script("plot.py", "eval", tmp_path), "is not a file of eval.py")
+    refused(in_process(plot, "eval", tmp_path), "is not a file of eval.py: it lacks checkpoints")
     run = make_eval(tmp_path / "a", "vanilla", {"hellaswag limit=5": {"acc": 0.2}})
-    refused(script("plot.py", "eval", run), "no result of a whole task")
+    refused(in_process(plot, "eval", run), "no result of a whole task")
 
 
 def make_analysis(folder, mode, level, **config):
@@ -387,25 +453,28 @@ def test_analyses(tmp_path, monkeypatch):
     panels, draw = [], plot.layer_panel
     monkeypatch.setattr(plot, "layer_panel", lambda ax, *given: (draw(ax, *given), panels.append(given)))
     monkeypatch.chdir(tmp_path)
-    plot.analysis(plot.PlotConfig(words=("analysis", "x"), out_file="a.png"), [name.name for name in names])
-    assert (tmp_path / "a.png").stat().st_size > 5000 and len(panels) == 6
-    of = {title: (lines, first) for lines, title, first in panels}
-    lines, first = of["entropy minus uniform attention's (nats)"]
+    result = in_process(plot, "analysis", *[name.name for name in names])
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "analysis.png").stat().st_size > 5000 and len(panels) == 6
+    found = {}
+    for lines, _, title, first in panels:
+        lines = {label.removesuffix(" (length 64)"): np.array(y).tolist() for label, y in lines.items()}
+        found[title] = lines, first
+    lines, first = found["entropy minus uniform attention's (nats)"]
     assert first == 1 and list(lines) == ["v1", "resformer", "s", "fast", "Llama-8B", "Llama-1B"]
     assert lines["v1"] == [[1, 2], [2, 3], [6, 7]] and lines["resformer"] == [[8, 9]]
-    assert of["norm of the first token's value, by the others'"][0]["resformer"] == [[4, 4]]
-    lines, first = of["norm of the first token's state, by the others'"]
+    assert found["norm of the first token's value\nrelative to other tokens"][0]["resformer"] == [[4, 4]]
+    lines, first = found["norm of the first token's state\nrelative to other tokens"]
     assert first == 0 and lines["s"] == [[4, 2, 1]]
-    assert of["token similarity of the states"][0]["Llama-1B"] == [[0, 0.5, 1]]
+    assert found["token similarity of the states"][0]["Llama-1B"] == [[0, 0.5, 1]]
 
 
 def test_refused_analyses(tmp_path):
     (tmp_path / "none").mkdir()
-    refused(script("plot.py", "analysis", tmp_path / "none"), "analysis.json is missing", "`python analyze.py")
+    refused(in_process(plot, "analysis", tmp_path / "none"), "analysis.json is missing", "`python analyze.py")
     name = make_analysis(tmp_path / "a", "vanilla", 1.0)
-    refused(script("plot.py", "analysis", name, name), "is named twice")
     found = json.loads((name / "analysis.json").read_text())
     (name / "analysis.json").write_text(json.dumps(found | {"states": {}}))
-    refused(script("plot.py", "analysis", name), "has no hidden_norm_first", "make it again with analyze.py")
+    refused(in_process(plot, "analysis", name), "has no hidden_norm_first", "make it again with analyze.py")
     (name / "analysis.json").write_text("[]")
-    refused(script("plot.py", "analysis", name), "is not a file of analyze.py")
+    refused(in_process(plot, "analysis", name), "is not a file of analyze.py")

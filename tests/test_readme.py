@@ -11,7 +11,6 @@ from conftest import ROOT, script
 
 import bench
 import plot
-import reproduce
 from configurator import load_settings
 from value_modes import TABLE
 
@@ -26,7 +25,6 @@ STAGES = {
     "plot.py": ("PlotConfig", "words"),
     "eval.py": ("EvalConfig", "runs"),
     "analyze.py": ("AnalyzeConfig", "runs"),
-    "reproduce.py": ("ReproduceConfig", "words"),
     "bench.py": ("BenchConfig", "words"),
     "model.py": ("ModelConfig", None),
 }
@@ -59,16 +57,6 @@ def test_mode_table_is_current():
     assert len(lines) == len(TABLE) + 2 and table in README, (
         "paste the output of `python model.py table` into the README"
     )
-
-
-def test_figure_table_is_that_of_the_committed_runs():
-    results = json.loads((ROOT / "results" / "modes.json").read_text(encoding="utf-8"))
-    losses = {row["mode"]: row["losses"] for row in results["modes"]}
-    assert all(len(of) == 3 for of in losses.values()) and losses.keys() >= {
-        name for name, row in TABLE.items() if row[2]
-    }
-    table = "\n".join(plot.figure_table(losses, results["baseline"]))
-    assert table in README, "paste the first table of `python plot.py ablations` into the README"
 
 
 @pytest.mark.parametrize("file", ["x1_tiny", "x2_82m", "x1_modes"])
@@ -131,18 +119,3 @@ def test_ratios_of_the_evaluation_are_the_results():
             cells += [f"| {rate:,.0f} "]
             cells += [f"| {r['ratio']:.1f} × ({r['least']:.1f}–{r['greatest']:.1f}) " for r in ratios]
         assert "".join(cells) + "|" in README
-
-
-def test_claims_are_the_results():
-    """Each row of the table of claims is one of results/cpu.json's, and the sentence that counts them is theirs."""
-    found = json.loads((ROOT / "results" / "cpu.json").read_text(encoding="utf-8"))["figures"]
-    lines = set()
-    for name, record in found.items():
-        title = name[3:] if name.startswith("fig") else f"Table {name[3:]}"
-        lines |= {f"| {' | '.join([title, *reproduce.cells(row)])} |" for row in record["rows"]}
-    section = README.split("### What shows at scale `cpu`")[1].split("\n## ")[0]
-    table = [line for line in section.splitlines() if line.startswith("| ")][1:]
-    assert len(table) > 20 and not set(table) - lines, set(table) - lines
-    assert " ".join(reproduce.tally(found).split()) in " ".join(section.split())
-    for record in found.values():
-        assert (ROOT / "results" / record.get("png", "cpu.json")).exists()

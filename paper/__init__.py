@@ -1,0 +1,8 @@
+"""The paper's figures and tables: the runs that each needs, what the paper claims, and our numbers beside it.
+
+    python -m paper.reproduce fig7 --dry_run
+
+Read in this order: runs.py (runs in the paper's units, and what a scale makes of them), claims.py (what is computed
+from finished runs), figures.py (which runs, panels and claims make each figure), tables.py, panels.py (how panels are
+drawn), reproduce.py (plan, train, analyse, draw, report). Nothing outside this folder imports it.
+"""

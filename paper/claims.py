@@ -1,0 +1,377 @@
+"""What the paper claims, as numbers computed from finished runs, and which way ours go.
+
+A Claim is a function (found, seed) -> number, with the paper's bounds; `found` is a runs.Found. `claim_rows` computes
+the claims of a figure with every seed, `claim_cells` puts them in words, `tally` counts them. figures.py lists the
+claims of each figure. Read next: figures.py.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+import plot
+from paper.runs import Job, NoSeed
+from report import plus_minus
+
+LABELS = {
+    "vanilla": "Transformer",
+    "resformer": "ResFormer",
+    "svformer": "SVFormer",
+    "neutreno": "NeuTRENO",
+    "denseformer": "DenseFormer",
+    "resformer_neutreno": "ResFormer+NeuTRENO",
+    "cross": "Cross Layer Attention",
+    "cla2": "CLA2",
+    "gqa2": "GQA2",
+    "gqa8": "GQA8",
+    "svformer_gqa4": "SVFormer+GQA4",
+    "cla2_gqa4": "CLA2+GQA4",
+}
+LENGTHS = (512, 2048, 8192, 32000, 64000)
+HEADER = ["claim", "the paper", "which way", "ours", "seeds"]  # three of texts, two of numbers
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A number that says whether our runs go the paper's way. value(found, seed) -> float, or None if undefined; the
+    paper's way is `above` a number, `below` one, both, or neither where the paper only gives a value. `jobs`: the two
+    runs of a claim that is about their validation losses alone, the lower one first."""
+
+    what: str
+    paper: str
+    value: Callable
+    above: float | None = None
+    below: float | None = None
+    jobs: tuple[Job, ...] = ()
+
+
+# -- losses
+
+
+def loss_gap(low, high):
+    """Validation loss of Job `low` minus that of Job `high`."""
+    return lambda found, seed: found.loss(low, seed) - found.loss(high, seed)
+
+
+def lower_loss(low, high, what, paper="lower"):
+    """The claim that Job `low` ends at a lower validation loss than Job `high`."""
+    return Claim(f"{what}, validation loss", paper, loss_gap(low, high), below=0.0, jobs=(low, high))
+
+
+def mode_claims(paper, pairs):
+    """Claims on pairs of modes, (lower loss, higher loss), at 82M and length 2,048, from one sentence of the paper."""
+    return tuple(lower_loss(Job(low), Job(high), f"{low} − {high}", paper) for low, high in pairs)
+
+
+def gap_change(a, b):
+    """How much more Job a's loss is above its baseline's than Job b's."""
+
+    def value(found, seed):
+        return loss_gap(a, a.baseline)(found, seed) - loss_gap(b, b.baseline)(found, seed)
+
+    return value
+
+
+def semi_log(points):
+    """(a, c) of the straight line L = a + c ln N through points [(parameters N, loss L)], least squares."""
+    n, losses = np.array(points, float).T
+    c, a = np.polyfit(np.log(n), losses, 1)
+    return a, c
+
+
+def saving(points, others):
+    """[share of parameters that `points` [(N, L)] save at the losses of `others`, one for each N]: the horizontal gap
+    of two straight lines over ln N; below 0, they need more. This fit gives 10.4 % on the paper's Table 5. None where
+    it is undefined: losses that do not fall with N, or a gap wider than all the sizes span."""
+    (a, c), (b, d) = semi_log(points), semi_log(others)
+    if c >= 0 or d >= 0:
+        return [None] * len(others)
+    span = math.log(max(points + others)[0] / min(points + others)[0])
+    shares = []
+    for n, _ in others:
+        gap = (b + d * math.log(n) - a) / c - math.log(n)
+        shares.append(1 - math.exp(gap) if abs(gap) <= span else None)
+    return shares
+
+
+def saved_parameters(mode, sizes):
+    """The share of parameters that `mode` saves at vanilla's losses, mean over `sizes`, see `saving`."""
+
+    def points(found, seed, mode):
+        jobs = [Job(mode, size) for size in sizes]
+        return [(found.run(job, seed).start["parameters"], found.loss(job, seed)) for job in jobs]
+
+    def value(found, seed):
+        saved = saving(points(found, seed, mode), points(found, seed, "vanilla"))
+        return None if None in saved else float(np.mean(saved))
+
+    return value
+
+
+def reached(curve, loss):
+    """The tokens after which curve (tokens, losses) is at a loss, between evaluations on a straight line; or None."""
+    x, y = (np.array(part, float) for part in curve)
+    below = np.flatnonzero(y <= loss)
+    if not len(below):
+        return None
+    i = below[0]
+    if i == 0:
+        return float(x[0])
+    return float(np.interp(loss, [y[i], y[i - 1]], [x[i], x[i - 1]]))
+
+
+def tokens_saved(curve, target):
+    """Share of tokens that curve (tokens, losses) saves on the way to the last loss of `target`. Below 0 if it ends
+    above that: then it needs at least as many more as `target` was earlier at the curve's last loss."""
+    at = reached(curve, target[1][-1])
+    if at is not None:
+        return 1 - at / target[0][-1]
+    at = reached(target, curve[1][-1])
+    return None if at is None else 1 - curve[0][-1] / at
+
+
+def saved_tokens(found, seed):
+    """The share of tokens that ResFormer saves at 468M."""
+    return tokens_saved(*(found.validation(Job(mode, "468M"), seed) for mode in ("resformer", "vanilla")))
+
+
+def critical_point(x, y):
+    """(step, extrapolated?) where a relative loss y over steps x goes from below 0 above it for good: the last such
+    crossing, or where the line through the last tenth of the points will; infinity if that does not rise, 0 if y is
+    never below 0. Source: the paper's Figure 14, whose last tenth is 1,000 steps."""
+    rises = np.flatnonzero((y[:-1] < 0) & (y[1:] >= 0))
+    if y[-1] >= 0:
+        if not len(rises):
+            return 0.0, False
+        i = rises[-1]
+        return float(np.interp(0, y[i : i + 2], x[i : i + 2])), False
+    tail = slice(-max(2, len(x) // 10), None)
+    slope, height = np.polyfit(x[tail], y[tail], 1)
+    if slope <= 0:
+        return math.inf, True
+    return max(float(x[-1]), float(-height / slope)), True
+
+
+def critical(found, job, seed):
+    """critical_point of a Job's relative loss, a pair (step, extrapolated?)."""
+    two = [found.run(job, seed), found.run(job.baseline, seed)]
+    x, y = plot.align([(run.steps["step"], run.steps["loss"]) for run in two])
+    return critical_point(*plot.smooth(x, y[0] - y[1], found.window))
+
+
+def later_when_longer(found, seed):
+    """Share of the pairs of lengths with unlike critical points whose longer one has the later; None if no length has a
+    finite one."""
+    points = [critical(found, Job("svformer", length=n), seed)[0] for n in LENGTHS]
+    if not any(0 < point < math.inf for point in points):
+        return None
+    return float(np.mean([a < b for a, b in combinations(points, 2) if a != b]))
+
+
+# -- what analyze.py measured
+
+
+def minus(a, b, quantity):
+    """quantity(found, Job a, seed) - quantity(found, Job b, seed)."""
+    return lambda found, seed: float(quantity(found, a, seed) - quantity(found, b, seed))
+
+
+def of_job(job, quantity):
+    return lambda found, seed: float(quantity(found, job, seed))
+
+
+def deep_entropy(found, job, seed):
+    """Mean entropy of token importance in the deeper half of the layers."""
+    values = found.by_layer(job, seed, "entropy")
+    return float(np.mean(values[len(values) // 2 :]))
+
+
+def mean_over_layers(key):
+    return lambda found, job, seed: float(np.mean([x for x in found.by_layer(job, seed, key) if x is not None]))
+
+
+def most_importance(found, job, seed):
+    """The first token's greatest importance over layers."""
+    return max(found.by_layer(job, seed, "first"))
+
+
+def norm_ratios(found, job, seed, of):
+    """The first token's norm relative to other tokens', over layers (of="value") or states ("hidden")."""
+    first, rest = (np.array(found.by_layer(job, seed, f"{of}_norm_{part}"), float) for part in ("first", "rest"))
+    return first / rest
+
+
+def least_value(found, job, seed):
+    """The first token's least value norm over layers, relative to other tokens."""
+    return norm_ratios(found, job, seed, "value").min()
+
+
+def most_hidden(found, job, seed):
+    """The first token's greatest hidden norm over states, relative to other tokens."""
+    return norm_ratios(found, job, seed, "hidden").max()
+
+
+def importance_ratio(found, job, seed):
+    """The first token's importance over the mean of the next 99 tokens' (later ones are seen by few), the greatest over
+    layers."""
+    importance = found.arrays(job, seed)["importance"][:, :100]
+    return (importance[:, 0] / importance[:, 1:].mean(axis=1)).max()
+
+
+def start_token(mode):
+    """Claims on how far the first token stands out: the paper's A.2 bounds it for ResFormer; vanilla's is for
+    comparison."""
+    job = Job(mode, "468M")
+    name = f"{LABELS[mode]}: {{}} of the first token, relative to other tokens"
+    quantities = (
+        ("greatest importance", "below 10", importance_ratio, {"below": 10.0}),
+        ("least value norm", "above 0.5", least_value, {"above": 0.5}),
+        ("greatest hidden norm", "below 3", most_hidden, {"below": 3.0}),
+    )
+    claims = []
+    for what, paper, quantity, bound in quantities:
+        if mode != "resformer":
+            paper, bound = "", {}
+        claims.append(Claim(name.format(what), paper, of_job(job, quantity), **bound))
+    return tuple(claims)
+
+
+def concentration(mode, size):
+    """Claims on how `mode` differs from vanilla in what the paper calls attention concentration."""
+    a, b, label = Job(mode, size), Job("vanilla", size), f"{LABELS[mode]} − Transformer"
+    other = "relative to other tokens"
+    return {
+        "entropy": Claim(
+            f"{label}: entropy in the deeper half of the layers (nats)", "higher", minus(a, b, deep_entropy), above=0.0
+        ),
+        "first": Claim(
+            f"{label}: first token's greatest importance over layers", "lower", minus(a, b, most_importance), below=0.0
+        ),
+        "value_norm_first": Claim(
+            f"{label}: first token's least value norm over layers, {other}",
+            "higher: no value-state drain",
+            minus(a, b, least_value),
+            above=0.0,
+        ),
+        "hidden_norm_first": Claim(
+            f"{label}: first token's greatest hidden norm over states, {other}",
+            "lower: no hidden-state peak",
+            minus(a, b, most_hidden),
+            below=0.0,
+        ),
+    }
+
+
+def larger_eigenvalue(size):
+    """Share of layers whose largest eigenvalue is larger in ResFormer."""
+
+    def value(found, seed):
+        a, b = (found.by_layer(Job(mode, size), seed, "value_largest") for mode in ("resformer", "vanilla"))
+        return float(np.mean(np.array(a) > np.array(b)))
+
+    return value
+
+
+# -- what eval.py scored
+
+
+def scored(found, length, seed):
+    """({mode: {task: accuracy}}, the tasks that both models of a length have) with a seed, for Table 1."""
+    accuracy = {}
+    for mode in ("vanilla", "resformer"):
+        records = {task: found.evaluation(Job(mode, length=length), seed, task) for task in plot.TASKS[:6]}
+        accuracy[mode] = {task: record["acc"] for task, record in records.items() if record}
+    return accuracy, [task for task in plot.TASKS[:6] if all(task in of for of in accuracy.values())]
+
+
+def accuracy_gap(length):
+    def value(found, seed):
+        accuracy, common = scored(found, length, seed)
+        if not common:
+            return None
+        return np.mean([accuracy["resformer"][task] - accuracy["vanilla"][task] for task in common])
+
+    return value
+
+
+def domain_gap(size):
+    def value(found, seed):
+        a, b = (found.evaluation(Job(mode, size), seed, "loss") for mode in ("resformer", "vanilla"))
+        return a["val_mean"] - b["val_mean"] if a and b else None
+
+    return value
+
+
+# -- ours beside the paper's
+
+
+def claim_row(claim, found, seeds):
+    """{what, paper, seeds, values: of each of them, mean, std, n, same, within} of a claim; same: whether the mean goes
+    the paper's way, None if there is no way or no value; within: whether the seeds' spread leaves that open. A value
+    that is undefined or infinite is None."""
+    values = {}
+    for seed in seeds:
+        with suppress(NoSeed):  # a run that this claim needs has fewer seeds
+            value = claim.value(found, seed)
+            values[seed] = None if value is None or not math.isfinite(value) else float(value)
+    row = {"what": claim.what, "paper": claim.paper, "seeds": list(values), "values": list(values.values())}
+    numbers = plot.spread([value for value in values.values() if value is not None])
+    row |= numbers or {"mean": None, "std": None, "n": 0}
+    row |= {"same": None, "within": None}
+    margins = []
+    if numbers and claim.above is not None:
+        margins.append(row["mean"] - claim.above)
+    if numbers and claim.below is not None:
+        margins.append(claim.below - row["mean"])
+    if margins:
+        row["same"] = min(margins) > 0
+        row["within"] = None if row["std"] is None else abs(min(margins)) <= row["std"]
+    return row
+
+
+def claim_rows(figure, found):
+    """The row of each of a figure's claims, see `claim_row`."""
+    seeds = max((found.seeds(job) for job in figure.jobs), key=len, default=())
+    return [claim_row(claim, found, seeds) for claim in figure.claims]
+
+
+def which_way(row):
+    """Whether a row goes the paper's way, in words."""
+    if row["same"] is None:
+        return "" if row["n"] else "undetermined"
+    said = "same way" if row["same"] else "the other way"
+    if row["within"] is None:
+        return f"{said}, one seed"
+    return f"{said}, within the seeds' spread" if row["within"] else said
+
+
+def claim_cells(row):
+    """The texts of a row in a table under HEADER."""
+    is_difference = "−" in row["what"]
+    ours = plus_minus(row["mean"], row["std"], sign=is_difference)
+    return [row["what"], row["paper"], which_way(row), ours, str(row["n"])]
+
+
+def tally(figures):
+    """A sentence that counts which claims go the paper's way; what one seed says is counted apart."""
+    decided = {}  # by text, as some claims stand in two figures
+    for record in figures.values():
+        for row in record["rows"]:
+            if row["same"] is not None:
+                decided[row["what"]] = row
+    several = [row for row in decided.values() if row["n"] > 1]
+    one = [row for row in decided.values() if row["n"] == 1]
+    clear = [row["same"] for row in several if not row["within"]]
+    alone = [row["same"] for row in one]
+    text = (
+        f"These runs can speak to {len(decided)} claims of the paper. {len(several)} are backed by several seeds: "
+        f"{clear.count(True)} go the same way here, {clear.count(False)} go the other way, and "
+        f"{len(several) - len(clear)} are within the spread of the seeds."
+    )
+    if one:
+        text += f" {len(one)} rest on one seed: {alone.count(True)} go the same way, {alone.count(False)} the other."
+    return text

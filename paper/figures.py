@@ -1,0 +1,433 @@
+"""The paper's figures and tables as data: which runs each is made of, how it is drawn, and what the paper claims.
+
+The value residual paper is arXiv 2410.17897; "v5" is its last version, which has more variants and other names.
+Read next: tables.py, panels.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from paper.claims import (
+    LABELS,
+    LENGTHS,
+    Claim,
+    accuracy_gap,
+    concentration,
+    domain_gap,
+    gap_change,
+    larger_eigenvalue,
+    later_when_longer,
+    least_value,
+    lower_loss,
+    mean_over_layers,
+    minus,
+    mode_claims,
+    saved_parameters,
+    saved_tokens,
+    saving,
+    start_token,
+)
+from paper.runs import Job
+from paper.tables import PARAMETERS, TABLE1, TABLE5, size_and_loss, table1, table2, table3, table4, table5
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A part of a figure: how it is drawn (see PANEL_KINDS in panels.py), and its lines, pairs of (label, Job). `key`:
+    the quantity of their analysis, one key of analysis.json or one for each label. Labels may hold {length}, {size},
+    {rate} and {warmup}: panels.py fills in what these are at the scale."""
+
+    kind: str
+    title: str = ""
+    lines: tuple = ()
+    key: str | dict = ""
+    label: str = ""  # of the y axis
+
+    @property
+    def jobs(self):
+        return [job for _, job in self.lines]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure or table: what it shows, in one sentence; its panels; or for a table its rows, table(found), the runs
+    that these read, the tasks of eval.py that they need, and whether they read the prepared data."""
+
+    caption: str
+    panels: tuple[Panel, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    table: Callable | None = None
+    runs: tuple[Job, ...] = ()
+    tasks: str = ""
+    reads_data: bool = False
+    one_scale: bool = False  # of the y axes, where panels are to be compared
+
+    @property
+    def jobs(self):
+        """All runs that it needs."""
+        jobs = list(self.runs)
+        for panel in self.panels:
+            jobs += panel.jobs
+        for panel in self.panels:
+            if panel.kind in ("relative", "critical", "dots"):
+                jobs += [job.baseline for job in panel.jobs]
+        return list(dict.fromkeys(jobs))
+
+    @property
+    def analysed(self):
+        """Those whose analysis it needs."""
+        jobs = []
+        for panel in self.panels:
+            if panel.kind in ("layers", "spectrum", "heat", "public"):
+                jobs += panel.jobs
+        return list(dict.fromkeys(jobs))
+
+
+# -- lines of panels
+
+
+def named(*modes, **settings):
+    """(the paper's label, Job) of modes."""
+    return tuple((LABELS.get(mode, mode), Job(mode, **settings)) for mode in modes)
+
+
+def by_size(*modes, sizes):
+    return tuple((f"{LABELS[mode]} {{size}}", Job(mode, size)) for mode in modes for size in sizes)
+
+
+def by_length(*modes, lengths):
+    return tuple((f"{LABELS[mode]}, length {{length}}", Job(mode, length=n)) for n in lengths for mode in modes)
+
+
+def relative_losses(title, lines):
+    """Training losses minus vanilla's; lines: pairs, or {label: Job or mode}."""
+    if isinstance(lines, dict):
+        lines = tuple((label, Job(job) if isinstance(job, str) else job) for label, job in lines.items())
+    return Panel("relative", title, lines)
+
+
+def over_layers(title, lines, key, label):
+    return Panel("layers", title, lines, key, label)
+
+
+FOUR = ("vanilla", "neutreno", "resformer", "svformer")
+SIZES = ("82M", "180M", "320M", "468M")
+SV = Job("svformer")
+FIRST = {
+    "first": "importance of the first token",
+    "value_norm_first": "norm of the first token's value",
+    "hidden_norm_first": "norm of the first token's hidden state",
+}
+ENTROPY = "entropy of token importance (nats)"
+TOP = {f"TOP-{k}": f"top_{k}" for k in ("1", "2", "3", "10", "1%")}
+EQUATIONS = {"Current Attention (Eq 4)": "eq4", "Identity Mapping (Eq 6)": "eq6"}
+LAMBDAS = {f"λ = {x}": f"resformer_lambda_{x}" for x in ("0.2", "0.5", "0.8", "1", "2", "5")}
+LAMBDAS["λ = 2"] = "resformer_lambda"
+NEUTRENOS = {f"λ = {x}": f"neutreno_{x}" for x in ("0.2", "0.4", "0.6", "0.8")}
+NEUTRENOS["λ = 0.4"] = "neutreno"
+
+
+def sweep_claims(sweep, best, paper):
+    """Claims that every mode of a sweep of λ beats vanilla, and that `best` beats the others."""
+    others = [mode for mode in sweep.values() if mode != best]
+    return mode_claims(paper, [(mode, "vanilla") for mode in (best, *others)] + [(best, mode) for mode in others])
+
+
+def nearer_than_identity(found, seed):
+    """How much nearer Eq 4 is to Eq 2 than Eq 6 is: difference of cosine similarities, mean over layers."""
+    return mean_over_layers("eq4")(found, Job(), seed) - mean_over_layers("eq6")(found, Job(), seed)
+
+
+SAVED = np.mean(saving(size_and_loss("resformer"), size_and_loss("vanilla")))
+# fmt: off
+FIGURES = {
+    "fig1": Figure(
+        "Entropy of token importance by layer, before training, in public models and in ours: lower is concentrated. "
+        "Uniform causal attention itself favours early tokens, so that a model can lie above it.",
+        (
+            Panel("initial", "before training", label=ENTROPY),
+            Panel("public", "public models", key="entropy", label=ENTROPY),
+            over_layers("trained", named(*FOUR, size="468M"), "entropy", ENTROPY),
+        ),
+        (
+            Claim("468M before training: entropy at l = 2,048, mean over layers (nats)", "7.194–7.204",
+                  lambda f, s: f.initial(np.mean, s), above=7.194, below=7.204),
+            Claim("468M before training: lowest of a layer (nats)", "7.194", lambda f, s: f.initial(min, s),
+                  above=7.1935),
+            Claim("468M before training: highest of a layer (nats)", "7.204", lambda f, s: f.initial(max, s),
+                  below=7.2045),
+            concentration("resformer", "468M")["entropy"],
+            concentration("svformer", "468M")["entropy"],
+        ),
+    ),
+    "fig2": Figure(
+        "The first token by layer: what attention it gets, and how long its value and its hidden state are.",
+        tuple(over_layers("", named(*FOUR, size="468M"), key, label) for key, label in FIRST.items()),
+        tuple(concentration("resformer", "468M")[key] for key in FIRST),
+    ),
+    "fig4": Figure(
+        "How near two cheap substitutes come to true cross-layer attention (Eq 2) in a trained Transformer.",
+        (over_layers("", tuple((label, Job()) for label in EQUATIONS), EQUATIONS, "cosine similarity to Eq 2"),),
+        (Claim("similarity to Eq 2: Eq 4's − Eq 6's, mean over layers", "higher",
+               nearer_than_identity, above=0.0),),
+    ),
+    "fig5": Figure(
+        "Sharing keys, values or both between every two layers.",
+        (relative_losses("", {"CLAttention": "cla2", "Only Share Keys": "share_k2", "Only Share Values": "share_v2"}),),
+        mode_claims("of every two layers, sharing values hurts least",
+                    [("share_v2", "share_k2"), ("share_v2", "cla2")]),
+    ),
+    "fig6": Figure(
+        "Validation loss against parameters, and along one cosine schedule against tokens: how many of each ResFormer "
+        "saves.",
+        (
+            Panel("scaling", "loss at the end, by size", by_size("vanilla", "resformer", sizes=SIZES)),
+            Panel("tokens", "loss along training (ResFormer saves 13.6 % of the tokens in the paper)",
+                  named("vanilla", "resformer", size="468M")),
+            Panel("paper", f"the paper's Table 5: ResFormer needs {SAVED:.1%} fewer parameters"),
+        ),
+        (
+            Claim("share of parameters that ResFormer saves", "0.104", saved_parameters("resformer", SIZES), above=0.0),
+            Claim("share of tokens that ResFormer saves at 468M", "0.136", saved_tokens, above=0.0),
+        ),
+    ),
+    "fig7": Figure(
+        "ResFormer at three lengths, and beside other ways to pass information up.",
+        (
+            relative_losses("by length", by_length("resformer", lengths=(2048, 32000, 64000))),
+            relative_losses("by mode", named("denseformer", "neutreno", "resformer", "resformer_neutreno")),
+        ),
+        mode_claims("ResFormer beats DenseFormer and NeuTRENO; with NeuTRENO it is better still",
+                    [("resformer", "vanilla"), ("resformer", "denseformer"), ("resformer", "neutreno"),
+                     ("resformer_neutreno", "resformer")])
+        + tuple(
+            lower_loss(Job("resformer", length=n), Job(length=n), f"ResFormer − Transformer at length {n:,}")
+            for n in (32000, 64000)
+        ),
+    ),
+    "fig8": Figure(
+        "ResFormer with other weights λ of the first layer's values.",
+        (relative_losses("", LAMBDAS | {"ResFormer": "resformer"}),),
+        sweep_claims(LAMBDAS, "resformer_lambda", "every λ beats vanilla, 2 is best"),
+    ),
+    "fig9": Figure(
+        "A residual from layer 1 on values, keys or queries.",
+        (relative_losses("", {"Value": "resformer", "Key": "key", "Query": "query"}),),
+        mode_claims("a residual helps on values, not on queries or keys",
+                    [("resformer", "vanilla"), ("vanilla", "query"), ("vanilla", "key")]),
+    ),
+    "fig10": Figure(
+        "Layer 1's values by a layer's own attention, by identity, or by true cross-layer attention.",
+        (relative_losses("", {
+            "Current Attention": "resformer", "Identity Mapping": "identity", "Cross Layer Attention": "cross",
+        }),),
+        mode_claims("identity mapping harms, cross-layer attention ends above ResFormer",
+                    [("vanilla", "identity"), ("resformer", "cross")]),
+    ),
+    "fig11": Figure(
+        "Which earlier layers' values a layer adds.",
+        (relative_losses("", {
+            "Only First layer": "resformer", "One Adjacent layer": "resformer_prev",
+            "All Previous layer": "resformer_all",
+        }),),
+        mode_claims("the first layer is the source, not the one before or all",
+                    [("resformer", "resformer_prev"), ("resformer", "resformer_all")]),
+    ),
+    "fig12": Figure(
+        "Spectra of value states: eigenvalues of layer 1, and the largest one of each layer.",
+        (
+            Panel("spectrum", "eigenvalues of layer 1", by_size("vanilla", "resformer", sizes=PARAMETERS)),
+            over_layers("largest eigenvalue of each layer", by_size("vanilla", "resformer", sizes=("180M", "468M")),
+                        "value_largest", "largest eigenvalue"),
+        ),
+        tuple(
+            Claim(f"share of {size}'s layers whose largest eigenvalue is larger in ResFormer", "most",
+                  larger_eigenvalue(size), above=0.5)
+            for size in ("180M", "468M")
+        ),
+    ),
+    "fig13": Figure(
+        "SVFormer beside other methods with about a half and an eighth of the KV cache.",
+        (
+            relative_losses("about 1/2 of the KV cache", by_length("svformer", "gqa2", "cla2", lengths=(2048, 64000))),
+            relative_losses("about 1/8 of the KV cache", named("svformer_gqa4", "gqa8", "cla2_gqa4", length=64000)),
+        ),
+        mode_claims("at length 2,048 GQA2 beats SVFormer", [("gqa2", "svformer")])
+        + tuple(
+            lower_loss(Job(a, length=64000), Job(b, length=64000), f"{LABELS[a]} − {LABELS[b]} at length 64,000")
+            for a, b in (("svformer", "gqa2"), ("svformer", "cla2"), ("svformer_gqa4", "gqa8"),
+                         ("svformer_gqa4", "cla2_gqa4"))
+        ),
+    ),
+    "fig14": Figure(
+        "SVFormer at five lengths, and the step at which vanilla overtakes it.",
+        (
+            relative_losses("SVFormer", by_length("svformer", lengths=LENGTHS)),
+            Panel("critical", "the step at which vanilla overtakes it", by_length("svformer", lengths=LENGTHS)),
+        ),
+        (
+            Claim("share of pairs of lengths whose longer one has the later critical point", "all", later_when_longer,
+                  above=0.5),
+            Claim("SVFormer − Transformer, at length 64,000 minus at 512", "lower",
+                  gap_change(Job("svformer", length=64000), Job("svformer", length=512)), below=0.0),
+        ),
+    ),
+    "fig15": Figure(
+        "What SVFormer's loss against vanilla's depends on: learning rate, warmup, architecture, size.",
+        (
+            relative_losses("SVFormer by learning rate",
+                            tuple(("rate {rate}", Job("svformer", lr=lr)) for lr in (1e-4, 3e-4, 6e-4))),
+            relative_losses("SVFormer by steps of warmup",
+                            tuple(("{warmup} steps", Job("svformer", warmup=n)) for n in (120, 1200))),
+            relative_losses("SVFormer by architecture", {"Llama": SV, "GPT2": Job("svformer", arch="gpt2")}),
+            Panel("scaling", "by size (SVFormer needs 12.2 % more parameters in the paper)",
+                  by_size("vanilla", "svformer", sizes=("2M", *PARAMETERS))),
+        ),
+        (
+            Claim("SVFormer − Transformer, at rate 1e-4 minus at 6e-4", "lower",
+                  gap_change(Job("svformer", lr=1e-4), SV), below=0.0),
+            Claim("SVFormer − Transformer, at 1,200 warmup steps minus at 120", "about 0",
+                  gap_change(Job("svformer", warmup=1200), SV)),
+            Claim("SVFormer − Transformer, GPT2's minus Llama's", "about 0",
+                  gap_change(Job("svformer", arch="gpt2"), SV)),
+            Claim("share of parameters that SVFormer saves", "-0.122", saved_parameters("svformer", tuple(PARAMETERS)),
+                  below=0.0),
+        ),
+    ),
+    "fig16": Figure(
+        "Layer 1's values, queries or keys for all layers.",
+        (relative_losses("", {"Value": "svformer", "Query": "share_q", "Key": "share_k"}),),
+        mode_claims("layer 1's queries or keys for all layers hurt, more than its values",
+                    [("vanilla", "share_q"), ("vanilla", "share_k"), ("svformer", "share_q"), ("svformer", "share_k")]),
+    ),
+    "fig17": Figure(
+        "SVFormer with its values renewed in more layers.",
+        (relative_losses("", {
+            "First Layer": "svformer", "First + Last Layer": "svformer_2anchors",
+            "First + One Middle + Last": "svformer_3anchors", "First + Two Middle + Last": "svformer_4anchors",
+        }),),
+        mode_claims("the more anchors, the better",
+                    [("svformer_4anchors", "svformer_3anchors"), ("svformer_3anchors", "svformer_2anchors"),
+                     ("svformer_2anchors", "svformer")]),
+    ),
+    "fig18": Figure(
+        "Token similarity of hidden states by layer: in public models, or where there are none in ours.",
+        (Panel("public", "", named(*FOUR, size="468M"), "hidden_similarity", "token similarity"),),
+    ),
+    "fig19": Figure(
+        "Importance, value norm and hidden norm of the first hundred tokens, by layer.",
+        (Panel("heat", "", named(*FOUR, size="468M")),),
+        (*start_token("resformer"), *start_token("vanilla")),
+    ),
+    "fig20": Figure(
+        "The quantities of Figures 1 and 2 at 82M, with cross-layer attention.",
+        tuple(
+            over_layers("", named(*FOUR, "cross"), key, label)
+            for key, label in ({"entropy": ENTROPY} | FIRST).items()
+        ),
+        (
+            *concentration("resformer", "82M").values(),
+            concentration("cross", "82M")["entropy"],
+            Claim("Cross Layer Attention − ResFormer: first token's least value norm over layers, relative to other "
+                  "tokens", "lower: drains stay", minus(Job("cross"), Job("resformer"), least_value), below=0.0),
+        ),
+    ),
+    "fig21": Figure(
+        "The largest token importances of a sequence, by rank and layer.",
+        tuple(
+            over_layers(LABELS[mode], tuple((label, Job(mode, "468M")) for label in TOP), TOP, "importance")
+            for mode in FOUR
+        ),
+        tuple(
+            Claim(f"{LABELS[mode]} − Transformer: largest importance, mean over layers", "lower",
+                  minus(Job(mode, "468M"), Job("vanilla", "468M"), mean_over_layers("top_1")), below=0.0)
+            for mode in ("resformer", "svformer")
+        ),
+        one_scale=True,
+    ),
+    "fig22": Figure(
+        "NeuTRENO with other λ.",
+        (relative_losses("", NEUTRENOS),),
+        sweep_claims(NEUTRENOS, "neutreno", "every λ beats vanilla, 0.4 is best"),
+    ),
+    "tab1": Figure(
+        "Zero-shot accuracy on six tasks.",
+        claims=tuple(
+            Claim(f"ResFormer − Transformer at length {n:,}, mean accuracy of the tasks that both are scored on",
+                  "+0.022", accuracy_gap(n), above=0.0)
+            for n in (2048, 64000)
+        ),
+        table=table1,
+        runs=tuple(Job(mode, length=length) for mode, length in TABLE1),
+        tasks="table1",
+    ),
+    "tab2": Figure("What the training data consists of.", table=table2, reads_data=True),
+    "tab3": Figure("Batches by sequence length.", table=table3),
+    "tab4": Figure("Models by size.", table=table4, reads_data=True),
+    "tab5": Figure(
+        "Validation loss by domain (nats per token).",
+        claims=tuple(
+            Claim(f"ResFormer − Transformer at {size}, mean over domains", gap, domain_gap(size), below=0.0)
+            for size, gap in {"82M": "-0.0272", "180M": "-0.0323", "468M": "-0.0269"}.items()
+        ),
+        table=table5,
+        runs=tuple(Job(mode, size) for mode, size in TABLE5),
+        tasks="table5",
+    ),
+}
+PAPER = tuple(FIGURES)  # what `all` draws
+
+# -- one figure that the paper does not have: every mode, in the groups in which the paper compares them
+
+MODE_GROUPS = {
+    "Figure 5: shared by pairs of layers": ("share_v2", "share_k2", "cla2"),
+    "Figure 7: ways to pass information up": (
+        "resformer", "denseformer", "neutreno", "resformer_neutreno", "resformer_neutreno_literal",
+        "resformer_denseformer", "denseformer_2x2"),
+    "Figure 8: weight λ of layer 1's values": (*LAMBDAS.values(), "resformer"),
+    "Figure 9: a residual on values, queries or keys": ("resformer", "query", "key"),
+    "Figure 10: how layer 1's values are mapped": ("resformer", "identity", "cross", "identity_all", "cross_prev"),
+    "Figure 11: source of the values": ("resformer", "resformer_prev", "resformer_all"),
+    "Figure 13: smaller KV caches": ("svformer", "gqa2", "cla2", "svformer_gqa4", "cla2_gqa4", "gqa8"),
+    "Figure 16: shared by all layers": ("svformer", "share_q", "share_k"),
+    "Figure 17: anchors of SVFormer": ("svformer", "svformer_2anchors", "svformer_3anchors", "svformer_4anchors"),
+    "Figure 22: λ of NeuTRENO": tuple(NEUTRENOS.values()),
+    "variants of the paper's last version (v5)": (
+        "resformer_plus", "resformer_sparse", "resformer_lambda", "resformer_learned", "resformer", "hidden", "probs",
+        "resformer_plus_deep", "resformer_dense", "scores"),
+    "more sharing of keys and values": ("share_q2", "cla2_svformer", "cla4", "gqa4", "mqa", "mlkv"),
+    "variants in other public code": (
+        "resformer_lerp", "resformer_head", "resformer_relu", "hidden_learned", "value_embed", "value_embed_unet",
+        "value_embed_cycle", "value_embed_gated", "value_embed_gated2"),
+}
+# fmt: on
+V5 = mode_claims(
+    "v5: Plus < Sparse < Constant < Learnable < ResFormer; on hidden states or A it hurts",
+    [
+        ("resformer_plus", "resformer_sparse"),
+        ("resformer_sparse", "resformer_lambda"),
+        ("resformer_lambda", "resformer_learned"),
+        ("resformer_learned", "resformer"),
+        ("vanilla", "hidden"),
+        ("vanilla", "probs"),
+    ],
+)
+
+
+def claims_on_modes():
+    """All claims of the paper's figures that compare two modes at 82M and length 2,048, each once."""
+    claims = {}
+    for figure in FIGURES.values():
+        for claim in figure.claims:
+            if claim.jobs and all(job == Job(job.mode) for job in claim.jobs):
+                claims.setdefault(claim.what, claim)
+    return (*claims.values(), *V5)
+
+
+FIGURES["modes"] = Figure(
+    "Every mode's validation loss minus vanilla's, in the groups in which the paper compares them.",
+    tuple(Panel("dots", title, tuple((mode, Job(mode)) for mode in modes)) for title, modes in MODE_GROUPS.items()),
+    claims_on_modes(),
+)

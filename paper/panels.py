@@ -1,0 +1,338 @@
+"""How each kind of panel of the paper's figures is drawn, from what `found` (a runs.Found) reads of the runs.
+
+Titles and labels say what is really drawn: parameters, length, rate at this scale, and the paper's where they differ.
+Read next: reproduce.py.
+"""
+
+import math
+
+import numpy as np
+
+import plot
+from looks import COLORS, HEADLINE, count_range, legend, page, short_count, style_of, styles_of
+from paper.claims import LABELS, critical, semi_log
+from paper.runs import INITIAL
+from paper.tables import size_and_loss
+
+HEAT = {"importance": "importance", "value_norm": "norm of the value", "hidden_norm": "norm of the hidden state"}
+LEVEL = {"color": "0.5", "linewidth": 0.8, "linestyle": (0, (3, 2)), "zorder": 0}
+KEY = {"color": "0.35", "markersize": 9, "markeredgewidth": 1.6}
+
+
+# -- what is drawn, in words
+
+
+def parameters_of(job, found):
+    return found.run(job, found.seeds(job)[0]).start["parameters"]
+
+
+def line_labels(panel, found):
+    """[(label, Job)] of a panel's lines, with the scale's numbers for {length}, {size}, {rate} and {warmup}."""
+    scale, lines = found.scale, []
+    for label, job in panel.lines:
+        filled = label.format(
+            length=f"{scale.lengths[job.length][0]:,}",
+            size=short_count(parameters_of(job, found)),
+            rate=f"{job.lr * scale.rate:.4g}",
+            warmup=scale.warmups[job.warmup],
+        )
+        lines.append((filled, job))
+    return lines
+
+
+def real_size(jobs, found):
+    """Parameters and length of what is drawn: 706k–738k parameters, length 128."""
+    lengths = count_range([found.scale.lengths[job.length][0] for job in jobs], "{:,}".format)
+    return f"{count_range([parameters_of(job, found) for job in jobs])} parameters, length {lengths}"
+
+
+def set_title(ax, panel, found):
+    """The panel's title, and under it the size of what it shows."""
+    parts = [panel.title, real_size(panel.jobs, found) if panel.lines else ""]
+    ax.set_title("\n".join(part for part in parts if part), loc="left")
+
+
+# -- kinds of panels
+
+
+def by_label(panel, found, get):
+    """({label: [get(job, seed) of each seed]}, {label: style}) of a panel's lines."""
+    lines, modes = {}, {}
+    for label, job in line_labels(panel, found):
+        lines[label] = [get(job, seed) for seed in found.seeds(job)]
+        modes[label] = job.mode
+    return lines, styles_of(modes)
+
+
+def draw_relative(ax, panel, found):
+    """Training loss minus that of vanilla with the same settings and seed, over steps."""
+    pairs, styles = by_label(panel, found, lambda job, seed: (found.run(job, seed), found.run(job.baseline, seed)))
+    plot.relative_panel(ax, pairs, styles, found.window)
+
+
+def draw_layers(ax, panel, found):
+    """A quantity of the analysis over layers; with several quantities of one run, those that are equal are one line."""
+    lines, modes = {}, {}
+    for label, job in line_labels(panel, found):
+        key = panel.key[label] if isinstance(panel.key, dict) else panel.key
+        values = [found.by_layer(job, seed, key) for seed in found.seeds(job)]
+        twins = [other for other in lines if lines[other] == values and modes[other] == job.mode]
+        for twin in twins:  # at length 128 the token at 1 % of the length is the second
+            del lines[twin], modes[twin]
+        label = " = ".join([*twins, label])
+        lines[label], modes[label] = values, job.mode
+    first_key = next(iter(panel.key.values())) if isinstance(panel.key, dict) else panel.key
+    level = None
+    if panel.key == "entropy":
+        job = panel.jobs[0]
+        numbers, _ = found.analysis(found.folder(job, found.seeds(job)[0]))
+        level = numbers["entropy_uniform"], "uniform causal attention"
+    plot.layer_panel(ax, lines, styles_of(modes), panel.label, 0 if first_key.startswith("hidden") else 1, level)
+
+
+def draw_public(ax, panel, found):
+    """Models in Hugging Face layout, or our own instead where there are none."""
+    if not found.public:
+        draw_layers(ax, panel, found)
+        return
+    lines = {folder.name: [found.mean(folder, panel.key)] for folder in found.public}
+    styles = styles_of({name: "vanilla" for name in lines})
+    plot.layer_panel(ax, lines, styles, panel.label, 0 if panel.key.startswith("hidden") else 1)
+
+
+def draw_initial(ax, panel, found):
+    """Entropy on the left axis, token similarity of the hidden states on the right one."""
+    folder = found.root / INITIAL
+    numbers, _ = found.analysis(folder)
+    entropy = found.mean(folder, "entropy")
+    similarity = found.mean(folder, "hidden_similarity")[1:]  # state 0 is the embedding
+    x = 1 + np.arange(len(entropy))
+    other = ax.twinx()
+    ax.plot(x, entropy, "o-", color=COLORS[1], markerfacecolor="none", label="entropy (left axis)")
+    other.plot(x, similarity, "s--", color=COLORS[2], markerfacecolor="none")
+    ax.plot([], [], "s--", color=COLORS[2], markerfacecolor="none", label="token similarity (right axis)")
+    ax.axhspan(7.194, 7.204, color="0.9", zorder=0, label="the paper's entropy (left axis)")
+    ax.axhline(numbers["entropy_uniform"], label="uniform causal attention (left axis)", **LEVEL)
+    ax.set(xlabel="layer", ylabel=panel.label, ylim=(min(*entropy, 7.194) - 0.004, max(*entropy, 7.204) + 0.004))
+    other.set(ylabel="token similarity of the layer's output", ylim=(0, 1))
+    other.spines["right"].set_visible(True)
+    size = f"{short_count(numbers['parameters'])} parameters, " if "parameters" in numbers else ""
+    ax.set_title(f"{panel.title}\n{size}length {numbers['length']:,}", loc="left")
+    legend(ax)
+
+
+def draw_spectrum(ax, panel, found):
+    """Eigenvalues of layer 1's values, from the largest down."""
+    lines, styles = by_label(panel, found, lambda job, seed: found.arrays(job, seed)["value_spectrum"][0])
+    for label, y in lines.items():
+        y = np.array(y, float)
+        plot.draw_line(ax, 1 + np.arange(y.shape[1]), np.maximum(y, 1e-12), label, styles[label])
+    top = max(np.array(y).max() for y in lines.values())
+    ax.set(xlabel="rank of the eigenvalue", ylabel="eigenvalue", xscale="log", yscale="log", ylim=(top / 1e6, top * 2))
+    legend(ax)
+
+
+def draw_scaling(ax, panel, found):
+    """Validation losses at the end over parameters; the fitted lines leave the 2M out, as the claims do."""
+    lines, modes, least = {}, {}, math.inf
+    for _, job in panel.lines:
+        label = LABELS[job.mode]
+        losses = [found.loss(job, seed) for seed in found.seeds(job)]
+        lines.setdefault(label, []).append((parameters_of(job, found), losses))
+        modes[label] = job.mode
+        if job.size != "2M":
+            least = min(least, parameters_of(job, found))
+    scaling_panel(ax, lines, styles_of(modes), least)
+
+
+def scaling_panel(ax, lines, styles, least=0):
+    """lines: {label: [(parameters, [loss of each seed])]}, straight lines over ln N through those from `least` on."""
+    for label, points in lines.items():
+        style = styles[label]
+        a, c = semi_log([(n, np.mean(losses)) for n, losses in points if n >= least])
+        x = [n for n, _ in points]
+        grid = np.geomspace(max(min(x), least), max(x), 50)
+        name = label if c < 0 else f"{label} (does not fall with size)"
+        ax.plot(grid, a + c * np.log(grid), markevery=[], label=name, **style)
+        for n, losses in points:
+            ax.plot([n] * len(losses), losses, **style | {"linestyle": ""})
+    ax.set(xlabel="parameters", ylabel="validation loss (nats per token)", xscale="log")
+    ax.xaxis.set_major_formatter(lambda n, _: short_count(n))
+    ax.xaxis.set_minor_formatter("")
+    legend(ax)
+
+
+def draw_paper(ax, panel, found):
+    """Averages of the paper's Table 5."""
+    modes = ("vanilla", "resformer")
+    lines = {LABELS[mode]: [(n, [loss]) for n, loss in size_and_loss(mode)] for mode in modes}
+    scaling_panel(ax, lines, {LABELS[mode]: style_of(mode) for mode in modes})
+
+
+def draw_tokens(ax, panel, found):
+    """Validation losses along training."""
+    lines, styles = by_label(panel, found, found.validation)
+    for label, curves in lines.items():
+        x, y = plot.align([tuple(np.array(part, float) for part in curve) for curve in curves])
+        plot.draw_line(ax, x, y, label, styles[label], points=(x, y.mean(0)))
+    ax.set(xlabel="training tokens", ylabel="validation loss (nats per token)", xlim=(0, None))
+    ax.xaxis.set_major_formatter(lambda x, _: short_count(x))
+    ax.locator_params(axis="x", nbins=5)
+    legend(ax)
+
+
+def draw_critical(ax, panel, found):
+    points = {}
+    for job in panel.jobs:
+        length = found.scale.lengths[job.length][0]
+        points[length] = [critical(found, job, seed) for seed in found.seeds(job)]
+    critical_panel(ax, points, style_of(panel.jobs[0].mode)["color"])
+
+
+def critical_panel(ax, points, color):
+    """points: {length: [what critical_point found of each seed]}. Lengths without a critical point are named in the
+    legend, not drawn."""
+    for kind, name, face in ((False, "crossed", color), (True, "extrapolated from the last tenth", "none")):
+        there = []
+        for n, seeds in points.items():
+            there += [(n, at) for at, extrapolated in seeds if extrapolated == kind and 0 < at < math.inf]
+        if there:
+            ax.plot(*zip(*there, strict=True), "o", color=color, markerfacecolor=face, label=name)
+    for at, name in ((math.inf, "the lead does not shrink"), (0.0, "never ahead")):
+        without = [f"{n:,}" for n, seeds in points.items() if any(found[0] == at for found in seeds)]
+        if without:
+            ax.plot([], [], " ", label=f"none at length {', '.join(without)}: {name}")
+    lengths = list(points)
+    ax.set(xlabel="sequence length (tokens)", ylabel="critical point (step)", xscale="log")
+    ax.set(xlim=(lengths[0] / 1.4, lengths[-1] * 1.4), xticks=lengths, xticklabels=[f"{n:,}" for n in lengths])
+    ax.set_xticks([], minor=True)
+    legend(ax)
+
+
+PANEL_KINDS = {
+    "relative": draw_relative,
+    "layers": draw_layers,
+    "public": draw_public,
+    "initial": draw_initial,
+    "spectrum": draw_spectrum,
+    "scaling": draw_scaling,
+    "paper": draw_paper,
+    "tokens": draw_tokens,
+    "critical": draw_critical,
+}
+
+
+# -- whole figures
+
+
+def draw_figure(path, figure, found):
+    """Draw a figure's panels into a PNG."""
+    kind = figure.panels[0].kind
+    if kind == "heat":
+        heat_figure(path, figure.panels[0], found)
+    elif kind == "dots":
+        dots_figure(path, figure.panels, found)
+    else:
+        grid_figure(path, figure, found)
+
+
+def grid_figure(path, figure, found):
+    """Panels side by side, up to three in a row. A panel of public models is left out where it would be empty."""
+    panels = [panel for panel in figure.panels if panel.kind != "public" or panel.jobs or found.public]
+    columns = len(panels) if len(panels) < 4 else 2
+    rows = -(-len(panels) // columns)
+    size = (4.5 * columns, 4 * rows) if len(panels) > 1 else (6, 4.4)
+    with page(path, size) as paper:
+        axes = paper.subplots(rows, columns, squeeze=False, sharey=figure.one_scale)
+        for ax, panel in zip(axes.flat, panels, strict=True):
+            set_title(ax, panel, found)
+            PANEL_KINDS[panel.kind](ax, panel, found)
+
+
+def heat_figure(path, panel, found):
+    """Maps over the first hundred tokens and the layers: a row for each model, a column for each quantity."""
+    models = {}
+    for label, job in panel.lines:
+        arrays = [found.arrays(job, seed) for seed in found.seeds(job)]
+        models[label] = {name: np.mean([of[key][:, :100] for of in arrays], 0) for key, name in HEAT.items()}
+    with page(path, (3.6 * len(HEAT), 2.1 * len(models) + 0.4)) as paper:
+        paper.suptitle(real_size(panel.jobs, found), x=0.01, ha="left", fontsize=9)
+        heat_maps(paper, models)
+
+
+def heat_maps(paper, models):
+    """models: {label: {quantity: (layers, positions)}}. The maps of a quantity, a column, share one logarithmic
+    colour scale, so that models can be compared."""
+    from matplotlib.colors import LogNorm
+
+    quantities = list(next(iter(models.values())))
+    axes = paper.subplots(len(models), len(quantities), squeeze=False)
+    for column, quantity in zip(axes.T, quantities, strict=True):
+        every = np.concatenate([maps[quantity].ravel() for maps in models.values()])
+        norm = LogNorm(max(every[every > 0].min(), every.max() / 1e4), every.max())
+        first = 0 if quantity.endswith("state") else 1  # state 0 is the embedding
+        for ax, (label, maps) in zip(column, models.items(), strict=True):
+            rows, columns = maps[quantity].shape
+            extent = (0.5, columns + 0.5, first - 0.5, first + rows - 0.5)
+            look = {"aspect": "auto", "cmap": "viridis", "interpolation": "nearest", "origin": "lower"}
+            image = ax.imshow(maps[quantity], norm=norm, extent=extent, **look)
+            ax.set_title(f"{label}: {quantity}", fontsize=8, loc="left")
+            ax.yaxis.get_major_locator().set_params(integer=True)
+        paper.colorbar(image, ax=list(column), location="bottom", aspect=40, label=f"{quantity} (one scale)")
+        column[-1].set_xlabel("token position")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("layer")
+
+
+def dots_figure(path, panels, found):
+    """Losses of modes minus vanilla's, in two columns of panels, all on one scale of losses."""
+    groups = {panel.title: gaps_of(panel, found) for panel in panels}
+    groups = {title: gaps for title, gaps in groups.items() if gaps}
+    sizes = [len(gaps) + 1 for gaps in groups.values()]
+    heights = [max(sizes[i : i + 2]) for i in range(0, len(sizes), 2)]
+    with page(path, (9.5, 0.19 * sum(heights) + 0.9)) as paper:
+        axes = paper.subplots(len(heights), 2, height_ratios=heights, sharex=True, squeeze=False)
+        for ax, (title, gaps) in zip(axes.flat, groups.items(), strict=False):
+            dots_panel(ax, title, gaps)
+        for ax in axes.flat[len(groups) :]:
+            ax.set_axis_off()
+        for ax in axes.flat[len(groups) - 2 : len(groups)]:
+            ax.tick_params(labelbottom=True)
+            ax.set_xlabel("validation loss minus vanilla's (nats per token)")
+        paper.legend(handles=dots_key(), loc="outside upper left", ncols=4, title=found.size, alignment="left")
+
+
+def gaps_of(panel, found):
+    """{mode: [loss minus vanilla's with that seed]} of a panel's modes that have runs, the lowest mean last."""
+    gaps = {}
+    for _, job in panel.lines:
+        seeds = [seed for seed in found.seeds(job) if seed in found.seeds(job.baseline)]
+        if seeds:
+            gaps[job.mode] = [found.loss(job, seed) - found.loss(job.baseline, seed) for seed in seeds]
+    return dict(sorted(gaps.items(), key=lambda item: -np.mean(item[1])))
+
+
+def dots_key():
+    """What dot, tick and bar are, for the legend."""
+    from matplotlib.lines import Line2D
+
+    return [
+        Line2D([], [], marker="o", linestyle="", color="0.65", markersize=4, markeredgewidth=0, label="a seed"),
+        Line2D([], [], marker="|", linestyle="", label="mean", **KEY),
+        Line2D([], [], color=KEY["color"], label="± standard deviation"),
+        Line2D([], [], color="0.5", linewidth=0.8, label="vanilla"),
+    ]
+
+
+def dots_panel(ax, title, gaps):
+    """One group of modes: seeds as grey dots, mean and standard deviation as tick and bar, the lowest loss on top."""
+    for y, (mode, seeds) in enumerate(gaps.items()):
+        numbers = plot.spread(seeds)
+        look = KEY | {"color": style_of(mode)["color"]} if mode in HEADLINE else KEY
+        ax.plot(seeds, [y] * len(seeds), "o", color="0.65", markersize=4, markeredgewidth=0)
+        ax.errorbar(numbers["mean"], y, xerr=numbers["std"], fmt="|", **look)
+    ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
+    ax.set(yticks=range(len(gaps)), yticklabels=list(gaps), ylim=(-0.6, len(gaps) - 0.4))
+    ax.set_title(title, loc="left", fontsize=9)
+    ax.grid(axis="x", color="0.9", linewidth=0.6)
+    ax.set_axisbelow(True)

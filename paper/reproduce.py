@@ -1,0 +1,544 @@
+"""Every figure and table of the paper by one command: train what it needs, analyse, draw, set beside the paper.
+
+    python -m paper.reproduce fig7 --dry_run                  what would be run here: commands, disk, GPU-hours
+    python -m paper.reproduce fig7                            run it and draw it; what is finished is not run again
+    python -m paper.reproduce all                             everything at --scale=cpu, on a laptop
+    python -m paper.reproduce modes                           every mode with three seeds, at config/small.py
+    python -m paper.reproduce all --scale=paper --dry_run     the paper's own settings
+    python -m paper.reproduce report                          results/cpu/README.md, from results/cpu.json
+
+Names: fig1 fig2 fig4 … fig22, tab1 … tab5 (Figure 3 is a schematic), modes; figures.py says what each is made of. A run
+is an ordinary run of train.py in out/<scale>/<its name>-<seed>. Figures go to results/<scale>/, the numbers beside the
+paper's to results/<scale>.json. After a kill the same command goes on.
+"""
+
+import dataclasses
+import os
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import plot
+from configurator import UserError, check_ranges, command_line, need, run_main, setting
+from files import read_json, write_json, write_text
+from paper.claims import HEADER, claim_cells, claim_rows, tally
+from paper.figures import FIGURES, PAPER
+from paper.panels import draw_figure
+from paper.runs import (
+    INITIAL,
+    SCALES,
+    SEEDS,
+    Found,
+    Job,
+    RecordedLosses,
+    model_of,
+    train_settings,
+    units_in_words,
+)
+from report import markdown, plus_minus
+
+MFU = 0.4  # the share of an A100's bf16 peak that GPU-hours are computed with
+HERE = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class ReproduceConfig:
+    """Every setting of paper.reproduce."""
+
+    words: tuple[str, ...] = setting((), "fig1 … fig22, tab1 … tab5, all, modes, or report", positional=True)
+    scale: Literal["", "cpu", "small", "paper", "modes"] = setting(
+        "", "what the paper's sizes, lengths and tokens are here; empty = cpu, and modes for the figure of modes"
+    )
+    seeds: int = setting(
+        0, "seeds of every run; 0 = the scale's: at cpu three for the ablations and one else", least=0, most=len(SEEDS)
+    )
+    dry_run: bool = setting(False, "only say what would be run")
+    run: bool = setting(True, "train and analyse what is missing; false = only draw what is there")
+    jobs: int = setting(0, "runs at a time; 0 = one per core at a scale without GPUs, else one", least=0)
+    public: tuple[str, ...] = setting((), "Llama or Mistral folders in Hugging Face layout, for fig1 and fig18")
+    eval_dir: str = setting("", "local files of tab1's tasks, see eval.py; empty = from the hub")
+    out_dir: str = setting("", "folder of the runs; empty = out/<scale>")
+    data_dir: str = setting("", "prepared data; empty = what the scale says, which cpu and modes make themselves")
+    results_dir: str = setting("results", "folder of the figures and numbers")
+
+    def __post_init__(self):
+        check_ranges(self)
+        known = [*FIGURES, "all", "report"]
+        if not self.words:
+            raise ValueError("say which figure, as in `python -m paper.reproduce fig7 --dry_run`")
+        for word in self.words:
+            if word not in known:
+                raise ValueError(f"cannot reproduce {word!r}; there are {', '.join(known)}")
+        if "report" in self.words and len(self.words) > 1:
+            raise ValueError("report stands alone: it shows all that has been drawn")
+        if not self.scale:
+            object.__setattr__(self, "scale", "modes" if self.words == ("modes",) else "cpu")
+        if self.scale == "modes" and set(self.words) - {"modes", "report"}:
+            raise ValueError("scale=modes has one size and length, enough for the figure of modes only; name another")
+        if self.jobs > 1 and self.units.gpus:
+            raise ValueError(f"jobs={self.jobs} would share the GPUs of one run; leave it out at scale={self.scale}")
+        object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.scale}")
+
+    @property
+    def figures(self):
+        """{name: Figure} of what was asked for, in the paper's order. Public models take the places of ours."""
+        asked = {}
+        for name, figure in FIGURES.items():
+            if name not in self.words and ("all" not in self.words or name not in PAPER):
+                continue
+            if self.public:
+                panels = [dataclasses.replace(p, lines=()) if p.kind == "public" else p for p in figure.panels]
+                figure = dataclasses.replace(figure, panels=tuple(panels))
+            asked[name] = figure
+        return asked
+
+    @property
+    def units(self):
+        """The Scale, with the data folder that was asked for."""
+        found = SCALES[self.scale]
+        data_dir = self.data_dir or found.data_dir
+        return dataclasses.replace(found, data_dir=data_dir, prepare=f"{found.prepare} --out_dir={data_dir}")
+
+    @property
+    def public_folders(self):
+        """{public model's folder: that of its analysis}; models of one name get the whole path as their name."""
+        names = [Path(folder).name for folder in self.public]
+        if len(set(names)) < len(names):
+            names = [folder.strip("/").replace("/", "-") for folder in self.public]
+        return {folder: Path(self.out_dir, "public", name) for folder, name in zip(self.public, names, strict=True)}
+
+    def seeds_of(self, job):
+        """The seeds of a Job: of ablations as many as the scale says."""
+        is_ablation = (job.size, job.length) == ("82M", 2048)
+        return SEEDS[: self.seeds or (self.units.seeds if is_ablation else 1)]
+
+    @property
+    def command(self):
+        """This call without --run=false and --dry_run, for messages."""
+        given = [word for word in sys.argv[1:] if not word.startswith(("--run", "--dry_run"))]
+        return shlex.join(["python", "-m", "paper.reproduce", *given])
+
+
+if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
+    SETTINGS = command_line(ReproduceConfig, __doc__)
+
+import torch
+
+from data import Tokenizer
+from describe import count_parameters, flops_per_token
+from runtime import PEAK_FLOPS, environment
+from train import TrainConfig
+
+# -- the plan
+
+
+@dataclass
+class Plan:
+    """A run that is to be made: its settings, and what is computed from it."""
+
+    job: Job
+    seed: int
+    folder: Path
+    values: dict  # settings of train.py
+    analyse: bool
+    tasks: set
+
+    @property
+    def state(self):
+        """done, begun or new."""
+        with suppress(UserError):
+            if plot.read_run(self.folder).finished:
+                return "done"
+        return "begun" if (self.folder / "metrics.jsonl").exists() else "new"
+
+    @property
+    def tokens(self):
+        return self.values["max_steps"] * self.values["batch_tokens"]
+
+    def disk(self, parameters):
+        """Bytes: the last checkpoint, with several evaluations the best too, weights and optimizer in fp32."""
+        several = self.values["eval_every"] < self.values["max_steps"]
+        return 12 * (1 + several) * parameters
+
+
+def make_plans(cfg):
+    """The Plans of all runs that the figures need, in the order in which the figures name them."""
+    plans = {}
+    for figure in cfg.figures.values():
+        for job in figure.jobs:
+            for seed in cfg.seeds_of(job):
+                folder = Path(cfg.out_dir, f"{job.name}-{seed}")
+                new = Plan(job, seed, folder, train_settings(job, cfg.units, seed, folder), False, set())
+                plan = plans.setdefault((job, seed), new)
+                plan.analyse |= job in figure.analysed
+                if figure.tasks and (seed == SEEDS[0] or cfg.seeds):  # tasks cost more than small runs: one seed
+                    plan.tasks.add(figure.tasks)
+    return list(plans.values())
+
+
+def show_plan(plans, cfg):
+    """Print runs, their sizes and states, disk, and at a scale with GPUs the hours that training takes."""
+    scale, path = cfg.units, Path(cfg.units.data_dir, "tokenizer.json")
+    vocab = Tokenizer.load(path).n_vocab if path.exists() else scale.vocab
+    models, rows, hours, disk, done = {}, [], 0.0, 0, 0
+    for plan in plans:
+        if plan.job not in models:
+            model = model_of(plan.job, scale, vocab)
+            models[plan.job] = model, count_parameters(model)[0]
+        (model, parameters), state = models[plan.job], plan.state
+        row = [f"{plan.job.name}-{plan.seed}", state, f"{parameters:,}", f"{plan.tokens:,}"]
+        row.append(f"{plan.disk(parameters) / 1e9:.2f}")
+        disk += plan.disk(parameters)
+        done += state == "done"
+        if scale.gpus:
+            cost = 0.0
+            if state != "done":
+                cost = flops_per_token(model) * plan.tokens / (PEAK_FLOPS["A100"] * MFU) / 3600
+            hours += cost
+            row.append(f"{cost:,.2f}")
+        rows.append(row)
+    header = ["run", "state", "parameters", "tokens", "disk (GB)"]
+    print(f"scale {cfg.scale}: {scale.what}\n")
+    print(markdown([*header, "GPU-hours"] if scale.gpus else header, rows))
+    if cfg.dry_run:
+        print(*commands(plans, cfg), "", sep="\n")
+    said = [f"{len(plans)} runs, {done} of them done"]
+    if scale.gpus:
+        said.append(f"training takes {hours:,.1f} GPU-hours at {MFU:.0%} of an A100's bf16 peak")
+    analyses = sum(plan.analyse and is_stale(plan.folder, scale.chunks) for plan in plans) + len(other_analyses(cfg))
+    said.append(f"{analyses} analyses and the tasks of {sum(bool(plan.tasks) for plan in plans)} runs come on top")
+    said.append(f"disk {disk / 1e9:,.1f} GB")
+    if not Path(scale.data_dir, "manifest.json").exists():
+        said[-1] += f" and {scale.tokens * 2 / 1e9:.2g} GB of data"
+    print("; ".join(said), flush=True)
+
+
+# -- commands
+
+
+def train_words(values):
+    """Settings as the words of a command, those that are train.py's defaults left out."""
+    defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
+    return [f"--{key}={value}" for key, value in values.items() if value != defaults[key]] + ["--resume=auto"]
+
+
+def device_words(cfg):
+    """At a scale without GPUs even a machine that has one computes on its cores, all runs alike."""
+    return [] if cfg.units.gpus else ["--device=cpu"]
+
+
+def chunk_words(cfg):
+    return [f"--chunks={cfg.units.chunks}", f"--data_dir={cfg.units.data_dir}", *device_words(cfg)]
+
+
+def task_words(tasks, cfg):
+    """Of eval.py: which tasks, a table's or one, on which data, and where."""
+    words = [f"--task={tasks}"]
+    if tasks in ("loss", "table5"):
+        words.append(f"--corpus={cfg.units.data_dir}")
+    elif cfg.eval_dir:
+        words.append(f"--data_dir={cfg.eval_dir}")
+    return words + device_words(cfg)
+
+
+def other_analyses(cfg):
+    """[(command, folder)] of analyses that are missing of models that are not trained here: a new one, public ones."""
+    kinds = {panel.kind for figure in cfg.figures.values() for panel in figure.panels}
+    out, found = Path(cfg.out_dir, INITIAL), []
+    if "initial" in kinds and not (out / "analysis.json").exists():
+        # the paper's own size and length at any scale: before training few chunks show the entropy
+        words = ["--length=2048", "--chunks=16", f"--data_dir={cfg.units.data_dir}", f"--out_dir={out}"]
+        found.append((["analyze.py", "--init=config/size_468m.py", *words, *device_words(cfg)], out))
+    if "public" in kinds:
+        for folder, out in cfg.public_folders.items():
+            if is_stale(out, cfg.units.chunks):
+                words = ["--length=2048", *chunk_words(cfg), "--dtype=bfloat16", f"--out_dir={out}"]
+                found.append((["analyze.py", folder, *words], out))
+    return found
+
+
+def commands(plans, cfg):
+    """What would be run, as lines of a shell: runs whether done or not, data and other models where they are not."""
+    launcher = ["torchrun", f"--nproc_per_node={cfg.units.gpus}"] if cfg.units.gpus > 1 else ["python"]
+    if not Path(cfg.units.data_dir, "manifest.json").exists():
+        yield cfg.units.prepare
+    for plan in plans:
+        yield shlex.join([*launcher, "train.py", *train_words(plan.values)])
+    for command, _ in other_analyses(cfg):
+        yield shlex.join(["python", *command])
+    for plan in plans:
+        if plan.analyse:
+            yield shlex.join(["python", "analyze.py", str(plan.folder), *chunk_words(cfg)])
+        for tasks in sorted(plan.tasks):
+            yield shlex.join(["python", "eval.py", str(plan.folder), *task_words(tasks, cfg)])
+
+
+# -- running
+
+
+def script_words(name, *given):
+    return [sys.executable, str(HERE / name), *map(str, given)]
+
+
+def run_logged(command, log, threads=""):
+    """Run a command with its output added to file `log`; raises UserError with its last line if it fails.
+    threads: OMP_NUM_THREADS, where several commands share the cores."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    env = os.environ | {"OMP_NUM_THREADS": threads} if threads else None
+    with open(log, "a", encoding="utf-8") as out:
+        code = subprocess.run(command, stdout=out, stderr=out, env=env).returncode
+    if code:
+        last = (log.read_text(encoding="utf-8").strip().splitlines() or ["nothing"])[-1]
+        raise UserError(f"`{shlex.join(command)}` failed ({code}): {last}; all of it is in {log}")
+
+
+def make_run(plan, cfg, threads):
+    """Train, analyse and evaluate one Plan, as far as that is not done. Returns its validation loss."""
+    if plan.state != "done":
+        command = script_words("train.py", *train_words(plan.values))
+        if cfg.units.gpus > 1:
+            command[1:1] = ["-m", "torch.distributed.run", f"--nproc_per_node={cfg.units.gpus}"]
+        run_logged(command, plan.folder / "train.log", threads)
+    if plan.analyse and is_stale(plan.folder, cfg.units.chunks):
+        words = script_words("analyze.py", plan.folder, *chunk_words(cfg))
+        run_logged(words, plan.folder / "analyze.log", threads)
+    for tasks in sorted(plan.tasks):
+        score(plan, tasks, cfg, threads)
+    run = plot.read_run(plan.folder)
+    return run.val[run.last]
+
+
+def is_stale(folder, chunks):
+    """Whether a folder's analysis is missing, older than its weights, or of fewer chunks."""
+    path = folder / "analysis.json"
+    weights = max((p.stat().st_mtime for p in folder.glob("step_*.safetensors")), default=0)
+    if not path.exists() or path.stat().st_mtime < weights:
+        return True
+    return read_json(path, "a file of analyze.py").get("chunks_asked", 0) < chunks
+
+
+def score(plan, tasks, cfg, threads):
+    """Run the tasks of a table that a run has no result of, one by one: a model too short for a task leaves it out;
+    without the files, all the rest."""
+    known = plot.read_eval(plan.folder)[1] if (plan.folder / "eval.json").exists() else {}
+    for name in ["loss"] if tasks == "table5" else plot.TASKS[:6]:
+        if name in known:
+            continue
+        words = script_words("eval.py", plan.folder, *task_words(name, cfg))
+        try:
+            run_logged(words, plan.folder / "eval.log", threads)
+        except UserError as e:
+            print(f"note: {plan.folder.name} has no {name}: {e}", flush=True)
+            if "longer" not in str(e):
+                break
+
+
+def make_all(plans, cfg, at_once):
+    """Make all runs, `at_once` of them side by side, then the other analyses. Returns the errors of those that failed,
+    which does not keep the others from being made."""
+    threads = ""
+    if not cfg.units.gpus and at_once > 1:
+        threads = str(max(1, (os.cpu_count() or 1) // at_once))
+    failed = []
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = {pool.submit(make_run, plan, cfg, threads): plan for plan in plans}
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                try:
+                    said = f"{futures[future].folder}: validation loss {future.result():.4f}"
+                except UserError as e:
+                    said = f"note: {e}"
+                    failed.append(e)
+                print(f"{done} of {len(plans)}, {said}", flush=True)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    for (name, *words), folder in other_analyses(cfg):  # these have the machine to themselves
+        print(f"{folder}: {name} {words[0]}", flush=True)
+        words = [word.replace("=config/", f"={HERE}/config/") for word in words]
+        try:
+            run_logged(script_words(name, *words), folder / "analyze.log")
+        except UserError as e:
+            print(f"note: {e}", flush=True)
+            failed.append(e)
+    return failed
+
+
+def make_data(cfg):
+    """Make the data of a scale without GPUs if it is not there; that of other scales is the user's to make."""
+    folder = Path(cfg.units.data_dir)
+    if (folder / "manifest.json").exists():
+        return
+    if cfg.units.gpus or cfg.data_dir:
+        raise UserError(f"{folder} has no manifest.json; make the data: `{cfg.units.prepare}`")
+    print(f"making the data: {cfg.units.prepare}", flush=True)
+    code = subprocess.run(script_words(*cfg.units.prepare.split()[1:])).returncode
+    if code:
+        raise UserError(f"`{cfg.units.prepare}` failed ({code})")
+
+
+# -- results
+
+
+def read_results(cfg):
+    """What results/<scale>.json holds; raises UserError if nothing is drawn yet."""
+    path = Path(cfg.results_dir, f"{cfg.scale}.json")
+    if not path.exists():
+        raise UserError(f"{path} is missing: nothing is drawn yet at scale={cfg.scale}; name a figure instead")
+    return read_json(path, "results of paper.reproduce")
+
+
+def trained_by(folders):
+    """The commits of the code that made these runs."""
+    files = [folder / "env.json" for folder in folders]
+    return sorted({str(read_json(path, "of train.py").get("commit")) for path in files if path.exists()})
+
+
+def modes_of_runs(figure, found):
+    """A dict of numbers for each mode of a figure, with the losses of each seed."""
+    runs = [found.run(job, seed) for job in figure.jobs for seed in found.seeds(job)]
+    groups = plot.by_mode(runs, "vanilla")
+    modes = plot.mode_numbers(groups, "vanilla")
+    for row in modes:
+        row["losses"] = {str(run.seed): run.val[run.last] for run in groups[row["mode"]]}
+    return modes
+
+
+def publish(name, figure, cfg, found):
+    """Draw a figure or print a table, and write its numbers into the results of the scale."""
+    path = Path(cfg.results_dir, f"{cfg.scale}.json")
+    results = read_results(cfg) if path.exists() else {"figures": {}}
+    print(f"{name}: {figure.caption}")
+    record = {"caption": figure.caption, "out_dir": cfg.out_dir}
+    record["runs"] = [f"{job.name}-{seed}" for job in figure.jobs for seed in cfg.seeds_of(job)]
+    record["commits"] = trained_by(Path(cfg.out_dir, run) for run in record["runs"])
+    if name == "modes":
+        if cfg.run or "modes" not in results:
+            results |= {"baseline": "vanilla", "modes": modes_of_runs(figure, found)}
+        found = RecordedLosses(results["modes"], cfg.units)
+        if not record["commits"] and "commit" in results:
+            record["commits"] = [results["commit"]]
+    if figure.panels:
+        draw_figure(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)
+        record["png"] = f"{cfg.scale}/{name}.png"
+    if figure.table:
+        header, *rows = record["table"] = list(figure.table(found))
+        print(markdown(header, rows))
+    record["rows"] = claim_rows(figure, found)
+    if record["rows"]:
+        print(markdown(HEADER, map(claim_cells, record["rows"]), left=3), flush=True)
+    record["environment"] = environment()
+    figures = results.setdefault("figures", {}) | {name: record}
+    results |= {"scale": cfg.units.what, "units": units_in_words(cfg.units)}
+    results["figures"] = {key: figures[key] for key in FIGURES if key in figures}
+    write_json(path, results)
+
+
+# -- results/<scale>/README.md
+
+
+def mode_table(modes):
+    """Markdown of every mode's losses, the lowest first."""
+    rows = []
+    shown = {job.mode for job in FIGURES["modes"].jobs}
+    modes = [row for row in modes if row["mode"] in shown]
+    for row in sorted(modes, key=lambda row: row["val_loss"]["mean"]):
+        gap = row["difference"] or {"mean": None, "std": None}
+        loss = plus_minus(row["val_loss"]["mean"], row["val_loss"]["std"])
+        cells = [f"`{row['mode']}`", loss, plus_minus(gap["mean"], gap["std"], sign=True)]
+        rows.append([*cells, f"{row['parameters']:,}", f"{row['kv_bytes_per_token']:,}"])
+    return markdown(["mode", "validation loss", "minus vanilla's", "parameters", "KV bytes per token"], rows)
+
+
+def section(name, record):
+    """A figure or table of the report, as Markdown."""
+    title = {"fig": f"Figure {name[3:]}", "tab": f"Table {name[3:]}"}.get(name[:3], "All modes")
+    parts = [f"## {title}", record["caption"]]
+    if "png" in record:
+        parts.append(f"![{title}]({Path(record['png']).name})")
+    if "table" in record:
+        parts.append(markdown(record["table"][0], record["table"][1:]))
+    if record["rows"]:
+        parts.append(markdown(HEADER, map(claim_cells, record["rows"]), left=3))
+    commits = ", ".join(commit[:10] for commit in record["commits"])
+    made = [f"{len(record['runs'])} runs"] if record["runs"] else []
+    if commits:
+        made.append(f"trained by commit {commits}")
+    made.append(f"drawn by commit {(record['environment']['commit'] or 'unknown')[:10]}")
+    parts.append(f"<sub>{', '.join(made)}, on {record['environment']['machine']}</sub>")
+    return "\n\n".join(parts)
+
+
+def report_text(results, scale):
+    """results/<scale>/README.md, from what results/<scale>.json holds."""
+    figures = results["figures"]
+    parts = [
+        f"# The paper's figures and tables at scale `{scale}`",
+        f"Written by `python -m paper.reproduce report --scale={scale}` from [{scale}.json](../{scale}.json).",
+        f"This scale: {results['scale']}. {results['units']} Losses are in nats per token.",
+        f"{tally(figures)} A difference within one standard deviation of the seeds is within their spread.",
+    ]
+    parts += [section(name, record) for name, record in figures.items()]
+    if "modes" in results:
+        parts += ["## Losses of all modes", mode_table(results["modes"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def report(cfg):
+    """Write results/<scale>/README.md."""
+    path = Path(cfg.results_dir, cfg.scale, "README.md")
+    results = read_results(cfg)
+    write_text(path, report_text(results, cfg.scale))
+    print(f"wrote {path}: {len(results['figures'])} figures and tables")
+
+
+def publish_all(cfg):
+    """Publish every figure that was asked for. Returns {name: error} of those whose runs are missing, which does not
+    keep the others from being drawn."""
+    found = Found(cfg.out_dir, cfg.units, cfg.seeds_of, cfg.public_folders.values(), cfg.command)
+    missing = {}
+    for name, figure in cfg.figures.items():
+        try:
+            publish(name, figure, cfg, found)
+        except UserError as e:
+            print(f"note: {e}", flush=True)
+            missing[name] = e
+    return missing
+
+
+def main(cfg: ReproduceConfig):
+    if cfg.words == ("report",):
+        report(cfg)
+        return
+    figures = cfg.figures.values()
+    if not cfg.dry_run and any(figure.panels for figure in figures):
+        need("matplotlib")  # before hours of training
+    if cfg.run and cfg.units.gpus and not cfg.dry_run and not torch.cuda.is_available():
+        raise UserError(f"scale={cfg.scale} needs GPUs, and there is none; add --dry_run, or set --scale=cpu")
+    if cfg.run and not cfg.dry_run:
+        if any(figure.jobs or figure.reads_data for figure in figures) or other_analyses(cfg):
+            make_data(cfg)
+    failed = []
+    if cfg.run or cfg.dry_run:
+        plans = make_plans(cfg)
+        show_plan(plans, cfg)
+        if cfg.dry_run:
+            return
+        at_once = cfg.jobs or (1 if cfg.units.gpus else os.cpu_count() or 1)
+        failed = make_all(plans, cfg, at_once)
+    missing = publish_all(cfg)
+    said = []
+    if missing:
+        said.append(f"not drawn: {', '.join(missing)}, the first because {next(iter(missing.values()))}")
+    if failed:
+        said.append(f"{len(failed)} commands failed, the first: {failed[0]}")
+    if said:
+        raise UserError("; ".join(said))
+
+
+if __name__ == "__main__":
+    run_main(main, SETTINGS)

@@ -1,0 +1,276 @@
+"""Runs in the paper's units, what these units are at each scale, and what finished runs have left on disk.
+
+A Job says "ResFormer, 82M, length 64,000"; a Scale says that this is a model of 738k parameters at length 1,024 on two
+cores. `Found` reads the losses, curves, analyses and scores of the runs. Read next: claims.py.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+import plot
+from configurator import UserError
+from value_modes import ModelConfig, get_mode
+
+SEEDS = (42, *range(1, 10))  # 42 is the paper's
+INITIAL = "init-468M"  # folder of the analysis of a model before training
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run in the paper's units."""
+
+    mode: str = "vanilla"
+    size: str = "82M"
+    length: int = 2048
+    lr: float = 6e-4
+    warmup: int = 120
+    arch: str = "llama"
+
+    @property
+    def name(self):
+        """Of its folder: size, length and mode, and what else is not the paper's default."""
+        parts = [self.size, str(self.length), self.mode]
+        if self.lr != 6e-4:
+            parts.append(f"lr{self.lr:g}")
+        if self.warmup != 120:
+            parts.append(f"warmup{self.warmup}")
+        if self.arch != "llama":
+            parts.append(self.arch)
+        return "-".join(parts)
+
+    @property
+    def baseline(self):
+        """The vanilla run of the same settings."""
+        return dataclasses.replace(self, mode="vanilla")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the paper's units are: sizes -> (layers, heads, width), lengths -> (tokens, sequences a step, micro-batch).
+    The learning rate is the paper's times `rate`; warmups: the paper's steps of warmup -> ours."""
+
+    what: str
+    sizes: dict
+    lengths: dict
+    steps: int
+    rate: float
+    warmups: dict
+    seeds: int  # of each 82M run at length 2,048, the ablations; other runs have one
+    gpus: int  # ranks of a run; 0 = no GPU
+    data_dir: str
+    prepare: str  # the command that makes it, but for --out_dir
+    window: int  # steps of the moving average of training losses
+    evals: int  # evaluations of a 468M run (Figure 6, right); other runs are evaluated at their end
+    chunks: int  # of an analysis
+    settings: dict = field(default_factory=dict)  # of train.py, besides
+    micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
+    tokens: float = 20e9  # of the data
+    vocab: int = 50277  # of its tokenizer
+
+
+PAPER_SIZES = {
+    "2M": (4, 2, 16),
+    "82M": (8, 8, 512),
+    "180M": (12, 12, 768),
+    "320M": (15, 16, 1024),  # the paper names a 320M without its shape: this one has 331M
+    "468M": (24, 16, 1024),
+}
+SLIMPAJAMA = "python prepare.py slimpajama --tokenizer_file=tokenizer.json"
+PYSOURCE = "python prepare.py pysource --tokenizer=bpe:2048 --tokens=12e6"
+ON_CORES = {"eval_tokens": 8192, "dtype": "float32", "compile": False, "device": "cpu"}
+SCALES = {
+    "paper": Scale(
+        "the paper's settings: 8 A100s, 20.97B tokens a run",
+        PAPER_SIZES,
+        {512: (512, 4096, 128), 2048: (2048, 1024, 32), 8192: (8192, 256, 8), 32000: (32000, 64, 2),
+         64000: (64000, 32, 1)},
+        steps=10_000, rate=1.0, warmups={120: 120, 1200: 1200}, seeds=1, gpus=8,
+        data_dir="data/slimpajama", prepare=SLIMPAJAMA,
+        window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 4, "468M": 4},
+    ),
+    "small": Scale(
+        "the paper's models and lengths, 0.52B tokens a run on one GPU",
+        PAPER_SIZES,
+        {512: (512, 1024, 64), 2048: (2048, 256, 16), 8192: (8192, 64, 4), 32000: (32000, 16, 1), 64000: (64000, 8, 1)},
+        steps=1000, rate=1.0, warmups={120: 40, 1200: 120}, seeds=1, gpus=1,
+        data_dir="data/slimpajama", prepare=SLIMPAJAMA + " --tokens=2e9", tokens=2e9,
+        window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 2, "468M": 4},
+    ),
+    "cpu": Scale(
+        "models of 0.1 to 3.4M parameters on 0.4M tokens each, for 2 cores without a GPU",
+        {"2M": (4, 2, 16), "82M": (8, 8, 64), "180M": (8, 8, 96), "320M": (8, 8, 128), "468M": (12, 8, 128)},
+        {512: (64, 16, 16), 2048: (128, 8, 8), 8192: (256, 4, 4), 32000: (512, 2, 2), 64000: (1024, 1, 1)},
+        steps=400, rate=5.0, warmups={120: 20, 1200: 100}, seeds=3, gpus=0,
+        data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
+        window=20, evals=5, chunks=200, settings=ON_CORES,
+    ),
+    "modes": Scale(
+        "every mode at the shape of config/small.py: 0.7M parameters on 0.3M tokens each, for 2 cores without a GPU",
+        {"82M": (8, 8, 64)},
+        {2048: (64, 16, 16)},
+        steps=300, rate=5.0, warmups={120: 20}, seeds=3, gpus=0,
+        data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
+        window=20, evals=1, chunks=200, settings=ON_CORES,
+    ),
+}  # fmt: skip
+
+
+def train_settings(job, scale, seed, folder):
+    """{setting of train.py: value} of a Job."""
+    block, batch, micro = scale.lengths[job.length]
+    n_layer, n_head, n_embd = scale.sizes[job.size]
+    saves = 10 if scale.gpus else 2
+    evals = scale.evals if job.size == "468M" else 1
+    values = {
+        "value_mode": job.mode,
+        "arch": job.arch,
+        "n_layer": n_layer,
+        "n_head": n_head,
+        "n_embd": n_embd,
+        "block_size": block,
+        "batch_tokens": block * batch,
+        "micro_batch": max(1, micro // scale.micro.get(job.size, 1)),
+        "max_steps": scale.steps,
+        "warmup_steps": scale.warmups[job.warmup],
+        "learning_rate": float(f"{job.lr * scale.rate:.6g}"),
+        "eval_every": scale.steps // evals,
+        "save_every": max(1, scale.steps // saves),
+        "log_every": max(1, scale.steps // 10),
+        "keep": 1,
+        "data_dir": scale.data_dir,
+        "seed": seed,
+        "out_dir": str(folder),
+    }
+    return values | scale.settings
+
+
+def model_of(job, scale, vocab):
+    """The ModelConfig of a Job."""
+    values = train_settings(job, scale, 0, "")
+    shape = {name: values[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "arch")}
+    return ModelConfig(vocab_size=vocab, value_mode=get_mode(job.mode), **shape)
+
+
+def units_in_words(scale):
+    """What a scale makes of the paper's units, in a sentence."""
+    sizes = ", ".join(f"{name} = {a} layers of {b} heads, {c} wide" for name, (a, b, c) in scale.sizes.items())
+    lengths = ", ".join(f"{n:,} = {tokens:,}" for n, (tokens, *_) in scale.lengths.items())
+    warmups = ", ".join(f"{n:,} = {steps:,}" for n, steps in scale.warmups.items())
+    return (
+        f"Sizes, lengths, rates and warmups bear the paper's names. Here they are: sizes {sizes}; lengths in tokens "
+        f"{lengths}; learning rates {scale.rate:g} times the paper's; warmup steps {warmups}; {scale.steps:,} steps."
+    )
+
+
+class NoSeed(KeyError):
+    """A run is not made with that seed."""
+
+
+class Found:
+    """What the runs of a scale have left, read when it is asked for.
+
+    root: folder of the runs; scale: a Scale; seeds: function Job -> its seeds; public: folders of analyses of public
+    models. A run that is missing or not finished is a UserError that names the command `make`, which makes it.
+    """
+
+    def __init__(self, root, scale, seeds, public=(), make="python -m paper.reproduce"):
+        self.root, self.scale, self.seeds, self.make = Path(root), scale, seeds, make
+        self.public = [Path(folder) for folder in public]
+        self.window = scale.window
+        self.curves, self.analyses = {}, {}  # what has been read, by folder
+
+    def folder(self, job, seed):
+        if seed not in self.seeds(job):
+            raise NoSeed(f"{job.name} has no seed {seed}")
+        return self.root / f"{job.name}-{seed}"
+
+    def run(self, job, seed):
+        """The plot.Run of a finished run."""
+        folder = self.folder(job, seed)
+        if folder not in self.curves:
+            self.curves[folder] = self.checked(job, seed, folder)
+        return self.curves[folder]
+
+    def checked(self, job, seed, folder):
+        """A Run read from its folder. Raises UserError if it is missing, unfinished, or of other settings or data."""
+        if not folder.exists():
+            raise UserError(f"{folder} is missing; make it: `{self.make}`")
+        run = plot.read_run(folder)
+        if not run.finished:
+            raise UserError(f"{folder} is not finished ({run.progress}); go on with it: `{self.make}`")
+        made = (run.mode, run.seed, run.max_steps, run.start["block_size"])
+        asked = (job.mode, seed, self.scale.steps, self.scale.lengths[job.length][0])
+        if made != asked:
+            raise UserError(
+                f"{folder} has (mode, seed, steps, length) = {made} instead of {asked}; set another --out_dir, or "
+                "remove it"
+            )
+        first = next(iter(self.curves.values()), run)
+        if first.start["data"] != run.start["data"]:
+            raise UserError(f"{folder} was trained on other data than {first.name}; remove one of them")
+        return run
+
+    def loss(self, job, seed):
+        """Validation loss at the end of a run."""
+        run = self.run(job, seed)
+        return run.val[run.last]
+
+    def validation(self, job, seed):
+        """(tokens, validation losses) of a run's evaluations."""
+        run = self.run(job, seed)
+        return [step * run.step_tokens for step in run.val], list(run.val.values())
+
+    def analysis(self, folder):
+        """(analysis.json, arrays of analysis.npz) of a folder."""
+        if folder not in self.analyses:
+            numbers = plot.read_analysis(folder, self.make)
+            self.analyses[folder] = numbers, dict(np.load(folder / "analysis.npz"))
+        return self.analyses[folder]
+
+    def mean(self, folder, key):
+        """Means of a quantity of `layers` or `states` in a folder's analysis.json; None in layers without it."""
+        numbers, _ = self.analysis(folder)
+        found = numbers["states"].get(key) or numbers["layers"].get(key)
+        if not found:
+            raise UserError(f"{folder}/analysis.json has no {key}; remove it, then `{self.make}`")
+        return found["mean"]
+
+    def by_layer(self, job, seed, key):
+        return self.mean(self.folder(job, seed), key)
+
+    def arrays(self, job, seed):
+        """The arrays of a run's analysis."""
+        return self.analysis(self.folder(job, seed))[1]
+
+    def initial(self, summarise, seed):
+        """min, max or mean over layers of the entropy before training, which is measured with one seed."""
+        if seed != SEEDS[0]:
+            raise NoSeed(seed)
+        return summarise(self.mean(self.root / INITIAL, "entropy"))
+
+    def evaluation(self, job, seed, task):
+        """The record of a task in a run's eval.json, or None."""
+        path = self.folder(job, seed) / "eval.json"
+        return plot.read_eval(path)[1].get(task) if path.exists() else None
+
+
+class RecordedLosses:
+    """Losses of modes from a results file, where the runs are gone: what claims and panels on losses need of Found."""
+
+    def __init__(self, modes, scale):
+        sizes = plot.count_range([row["parameters"] for row in modes])
+        self.size = f"{sizes} parameters, length {scale.lengths[2048][0]:,}, {scale.steps:,} steps"
+        self.losses = {}
+        for row in modes:
+            self.losses[row["mode"]] = {int(seed): loss for seed, loss in row["losses"].items()}
+
+    def seeds(self, job):
+        return tuple(self.losses.get(job.mode, ()))
+
+    def loss(self, job, seed):
+        if job != Job(job.mode) or seed not in self.seeds(job):
+            raise NoSeed(f"{job.name} has no seed {seed}")
+        return self.losses[job.mode][seed]

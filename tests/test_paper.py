@@ -1,0 +1,1664 @@
+"""The paper's wing: what is drawn and claimed, on made-up runs whose numbers can be worked out by hand, and the command
+itself on runs that are small but real."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import ROOT, in_process, refused
+from test_plot import axes, make_run
+
+import looks
+import plot
+import prepare
+from analyze import AnalyzeConfig
+from configurator import UserError, load_settings
+from describe import count_parameters
+from eval import EvalConfig
+from paper import claims, figures, panels, reproduce, tables
+from paper.claims import Claim, claim_cells, claim_rows, which_way
+from paper.figures import FIGURES, PAPER, Figure, Panel
+from paper.panels import draw_figure, line_labels
+from paper.reproduce import ReproduceConfig
+from paper.runs import SCALES, Found, Job, NoSeed, RecordedLosses, model_of, train_settings
+from train import TrainConfig
+from value_modes import TABLE, get_mode, mode_name
+
+N = {"2M": 1_623_856, "82M": 81_901_056, "180M": 179_874_048, "320M": 331_064_320, "468M": 467_921_920}
+N_SV = {"2M": 1_623_088, "82M": 80_066_048, "180M": 173_385_984, "468M": 443_804_672}
+TABLE5 = {  # averages, as the paper prints them
+    "vanilla": {"82M": 2.7389, "180M": 2.5015, "468M": 2.2806},
+    "resformer": {"82M": 2.7117, "180M": 2.4692, "468M": 2.2537},
+}
+LENGTHS = (512, 2048, 8192, 32000, 64000)
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def command(*words):
+    """`python -m paper.reproduce …` in this process."""
+    return in_process(reproduce, *words)
+
+
+def asked(*words):
+    return load_settings(ReproduceConfig, list(map(str, words)))
+
+
+def quietly(f, *given):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        f(*given)
+    return said.getvalue()
+
+
+# ---- the numbers of panels and claims
+
+
+def lines(ax):
+    """{label without its seeds: (x, y)} of the lines that the legend shows."""
+    found = {}
+    for line in ax.lines:
+        if not line.get_label().startswith("_"):
+            found[re.sub(r", (1 seed|\d+ seeds.*)$", "", line.get_label())] = (line.get_xdata(), line.get_ydata())
+    return found
+
+
+def legend_of(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def test_saving_gives_the_papers_ten_percent():
+    """PAPER 2.7: straight lines over ln N through Table 5's averages give 10.5, 10.4 and 10.3 %."""
+    res, van = ([(N[size], loss) for size, loss in TABLE5[mode].items()] for mode in ("resformer", "vanilla"))
+    assert [round(100 * x, 1) for x in claims.saving(res, van)] == [10.5, 10.4, 10.3]
+    assert round(np.mean(claims.saving(res, van)), 3) == 0.104
+    assert max(claims.saving(van, res)) < 0 and claims.saving(van, van) == pytest.approx([0, 0, 0], abs=1e-12)
+
+
+def test_saving_of_exact_lines():
+    def line(factor, sizes=(1e6, 3e6, 9e6)):  # of a model as good as vanilla with `factor` times the parameters
+        return [(n, 5 - 0.2 * math.log(factor * n)) for n in sizes]
+
+    assert claims.saving(line(1.25), line(1)) == pytest.approx([0.2] * 3)
+    assert claims.saving(line(1 / 1.122), line(1)) == pytest.approx([-0.122] * 3)  # it needs 12.2 % more
+    assert claims.saving(line(1.25, sizes=(2e6, 7e7)), line(1)) == pytest.approx([0.2] * 3)  # at sizes of its own
+
+
+def test_undefined_savings():
+    """Losses that do not fall with size have no line to measure along, and a flat one has no end."""
+    flat, higher = [(1e6, 2.0), (2e6, 2.0), (3e6, 2.0)], [(1e6, 2.1), (2e6, 2.1), (3e6, 2.1)]
+    rising, falling = [(1e6, 2.0), (2e6, 2.1)], [(1e6, 2.2), (2e6, 2.1)]
+    assert claims.saving(flat, higher) == [None] * 3
+    assert claims.saving(rising, falling) == claims.saving(falling, rising) == [None] * 2
+    assert claims.saving([(1e6, 2.0), (2e6, 1.99)], falling) == [None] * 2  # 2**-20 of the parameters is no measurement
+    assert claims.saving([(1e6, 2.15), (2e6, 2.05)], falling) == pytest.approx([1 - 2**-0.5] * 2)
+
+
+def test_tokens_saved():
+    x, target = [10, 20, 30, 40], ([10, 20, 30, 40], [9, 5, 3, 2.0])
+    assert claims.tokens_saved((x, [4, 3, 1.5, 1]), target) == pytest.approx(1 - (20 + 10 * (3 - 2) / 1.5) / 40)
+    # ends above it, at 2.1, where the target was after 39: it needs 40 instead
+    assert claims.tokens_saved((x, [4, 3, 2.5, 2.1]), target) == pytest.approx(1 - 40 / 39)
+    assert claims.tokens_saved((x, [9, 9, 9, 9.5]), target) == 1 - 40 / 10
+    assert claims.tokens_saved((x, [1.9, 1, 1, 1]), target) == 0.75
+    assert claims.tokens_saved((x, [4, 3, 2.5, 2.0]), target) == 0
+    assert claims.tokens_saved((x, [4, 2, 2.5, 1]), target) == 0.5  # when it is there for the first time
+    assert claims.tokens_saved((x, [4, 3, 1.5, 1]), ([40, 80], [3, 2.0])) == pytest.approx(1 - (80 / 3) / 80)
+    assert claims.tokens_saved(target, target) == 0
+
+
+def test_critical_point():
+    x = np.arange(1.0, 101)
+    assert claims.critical_point(x, (x - 30.25) * 0.01) == (pytest.approx(30.25), False)
+    waves = np.where(x < 40, (x - 20.5) * 0.01, (x - 70.5) * 0.01)  # above at 20.5, below again at 40, above at 70.5
+    assert claims.critical_point(x, waves) == (pytest.approx(70.5), False)
+    assert claims.critical_point(x, np.full(100, -60.0)) == (math.inf, True)  # level
+    assert claims.critical_point(x, (x - 150.0) * 0.01) == (pytest.approx(150), True)
+    assert claims.critical_point(x, np.where(x < 95, x, -x)) == (math.inf, True)  # ends below and falls
+    assert claims.critical_point(x, x) == (0, False) and claims.critical_point(x, -x) == (math.inf, True)
+    bent = np.where(x <= 90, -50.0, (x - 120) * 1.0)  # the last tenth alone is the line
+    assert claims.critical_point(x, bent) == (pytest.approx(120), True)
+    assert claims.critical_point(np.array([1.0, 2]), np.array([-2.0, -1])) == (pytest.approx(3), True)
+
+
+def test_scaling_panel():
+    ax = axes()
+    points = {"a": [(100, [3.0, 5.0]), (10_000, [2.0])], "b": [(100, [3.5]), (1_000, [3.0]), (10_000, [2.5])]}
+    points["c"] = [(100, [2.0]), (10_000, [2.5])]
+    panels.scaling_panel(ax, points, looks.styles_of({"a": "vanilla", "b": "resformer", "c": "svformer"}))
+    found = lines(ax)
+    for label, first, last in (("a", 4, 2), ("b", 3.5, 2.5)):  # a's line goes through the mean of its seeds
+        x, y = found[label]
+        assert (x[0], x[-1]) == (pytest.approx(100), pytest.approx(10_000))
+        np.testing.assert_allclose(y, first + (last - first) * np.log(x / 100) / np.log(100))
+    marks = [line for line in ax.lines if line.get_linestyle() == "None"]
+    assert sum(len(line.get_xdata()) for line in marks) == 8
+    assert (100, 3) in [tuple(line.get_xydata()[0]) for line in marks] and ax.get_xscale() == "log"
+    assert legend_of(ax) == ["a", "b", "c (does not fall with size)"]
+
+
+def test_critical_panel():
+    ax = axes()
+    points = {64: [(10.0, False), (0.0, False)], 128: [(20.0, False)], 1024: [(99.0, True), (math.inf, True)]}
+    panels.critical_panel(ax, points, "#D55E00")
+    crossed, predicted, *nowhere = ax.lines
+    np.testing.assert_array_equal(crossed.get_xydata(), [[64, 10], [128, 20]])
+    np.testing.assert_array_equal(predicted.get_xydata(), [[1024, 99]])
+    assert predicted.get_markerfacecolor() == "none" != crossed.get_markerfacecolor()
+    assert not any(len(line.get_xdata()) for line in nowhere)  # what has no critical point is not drawn as one
+    said = ["none at length 1,024: the lead does not shrink", "none at length 64: never ahead"]
+    assert legend_of(ax) == ["crossed", "extrapolated from the last tenth", *said] and ax.get_xscale() == "log"
+
+
+def test_heat_maps():
+    from matplotlib.figure import Figure as Paper
+
+    maps = {"importance": 1 + np.arange(6.0).reshape(2, 3), "norm of the hidden state": np.arange(9.0).reshape(3, 3)}
+    paper = Paper()
+    panels.heat_maps(paper, {"one": maps, "two": {name: 2 * of for name, of in maps.items()}})
+    images = {ax.get_title(loc="left"): ax.images[0] for ax in paper.axes if ax.images}
+    assert images.keys() == {f"{label}: {name}" for label in ("one", "two") for name in maps}
+    for title, image in images.items():
+        label, name = title.split(": ")
+        np.testing.assert_array_equal(image.get_array(), maps[name] * (2 if label == "two" else 1))
+        low = -0.5 if "hidden" in title else 0.5
+        assert image.get_extent() == [0.5, 3.5, low, 2.5] and image.origin == "lower"  # row 0 is the first layer
+        assert image.norm is images[f"one: {name}"].norm  # models of a column can be compared
+        assert image.norm.vmax == 2 * maps[name].max()
+
+
+# ---- runs: settings, scales, names
+
+
+def jobs():
+    """All runs of the paper's figures."""
+    return list(dict.fromkeys(job for name in PAPER for job in FIGURES[name].jobs))
+
+
+def test_default_job_is_the_papers_recipe():
+    """train.py's defaults are Table 4; only how often it is evaluated, logged and saved may differ."""
+    assert dataclasses.astuple(Job()) == ("vanilla", "82M", 2048, 6e-4, 120, "llama")
+    values = train_settings(Job(), SCALES["paper"], 42, "x")
+    mine, default = (dataclasses.asdict(TrainConfig(**of)) for of in (values, {}))
+    assert {k for k in default if mine[k] != default[k]} <= {"out_dir", "eval_every", "log_every", "keep", "save_every"}
+    assert mine["max_steps"] % mine["eval_every"] == 0 == mine["max_steps"] % mine["save_every"]
+    words = reproduce.train_words(values)
+    assert "--resume=auto" in words and not any(w.startswith(("--n_layer", "--seed", "--value_mode")) for w in words)
+
+
+def test_paper_scale_is_tables_3_and_4():
+    scale = SCALES["paper"]
+    for length, batch, each in ((512, 4096, 128), (2048, 1024, 32), (8192, 256, 8), (32000, 64, 2), (64000, 32, 1)):
+        cfg = TrainConfig(**train_settings(Job(length=length), scale, 42, "x"))
+        assert (cfg.block_size, cfg.batch_tokens, cfg.micro_batch) == (length, batch * length, each)
+        assert cfg.accumulation(8) == 4 and cfg.max_steps == 10_000
+    for size, shape in {"2M": (4, 2, 16), "82M": (8, 8, 512), "180M": (12, 12, 768), "468M": (24, 16, 1024)}.items():
+        for mode, total in (("vanilla", N[size]), ("svformer", N_SV[size])):
+            cfg = TrainConfig(**train_settings(Job(mode, size), scale, 42, "x"))
+            assert (cfg.n_layer, cfg.n_head, cfg.n_embd) == shape
+            assert count_parameters(cfg.model(50277))[0] == total
+    middle = TrainConfig(**train_settings(Job(size="320M"), scale, 42, "x"))
+    assert count_parameters(middle.model(50277))[0] == N["320M"]
+    gpt2 = TrainConfig(**train_settings(Job(arch="gpt2"), scale, 42, "x"))
+    assert count_parameters(gpt2.model(50277))[0] == 77_752_320  # the paper's 78M
+    big = TrainConfig(**train_settings(Job(size="468M"), scale, 42, "x"))
+    assert big.eval_every * big.batch_tokens == 2_097_152_000  # every 2B tokens, Figure 6
+
+
+def test_rates_and_warmups():
+    """Rates are the paper's times one number; the paper's two lengths of warmup, Figure 15, are two here."""
+    for name, steps, rate in (("paper", 10_000, 1), ("small", 1000, 1), ("cpu", 400, 5)):
+        scale = SCALES[name]
+        assert train_settings(Job(), scale, 1, "x")["max_steps"] == steps
+        short, long = (train_settings(Job(warmup=n), scale, 1, "x")["warmup_steps"] for n in (120, 1200))
+        assert (short, long) == (120, 1200) if name == "paper" else 1.2 * steps / 100 <= short < long <= steps / 4
+        rates = [train_settings(Job(lr=lr), scale, 1, "x")["learning_rate"] for lr in (1e-4, 3e-4, 6e-4)]
+        assert rates == pytest.approx([1e-4 * rate, 3e-4 * rate, 6e-4 * rate], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_every_run_of_every_figure_is_valid(name):
+    scale, folders = SCALES[name], set()
+    every = FIGURES["modes"].jobs if name == "modes" else jobs()
+    for job in every:
+        values = train_settings(job, scale, 7, f"out/{job.name}")
+        cfg = TrainConfig(**values)
+        assert cfg.accumulation(max(1, scale.gpus)) >= 1
+        assert mode_name(cfg.value_mode) == job.mode and cfg.arch == job.arch and cfg.seed == 7
+        assert cfg.block_size == scale.lengths[job.length][0] and 1 <= cfg.warmup_steps < cfg.max_steps
+        assert cfg.save_every <= cfg.max_steps / 2  # a kill costs half of a run at most
+        assert model_of(job, scale, 2048) == cfg.model(2048)
+        folders.add(job.name)
+    assert len(folders) == len(every) == len({str(train_settings(job, scale, 7, "same")) for job in every})
+    tokens = {length: block * batch for length, (block, batch, _) in scale.lengths.items()}
+    assert max(tokens.values()) / min(tokens.values()) < 1.03 and scale.steps > 2 * scale.window
+    assert tuple(tokens) == ((2048,) if name == "modes" else LENGTHS)
+
+
+def test_scale_modes_is_the_config_file():
+    """`make modes` trained with config/small.py: the same settings, so the same numbers."""
+    mine = TrainConfig(**train_settings(Job("cla2"), SCALES["modes"], 1, "x"))
+    file = load_settings(TrainConfig, [str(ROOT / "config/small.py"), "--value_mode=cla2", "--seed=1", "--out_dir=x"])
+    free = ("save_every", "log_every", "keep", "compile", "device")
+    mine, file = ({k: v for k, v in dataclasses.asdict(of).items() if k not in free} for of in (mine, file))
+    assert mine == file
+
+
+def test_the_command_for_data_makes_the_data_that_is_asked_for():
+    for scale in SCALES:
+        for given in ("", "elsewhere"):
+            word = "modes" if scale == "modes" else "all"
+            units = asked(word, f"--scale={scale}", f"--data_dir={given}").units
+            python, file, *words = shlex.split(units.prepare)
+            assert (python, file) == ("python", "prepare.py")
+            cfg = load_settings(prepare.PrepareConfig, words)
+            assert cfg.out_dir == units.data_dir == (given or SCALES[scale].data_dir)
+    with pytest.raises(UserError, match="--out_dir=elsewhere"):
+        reproduce.make_data(asked("fig9", "--data_dir=elsewhere"))
+
+
+def test_names():
+    odd = Job("svformer", lr=1e-4, warmup=1200, arch="gpt2")
+    assert Job().name == "82M-2048-vanilla" and Job("cla2", "2M", 512).name == "2M-512-cla2"
+    assert odd.name == "82M-2048-svformer-lr0.0001-warmup1200-gpt2"
+    assert odd.baseline == Job("vanilla", lr=1e-4, warmup=1200, arch="gpt2")
+    axis = itertools.product(("vanilla", "svformer"), ("2M", "82M"), (512, 2048), (1e-4, 6e-4), (120, 1200))
+    every = [Job(*of, arch) for of in axis for arch in ("llama", "gpt2")]
+    assert len({job.name for job in every}) == len(every) == 64
+
+
+def test_seeds():
+    cfg = asked("all")
+    assert cfg.seeds_of(Job("key")) == (42, 1, 2) and cfg.seeds_of(Job(length=512)) == (42,)
+    assert cfg.seeds_of(Job(size="180M")) == (42,) and cfg.seeds_of(Job(lr=1e-4)) == (42, 1, 2)
+    two = asked("all", "--seeds=2")
+    assert {two.seeds_of(job) for job in jobs()} == {(42, 1)}
+    assert {asked("all", "--scale=paper").seeds_of(job) for job in jobs()} == {(42,)}
+    plans = reproduce.make_plans(asked("fig4", "fig6", "--seeds=2", "--out_dir=o"))
+    names = [str(of.folder) for of in plans]
+    assert names[:3] == ["o/82M-2048-vanilla-42", "o/82M-2048-vanilla-1", "o/180M-2048-vanilla-42"]
+    assert len(set(names)) == len(names) == 2 * 2 * 4 and {of.values["seed"] for of in plans} == {42, 1}
+    assert {of.folder.name for of in plans if of.analyse} == {"82M-2048-vanilla-42", "82M-2048-vanilla-1"}
+    for words, seeds in (((), {42}), (("--seeds=2",), {42, 1})):  # tasks cost more than small runs do
+        scored = [of for of in reproduce.make_plans(asked("tab1", "tab5", *words)) if of.tasks]
+        assert {of.seed for of in scored} == seeds and {of.job for of in scored} == {
+            *FIGURES["tab1"].runs,
+            *FIGURES["tab5"].runs,
+        }
+        assert all(of.tasks == {"table1", "table5"} for of in scored if of.job in (Job(), Job("resformer")))
+
+
+# ---- figures, on made-up runs
+
+
+def crc(*words):
+    return zlib.crc32(" ".join(map(str, words)).encode())
+
+
+def least_squares(size_and_loss):
+    """(a, c) of L = a + c ln N, from the normal equations."""
+    x, y = np.log([n for n, _ in size_and_loss]), np.array([loss for _, loss in size_and_loss])
+    c = ((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()
+    return y.mean() - c * x.mean(), c
+
+
+FITS = {mode: least_squares([(N[size], loss) for size, loss in of.items()]) for mode, of in TABLE5.items()}
+STEPS, WINDOW, QUARTERS = 40, 5, (10, 20, 30, 40)
+CROSSINGS = {512: 10.5, 2048: 15.5, 8192: 20.5, 32000: 30.5, 64000: 50.5}  # the last one only by extrapolation
+LAYERS = {"2M": 4, "82M": 8, "180M": 12, "320M": 15, "468M": 24}
+T = 2048
+SIX = ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "piqa")
+
+
+class Made:
+    """Runs of all figures: losses of Table 5 where it has them, an SVFormer that needs 12.2 % more parameters and
+    crosses vanilla at CROSSINGS, and else numbers that differ from run to run."""
+
+    def __init__(self, root):
+        self.root = root
+        for job, seed in [(of, i) for of in jobs() for i in self.seeds(of)]:
+            folder = root / f"{job.name}-{seed}"
+            total = (N_SV if job.mode == "svformer" else N)[job.size]
+            val = dict(zip(QUARTERS[-len(self.val(job, seed)) :], self.val(job, seed), strict=True))
+            length = SCALES["cpu"].lengths[job.length][0]
+            made = dict(parameters=total, block_size=length)
+            make_run(folder, job.mode, seed, self.training(job, seed), val, **made)
+            numbers, arrays = self.analysis(job, seed)
+            (folder / "analysis.json").write_text(json.dumps(numbers))
+            np.savez(folder / "analysis.npz", **arrays)
+            if results := self.results(job, seed):
+                of = {"step_x": {"step": STEPS, "mode": job.mode, "results": results}}
+                (folder / "eval.json").write_text(json.dumps({"checkpoints": of}))
+        (root / "init-468M").mkdir()
+        (root / "init-468M" / "analysis.json").write_text(json.dumps(self.analysis(Job("init", "468M"), 0)[0]))
+        np.savez(root / "init-468M" / "analysis.npz", none=0)
+
+    def seeds(self, job):
+        return (42, 1) if (job.size, job.length) == ("82M", 2048) else (42,)
+
+    def loss(self, job, seed):
+        """Validation loss at the end."""
+        plain = dataclasses.replace(job, size="82M", mode="vanilla") == Job()
+        if plain and seed == 42 and job.mode in ("vanilla", "resformer"):
+            a, c = FITS[job.mode]
+            if job.size in ("320M", *TABLE5[job.mode]):
+                return TABLE5[job.mode].get(job.size, a + c * math.log(N["320M"]))
+        if plain and seed == 42 and job.mode == "svformer" and job.size != "2M":
+            a, c = FITS["vanilla"]
+            return a + c * math.log(N_SV[job.size] / 1.122)
+        return 2.5 + crc("loss", job.name, seed) % 1000 / 1000
+
+    def val(self, job, seed):
+        """At each quarter of the 468M runs, at the end of others."""
+        if job.size != "468M":
+            return [self.loss(job, seed)]
+        return [*((3.0, 2.6, 2.4) if job.mode == "vanilla" else (2.9, 2.5, 2.3)), self.loss(job, seed)]
+
+    def training(self, job, seed):
+        noise = np.random.default_rng(crc("train", job.baseline.name, seed)).random(STEPS) + 3
+        if job.mode == "svformer":
+            at = CROSSINGS[job.length] if job.lr == 6e-4 and job.arch == "llama" else 25.5
+            return noise + 0.01 * (np.arange(1, STEPS + 1) - at)
+        return noise + (job.mode != "vanilla") * np.random.default_rng(crc("of", job.name, seed)).random(STEPS)
+
+    def analysis(self, job, seed):
+        rng, L = np.random.default_rng(crc("analysis", job.name, seed)), LAYERS[job.size]
+        names = ("first", "top_1", "top_2", "top_3", "top_10", "top_1%", "eq4", "eq6", "value_largest")
+        layers = {name: rng.random(L).tolist() for name in names + ("value_norm_first", "value_norm_rest")}
+        layers["entropy"] = (2 + 5 * rng.random(L)).tolist()
+        layers["eq4"][0] = layers["eq6"][0] = None
+        states = {k: rng.random(L + 1).tolist() for k in ("hidden_norm_first", "hidden_norm_rest", "hidden_similarity")}
+        about = {"length": T, "entropy_uniform": 7.2025, "chunks_asked": 1000}
+        both = {"layers": layers, "states": states}
+        numbers = about | {where: {k: {"mean": v} for k, v in of.items()} for where, of in both.items()}
+        shapes = dict(importance=(L, 256), value_norm=(L, 256), hidden_norm=(L + 1, 256), value_spectrum=(L, 64))
+        return numbers, {name: rng.random(shape) for name, shape in shapes.items()}
+
+    def layers(self, job, seed, key):
+        numbers = self.analysis(job, seed)[0]
+        return numbers["states" if key.startswith("hidden") else "layers"][key]["mean"]
+
+    def results(self, job, seed):
+        found, rng = {}, np.random.default_rng(crc("eval", job.name, seed))
+        if job.mode in TABLE5 and job.size == "82M" and job.length in (2048, 64000):
+            found |= {task: {"acc": float(rng.random())} for task in SIX}
+        if job.mode in TABLE5 and job.length == 2048 and job.size != "320M":
+            val = dict(zip(("CommonCrawl", "ArXiv", "mine"), rng.random(3).tolist(), strict=True))
+            found["loss"] = {"val": val, "val_mean": sum(val.values()) / 3}
+        return found
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return Made(tmp_path_factory.mktemp("made"))
+
+
+def made_scale(**changes):
+    return dataclasses.replace(SCALES["cpu"], steps=STEPS, window=WINDOW, **changes)
+
+
+@pytest.fixture
+def found(made, data_dir):
+    return Found(made.root, made_scale(data_dir=str(data_dir)), made.seeds, (), "python -m paper.reproduce this")
+
+
+def test_all_figures_are_there():
+    assert list(PAPER) == [f"fig{i}" for i in (1, 2, *range(4, 23))] + [f"tab{i}" for i in range(1, 6)]
+    assert list(FIGURES) == [*PAPER, "modes"]
+    for name, figure in FIGURES.items():
+        assert figure.caption.endswith("."), name
+        assert bool(figure.panels) == (not name.startswith("tab")), name
+        assert all(panel.kind in {*panels.PANEL_KINDS, "heat", "dots"} for panel in figure.panels), name
+
+
+def test_modes_in_figures():
+    """Each mode is one that train.py takes, every row of the table with a source is in the figure of modes, and so is
+    every mode that a claim is about."""
+    shown = {job.mode for job in FIGURES["modes"].jobs}
+    for job in [*jobs(), *FIGURES["modes"].jobs]:
+        assert mode_name(get_mode(job.mode)) == job.mode
+    gone = {"resformer_unet", "resformer_channel"}
+    assert shown >= {name for name, (_, _, source) in TABLE.items() if source} - gone
+    assert shown >= {job.mode for claim in FIGURES["modes"].claims for job in claim.jobs}
+    assert len({claim.what for claim in FIGURES["modes"].claims}) == len(FIGURES["modes"].claims) == 44
+
+
+class Spy(Found):
+    """A Found that notes what it is asked for."""
+
+    def __init__(self, found):
+        self.asked, self.analysed, self.scored = set(), set(), {}
+        super().__init__(found.root, found.scale, found.seeds, (), found.make)
+
+    def run(self, job, seed):
+        self.asked.add(job)
+        return super().run(job, seed)
+
+    def analysis(self, folder):
+        self.analysed |= {job for job in jobs() if folder.name.startswith(f"{job.name}-4")}
+        return super().analysis(folder)
+
+    def evaluation(self, job, seed, task):
+        self.scored.setdefault(job, set()).add(task)
+        return super().evaluation(job, seed, task)
+
+
+@contextlib.contextmanager
+def papers():
+    """What figures are drawn on, kept instead of being rendered."""
+    from matplotlib.figure import Figure as Paper
+
+    kept = []
+
+    @contextlib.contextmanager
+    def page(path, size):
+        kept.append(Paper(figsize=size))
+        yield kept[-1]
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(panels, "page", page)
+        yield kept
+
+
+def test_a_figure_names_all_that_it_needs_and_no_more(found):
+    for name in PAPER:
+        figure, spy = FIGURES[name], Spy(found)
+        with papers():
+            if figure.panels:
+                draw_figure("x.png", figure, spy)
+        if figure.table:
+            list(figure.table(spy))
+        table = claim_rows(figure, spy)
+        assert len(table) == len(figure.claims) and all(row["n"] for row in table), name
+        assert spy.asked | spy.analysed | spy.scored.keys() == set(figure.jobs), name
+        assert spy.analysed == set(figure.analysed), name
+        tasks = {"table1": set(SIX), "table5": {"loss"}}.get(figure.tasks, set())
+        assert set().union(*spy.scored.values()) == tasks and spy.scored.keys() == set(figure.runs), name
+
+
+def test_what_a_figure_compares_with_is_among_its_runs():
+    job = Job("svformer", "180M", 512, 1e-4, 1200, "gpt2")
+    twin = dataclasses.replace(job, mode="vanilla")
+    for kind in ("relative", "critical", "dots"):
+        assert Figure("x", (Panel(kind, lines=(("a", job),)),)).jobs == [job, twin]
+    for kind in ("layers", "spectrum", "heat", "public", "scaling", "tokens"):
+        figure = Figure("x", (Panel(kind, lines=(("a", job), ("b", job))),), runs=(Job(),))
+        assert figure.jobs == [Job(), job]
+        assert figure.analysed == ([] if kind in ("scaling", "tokens") else [job])
+
+
+def test_labels_and_titles_say_what_is_drawn(found):
+    """Lengths, rates, warmups and sizes are those of the scale, not the paper's."""
+    labels = {name: [label for label, _ in line_labels(panel, found)] for name, panel in (
+        ("fig7", FIGURES["fig7"].panels[0]),
+        ("fig12", FIGURES["fig12"].panels[1]),
+        ("rate", FIGURES["fig15"].panels[0]),
+        ("warmup", FIGURES["fig15"].panels[1]),
+    )}  # fmt: skip
+    assert labels["fig7"] == [f"ResFormer, length {n}" for n in ("128", "512", "1,024")]
+    assert labels["fig12"] == ["Transformer 180M", "Transformer 468M", "ResFormer 180M", "ResFormer 468M"]
+    assert labels["rate"] == ["rate 0.0005", "rate 0.0015", "rate 0.003"]
+    assert labels["warmup"] == ["20 steps", "100 steps"]
+    with papers() as kept:
+        draw_figure("x.png", FIGURES["fig7"], found)
+    titles = [ax.get_legend().get_title().get_text() for ax in kept[0].axes]
+    assert titles == [
+        "by length\n81.9M parameters, length 128–1,024",
+        "by mode\n81.9M parameters, length 128, 2 seeds, min–max",
+    ]
+
+
+def moving(y, window=WINDOW):
+    return [sum(y[i : i + window]) / window for i in range(len(y) - window + 1)]
+
+
+def test_relative_panels(made, found):
+    """Each line is the run's loss minus that of vanilla with the same size, length, rate, warmup, architecture and
+    seed, smoothed, and the mean over seeds, in the colour of its mode."""
+    for name, figure in FIGURES.items():
+        if not any(panel.kind == "relative" for panel in figure.panels):
+            continue
+        with papers() as kept:
+            draw_figure("x.png", figure, found)
+        for ax, panel in zip(kept[0].axes, figure.panels, strict=True):
+            if panel.kind != "relative":
+                continue
+            drawn, expected = lines(ax), dict(line_labels(panel, found))
+            assert len(expected) == len(panel.lines) and "Transformer" in ax.get_ylabel(), name
+            low, high = ax.get_ylim()
+            assert low < 0 < high and ax.get_xlim()[1] == STEPS - WINDOW + 1, name
+            for label, job in expected.items():
+                twin = Job("vanilla", job.size, job.length, job.lr, job.warmup, job.arch)
+                gaps = [moving(made.training(job, s) - made.training(twin, s)) for s in made.seeds(job)]
+                x, y = drawn[label]
+                np.testing.assert_array_equal(x, np.arange(1, STEPS - WINDOW + 2))
+                np.testing.assert_allclose(y, np.mean(gaps, axis=0), rtol=1e-9, atol=1e-12)
+                seeds = {1: "1 seed", 2: "2 seeds, min–max"}[len(gaps)]
+                (line,) = (line for line in ax.lines if line.get_label() == f"{label}, {seeds}")
+                if [job.mode for job in expected.values()].count(job.mode) == 1 and job.mode in looks.HEADLINE:
+                    if not any(looks.family(other.mode) == job.mode for other in expected.values() if other != job):
+                        assert line.get_color() == looks.style_of(job.mode)["color"], (name, label)
+
+
+def test_layer_panels(made, found):
+    for name in ("fig1", "fig2", "fig4", "fig12", "fig18", "fig20", "fig21"):
+        figure = FIGURES[name]
+        with papers() as kept:
+            draw_figure("x.png", figure, found)
+        drawn_panels = [panel for panel in figure.panels if panel.lines or panel.kind != "public"]
+        for ax, panel in zip(kept[0].axes, drawn_panels, strict=False):
+            drawn, key = lines(ax), panel.key
+            assert ("uniform causal attention" in drawn) == (key == "entropy"), name
+            if key == "entropy":
+                assert set(drawn.pop("uniform causal attention")[1]) == {7.2025}
+            if panel.kind == "initial":
+                continue
+            assert drawn.keys() == dict(line_labels(panel, found)).keys(), name
+            for label, job in line_labels(panel, found):
+                x, y = drawn[label]
+                if panel.kind == "spectrum":
+                    values = [made.analysis(job, s)[1]["value_spectrum"][0] for s in made.seeds(job)]
+                    np.testing.assert_allclose(y, np.mean(values, axis=0))
+                    assert x.tolist() == list(range(1, 65)) and (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+                    continue
+                mine = key[label] if isinstance(key, dict) else key
+                values = np.array([made.layers(job, s, mine) for s in made.seeds(job)], float).mean(axis=0)
+                first = 0 if mine.startswith("hidden") else 1
+                there = np.isfinite(values)
+                np.testing.assert_array_equal(x, (first + np.arange(len(values)))[there])
+                np.testing.assert_allclose(y, values[there])
+
+
+def test_equal_lines_are_one(found, monkeypatch):
+    """At length 128 the token at 1 % of the length is the second: one line that says so."""
+    by_layer = Found.by_layer
+    same = lambda self, job, seed, key: by_layer(self, job, seed, "top_2" if key == "top_1%" else key)  # noqa: E731
+    monkeypatch.setattr(Found, "by_layer", same)
+    with papers() as kept:
+        draw_figure("x.png", FIGURES["fig21"], found)
+    for ax in kept[0].axes:
+        assert list(lines(ax)) == ["TOP-1", "TOP-3", "TOP-10", "TOP-2 = TOP-1%"]
+    assert len({ax.get_ylim() for ax in kept[0].axes}) == 1
+
+
+def test_panels_of_their_own(made, found):
+    """Figure 1's left, 6, 14's right, 15's last, 19: right x and y."""
+    with papers() as kept:
+        for name in ("fig1", "fig6", "fig14", "fig15", "fig19"):
+            draw_figure("x.png", FIGURES[name], found)
+    one, six, fourteen, fifteen, nineteen = kept
+    left, trained, twin = one.axes  # nothing is drawn of public models, as none are given
+    init = made.analysis(Job("init", "468M"), 0)[0]
+    np.testing.assert_allclose(left.lines[0].get_xydata().T, [range(1, 25), init["layers"]["entropy"]["mean"]])
+    np.testing.assert_allclose(twin.lines[0].get_ydata(), init["states"]["hidden_similarity"]["mean"][1:])
+    np.testing.assert_array_equal(twin.lines[0].get_xdata(), range(1, 25))
+    assert set(lines(left)["uniform causal attention (left axis)"][1]) == {7.2025} and "NeuTRENO" in lines(trained)
+
+    ours, tokens, paper = six.axes[:3]
+    for ax, sizes in ((ours, ("82M", "180M", "320M", "468M")), (paper, ("82M", "180M", "468M"))):
+        for label, mode in (("Transformer", "vanilla"), ("ResFormer", "resformer")):
+            x, y = lines(ax)[label]
+            assert (x[0], x[-1]) == (pytest.approx(N["82M"]), pytest.approx(N["468M"]))
+            points = [(N[s], np.mean([made.loss(Job(mode, s), i) for i in made.seeds(Job(mode, s))])) for s in sizes]
+            a, c = least_squares(points) if ax is ours else FITS[mode]
+            np.testing.assert_allclose(y, a + c * np.log(x))
+    np.testing.assert_allclose(lines(tokens)["ResFormer"], [[5120, 10240, 15360, 20480], [2.9, 2.5, 2.3, 2.2537]])
+    np.testing.assert_allclose(lines(tokens)["Transformer"][1], [3.0, 2.6, 2.4, 2.2806])
+
+    crossed, predicted = fourteen.axes[1].lines
+    at = [[64, 8.5], [128, 13.5], [128, 13.5], [256, 18.5], [512, 28.5]]  # means over s to s + 4: 2 steps before
+    np.testing.assert_allclose(crossed.get_xydata(), at)
+    np.testing.assert_allclose(predicted.get_xydata(), [[1024, 48.5]])
+
+    marks = [line.get_xydata()[0] for line in fifteen.axes[3].lines if line.get_linestyle() == "None"]
+    for mode, totals in (("vanilla", N), ("svformer", N_SV)):
+        for size in ("2M", "82M", "180M", "468M"):
+            point = (totals[size], made.loss(Job(mode, size), 42))
+            assert any(np.allclose(point, mark) for mark in marks), point
+
+    images = {ax.get_title(loc="left"): ax.images[0] for ax in nineteen.axes if ax.images}
+    for key, quantity in panels.HEAT.items():
+        for label, job in FIGURES["fig19"].panels[0].lines:
+            image = images[f"{label}: {quantity}"]
+            np.testing.assert_allclose(image.get_array(), made.analysis(job, 42)[1][key][:, :100])
+            assert image.get_extent() == [0.5, 100.5, -0.5 if key == "hidden_norm" else 0.5, 24.5]
+
+
+def test_the_line_of_figure_15_is_that_of_its_claim(made, found):
+    """12.2 % is the gap of lines through 82M to 468M, and those are what a reader measures in the figure."""
+    with papers() as kept:
+        draw_figure("x.png", FIGURES["fig15"], found)
+    x, y = lines(kept[0].axes[3])["Transformer"]
+    losses = [
+        (N[s], np.mean([made.loss(Job(size=s), i) for i in made.seeds(Job(size=s))])) for s in ("82M", "180M", "468M")
+    ]
+    assert (y[-1] - y[0]) / np.log(x[-1] / x[0]) == pytest.approx(least_squares(losses)[1])
+    assert x[0] == pytest.approx(N_SV["82M"]) and x[-1] == pytest.approx(N["468M"])  # and goes no further
+
+
+def test_public_models(made, data_dir, tmp_path):
+    """Hugging Face models take the places of ours in Figure 18, and have a panel in Figure 1."""
+    folders = []
+    for i, name in enumerate(("Llama-8B", "Mistral-7B")):
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        (folders[-1] / "analysis.json").write_text(json.dumps(made.analysis(Job(name), i)[0]))
+        np.savez(folders[-1] / "analysis.npz", none=0)
+    found = Found(made.root, made_scale(), made.seeds, folders)
+    with papers() as kept:
+        draw_figure("x.png", FIGURES["fig18"], found)
+        draw_figure("x.png", FIGURES["fig1"], found)
+    for ax, where, key, first in (
+        (kept[0].axes[0], "states", "hidden_similarity", 0),
+        (kept[1].axes[1], "layers", "entropy", 1),
+    ):
+        drawn = lines(ax)
+        assert list(drawn) == ["Llama-8B", "Mistral-7B"]
+        for i, (name, (x, y)) in enumerate(drawn.items()):
+            values = made.analysis(Job(name), i)[0][where][key]["mean"]
+            np.testing.assert_allclose(y, values)
+            assert x.tolist() == list(range(first, first + len(values)))
+
+
+def test_dots(made, found):
+    """Losses minus vanilla's by seed, their mean and deviation, the lowest on top; one scale for all groups."""
+    groups = (Panel("dots", "sharing", figures.named("cla2", "share_v2")), Panel("dots", "one", figures.named("key")))
+    with papers() as kept:
+        draw_figure("x.png", Figure("x", groups), RecordedLosses(mode_rows(), SCALES["modes"]))
+    first, second = kept[0].axes
+    assert [label.get_text() for label in first.get_yticklabels()] == ["share_v2", "cla2"]
+    assert first.lines[0].get_xdata().tolist() == pytest.approx([0.5, 0.7]) and first.get_xlim() == second.get_xlim()
+    assert first.containers[0].lines[0].get_xdata().tolist() == pytest.approx([0.6])
+    (legend,) = kept[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a seed", "mean", "± standard deviation", "vanilla"]
+    assert legend.get_title().get_text() == "7 parameters, length 64, 300 steps"
+
+
+def mode_rows():
+    """Losses as results/modes.json has them; levels differ by 10 between seeds, and differences by seed do not."""
+    gaps = {"vanilla": (0.0, 0.0), "share_v2": (0.5, 0.7), "cla2": (-0.5, -0.3), "share_k2": (0.1, -0.1), "key": (1, 1)}
+    return [{"mode": mode, "parameters": 7, "losses": {"1": 5 + a, "42": 15 + b}} for mode, (a, b) in gaps.items()]
+
+
+# ---- claims
+
+
+def expected_claims(made):
+    """{figure: [(the paper's way, seed -> our number)]}, from the paper's text; the number of a "" has no way."""
+
+    def gap(low, high, **kw):
+        return "<0", lambda s: made.loss(Job(low, **kw), s) - made.loss(Job(high, **kw), s)
+
+    def deep(mode, size, s):
+        values = made.layers(Job(mode, size), s, "entropy")
+        return np.mean(values[len(values) // 2 :])
+
+    def ratio(mode, size, s, of):
+        first, rest = (made.layers(Job(mode, size), s, f"{of}_norm_{part}") for part in ("first", "rest"))
+        return [a / b for a, b in zip(first, rest, strict=True)]
+
+    def over_vanilla(way, f, mode, size):
+        return way, lambda s: f(mode, size, s) - f("vanilla", size, s)
+
+    def entropy(mode, size):
+        return over_vanilla(">0", deep, mode, size)
+
+    def first(mode, size):
+        return [
+            over_vanilla("<0", lambda m, z, s: max(made.layers(Job(m, z), s, "first")), mode, size),
+            over_vanilla(">0", lambda m, z, s: min(ratio(m, z, s, "value")), mode, size),
+            over_vanilla("<0", lambda m, z, s: max(ratio(m, z, s, "hidden")), mode, size),
+        ]
+
+    def mean_top(mode, size, s):
+        return np.mean(made.layers(Job(mode, size), s, "top_1"))
+
+    def importance(mode, s):
+        rows = made.analysis(Job(mode, "468M"), s)[1]["importance"]
+        return max(row[0] / (sum(row[1:100]) / len(row[1:100])) for row in rows.tolist())
+
+    def similarity(s):
+        eq4, eq6 = (made.layers(Job(), s, key)[1:] for key in ("eq4", "eq6"))
+        return np.mean(eq4) - np.mean(eq6)
+
+    def most(size):
+        def share(s):
+            a, b = (made.layers(Job(m, size), s, "value_largest") for m in ("resformer", "vanilla"))
+            return np.mean([x > y for x, y in zip(a, b, strict=True)])
+
+        return ">0.5", share
+
+    def only_42(value):
+        def f(s):
+            if s != 42:
+                raise LookupError  # one of its runs has one seed
+            return value
+
+        return f
+
+    def sv(**kw):
+        return lambda s: made.loss(Job("svformer", **kw), s) - made.loss(Job(**kw), s)
+
+    def change(**kw):
+        return lambda s: sv(**kw)(s) - sv()(s)
+
+    def accuracy(n):
+        def mean(mode, s):
+            return np.mean([made.results(Job(mode, length=n), s)[task]["acc"] for task in SIX])
+
+        return ">0", lambda s: mean("resformer", s) - mean("vanilla", s)
+
+    def domains(size):
+        def mean(mode, s):
+            return made.results(Job(mode, size), s)["loss"]["val_mean"]
+
+        return "<0", lambda s: mean("resformer", s) - mean("vanilla", s)
+
+    init = made.analysis(Job("init", "468M"), 0)[0]["layers"]["entropy"]["mean"]
+    (a, c), (b, d) = FITS["resformer"], FITS["vanilla"]
+    saved = np.mean([1 - math.exp((b + d * math.log(N[s]) - a) / c) / N[s] for s in ("82M", "180M", "320M", "468M")])
+    step = 30 + 10 * (2.3 - 2.2806) / (2.3 - 2.2537)  # where ResFormer is at vanilla's last loss
+    lam = "resformer_lambda"
+    lams = [f"{lam}_{x}" for x in ("0.2", "0.5", "0.8", "1", "5")]
+    neus = [f"neutreno_{x}" for x in ("0.2", "0.6", "0.8")]
+    long = dict(length=64000)
+    return {
+        "fig1": [(">7.194<7.204", lambda s: np.mean(init)), (">7.1935", lambda s: min(init))]
+        + [("<7.2045", lambda s: max(init))]
+        + [entropy("resformer", "468M")]
+        + [entropy("svformer", "468M")],
+        "fig2": first("resformer", "468M"),
+        "fig4": [(">0", similarity)],
+        "fig5": [gap("share_v2", "share_k2"), gap("share_v2", "cla2")],
+        "fig6": [(">0", only_42(saved)), (">0", lambda s: 1 - step / 40)],
+        "fig7": [gap("resformer", x) for x in ("vanilla", "denseformer", "neutreno")]
+        + [gap("resformer_neutreno", "resformer")]
+        + [gap("resformer", "vanilla", length=n) for n in (32000, 64000)],
+        "fig8": [gap(x, "vanilla") for x in (lam, *lams)] + [gap(lam, x) for x in lams],
+        "fig9": [gap("resformer", "vanilla"), gap("vanilla", "query"), gap("vanilla", "key")],
+        "fig10": [gap("vanilla", "identity"), gap("resformer", "cross")],
+        "fig11": [gap("resformer", "resformer_prev"), gap("resformer", "resformer_all")],
+        "fig12": [most("180M"), most("468M")],
+        "fig13": [gap("gqa2", "svformer"), gap("svformer", "gqa2", **long), gap("svformer", "cla2", **long)]
+        + [gap("svformer_gqa4", "gqa8", **long), gap("svformer_gqa4", "cla2_gqa4", **long)],
+        "fig14": [(">0.5", only_42(1.0)), ("<0", lambda s: sv(length=64000)(s) - sv(length=512)(s))],
+        "fig15": [("<0", change(lr=1e-4)), ("", change(warmup=1200)), ("", change(arch="gpt2"))]
+        + [("<0", only_42(-0.122))],
+        "fig16": [gap(a, b) for a in ("vanilla", "svformer") for b in ("share_q", "share_k")],
+        "fig17": [gap("svformer_4anchors", "svformer_3anchors"), gap("svformer_3anchors", "svformer_2anchors")]
+        + [gap("svformer_2anchors", "svformer")],
+        "fig18": [],
+        "fig19": [
+            row
+            for mode, (a, b, c) in {"resformer": ("<10", ">0.5", "<3"), "vanilla": ("", "", "")}.items()
+            for row in (
+                (a, lambda s, mode=mode: importance(mode, s)),
+                (b, lambda s, mode=mode: min(ratio(mode, "468M", s, "value"))),
+                (c, lambda s, mode=mode: max(ratio(mode, "468M", s, "hidden"))),
+            )
+        ],
+        "fig20": [entropy("resformer", "82M"), *first("resformer", "82M"), entropy("cross", "82M")]
+        + [("<0", lambda s: min(ratio("cross", "82M", s, "value")) - min(ratio("resformer", "82M", s, "value")))],
+        "fig21": [over_vanilla("<0", mean_top, mode, "468M") for mode in ("resformer", "svformer")],
+        "fig22": [gap(x, "vanilla") for x in ("neutreno", *neus)] + [gap("neutreno", x) for x in neus],
+        "tab1": [accuracy(2048), accuracy(64000)],
+        "tab2": [],
+        "tab3": [],
+        "tab4": [],
+        "tab5": [domains(size) for size in ("82M", "180M", "468M")],
+    }
+
+
+def jobs_of(claim, found):
+    """The runs that a claim reads with seed 42."""
+    spy = Spy(found)
+    claim.value(spy, 42)
+    return spy.asked | spy.analysed | spy.scored.keys()
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_claims(name, made, found):
+    """What each claim measures and which way the paper says it goes; of each seed that all of its runs have."""
+    figure = FIGURES[name]
+    for claim, row, (way, value) in zip(
+        figure.claims, claim_rows(figure, found), expected_claims(made)[name], strict=True
+    ):
+        bounds = {">": claim.above, "<": claim.below}
+        assert "".join(f"{sign}{x:g}" for sign, x in bounds.items() if x is not None) == way, claim.what
+        numbers = []
+        for seed in max((made.seeds(job) for job in figure.jobs), key=len):
+            with contextlib.suppress(LookupError, FileNotFoundError):
+                if all((made.root / f"{job.name}-{seed}").exists() for job in jobs_of(claim, found)):
+                    numbers.append(float(value(seed)))
+        assert row["values"] == pytest.approx(numbers, abs=1e-9), claim.what
+        assert row["mean"] == pytest.approx(np.mean(numbers)) and row["n"] == len(numbers) >= 1
+        if way:
+            limits = re.findall(r"([<>])([-.\d]+)", way)
+            right = all((np.mean(numbers) > float(x)) == (sign == ">") for sign, x in limits)
+            assert row["same"] == right, claim.what
+        else:
+            assert row["same"] is None is row["within"]
+
+
+def test_claims_on_recorded_losses():
+    """The same claims on losses by mode of a results file: paired by seed, modes without losses are undetermined."""
+    found = RecordedLosses(mode_rows(), SCALES["modes"])
+    table = {row["what"]: row for row in claim_rows(FIGURES["modes"], found)}
+    row = table["share_v2 − share_k2, validation loss"]
+    assert row["values"] == pytest.approx([0.4, 0.8]) and row["same"] is False and row["within"] is False
+    row = table["vanilla − key, validation loss"]
+    assert row["mean"] == pytest.approx(-1) and which_way(row) == "same way"
+    assert which_way(table["vanilla − probs, validation loss"]) == "undetermined"
+    with pytest.raises(NoSeed):
+        found.loss(Job("key", length=512), 1)
+
+
+@pytest.mark.parametrize(
+    "steps, share",
+    [((1, 2, 3, 4, math.inf), 1), ((5, 4, 3, 2, 1), 0), ((2, 1, math.inf, math.inf, 3), 6 / 9)]
+    + [((0, 0, 0, 0, 0), None), ((0, math.inf, math.inf, math.inf, math.inf), None)],
+)
+def test_whether_longer_ones_are_overtaken_later(monkeypatch, steps, share):
+    """The third: of ten pairs six are in order, one level. The last two have seen no crossing, and foresee none."""
+    at = dict(zip(LENGTHS, steps, strict=True))
+    monkeypatch.setattr(claims, "critical", lambda found, job, seed: (at[job.length], False))
+    assert claims.later_when_longer(None, 42) == (share if share is None else pytest.approx(share))
+
+
+def test_counts_of_claims():
+    """Told by several seeds: two the same way, one the other way, one within their spread; by one: two and one. What
+    two figures say is counted once."""
+    kinds = [(3, True, False), (3, True, False), (3, False, False), (2, False, True)]
+    kinds += [(1, True, None), (1, True, None), (1, False, None), (1, None, None), (0, None, None)]
+    table = [{"what": str(i), "n": n, "same": same, "within": within} for i, (n, same, within) in enumerate(kinds)]
+    said = claims.tally({"fig1": {"rows": table[:5]}, "fig2": {"rows": table[3:]}, "fig3": {"rows": []}})
+    assert re.findall(r"\d+", said) == ["7", "4", "2", "1", "1", "3", "2", "1"]
+
+
+def test_numbers_of_the_paper():
+    """As the paper prints them: what claims show beside ours, Tables 1 and 5."""
+    said = {name: [claim.paper for claim in FIGURES[name].claims] for name in PAPER}
+    assert said["fig1"][:3] == ["7.194–7.204", "7.194", "7.204"] and said["fig6"] == ["0.104", "0.136"]
+    assert said["fig15"][-1] == "-0.122" and said["fig19"] == ["below 10", "above 0.5", "below 3", "", "", ""]
+    assert said["tab1"] == ["+0.022"] * 2 and said["tab5"] == ["-0.0272", "-0.0323", "-0.0269"]
+    for (mode, size), losses in tables.TABLE5.items():
+        assert losses[-1] == TABLE5[mode][size] == round(sum(losses[:7]) / 7, 4)
+    assert tables.TABLE5["resformer", "180M"][:4] == (3.0631, 3.2504, 1.2200, 2.1350)
+    assert tables.TABLE5["vanilla", "82M"][4:7] == (2.9047, 3.3797, 2.1779)
+    assert tables.TABLE5["vanilla", "468M"][:7] == (2.8514, 3.0430, 1.0908, 1.9628, 2.2821, 2.8979, 1.8362)
+    assert tables.DOMAINS == ("CommonCrawl", "C4", "Github", "StackExchange", "Wikipedia", "Book", "ArXiv")
+    for accuracies in tables.TABLE1.values():
+        assert accuracies[-1] == pytest.approx(sum(accuracies[:6]) / 6, abs=0.00051)
+    assert tables.TABLE1["resformer", 64000] == (0.274, 0.136, 0.513, 0.184, 0.407, 0.588, 0.350)
+    assert tables.TABLE1["resformer", 2048][:6] == (0.273, 0.148, 0.512, 0.182, 0.414, 0.604)
+    assert [tables.TABLE1["vanilla", n][0] for n in (2048, 64000)] == [0.263, 0.267]
+    assert tables.PARAMETERS == {size: N[size] for size in ("82M", "180M", "468M")}
+
+
+def fake(values, **bounds):
+    """The row of a claim that has these values by seed; LookupError stands for a run that a seed does not have."""
+
+    def value(found, seed):
+        if isinstance(values[seed], Exception):
+            raise values[seed]
+        return values[seed]
+
+    figure = Figure("x", claims=(Claim("what", "paper", value, **bounds),), runs=(Job(), Job(length=512)))
+    seeds = SimpleNamespace(seeds=lambda job: tuple(range(len(values))) if job == Job() else (0,))
+    (row,) = claim_rows(figure, seeds)
+    return row
+
+
+def test_rows():
+    row = fake([1.0, 2.0, 3.0], above=0.0)
+    assert (row["mean"], row["std"], row["n"], row["same"], row["within"]) == (2, 1, 3, True, False)
+    assert row["values"] == [1, 2, 3] and (row["what"], row["paper"]) == ("what", "paper")
+    row = fake([1.0, 2.0, 3.0], below=0.0)
+    assert (row["same"], row["within"]) == (False, False)
+    row = fake([-1.0, 2.0, 0.5], above=0.0)  # mean 0.5, std 1.5
+    assert (row["same"], row["within"]) == (True, True)
+    row = fake([-1.0, 2.0, 0.5], above=2.1)  # 1.6 below the bound
+    assert (row["same"], row["within"]) == (False, False)
+    row = fake([-1.0, 2.0, 0.5], below=1.9)  # 1.4 below it
+    assert (row["same"], row["within"]) == (True, True)
+    row = fake([0.3], below=0.0)
+    assert (row["same"], row["within"], row["std"]) == (False, None, None)
+    row = fake([0.3, 0.5])
+    assert (row["same"], row["within"], row["mean"]) == (None, None, pytest.approx(0.4))
+    row = fake([None, None], above=1.0)
+    assert (row["same"], row["within"], row["mean"], row["std"], row["n"]) == (None, None, None, None, 0)
+    row = fake([0.3, NoSeed("no seed 1"), 0.5], above=0.0)
+    assert row["values"] == [0.3, 0.5] and row["seeds"] == [0, 2] and row["n"] == 2 and row["same"]
+    row = fake([math.inf, 0.5, math.nan], above=0.0)  # JSON has no such numbers
+    assert row["values"] == [None, 0.5, None] and row["n"] == 1 and row["mean"] == 0.5
+    between = dict(above=1.0, below=2.0)
+    rows = [fake(values, **between) for values in ([1.5, 1.6], [1.0, 1.9], [2.5, 2.6], [0.5, 0.6])]
+    assert [(row["same"], row["within"]) for row in rows] == [
+        (True, False),
+        (True, True),
+        (False, False),
+        (False, False),
+    ]
+    for e in (UserError("missing"), KeyError("eq4")):  # what is damaged is no seed that is not there
+        with pytest.raises(type(e)):
+            fake([e], above=0.0)
+
+
+def test_words_for_rows():
+    for values, bounds, said, ours in (
+        ([1.0, 2.0, 3.0], dict(above=0.0), "same way", "2.0000 ± 1.0000"),
+        ([1.0, 2.0, 3.0], dict(below=0.0), "the other way", "2.0000 ± 1.0000"),
+        ([-1.0, 2.0, 0.5], dict(above=0.0), "same way, within the seeds' spread", "0.5000 ± 1.5000"),
+        ([-0.25], dict(below=0.0), "same way, one seed", "-0.2500"),
+        ([0.25], {}, "", "0.2500"),
+        ([None], dict(above=0.0), "undetermined", "-"),
+    ):
+        row = fake(values, **bounds)
+        assert which_way(row) == said
+        assert claim_cells(row) == ["what", "paper", said, ours, str(row["n"])]
+    assert claim_cells(fake([0.25, 0.75]) | {"what": "a − b"})[3] == "+0.5000 ± 0.3536"
+
+
+def test_a_resformer_that_never_gets_there_is_no_success(tmp_path):
+    """Of two seeds one saves a quarter of the tokens and one ends above vanilla: that is not "same way, one seed"."""
+    curves = {("vanilla", 42): [3.0, 2.5, 2.4, 2.0], ("resformer", 42): [3.0, 2.5, 2.0, 1.9]}
+    curves |= {("vanilla", 1): [3.0, 2.5, 2.4, 2.0], ("resformer", 1): [3.5, 3.4, 3.3, 3.2]}
+    for (mode, seed), of in curves.items():
+        folder = tmp_path / f"468M-2048-{mode}-{seed}"
+        make_run(folder, mode, seed, np.ones(STEPS), dict(zip(QUARTERS, of, strict=True)), block_size=128)
+    found = Found(tmp_path, made_scale(), lambda job: (42, 1))
+    claim = FIGURES["fig6"].claims[1]
+    assert claim.value(found, 42) == pytest.approx(0.25)
+    (row,) = claim_rows(dataclasses.replace(FIGURES["fig6"], claims=(claim,)), found)
+    assert row["values"] == pytest.approx([0.25, 1 - 40 / 10]) and row["same"] is False and row["within"]
+
+
+def test_one_model_before_training_is_one_seed(made, found):
+    found.seeds = lambda job: (42, 1, 2)  # --seeds=3
+    for row in claim_rows(dataclasses.replace(FIGURES["fig1"], claims=FIGURES["fig1"].claims[:2]), found):
+        assert row["n"] == 1 and row["std"] is None
+
+
+# ---- tables
+
+
+def test_tables(made, found, data_dir):
+    one = list(FIGURES["tab1"].table(found))
+    assert one[0] == ["", *SIX, "Avg"] and len(one) == 5
+    for line, (mode, n, paper) in zip(
+        one[1:],
+        [("vanilla", 2048, "0.333"), ("resformer", 2048, "0.355"), ("vanilla", 64000, "0.328")]
+        + [("resformer", 64000, "0.350")],
+        strict=True,
+    ):
+        job = Job(mode, length=n)
+        ours = [np.mean([made.results(job, s)[task]["acc"] for s in found.seeds(job)]) for task in SIX]
+        assert line[0] == f"{dict(vanilla='Transformer', resformer='ResFormer')[mode]} {n:,}"
+        assert [cell.split()[0] for cell in line[1:]] == [f"{x:.4f}" for x in [*ours, np.mean(ours)]]
+        assert line[-1].endswith(f"({paper})")
+    assert one[2][5].endswith("(0.414)")
+
+    two = list(FIGURES["tab2"].table(found))
+    shares = {line[0]: line[1:] for line in two[1:]}
+    assert shares["prose"] == ["60.0%", "30,000", "-", "-"] and shares["code"][:2] == ["40.0%", "20,000"]
+    paper = dict(CommonCrawl=50, C4=20, Github=10, Book=5, ArXiv=5, Wikipedia=5, StackExchange=5)
+    assert {k: v[2:] for k, v in shares.items() if k in paper} == {
+        k: [f"{v}%", f"{v / 5:.0f}B"] for k, v in paper.items()
+    }
+
+    found.scale = dataclasses.replace(SCALES["paper"], data_dir=str(data_dir))
+    three = list(FIGURES["tab3"].table(found))
+    paper = [
+        ["512", "512", "4,096", "128", "4", "2,097,152"],
+        ["2,048", "2,048", "1,024", "32", "4", "2,097,152"],
+        ["8,192", "8,192", "256", "8", "4", "2,097,152"],
+        ["32,000", "32,000", "64", "2", "4", "2,048,000"],
+        ["64,000", "64,000", "32", "1", "4", "2,048,000"],
+    ]
+    for line, row in zip(three[1:], paper, strict=True):  # the paper prints 32 steps of accumulation, and 4 are meant
+        assert line == [row[0], *(f"{x} ({'32' if i == 3 else x})" for i, x in enumerate(row[1:]))]
+    four = {line[0]: line[1:] for line in FIGURES["tab4"].table(found)}  # with data of 257 tokens
+    total = 2 * 257 * 512 + 8 * (4 * 512**2 + 3 * 512 * 1792 + 2 * 512) + 512
+    assert four[""] == ["2M", "82M", "180M", "320M", "468M"] and four["parameters"][1] == f"{total:,}"
+    for name, values in {
+        "layers": ("4", "8", "12", "24"),
+        "heads": ("2", "8", "12", "16"),
+        "width": ("16", "512", "768", "1,024"),
+        "FFN width": ("56", "1,792", "2,688", "3,584"),
+    }.items():
+        assert [four[name][i] for i in (0, 1, 2, 4)] == [f"{x} ({x})" for x in values] and four[name][3].endswith(
+            " (-)"
+        )
+    assert four["vocabulary"] == ["257 (50,277)"] * 5 and four["peak learning rate"] == ["0.0006 (0.0006)"] * 5
+    assert four["warmup steps"][0] == "120 (120)" and four["steps"][0] == "10,000 (10,000)"
+    assert four["tokens per step"][0] == "2,097,152 (2,097,152)"
+    found.scale = SCALES["cpu"]
+    assert list(FIGURES["tab3"].table(found))[-1][1:4] == ["1,024 (64,000)", "1 (32)", "1 (1)"]
+    found.scale = dataclasses.replace(SCALES["paper"], data_dir=str(data_dir))
+
+    five = list(FIGURES["tab5"].table(found))
+    assert five[0] == ["", "CommonCrawl", "ArXiv", "mine", "Avg"] and len(five) == 7
+    loss = made.results(Job("resformer", "180M"), 42)["loss"]
+    line = next(line for line in five if line[0] == "ResFormer 180M")
+    values = [f"{x:.4f}" for x in [*loss["val"].values(), loss["val_mean"]]]
+    assert line[1:] == [f"{values[0]} (3.0631)", f"{values[1]} (1.9732)", values[2], f"{values[3]} (2.4692)"]
+
+
+def test_averages_are_of_tasks_that_all_models_of_a_length_have(made, found, monkeypatch):
+    evaluation = Found.evaluation
+
+    def without(self, job, seed, task):
+        too_long = job == Job("resformer") and task in ("piqa", "hellaswag")
+        return None if too_long else evaluation(self, job, seed, task)
+
+    monkeypatch.setattr(Found, "evaluation", without)
+    lines = {line[0]: line[1:] for line in FIGURES["tab1"].table(found)}
+    ours, seeds = SIX[1:5], found.seeds(Job())
+    mean = np.mean([made.results(Job(), s)[task]["acc"] for s in seeds for task in ours])
+    assert lines["Transformer 2,048"][-1] == f"{mean:.4f} (0.333) of 4" and lines["ResFormer 2,048"][0] == "- (0.273)"
+    assert lines["Transformer 2,048"][0][0] != "-" and " of " not in lines["ResFormer 64,000"][-1]
+    row, _ = claim_rows(FIGURES["tab1"], found)
+    both = [[made.results(Job(m), 42)[task]["acc"] for task in ours] for m in ("resformer", "vanilla")]
+    assert row["values"][row["seeds"].index(42)] == pytest.approx(np.mean(both[0]) - np.mean(both[1]))
+
+
+def test_tables_of_what_is_not_scored(made, found, tmp_path):
+    bare = Found(tmp_path, found.scale, made.seeds, (), "python -m paper.reproduce tab5")
+    with pytest.raises(
+        UserError, match="no task is scored at length 2,048; `python -m paper.reproduce tab5`, if need be with"
+    ):
+        list(FIGURES["tab1"].table(bare))
+    assert [row["n"] for row in claim_rows(FIGURES["tab1"], bare)] == [0, 0]
+    with pytest.raises(UserError, match="no losses by domain; make them: `python -m paper.reproduce tab5`"):
+        list(FIGURES["tab5"].table(bare))
+
+
+# ---- plans
+
+
+def formula(job, shape, vocab, length):
+    """(parameters, training FLOPs per token) of a Llama: 6 N + 12 L d T, N without the embedding and gains."""
+    L, _, d = shape
+    f, owners = 3.5 * d, {"q": L, "k": L, "v": L}
+    owners |= {"svformer": {"v": 1}, "share_q": {"q": 1}, "share_k": {"k": 1}}.get(job.mode, {})
+    owners |= {"share_v2": {"v": L // 2}, "share_k2": {"k": L // 2}, "cla2": {"k": L // 2, "v": L // 2}}.get(
+        job.mode, {}
+    )
+    group = {"gqa2": 2, "gqa8": 8, "svformer_gqa4": 4, "cla2_gqa4": 4}.get(job.mode, 1)
+    owners |= {"svformer_gqa4": {"v": 1}, "cla2_gqa4": {"k": L // 2, "v": L // 2}}.get(job.mode, {})
+    owners |= {f"svformer_{n}anchors": {"v": n} for n in (2, 3, 4)}.get(job.mode, {})
+    projections = (owners["q"] + (owners["k"] + owners["v"]) / group) * d * d + L * d * d
+    multiply = vocab * d + projections + L * 3 * d * f
+    attention = 12 * L * d * length + (job.mode == "cross") * 12 * (L - 1) * d * length
+    return multiply + vocab * d + (2 * L + 1) * d, 6 * multiply + attention
+
+
+def table_of(text):
+    """{run: cells} of the plan that is printed."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    return {row[0]: row[1:] for row in rows if re.match(r"\d+M-", row[0])}
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """What --dry_run prints at each scale; in an empty folder."""
+    said, folder = {}, tmp_path_factory.mktemp("empty")
+    with pytest.MonkeyPatch.context() as m:
+        m.chdir(folder)
+        for scale in ("paper", "small", "cpu"):
+            said[scale] = command("all", f"--scale={scale}", "--dry_run")
+        said["modes"] = command("modes", "--dry_run")
+    assert all(result.returncode == 0 for result in said.values()), said
+    assert not list(folder.iterdir())  # nothing is written
+    return {scale: result.stdout for scale, result in said.items()}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_dry_run_prints_the_commands(scale, planned):
+    """Each is one that its script takes, and makes exactly the run that paper.reproduce would."""
+    text, cfg = planned[scale], asked("modes" if scale == "modes" else "all", f"--scale={scale}")
+    plans = {str(plan.folder): plan for plan in reproduce.make_plans(cfg)}
+    every = FIGURES["modes"].jobs if scale == "modes" else jobs()
+    assert list(plans) == [f"out/{scale}/{job.name}-{seed}" for job in every for seed in cfg.seeds_of(job)]
+    assert cfg.units.prepare in text.splitlines()
+    start = "torchrun --nproc_per_node=8 train.py " if scale == "paper" else "python train.py "
+    seen = set()
+    for line in (line for line in text.splitlines() if " train.py " in line):
+        assert line.startswith(start)
+        given = load_settings(TrainConfig, shlex.split(line.removeprefix(start)))
+        assert given == TrainConfig(**plans[given.out_dir].values, resume="auto")
+        seen.add(given.out_dir)
+    assert seen == plans.keys()
+    analysed = {job for figure in cfg.figures.values() for job in figure.analysed}
+    found = {"analyze.py": set(), "eval.py": set()}
+    for line in text.splitlines():
+        for name, cls in (("analyze.py", AnalyzeConfig), ("eval.py", EvalConfig)):
+            if line.startswith(f"python {name} "):
+                given = load_settings(cls, shlex.split(line)[2:])
+                found[name] |= set(given.runs)
+                if name == "analyze.py" and given.runs:
+                    assert given.chunks == SCALES[scale].chunks and given.data_dir == SCALES[scale].data_dir
+    assert found["analyze.py"] == {p for p, plan in plans.items() if plan.job in analysed}
+    scored = {job for figure in cfg.figures.values() if figure.tasks for job in figure.runs}
+    assert {(plans[p].job, plans[p].seed) for p in found["eval.py"]} == {(job, 42) for job in scored}
+
+
+def test_dry_run_names_the_analyses_of_other_models(planned, monkeypatch, tmp_path):
+    (line,) = (line for line in planned["cpu"].splitlines() if "size_468m" in line)
+    given = load_settings(AnalyzeConfig, shlex.split(line)[2:])
+    assert line.startswith("python analyze.py ") and given.out_dir == "out/cpu/init-468M" and given.length == 2048
+    monkeypatch.chdir(tmp_path)
+    said = command("fig18", "--scale=paper", "--dry_run", "--public=models/a b").stdout
+    (line,) = (line for line in said.splitlines() if line.startswith("python analyze.py"))
+    assert load_settings(AnalyzeConfig, shlex.split(line)[2:]).runs == ("models/a b",)
+
+
+@pytest.mark.parametrize("scale", ["paper", "small"])
+def test_gpu_hours_are_flops_over_40_percent_of_an_a100(scale, planned):
+    table, total = table_of(planned[scale]), 0.0
+    plans = reproduce.make_plans(asked("all", f"--scale={scale}"))
+    assert table.keys() == {plan.folder.name for plan in plans}
+    for plan in plans:
+        block, batch, _ = SCALES[scale].lengths[plan.job.length]
+        tokens = block * batch * SCALES[scale].steps
+        parameters, flops = formula(plan.job, SCALES[scale].sizes[plan.job.size], 50277, block)
+        hours = flops * tokens / (0.4 * 312e12) / 3600
+        state, size, n, disk, cost = table[plan.folder.name]
+        if plan.job.arch == "llama":
+            assert state == "new" and int(n.replace(",", "")) == tokens
+            assert float(cost.replace(",", "")) == pytest.approx(hours, abs=0.006 + 1e-4 * hours)
+            if "dense" not in plan.job.mode:
+                assert int(size.replace(",", "")) == parameters
+            copies = 2 if plan.job.size == "468M" else 1  # the last checkpoint and the best
+            assert float(disk) == pytest.approx(12 * parameters * copies / 1e9, abs=0.006)
+        total += float(cost.replace(",", ""))
+    last = planned[scale].splitlines()[-1]
+    assert last.startswith(f"{len(plans)} runs, 0 of them done; ")
+    assert float(re.search(r"([\d,.]+) GPU-hours", last)[1].replace(",", "")) == pytest.approx(total, rel=1e-3)
+    assert "GPU-hours" not in planned["cpu"]
+
+
+def test_as_a_user_types_it(tmp_path):
+    words = [sys.executable, "-m", "paper.reproduce", "fig5", "tab3", "--scale=paper", "--dry_run"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert len(table_of(result.stdout)) == 4 and not list(tmp_path.iterdir())
+    assert "4 runs, 0 of them done; training takes 80.5 GPU-hours" in result.stdout
+
+
+def test_figure_18_of_public_models_trains_nothing():
+    assert not reproduce.make_plans(asked("fig18", "--scale=paper", "--public=models/Llama-3.1-8B"))
+    assert len(reproduce.make_plans(asked("fig18", "--scale=paper"))) == 4
+    assert len(reproduce.make_plans(asked("fig1", "--scale=paper", "--public=models/Llama-3.1-8B"))) == 4
+
+
+# ---- the command, on runs that are small but real
+
+
+def tiny_scale(data):
+    return dataclasses.replace(
+        SCALES["cpu"],
+        what="tiny",
+        sizes={"82M": (2, 2, 16), "468M": (2, 2, 16)},
+        lengths={2048: (16, 8, 8)},
+        steps=4,
+        seeds=1,
+        data_dir=str(data),
+        prepare="python prepare.py files --out_dir=d",
+        window=2,
+        evals=2,
+        chunks=4,
+        settings={"eval_tokens": 512, "dtype": "float32", "compile": False},
+    )
+
+
+def shrink(put, data):
+    """Make --scale=cpu tiny, and four figures of two runs: put(object, name, value), as monkeypatch.setattr."""
+    value = figures.relative_losses("", {"Value": "resformer"})
+    claim = lambda name: FIGURES[name].claims[:1]  # noqa: E731
+    few = {
+        "fig4": FIGURES["fig4"],
+        "fig9": dataclasses.replace(FIGURES["fig9"], panels=(value,), claims=claim("fig9")),
+        "tab5": dataclasses.replace(FIGURES["tab5"], runs=(Job(), Job("resformer")), claims=claim("tab5")),
+        "modes": Figure("All.", (Panel("dots", "one", (("resformer", Job("resformer")),)),), claim("fig9")),
+    }
+    put(reproduce, "FIGURES", few)
+    put(reproduce, "PAPER", ("fig4", "fig9", "tab5"))
+    put(tables, "TABLE5", {key: losses for key, losses in tables.TABLE5.items() if key[1] == "82M"})
+    put(reproduce, "SCALES", {"cpu": tiny_scale(data), "paper": SCALES["paper"], "modes": tiny_scale(data)})
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path, data_dir):
+    monkeypatch.chdir(tmp_path)
+    shrink(monkeypatch.setattr, data_dir)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory, data_dir):
+    """A folder in which all of the shrunken figures were made by one command, and what it said."""
+    folder = tmp_path_factory.mktemp("real")
+    with pytest.MonkeyPatch.context() as m:
+        m.chdir(folder)
+        m.setenv("OMP_NUM_THREADS", "1")
+        m.setenv("CUDA_VISIBLE_DEVICES", "")
+        shrink(m.setattr, data_dir)
+        result = command("all", "--jobs=2")
+    assert result.returncode == 0, (result.stdout, result.stderr)
+    return folder, result.stdout + result.stderr
+
+
+def test_it_trains_analyses_scores_and_draws(real, data_dir):
+    folder, said = real
+    out = folder / "out" / "cpu"
+    assert {p.name for p in out.iterdir()} == {"82M-2048-vanilla-42", "82M-2048-resformer-42"}
+    val = {}
+    for mode in TABLE5:
+        at = out / f"82M-2048-{mode}-42"
+        found = plot.read_run(str(at))
+        assert found.finished and (found.mode, found.last, found.seed) == (mode, 4, 42)
+        config = json.loads((at / "config.json").read_text())
+        assert (config["n_layer"], config["learning_rate"], config["block_size"]) == (2, 3e-3, 16)
+        assert config["data_dir"] == str(data_dir)
+        val[mode] = found.val[4]
+        assert f"out/cpu/82M-2048-{mode}-42: validation loss {val[mode]:.4f}" in said
+    assert json.loads((out / "82M-2048-vanilla-42" / "analysis.json").read_text())["chunks"] == 4
+    assert not (out / "82M-2048-resformer-42" / "analysis.json").exists()
+    scored = {mode: plot.read_eval(str(out / f"82M-2048-{mode}-42"))[1]["loss"] for mode in val}
+
+    results = json.loads((folder / "results" / "cpu.json").read_text())
+    assert list(results["figures"]) == ["fig4", "fig9", "tab5"] and results["scale"] == "tiny"
+    four, nine, table = results["figures"].values()
+    (row,) = nine["rows"]
+    assert row["values"] == [val["resformer"] - val["vanilla"]] and row["same"] == (row["mean"] < 0)
+    assert nine["runs"] == ["82M-2048-resformer-42", "82M-2048-vanilla-42"] and nine["caption"] in said
+    assert four["rows"][0]["n"] == 1 and {"commit", "torch"} <= four["environment"].keys()
+    assert four["commits"] == [four["environment"]["commit"]] and "82M = 2 layers of 2 heads" in results["units"]
+    assert table["rows"][0]["mean"] == pytest.approx(scored["resformer"]["val_mean"] - scored["vanilla"]["val_mean"])
+    assert table["table"][0] == ["", *scored["vanilla"]["val"], "Avg"]
+    assert table["table"][1][-1] == f"{scored['vanilla']['val_mean']:.4f} (2.7389)"
+    assert f"| ResFormer 82M | {scored['resformer']['val']['prose']:.4f} |" in said and "png" not in table
+    for name, record in (("fig4", four), ("fig9", nine)):
+        assert record["png"] == f"cpu/{name}.png" and f"wrote results/cpu/{name}.png" in said
+        assert (folder / "results" / record["png"]).read_bytes().startswith(PNG)
+    assert f"| {which_way(row)} | {row['mean']:+.4f} | 1 |" in said
+
+
+def test_what_a_run_leaves_on_disk_is_what_was_planned(real, small):
+    (plan,) = reproduce.make_plans(asked("fig4", f"--out_dir={real[0]}/out/cpu"))
+    files = [p.stat().st_size for p in plan.folder.glob("step_*")]
+    planned = plan.disk(count_parameters(model_of(Job(), reproduce.SCALES["cpu"], 257))[0])
+    assert plan.state == "done" and 0.95 < sum(files) / planned < 1.3  # headers weigh on a model of 15,000 parameters
+
+
+def nothing_runs(*_):
+    raise AssertionError("nothing is left to run")
+
+
+def test_a_second_call_trains_nothing(real, small, monkeypatch):
+    monkeypatch.setattr(reproduce, "run_logged", nothing_runs)
+    monkeypatch.chdir(real[0])
+    before, image = json.loads(Path("results/cpu.json").read_text()), Path("results/cpu/fig9.png").read_bytes()
+    for words in (("all",), ("all", "--run=false")):
+        result = command(*words)
+        assert result.returncode == 0, result.stderr
+        after = json.loads(Path("results/cpu.json").read_text())
+        for name, record in after["figures"].items():
+            for key in ("caption", "rows", "runs"):
+                assert record[key] == before["figures"][name][key], (name, key)
+        assert Path("results/cpu/fig9.png").read_bytes() == image
+        if words == ("all",):
+            assert "2 runs, 2 of them done; 0 analyses" in result.stdout
+            assert table_of(result.stdout)["82M-2048-vanilla-42"][0] == "done"
+        else:
+            assert "2 runs" not in result.stdout
+
+
+def test_modes(real, small):
+    """Losses by mode are written beside the claims, and drawn again from there when the runs are gone."""
+    result = command("modes", f"--out_dir={real[0]}/out/cpu")
+    assert result.returncode == 0, result.stderr
+    results = json.loads(Path("results/modes.json").read_text())
+    val = {}
+    for row in results["modes"]:
+        run = plot.read_run(real[0] / f"out/cpu/82M-2048-{row['mode']}-42")
+        val[row["mode"]] = run.val[4]
+        assert row["losses"] == {"42": run.val[4]} and row["parameters"] == run.start["parameters"]
+    assert results["figures"]["modes"]["rows"][0]["values"] == [val["resformer"] - val["vanilla"]]
+    image = Path("results/modes/modes.png").read_bytes()
+    assert image.startswith(PNG) and command("modes", "--run=false").returncode == 0
+    assert Path("results/modes/modes.png").read_bytes() == image
+    assert json.loads(Path("results/modes.json").read_text())["modes"] == results["modes"]
+    assert command("report", "--scale=modes").returncode == 0
+    text = Path("results/modes/README.md").read_text()
+    assert f"| `resformer` | {val['resformer']:.4f} | {val['resformer'] - val['vanilla']:+.4f} |" in text
+
+
+def test_report(real, small, monkeypatch):
+    """results/cpu/README.md: every figure with its caption, picture, table and claims."""
+    monkeypatch.chdir(real[0])
+    result = command("report")
+    assert result.returncode == 0 and "wrote results/cpu/README.md: 3 figures and tables" in result.stdout
+    text = Path("results/cpu/README.md").read_text()
+    results = json.loads(Path("results/cpu.json").read_text())["figures"]
+    pictures = re.findall(r"!\[(.*)\]\((.*)\)", text)
+    assert pictures == [("Figure 4", "fig4.png"), ("Figure 9", "fig9.png")]
+    assert all(Path("results/cpu", name).exists() for _, name in pictures)
+    for record in results.values():
+        assert record["caption"] in text and record["rows"]
+        for row in record["rows"]:
+            assert f"| {' | '.join(claim_cells(row))} |" in text
+    assert "## Table 5" in text and "| ResFormer 82M |" in text
+    said = [row["same"] for record in results.values() for row in record["rows"]]
+    assert f"{len(said)} rest on one seed: {said.count(True)} go the same way, {said.count(False)} the other" in text
+
+
+@pytest.mark.parametrize("scale", ["cpu", "modes"])
+def test_committed_reports_are_those_of_the_committed_numbers(scale):
+    results = json.loads((ROOT / f"results/{scale}.json").read_text())
+    assert (ROOT / f"results/{scale}/README.md").read_text() == reproduce.report_text(results, scale), (
+        f"write it again: python -m paper.reproduce report --scale={scale}"
+    )
+    for name, record in results["figures"].items():
+        assert [row["what"] for row in record["rows"]] == [claim.what for claim in FIGURES[name].claims], name
+        assert record["caption"] == FIGURES[name].caption, name
+        assert "png" not in record or (ROOT / "results" / record["png"]).exists(), name
+
+
+def test_committed_claims_on_modes_are_those_of_the_committed_losses():
+    results = json.loads((ROOT / "results/modes.json").read_text())
+    assert all(len(row["losses"]) == 3 for row in results["modes"])
+    rows = claim_rows(FIGURES["modes"], RecordedLosses(results["modes"], SCALES["modes"]))
+    assert rows == results["figures"]["modes"]["rows"]
+
+
+# ---- the command, interrupted or without what it needs
+
+
+def failing(monkeypatch, word):
+    """Commands with that word end with exit code 1."""
+    run = subprocess.run
+
+    def made(command, **given):
+        if word in " ".join(map(str, command)):
+            command = [sys.executable, "-c", "raise SystemExit('it exploded')"]
+        return run(command, **given)
+
+    monkeypatch.setattr(subprocess, "run", made)
+
+
+def test_a_failing_command(tmp_path):
+    log = tmp_path / "run" / "train.log"
+    code = "import sys; print('first'); print('boom', file=sys.stderr); sys.exit(3)"
+    with pytest.raises(UserError, match=r"failed \(3\): boom; all of it is in .*run/train.log"):
+        reproduce.run_logged([sys.executable, "-c", code], log)
+    assert "first" in log.read_text()
+    code = "import os; print(os.environ['OMP_NUM_THREADS'])"
+    for threads, seen in (("", "1"), ("3", "3")):
+        reproduce.run_logged([sys.executable, "-c", code], log, threads)
+        assert log.read_text().splitlines()[-1] == seen
+
+
+def test_one_failing_run_does_not_keep_others_from_being_made(real, small, monkeypatch):
+    """ResFormer fails; vanilla, which is there, is analysed and drawn."""
+    out = small / "out" / "cpu" / "82M-2048-vanilla-42"
+    out.parent.mkdir(parents=True)
+    out.symlink_to(real[0] / "out" / "cpu" / out.name)
+    failing(monkeypatch, "82M-2048-resformer")
+    result = command("all", "--jobs=2")
+    log = "out/cpu/82M-2048-resformer-42/train.log"
+    refused(result, "not drawn: fig9, tab5, the first because", "1 commands failed, the first: `", "exploded", log)
+    assert "82M-2048-vanilla-42: validation loss" in result.stdout + result.stderr
+    assert list(json.loads((small / "results/cpu.json").read_text())["figures"]) == ["fig4"]
+
+
+def test_a_run_that_was_killed_goes_on(real, small, monkeypatch):
+    """What is begun is given to train.py again, which resumes by itself."""
+    folder = small / "out" / "cpu" / "82M-2048-vanilla-42"
+    make_run(folder, "vanilla", 42, np.ones(3), val={}, max_steps=4, block_size=16)
+    calls = []
+    monkeypatch.setattr(reproduce, "run_logged", lambda command, *given: calls.append(command))
+    (plan,) = reproduce.make_plans(asked("fig4"))
+    assert plan.state == "begun"
+    with contextlib.suppress(KeyError):  # nothing was trained, so there is no last loss
+        reproduce.make_run(plan, asked("fig4"), "")
+    assert Path(calls[0][1]).name == "train.py" and "--resume=auto" in calls[0]
+
+
+# ---- the parts that run other scripts
+
+
+class Recorded:
+    """A run_logged that notes its commands, and fails as it is told."""
+
+    def __init__(self, **fails):
+        self.calls, self.fails = [], fails
+
+    def __call__(self, command, log, threads=""):
+        self.calls.append((Path(command[1]).name, *command[2:]))
+        for word, message in self.fails.items():
+            if any(word in part for part in command):
+                raise UserError(message)
+
+
+def plan_of(cfg, mode="resformer"):
+    return next(plan for plan in reproduce.make_plans(cfg) if plan.job.mode == mode)
+
+
+def test_torchrun_where_there_are_many_gpus(small, monkeypatch):
+    cfg, recorded = asked("fig9", "--scale=paper"), Recorded()
+    monkeypatch.setattr(reproduce, "FIGURES", FIGURES)
+    monkeypatch.setattr(reproduce, "run_logged", recorded)
+    with pytest.raises(UserError, match="does not exist"):  # as nothing was trained
+        reproduce.make_run(plan_of(cfg), cfg, "")
+    ((_, *words),) = recorded.calls
+    assert words[:2] == ["torch.distributed.run", "--nproc_per_node=8"] and words[2].endswith("/train.py")
+    assert load_settings(TrainConfig, words[3:]).out_dir == "out/paper/82M-2048-resformer-42"
+
+
+def test_tasks_of_the_tables(small, tmp_path, monkeypatch):
+    cfg = asked("tab5", "--eval_dir=tasks")
+    plan, long = plan_of(cfg), "take a model of a longer one"
+
+    def scored(group, **fails):
+        recorded = Recorded(**fails)
+        monkeypatch.setattr(reproduce, "run_logged", recorded)
+        said = quietly(reproduce.score, plan, group, cfg, "")
+        given = [load_settings(EvalConfig, list(words)) for name, *words in recorded.calls if name == "eval.py"]
+        assert len(given) == len(recorded.calls) and all(g.runs == (str(plan.folder),) for g in given)
+        return given, said
+
+    given, _ = scored("table5")
+    assert [g.task for g in given] == [("loss",)] and given[0].corpus == cfg.units.data_dir
+    given, _ = scored("table1")
+    assert [g.task for g in given] == [(task,) for task in SIX] and {g.data_dir for g in given} == {"tasks"}
+    given, said = scored("table1", winogrande=f"12 tokens, but {long}")  # this one is left out
+    assert [g.task for g in given] == [(task,) for task in SIX] and "resformer-42 has no winogrande: 12 tokens" in said
+    given, said = scored("table1", openbookqa="no file, no network")  # so are all that come after
+    assert [g.task for g in given] == [("hellaswag",), ("openbookqa",)] and "no file, no network" in said
+    plan.folder.mkdir(parents=True)
+    results = {"hellaswag": {"acc": 0.3}, "piqa": {"acc": 0.5}, "loss": {}}
+    done = {"checkpoints": {"x": {"step": 4, "mode": "resformer", "results": results}}}
+    (plan.folder / "eval.json").write_text(json.dumps(done))
+    given, _ = scored("table1")
+    assert [g.task for g in given] == [(t,) for t in SIX if t not in results] and scored("table5")[0] == []
+
+
+def test_stale_analyses(tmp_path):
+    assert reproduce.is_stale(tmp_path, 10)
+    path, weights = tmp_path / "analysis.json", tmp_path / "step_1.safetensors"
+    for text, old, expected in (
+        ('{"chunks_asked": 10}', True, False),
+        ('{"chunks_asked": 20}', True, False),
+        ('{"chunks_asked": 9}', True, True),
+        ('{"chunks_asked": 10}', False, True),  # the weights are newer
+        ("{}", True, True),
+    ):
+        path.write_text(text)
+        weights.write_text("")
+        os.utime(weights, ns=(path.stat().st_mtime_ns + (-1 if old else 1) * 10**9,) * 2)
+        assert reproduce.is_stale(tmp_path, 10) == expected, text
+
+
+def test_analyses_besides_the_runs(monkeypatch, tmp_path, data_dir):
+    monkeypatch.chdir(tmp_path)
+    cfg = asked("fig1", "--public=models/Llama-8B,models/Mistral", f"--data_dir={data_dir}")
+    commands, folders = zip(*reproduce.other_analyses(cfg), strict=True)
+    given = [load_settings(AnalyzeConfig, list(words)) for _, *words in commands]
+    assert {name for name, *_ in commands} == {"analyze.py"} and {g.data_dir for g in given} == {str(data_dir)}
+    assert [g.out_dir for g in given] == [str(folder) for folder in folders]
+    init, *public = given
+    shape = load_settings(TrainConfig, [str(ROOT / init.init[0])])
+    assert (shape.n_layer, shape.n_head, shape.n_embd, shape.block_size) == (24, 16, 1024, 2048)
+    assert init.length in (0, 2048) and init.chunks <= 16 and init.out_dir == "out/cpu/init-468M"
+    assert [g.runs for g in public] == [("models/Llama-8B",), ("models/Mistral",)]
+    assert [g.out_dir for g in public] == ["out/cpu/public/Llama-8B", "out/cpu/public/Mistral"]
+    assert list(cfg.public_folders.values()) == [Path(g.out_dir) for g in public]
+    assert {(g.chunks, g.dtype) for g in public} == {(SCALES["cpu"].chunks, "bfloat16")}
+    for g in given:
+        Path(g.out_dir).mkdir(parents=True)
+        Path(g.out_dir, "analysis.json").write_text('{"chunks_asked": 200}')
+    assert not reproduce.other_analyses(cfg) and not reproduce.other_analyses(asked("fig7", "--public=models/Phi"))
+    same = asked("fig18", "--public=a/8B,b/8B")
+    assert (
+        len({str(folder) for _, folder in reproduce.other_analyses(same)})
+        == 2
+        == len(set(same.public_folders.values()))
+    )
+
+
+def test_a_table_of_settings_needs_no_data(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    made = []
+    monkeypatch.setattr(reproduce, "make_data", made.append)
+    result = command("tab3")
+    assert result.returncode == 0 and not made and "| 64,000 | 1,024 (64,000) | 1 (32) | 1 (1) | " in result.stdout
+    refused(command("tab4"), "data/small/tokenizer.json")
+    assert len(made) == 1
+
+
+def test_a_scale_without_gpus_uses_none(monkeypatch, tmp_path, data_dir):
+    """Training, analyses and tasks name the processor, also where a GPU would be picked."""
+    recorded = Recorded()
+    cfg = asked("tab5", "fig20", "fig1", f"--out_dir={tmp_path}", f"--data_dir={data_dir}")
+    monkeypatch.setattr(reproduce, "run_logged", recorded)
+    plan = next(plan for plan in reproduce.make_plans(cfg) if plan.analyse and plan.tasks)
+    with pytest.raises(UserError, match="does not exist"):
+        reproduce.make_run(plan, cfg, "")
+    calls = [*recorded.calls, *(words for words, _ in reproduce.other_analyses(cfg))]
+    assert [words[0] for words in calls] == ["train.py", "analyze.py", "eval.py", "analyze.py"]
+    assert all("--device=cpu" in words for words in calls)
+    paper = asked("fig1", "--scale=paper", f"--out_dir={tmp_path}", f"--data_dir={data_dir}")
+    (plan, *_), ((words, _),) = reproduce.make_plans(paper), reproduce.other_analyses(paper)
+    assert "device" not in plan.values and "--device=cpu" not in [*words, *reproduce.chunk_words(paper)]
+
+
+def test_data_is_made_at_scale_cpu_alone(monkeypatch, tmp_path, data_dir):
+    monkeypatch.chdir(tmp_path)
+    called, code = [], 0
+    monkeypatch.setattr(subprocess, "run", lambda words: called.append(words) or SimpleNamespace(returncode=code))
+    assert SCALES["cpu"].prepare in quietly(reproduce.make_data, asked("fig9"))
+    ((python, file, *words),) = called
+    assert python == sys.executable and Path(file) == ROOT / "prepare.py"
+    assert load_settings(prepare.PrepareConfig, words).out_dir == "data/small"
+    code = 2
+    with pytest.raises(UserError, match=r"prepare.py pysource .* failed \(2\)"):
+        quietly(reproduce.make_data, asked("fig9"))
+    reproduce.make_data(asked("fig9", f"--data_dir={data_dir}"))
+    assert len(called) == 2  # what is there is not made again
+    for words, says in (
+        ("--scale=small", "data/slimpajama has no manifest.json; make the data: `python prepare.py slimpa"),
+        ("--data_dir=elsewhere", "elsewhere has no manifest.json"),
+    ):
+        with pytest.raises(UserError, match=says):
+            reproduce.make_data(asked("fig9", words))
+
+
+# ---- what is wrong is said in a sentence
+
+
+def test_refused_settings(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for words, says in (
+        ((), ("say which figure, as in `python -m paper.reproduce fig7 --dry_run`",)),
+        (("fig3",), ("cannot reproduce 'fig3'", "fig1", "fig22", "tab5", "modes", "all", "report")),
+        (("fig4", "figure5"), ("cannot reproduce 'figure5'",)),
+        (("report", "fig4"), ("report stands alone",)),
+        (("fig4", "--seeds=11"), ("seeds=11", "10")),
+        (("fig4", "--seeds=-1"), ("seeds=-1",)),
+        (("fig4", "--jobs=-1"), ("jobs=-1",)),
+        (("fig4", "--jobs=2", "--scale=paper"), ("jobs=2 would share the GPUs", "scale=paper")),
+        (("fig4", "--scale=huge"), ("scale", "'cpu'", "'paper'")),
+        (("fig4", "--scale=modes"), ("scale=modes has one size and length",)),
+        (("report",), ("results/cpu.json is missing: nothing is drawn yet at scale=cpu",)),
+        (("report", "--scale=paper"), ("results/paper.json is missing", "scale=paper")),
+        (("fig4", "--scale=paper"), ("scale=paper needs GPUs", "--dry_run", "--scale=cpu")),
+        (("fig4", "--data_dir=missing"), ("missing has no manifest.json", "python prepare.py")),
+    ):
+        refused(command(*words), *says)
+    assert not list(tmp_path.iterdir())
+
+
+def test_runs_that_are_missing(small):
+    """Whatever is there is drawn; the rest is named with the command that makes it."""
+    again = "`python -m paper.reproduce fig9`"
+    refused(command("fig9", "--run=false"), f"out/cpu/82M-2048-resformer-42 is missing; make it: {again}")
+    resformer, vanilla = (small / f"out/cpu/82M-2048-{mode}-42" for mode in ("resformer", "vanilla"))
+    make_run(resformer, "resformer", 42, np.ones(3), val={}, max_steps=4, block_size=16)
+    refused(command("fig9", "--run=false"), f"is not finished (step 3/4); go on with it: {again}")
+    (resformer / "metrics.jsonl").unlink()
+    resformer.rmdir()
+    make_run(resformer, "resformer", 42, np.ones(4), block_size=16)
+    make_run(vanilla, "vanilla", 42, np.ones(4), block_size=16)
+    result = command("all", "--run=false")
+    refused(result, "not drawn: fig4, tab5, ", "analysis.json is missing; make it: `python -m paper.reproduce all`")
+    assert "no losses by domain" in result.stdout and (small / "results/cpu/fig9.png").exists()
+    assert list(json.loads((small / "results/cpu.json").read_text())["figures"]) == ["fig9"]
+    (vanilla / "analysis.json").write_text("{}")
+    refused(command("fig4", "--run=false"), "analysis.json is not a file of analyze.py")
+
+
+def test_runs_of_other_settings_or_data(small, tmp_path):
+    for i, (key, value) in enumerate((("max_steps", 8), ("seed", 1), ("value_mode", "cla2"), ("block_size", 8))):
+        folder = tmp_path / str(i) / "82M-2048-resformer-42"
+        make_run(folder, "resformer", 42, np.ones(8 if key == "max_steps" else 4), block_size=16)
+        file = folder / "metrics.jsonl"
+        start, *rest = file.read_text().splitlines()
+        file.write_text("\n".join([json.dumps(json.loads(start) | {key: value}), *rest]) + "\n")
+        refused(
+            command("fig9", f"--out_dir={i}", "--run=false"), "82M-2048-resformer-42 has (mode, seed, steps, length)"
+        )
+    for mode, data in (("resformer", "d"), ("vanilla", "e")):
+        folder = tmp_path / "o" / f"82M-2048-{mode}-42"
+        make_run(folder, mode, 42, np.ones(4), block_size=16)
+        file = folder / "metrics.jsonl"
+        file.write_text(file.read_text().replace('"data": "d"', f'"data": "{data}"'))
+    refused(command("fig9", "--out_dir=o", "--run=false"), "was trained on other data than o/82M-2048-resformer-42")
+
+
+def test_without_matplotlib(small, real, monkeypatch):
+    """It is missed before anything is made; a plan and a table do without."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused(command("fig9"), "the package matplotlib is not installed")
+    assert not list(small.iterdir())
+    assert command("fig9", "--dry_run").returncode == 0
+    assert command("tab5", "--run=false", f"--out_dir={real[0]}/out/cpu").returncode == 0
