@@ -26,11 +26,11 @@ from configurator import UserError, check_ranges, command_line, run_main, settin
 from files import read_json, read_records, write_json
 from looks import COLORS, DASHES, MARKERS, count_range, legend, page, short_count, style_of, styles_of  # noqa: F401  bench/ takes them from here
 from report import markdown, mean_std, plus_minus
+from tasks import TASKS
 
 # What is read of the start record and of each step's record in metrics.jsonl.
 START = ("value_mode", "seed", "parameters", "kv_bytes_per_token", "data", "block_size", "dtype", "device", "max_steps")
 STEP = ("step", "loss", "tokens", "tokens_per_s")
-TASKS = ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "piqa", "lambada")  # those of eval.py
 EARLY = 0.1  # share of the steps that may leave the y axis: the first losses would squash all others
 
 
@@ -67,7 +67,7 @@ class PlotConfig:
 
 
 @dataclass(frozen=True)
-class Run:
+class Curves:
     """What one metrics.jsonl says."""
 
     name: str  # as the user wrote it
@@ -99,7 +99,7 @@ class Run:
 
 
 def read_run(name):
-    """The Run of a folder or metrics.jsonl; raises UserError if there is none, or no step in it yet."""
+    """The Curves of a folder or metrics.jsonl; raises UserError if there is none, or no step in it yet."""
     path = Path(name, "metrics.jsonl") if Path(name).is_dir() else Path(name)
     if not path.exists():
         what = "has no metrics.jsonl" if Path(name).exists() else "does not exist"
@@ -117,12 +117,12 @@ def read_run(name):
         raise UserError(f"{path} has no steps yet; wait until the run has made some")
     if (np.diff(steps["step"]) != 1).any():
         raise UserError(f"{path} is not a metrics.jsonl of train.py: steps are missing or repeated")
-    return Run(name, start["value_mode"], start["seed"], start["max_steps"], start, steps, val)
+    return Curves(name, start["value_mode"], start["seed"], start["max_steps"], start, steps, val)
 
 
 def read_runs(names):
-    """The Runs among `names`. Says what is left out: out/demo/* also matches the tables and pictures beside the runs.
-    Raises UserError if no run is left."""
+    """The Curves of the runs among `names`. Says what is left out: out/demo/* also matches the tables and pictures
+    beside the runs. Raises UserError if no run is left."""
     runs = []
     for name in names:
         path = Path(name)
@@ -430,7 +430,7 @@ def losses_by_domain(ax, runs, styles):
         at = [y - dy for y, name in enumerate(names) if name in of]
         ax.plot([of[name] for name in names if name in of], at, label=label, **styles[label] | {"linestyle": ""})
     ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4))
-    ax.set_xlabel("validation loss (nats per token; one run each, so without errors)")
+    ax.set_xlabel("validation loss (nats per token)\none run each: the error is unknown")
     ax.grid(color="0.9", linewidth=0.6)
 
 

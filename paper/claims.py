@@ -16,6 +16,7 @@ import numpy as np
 import plot
 from paper.runs import Job, NoSeed
 from report import plus_minus
+from tasks import TABLE1
 
 LABELS = {
     "vanilla": "Transformer",
@@ -240,30 +241,23 @@ def start_token(mode):
     return tuple(claims)
 
 
+def over_vanilla(mode, size, what, paper, quantity, **bound):
+    """The claim on how a quantity of `mode` differs from vanilla's."""
+    difference = minus(Job(mode, size), Job("vanilla", size), quantity)
+    return Claim(f"{LABELS[mode]} − Transformer: {what}", paper, difference, **bound)
+
+
 def concentration(mode, size):
     """Claims on how `mode` differs from vanilla in what the paper calls attention concentration."""
-    a, b, label = Job(mode, size), Job("vanilla", size), f"{LABELS[mode]} − Transformer"
-    other = "relative to other tokens"
-    return {
-        "entropy": Claim(
-            f"{label}: entropy in the deeper half of the layers (nats)", "higher", minus(a, b, deep_entropy), above=0.0
-        ),
-        "first": Claim(
-            f"{label}: first token's greatest importance over layers", "lower", minus(a, b, most_importance), below=0.0
-        ),
-        "value_norm_first": Claim(
-            f"{label}: first token's least value norm over layers, {other}",
-            "higher: no value-state drain",
-            minus(a, b, least_value),
-            above=0.0,
-        ),
-        "hidden_norm_first": Claim(
-            f"{label}: first token's greatest hidden norm over states, {other}",
-            "lower: no hidden-state peak",
-            minus(a, b, most_hidden),
-            below=0.0,
-        ),
-    }
+    rows = (
+        ("entropy", "entropy in the deeper half of the layers (nats)", "higher", deep_entropy, {"above": 0.0}),
+        ("first", "first token's greatest importance over layers", "lower", most_importance, {"below": 0.0}),
+        ("value_norm_first", "first token's least value norm over layers, relative to other tokens",
+         "higher: no value-state drain", least_value, {"above": 0.0}),
+        ("hidden_norm_first", "first token's greatest hidden norm over states, relative to other tokens",
+         "lower: no hidden-state peak", most_hidden, {"below": 0.0}),
+    )  # fmt: skip
+    return {key: over_vanilla(mode, size, what, paper, f, **bound) for key, what, paper, f, bound in rows}
 
 
 def larger_eigenvalue(size):
@@ -283,9 +277,9 @@ def scored(found, length, seed):
     """({mode: {task: accuracy}}, the tasks that both models of a length have) with a seed, for Table 1."""
     accuracy = {}
     for mode in ("vanilla", "resformer"):
-        records = {task: found.evaluation(Job(mode, length=length), seed, task) for task in plot.TASKS[:6]}
+        records = {task: found.evaluation(Job(mode, length=length), seed, task) for task in TABLE1}
         accuracy[mode] = {task: record["acc"] for task, record in records.items() if record}
-    return accuracy, [task for task in plot.TASKS[:6] if all(task in of for of in accuracy.values())]
+    return accuracy, [task for task in TABLE1 if all(task in of for of in accuracy.values())]
 
 
 def accuracy_gap(length):

@@ -76,10 +76,9 @@ def draw_layers(ax, panel, found):
     for label, job in line_labels(panel, found):
         key = panel.key[label] if isinstance(panel.key, dict) else panel.key
         values = [found.by_layer(job, seed, key) for seed in found.seeds(job)]
-        twins = [other for other in lines if lines[other] == values and modes[other] == job.mode]
-        for twin in twins:  # at length 128 the token at 1 % of the length is the second
-            del lines[twin], modes[twin]
-        label = " = ".join([*twins, label])
+        for twin in [other for other in lines if lines[other] == values and modes[other] == job.mode]:
+            label = f"{twin} = {label}"  # at length 128 the token at 1 % of the length is the second
+            lines = {label if other == twin else other: of for other, of in lines.items()}
         lines[label], modes[label] = values, job.mode
     first_key = next(iter(panel.key.values())) if isinstance(panel.key, dict) else panel.key
     level = None
@@ -87,7 +86,8 @@ def draw_layers(ax, panel, found):
         job = panel.jobs[0]
         numbers, _ = found.analysis(found.folder(job, found.seeds(job)[0]))
         level = numbers["entropy_uniform"], "uniform causal attention"
-    plot.layer_panel(ax, lines, styles_of(modes), panel.label, 0 if first_key.startswith("hidden") else 1, level)
+    styles = styles_of({label: modes[label] for label in lines})
+    plot.layer_panel(ax, lines, styles, panel.label, 0 if first_key.startswith("hidden") else 1, level)
 
 
 def draw_public(ax, panel, found):
@@ -108,9 +108,9 @@ def draw_initial(ax, panel, found):
     similarity = found.mean(folder, "hidden_similarity")[1:]  # state 0 is the embedding
     x = 1 + np.arange(len(entropy))
     other = ax.twinx()
-    ax.plot(x, entropy, "o-", color=COLORS[1], markerfacecolor="none", label="entropy (left axis)")
-    other.plot(x, similarity, "s--", color=COLORS[2], markerfacecolor="none")
-    ax.plot([], [], "s--", color=COLORS[2], markerfacecolor="none", label="token similarity (right axis)")
+    ax.plot(x, entropy, "o-", color=COLORS[0], markerfacecolor="none", label="entropy (left axis)")
+    other.plot(x, similarity, "s--", color="0.55", markerfacecolor="none")
+    ax.plot([], [], "s--", color="0.55", markerfacecolor="none", label="token similarity (right axis)")
     ax.axhspan(7.194, 7.204, color="0.9", zorder=0, label="the paper's entropy (left axis)")
     ax.axhline(numbers["entropy_uniform"], label="uniform causal attention (left axis)", **LEVEL)
     ax.set(xlabel="layer", ylabel=panel.label, ylim=(min(*entropy, 7.194) - 0.004, max(*entropy, 7.204) + 0.004))
@@ -157,8 +157,9 @@ def scaling_panel(ax, lines, styles, least=0):
         for n, losses in points:
             ax.plot([n] * len(losses), losses, **style | {"linestyle": ""})
     ax.set(xlabel="parameters", ylabel="validation loss (nats per token)", xscale="log")
-    ax.xaxis.set_major_formatter(lambda n, _: short_count(n))
-    ax.xaxis.set_minor_formatter("")
+    ticks = [n for n, _ in next(iter(lines.values()))]
+    ax.set_xticks(ticks, [short_count(n) for n in ticks])
+    ax.set_xticks([], minor=True)
     legend(ax)
 
 
@@ -278,7 +279,10 @@ def heat_maps(paper, models):
             image = ax.imshow(maps[quantity], norm=norm, extent=extent, **look)
             ax.set_title(f"{label}: {quantity}", fontsize=8, loc="left")
             ax.yaxis.get_major_locator().set_params(integer=True)
-        paper.colorbar(image, ax=list(column), location="bottom", aspect=40, label=f"{quantity} (one scale)")
+        ticks = np.geomspace(norm.vmin, norm.vmax, 4)
+        bar = paper.colorbar(image, ax=list(column), location="bottom", aspect=40, ticks=ticks, format="{x:.3g}")
+        bar.ax.minorticks_off()
+        bar.set_label(f"{quantity} (one scale)")
         column[-1].set_xlabel("token position")
     for ax in axes[:, 0]:
         ax.set_ylabel("layer")

@@ -41,6 +41,7 @@ from paper.runs import (
     units_in_words,
 )
 from report import markdown, plus_minus
+from tasks import TABLE1
 
 MFU = 0.4  # the share of an A100's bf16 peak that GPU-hours are computed with
 HERE = Path(__file__).parent.parent
@@ -308,7 +309,7 @@ def make_run(plan, cfg, threads):
         words = script_words("analyze.py", plan.folder, *chunk_words(cfg))
         run_logged(words, plan.folder / "analyze.log", threads)
     for tasks in sorted(plan.tasks):
-        score(plan, tasks, cfg, threads)
+        score_tables(plan, tasks, cfg, threads)
     run = plot.read_run(plan.folder)
     return run.val[run.last]
 
@@ -322,11 +323,11 @@ def is_stale(folder, chunks):
     return read_json(path, "a file of analyze.py").get("chunks_asked", 0) < chunks
 
 
-def score(plan, tasks, cfg, threads):
+def score_tables(plan, tasks, cfg, threads):
     """Run the tasks of a table that a run has no result of, one by one: a model too short for a task leaves it out;
     without the files, all the rest."""
     known = plot.read_eval(plan.folder)[1] if (plan.folder / "eval.json").exists() else {}
-    for name in ["loss"] if tasks == "table5" else plot.TASKS[:6]:
+    for name in ["loss"] if tasks == "table5" else TABLE1:
         if name in known:
             continue
         words = script_words("eval.py", plan.folder, *task_words(name, cfg))
@@ -384,7 +385,7 @@ def make_data(cfg):
 # -- results
 
 
-def read_results(cfg):
+def read_numbers(cfg):
     """What results/<scale>.json holds; raises UserError if nothing is drawn yet."""
     path = Path(cfg.results_dir, f"{cfg.scale}.json")
     if not path.exists():
@@ -411,7 +412,7 @@ def modes_of_runs(figure, found):
 def publish(name, figure, cfg, found):
     """Draw a figure or print a table, and write its numbers into the results of the scale."""
     path = Path(cfg.results_dir, f"{cfg.scale}.json")
-    results = read_results(cfg) if path.exists() else {"figures": {}}
+    results = read_numbers(cfg) if path.exists() else {"figures": {}}
     print(f"{name}: {figure.caption}")
     record = {"caption": figure.caption, "out_dir": cfg.out_dir}
     record["runs"] = [f"{job.name}-{seed}" for job in figure.jobs for seed in cfg.seeds_of(job)]
@@ -441,7 +442,7 @@ def publish(name, figure, cfg, found):
 # -- results/<scale>/README.md
 
 
-def mode_table(modes):
+def losses_table(modes):
     """Markdown of every mode's losses, the lowest first."""
     rows = []
     shown = {job.mode for job in FIGURES["modes"].jobs}
@@ -484,14 +485,14 @@ def report_text(results, scale):
     ]
     parts += [section(name, record) for name, record in figures.items()]
     if "modes" in results:
-        parts += ["## Losses of all modes", mode_table(results["modes"])]
+        parts += ["## Losses of all modes", losses_table(results["modes"])]
     return "\n\n".join(parts) + "\n"
 
 
-def report(cfg):
+def write_report(cfg):
     """Write results/<scale>/README.md."""
     path = Path(cfg.results_dir, cfg.scale, "README.md")
-    results = read_results(cfg)
+    results = read_numbers(cfg)
     write_text(path, report_text(results, cfg.scale))
     print(f"wrote {path}: {len(results['figures'])} figures and tables")
 
@@ -512,7 +513,7 @@ def publish_all(cfg):
 
 def main(cfg: ReproduceConfig):
     if cfg.words == ("report",):
-        report(cfg)
+        write_report(cfg)
         return
     figures = cfg.figures.values()
     if not cfg.dry_run and any(figure.panels for figure in figures):

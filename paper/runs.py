@@ -188,14 +188,14 @@ class Found:
         return self.root / f"{job.name}-{seed}"
 
     def run(self, job, seed):
-        """The plot.Run of a finished run."""
+        """The plot.Curves of a finished run."""
         folder = self.folder(job, seed)
         if folder not in self.curves:
             self.curves[folder] = self.checked(job, seed, folder)
         return self.curves[folder]
 
     def checked(self, job, seed, folder):
-        """A Run read from its folder. Raises UserError if it is missing, unfinished, or of other settings or data."""
+        """The plot.Curves of a folder. Raises UserError if it is missing, unfinished, or of other settings or data."""
         if not folder.exists():
             raise UserError(f"{folder} is missing; make it: `{self.make}`")
         run = plot.read_run(folder)

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import numpy as np
 
-import plot
 from configurator import UserError
 from data import Tokenizer
 from files import read_json
 from paper.claims import LABELS, scored
 from paper.runs import Job, model_of
+from tasks import TABLE1
 
 # Numbers that the paper prints: Table 1 (accuracies), 3, 4, 5 (validation losses); domains and tasks in its order.
-TABLE1 = {
+PAPER_ACCURACIES = {
     ("vanilla", 2048): (0.263, 0.142, 0.492, 0.199, 0.331, 0.572, 0.333),
     ("resformer", 2048): (0.273, 0.148, 0.512, 0.182, 0.414, 0.604, 0.355),
     ("vanilla", 64000): (0.267, 0.142, 0.485, 0.179, 0.322, 0.570, 0.328),
     ("resformer", 64000): (0.274, 0.136, 0.513, 0.184, 0.407, 0.588, 0.350),
 }
 DOMAINS = ("CommonCrawl", "C4", "Github", "StackExchange", "Wikipedia", "Book", "ArXiv")
-TABLE5 = {
+PAPER_LOSSES = {
     ("vanilla", "82M"): (3.3595, 3.5388, 1.4247, 2.3872, 2.9047, 3.3797, 2.1779, 2.7389),
     ("vanilla", "180M"): (3.0961, 3.2834, 1.2451, 2.1651, 2.5897, 3.1309, 2.0001, 2.5015),
     ("vanilla", "468M"): (2.8514, 3.0430, 1.0908, 1.9628, 2.2821, 2.8979, 1.8362, 2.2806),
@@ -30,18 +30,24 @@ TABLE5 = {
     ("resformer", "180M"): (3.0631, 3.2504, 1.2200, 2.1350, 2.5435, 3.0994, 1.9732, 2.4692),
     ("resformer", "468M"): (2.8214, 3.0115, 1.0730, 1.9388, 2.2477, 2.8696, 1.8142, 2.2537),
 }
-TABLE3 = {512: (4096, 128), 2048: (1024, 32), 8192: (256, 8), 32000: (64, 2), 64000: (32, 1)}  # sequences, per GPU
+PAPER_BATCHES = {
+    512: (4096, 128),
+    2048: (1024, 32),
+    8192: (256, 8),
+    32000: (64, 2),
+    64000: (32, 1),
+}  # sequences, per GPU
 SHAPE = ("layers", "heads", "width")
-TABLE4 = {"2M": (4, 2, 16), "82M": (8, 8, 512), "180M": (12, 12, 768), "468M": (24, 16, 1024)}
+PAPER_SHAPES = {"2M": (4, 2, 16), "82M": (8, 8, 512), "180M": (12, 12, 768), "468M": (24, 16, 1024)}
 PARAMETERS = {"82M": 81_901_056, "180M": 179_874_048, "468M": 467_921_920}
 
 
 def size_and_loss(mode):
     """[(parameters, the paper's validation loss, mean over domains)] of a mode, from Table 5."""
-    return [(PARAMETERS[size], losses[-1]) for (name, size), losses in TABLE5.items() if name == mode]
+    return [(PARAMETERS[size], losses[-1]) for (name, size), losses in PAPER_LOSSES.items() if name == mode]
 
 
-def short(x):
+def setting_text(x):
     """A number of a table: whole ones with commas."""
     if isinstance(x, str):
         return x
@@ -56,14 +62,13 @@ def beside(ours, paper):
 
 def both(ours, paper):
     """A cell of two settings: ours, and the paper's in brackets."""
-    return f"{short(ours)} ({short(paper)})"
+    return f"{setting_text(ours)} ({setting_text(paper)})"
 
 
 def table1(found):
     """Accuracies, the paper's in brackets; Avg is over the tasks that both models of a length can be scored on."""
-    tasks = plot.TASKS[:6]
-    yield ["", *tasks, "Avg"]
-    for (mode, length), paper in TABLE1.items():
+    yield ["", *TABLE1, "Avg"]
+    for (mode, length), paper in PAPER_ACCURACIES.items():
         accuracies, common = [], []
         for seed in found.seeds(Job(mode, length=length)):
             accuracy, together = scored(found, length, seed)
@@ -72,12 +77,12 @@ def table1(found):
                 common = common or together
         if not accuracies:
             raise UserError(f"no task is scored at length {length:,}; `{found.make}`, if need be with --eval_dir")
-        columns = [[of[task] for of in accuracies if task in of] for task in tasks]
+        columns = [[of[task] for of in accuracies if task in of] for task in TABLE1]
         columns.append([of[task] for of in accuracies for task in common])
         cells = []
         for values, theirs in zip(columns, paper, strict=True):
             cells.append(beside(np.mean(values) if values else None, f"{theirs:.3f}"))
-        if len(common) < len(tasks):
+        if len(common) < len(TABLE1):
             cells[-1] += f" of {len(common)}"
         yield [f"{LABELS[mode]} {length:,}", *cells]
 
@@ -103,7 +108,7 @@ def table3(found):
     """Batches by length, the paper's in brackets. Its 32 steps of accumulation are a slip: its own numbers give 4."""
     yield ["length", "tokens", "sequences per step", "per GPU", "accumulation", "tokens per step"]
     for length, (tokens, batch, micro) in found.scale.lengths.items():
-        sequences, each = TABLE3[length]
+        sequences, each = PAPER_BATCHES[length]
         accumulation = batch // (micro * max(1, found.scale.gpus))
         ours = (tokens, batch, micro, accumulation, tokens * batch)
         paper = (length, sequences, each, 32, length * sequences)
@@ -120,8 +125,8 @@ def table4(found):
     unknown = ("-", "-", "-")
     yield ["", *scale.sizes]
     for i, name in enumerate(SHAPE):
-        yield [name, *(both(scale.sizes[size][i], TABLE4.get(size, unknown)[i]) for size in models)]
-    hidden = {size: width * 7 // 2 for size, (_, _, width) in TABLE4.items()}
+        yield [name, *(both(scale.sizes[size][i], PAPER_SHAPES.get(size, unknown)[i]) for size in models)]
+    hidden = {size: width * 7 // 2 for size, (_, _, width) in PAPER_SHAPES.items()}
     yield ["FFN width", *(both(model.n_hidden, hidden.get(size, "-")) for size, model in models.items())]
     tokens, batch, _ = scale.lengths[2048]
     for name, ours, paper in (
@@ -148,7 +153,7 @@ def mean_results(found, job):
 def table5(found):
     """Validation losses by domain; the paper's in brackets where the domain is one of its own."""
     header = None
-    for (mode, size), paper in TABLE5.items():
+    for (mode, size), paper in PAPER_LOSSES.items():
         losses, mean = mean_results(found, Job(mode, size))
         if header is None:
             header = ["", *losses, "Avg"]

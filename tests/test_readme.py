@@ -10,8 +10,8 @@ import pytest
 from conftest import ROOT, script
 
 import bench
-import plot
 from configurator import load_settings
+from tasks import TABLE1
 from value_modes import TABLE
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -102,7 +102,7 @@ def test_evaluation_tables_are_the_results():
     found = json.loads((ROOT / "results" / "eval_demo.json").read_text())
     for mode, evaluation in found.items():
         results = evaluation["checkpoints"]["step_00000600.safetensors"]["results"]
-        tasks = [f"{results[t]['acc']:.4f} ± {results[t]['acc_stderr']:.4f}" for t in plot.TASKS[:6]]
+        tasks = [f"{results[t]['acc']:.4f} ± {results[t]['acc_stderr']:.4f}" for t in TABLE1]
         assert f"| {mode} | {' | '.join(tasks)} | " in README
         losses = [*results["loss"]["val"].values(), results["loss"]["val_mean"], results["loss"]["val_mixture"]]
         assert f"| {mode} | {' | '.join(f'{x:.4f}' for x in losses)} |" in README
