@@ -314,6 +314,7 @@ def loss(path, cfg, groups, window):
             at, val = align([np.array([*run.val.items()]).reshape(-1, 2).T for run in runs])
             draw_line(ax, x + (window - 1) / 2, y, mode, style_of(mode), points=(at, val.mean(0)))
         fit_axes(ax, zero=False)
+        ax.set_xlim(0, 1.02 * ax.get_xlim()[1])  # room for the last marker
         label = f"training step (lines: training loss, mean over {window} steps; markers: validation loss)"
         ax.set(xlabel=label, ylabel="loss (nats per token)")
         ax.set_title(size_of(sum(groups.values(), [])), loc="left")
