@@ -95,7 +95,7 @@ def tiny(mode="vanilla", seed=0, std=0.2, attn="sdpa", **kw):
     model = GPT(config(mode, init_std=std, **kw), seed=seed, attn=attn).double().eval()
     g = torch.Generator().manual_seed(seed + 1)
     for name, p in model.named_parameters():
-        if p.ndim == 1 or "gates" in name:
+        if p.ndim == 1 or "gates" in name or not p.any():
             p.data += 0.1 * torch.randn(p.shape, generator=g, dtype=p.dtype)
     return model
 
