@@ -1,0 +1,176 @@
+"""The tables of numbers in docs/, made from results/*.json and from the table of modes.
+
+    python docs/tables.py            write them into the pages
+    python docs/tables.py --check    end with code 1, and name the pages that differ from the results
+
+A page holds each table between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of MAKERS below.
+"""
+
+import functools
+import math
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from configurator import UserError, command_line, run_main, setting
+
+
+@dataclass(frozen=True)
+class TablesConfig:
+    """Every setting of docs/tables.py."""
+
+    check: bool = setting(False, "only compare: write nothing, end with code 1 if a page differs")
+
+
+if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
+    SETTINGS = command_line(TablesConfig, __doc__)
+
+from bench import LLAMA, PEERS
+from bench.common import spread
+from bench.decoding import decoding_table
+from bench.loading import loading_table, prepare_table
+from bench.scoring import scoring_table
+from bench.training import memory_table, training_table
+from describe import mode_table
+from files import read_json, write_text
+from paper.claims import tally
+from report import markdown, plus_minus
+from tasks import TABLE1
+from value_modes import TABLE, ModelConfig
+
+PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def bench_rows(name, key="rows"):
+    """What results/bench_<name>.json holds under `key`."""
+    return read_json(ROOT / f"results/bench_{name}.json", "a file of bench/", keys=(key,))[key]
+
+
+def is_current(name):
+    """Whether a side of a benchmark still exists: a mode of the table, or a peer. Older files hold others too."""
+    mode = name.partition(", attn=")[0]
+    return mode in TABLE or name in PEERS.values()
+
+
+def current_training_table(name):
+    return training_table([row for row in bench_rows(f"train_{name}") if is_current(row["name"])])
+
+
+def llama_table():
+    """Vanilla's speed relative to transformers' Llama; a line for each file, a column for each way to run it."""
+    ways = {("float32", "off"): "float32", ("float32", "on"): "float32, compiled"}
+    ways |= {("bfloat16", "off"): "bfloat16", ("bfloat16", "on"): "bfloat16, compiled"}
+    lines = []
+    for name in ("x1_tiny", "x2_82m", "x1_eager"):
+        rows = [row for row in bench_rows(f"train_intel_xeon_{name}") if row["name"] == "vanilla"]
+        found = {(row["dtype"], row["compile"]): spread(row[f"to {LLAMA}"]) for row in rows}
+        lines.append([rows[0]["shape"], *(found.get(way, "") for way in ways)])
+    return markdown(["shape", *ways.values()], lines)
+
+
+def claims_text(scale):
+    """How many of the paper's claims go the same way at a scale."""
+    return tally(read_json(ROOT / f"results/{scale}.json", "results of paper.reproduce", keys=("figures",))["figures"])
+
+
+def decoding_of_vanilla():
+    rows = bench_rows("decode_intel_xeon_x2_82m") + bench_rows("decode_intel_xeon_x1_tiny")
+    return decoding_table([row for row in rows if row["name"] == "vanilla"])
+
+
+def decoding_of_modes():
+    """The longest contexts and largest batches that were measured."""
+    rows = bench_rows("decode_intel_xeon_x2_sweep") + bench_rows("decode_intel_xeon_x2_cla")
+    return decoding_table([row for row in rows if row["batch"] == 16 and row["prompt"] == 4096])
+
+
+def demo_results():
+    """{mode: {task: record}} of results/eval_demo.json."""
+    found = {}
+    for mode, evaluation in read_json(ROOT / "results/eval_demo.json", "results of eval.py").items():
+        (checkpoint,) = evaluation["checkpoints"].values()
+        found[mode] = checkpoint["results"]
+    return found
+
+
+def accuracy_table():
+    """Accuracies of the demo-sized models with their standard errors, chance, and the number of documents."""
+    rows = []
+    for mode, results in demo_results().items():
+        pairs = [(results[task]["acc"], results[task]["acc_stderr"]) for task in TABLE1]
+        mean = sum(value for value, _ in pairs) / len(pairs)
+        error = math.sqrt(sum(error**2 for _, error in pairs)) / len(pairs)
+        rows.append([mode, *(plus_minus(*pair) for pair in pairs), plus_minus(mean, error)])
+    chance = [results[task]["chance"] for task in TABLE1]  # the same for all models
+    rows.append(["chance", *map(plus_minus, chance), plus_minus(sum(chance) / len(chance))])
+    rows.append(["documents", *(f"{results[task]['n']:,}" for task in TABLE1), ""])
+    return markdown(["acc", *TABLE1, "Avg"], rows)
+
+
+def domain_loss_table():
+    """Losses of the demo-sized models by domain, and their differences from vanilla's."""
+    losses = {}
+    for mode, results in demo_results().items():
+        record = results["loss"]
+        losses[mode] = {**record["val"], "Avg": record["val_mean"], "mixture": record["val_mixture"]}
+    first, *others = losses
+    rows = [[mode, *map(plus_minus, found.values())] for mode, found in losses.items()]
+    for mode in others:
+        gaps = [loss - losses[first][domain] for domain, loss in losses[mode].items()]
+        rows.append([f"{mode} − {first}", *(plus_minus(gap, sign=True) for gap in gaps)])
+    return markdown(["loss (nats per token)", *losses[first]], rows)
+
+
+MAKERS = {
+    "modes": lambda: mode_table(ModelConfig()),
+    "claims-cpu": lambda: claims_text("cpu"),
+    "claims-modes": lambda: claims_text("modes"),
+    "demo-accuracy": accuracy_table,
+    "demo-loss": domain_loss_table,
+    "training-tiny": lambda: current_training_table("intel_xeon_x1_tiny"),
+    "training-82M": lambda: current_training_table("intel_xeon_x2_82m"),
+    "training-modes": lambda: current_training_table("intel_xeon_x1_modes"),
+    "training-llama": llama_table,
+    "memory": lambda: memory_table(bench_rows("memory_intel_xeon_x2_82m")),
+    "decoding-vanilla": decoding_of_vanilla,
+    "decoding-modes": decoding_of_modes,
+    "scoring-82M": lambda: scoring_table(bench_rows("eval_intel_xeon_x2_82m", "tasks")),
+    "scoring-demo": lambda: scoring_table(bench_rows("eval_intel_xeon_x2_demo", "tasks")),
+    "loading": lambda: loading_table(bench_rows("load_intel_xeon_x2")),
+    "preparing-bpe": lambda: prepare_table(bench_rows("prepare_intel_xeon_x2")),
+    "preparing-neox": lambda: prepare_table(bench_rows("prepare_intel_xeon_x2_neox")),
+}
+
+
+@functools.cache
+def table_text(name):
+    if name not in MAKERS:
+        raise UserError(f"no table is called {name!r}; there are {', '.join(MAKERS)}")
+    return MAKERS[name]()
+
+
+def with_tables(text):
+    """The text of a page with its tables as the results have them."""
+    return PLACE.sub(lambda place: f"{place[1]}\n{table_text(place[2])}\n\n{place[3]}", text)
+
+
+def main(cfg: TablesConfig):
+    changed = []
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        before = page.read_text(encoding="utf-8")
+        after = with_tables(before)
+        if after != before:
+            changed.append(page.name)
+            if not cfg.check:
+                write_text(page, after)
+    if cfg.check and changed:
+        sys.exit(f"{', '.join(changed)} differ from the results; run `python docs/tables.py`")
+    print(f"pages changed: {', '.join(changed) or 'none'}")
+
+
+if __name__ == "__main__":
+    run_main(main, SETTINGS)

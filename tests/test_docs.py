@@ -1,0 +1,183 @@
+"""README.md and docs/ tell the truth: commands parse, files and links exist, tables are those of the results."""
+
+import ast
+import importlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+import typing
+
+import pytest
+from conftest import ROOT, finished, in_process
+
+from configurator import UserError, load_settings
+from docs import tables
+from value_modes import TABLE, ModelConfig
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LIMITS = {"README.md": 220, "tour.md": 150}  # lines; other pages have 250
+TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
+SCRIPTS = "model train prepare sample eval analyze plot".split()
+WINGS = ["paper.reproduce", "bench.training", "bench.decoding", "bench.scoring", "bench.loading"]
+NOT_OURS = {"venv", "pip", "pytest"}
+MISTAKES = {"python train.py --max_iters=5"}  # which a page makes on purpose
+
+
+def commands():
+    """[(page, command)]: lines of code blocks that start one of our scripts, and commands within sentences."""
+    found = []
+    for page, text in TEXTS.items():
+        for _, block in BLOCK.findall(text):
+            for line in block.splitlines():
+                if line.startswith(("python ", "torchrun ")):
+                    found.append((page, line.split("  #")[0].strip()))
+        for command in re.findall(r"`(python [^`]+)`", BLOCK.sub("", text)):
+            found.append((page, " ".join(command.split())))
+    return found
+
+
+def split_command(command):
+    """(module, its words) of a command; the module is None if it is not ours."""
+    words = shlex.split(command)
+    for i, word in enumerate(words):
+        if word == "-m":
+            return None if words[i + 1] in NOT_OURS else words[i + 1], words[i + 2 :]
+        if word.endswith(".py"):
+            return word.removesuffix(".py").replace("/", "."), words[i + 1 :]
+    raise AssertionError(f"{command} starts no script")
+
+
+def check_command(module, words):
+    """Raise UserError if a module of ours does not take these words."""
+    if module == "model":
+        words = [word.replace("resformer_linear", "resformer") for word in words]  # the patch of the last test adds it
+        given = [word for word in words if word != "table"]
+        load_settings(ModelConfig, given, ignore_unknown_in_files=True)
+        return
+    settings = typing.get_type_hints(importlib.import_module(module).main)["cfg"]
+    load_settings(settings, words)
+
+
+def test_commands_parse(monkeypatch, tmp_path):
+    (tmp_path / "config").symlink_to(ROOT / "config")
+    mine = [block for _, block in BLOCK.findall(TEXTS["README.md"]) if block.startswith("from value_modes import")]
+    (tmp_path / "mine.py").write_text(mine[0])
+    monkeypatch.chdir(tmp_path)
+    started = set()
+    for page, command in commands():
+        module, words = split_command(command)
+        if module is None:
+            continue
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), f"{page}: {command}: no such script"
+        started.add(module)
+        if not words or command in MISTAKES:
+            continue  # without words, a sentence names the script
+        try:
+            check_command(module, words)
+        except UserError as e:
+            pytest.fail(f"{page}: {command}: {e}")
+    assert started >= {*SCRIPTS, *WINGS}, "some script is in no page"
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page, text in TEXTS.items():
+        for target in re.findall(r"(?:`|^)make ([\w-]+)", text, re.M):
+            assert re.search(rf"^{target}:", makefile, re.M), f"{page}: make {target}"
+
+
+def test_pages_are_short():
+    for page, text in TEXTS.items():
+        assert len(text.splitlines()) <= LIMITS.get(page, 250), page
+
+
+def anchors(text):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", text), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_and_files_exist():
+    for page in PAGES:
+        text = BLOCK.sub("", TEXTS[page.name])
+        for target in re.findall(r"\]\((?!http)([^)]+)\)", text):
+            file, _, anchor = target.partition("#")
+            path = page.parent / file if file else page
+            assert path.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), f"{page.name}: {target}"
+        for name in re.findall(r"`((?:bench|config|docs|paper|results|tests)/[\w./-]+\.\w+)`", text):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+    for _, command in commands():
+        for name in re.findall(r"config/\w+\.py", command):
+            assert (ROOT / name).exists(), command
+
+
+def test_python_blocks_are_python():
+    for page, text in TEXTS.items():
+        for language, block in BLOCK.findall(text):
+            if language == "python":
+                assert ast.parse(textwrap.dedent(block)), page
+
+
+def test_file_map_is_complete():
+    """Each file at the top is in README's map, with its number of lines, give or take a tenth."""
+    for path in ROOT.glob("*.py"):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        said = re.search(rf"^\|[^|]*\b{path.name}\b[^|]*\| *([\d,]+) \|", TEXTS["README.md"], re.M)
+        assert said, f"{path.name} is not in README's map"
+        assert abs(int(said[1].replace(",", "")) / lines - 1) < 0.1, f"{path.name} has {lines} lines"
+
+
+# ---- tables
+
+
+def test_tables_are_current():
+    assert in_process(tables, "--check").returncode == 0, "run `python docs/tables.py`"
+    assert TEXTS["modes.md"].count("\n| `") == len(TABLE)
+
+
+def test_every_table_is_in_one_page():
+    used = [name for text in TEXTS.values() for _, name, _ in tables.PLACE.findall(text)]
+    assert sorted(used) == sorted(tables.MAKERS)
+
+
+def test_a_wrong_number_is_found_and_put_right(monkeypatch, tmp_path):
+    page = tmp_path / "docs" / "modes.md"
+    page.parent.mkdir()
+    wrong = TEXTS["modes.md"].replace("| +14 |", "| +15 |")
+    page.write_text(wrong, encoding="utf-8")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    result = in_process(tables, "--check")
+    assert "modes.md" in str(result.returncode) and page.read_text(encoding="utf-8") == wrong != TEXTS["modes.md"]
+    assert in_process(tables).returncode == 0 and page.read_text(encoding="utf-8") == TEXTS["modes.md"]
+
+
+def test_check_ends_with_code_1(tmp_path):
+    """As a process: the numbers of a copy of the repository are changed."""
+    for name in ("docs", "bench", "paper", "results"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    page = tmp_path / "docs" / "evaluation.md"
+    page.write_text(TEXTS["evaluation.md"].replace("| chance | 0.2500 |", "| chance | 0.2600 |"), encoding="utf-8")
+    result = finished([sys.executable, "docs/tables.py", "--check"], cwd=tmp_path)
+    assert result.returncode == 1 and result.stderr.startswith("evaluation.md differ"), result.stderr
+
+
+# ---- the example of a variant that the axes do not have
+
+
+def test_the_patch_applies_and_prints_its_plan(tmp_path):
+    blocks = BLOCK.findall(TEXTS["modes.md"])
+    patch = next(block for language, block in blocks if language == "diff")
+    plan = next(block for _, block in blocks if block.startswith("resformer_linear: "))
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    subprocess.run(["git", "apply", "-"], input=patch, cwd=tmp_path, text=True, check=True)
+    words = [sys.executable, "model.py", "--value_mode=resformer_linear", "--n_layer=4"]
+    result = finished(words, cwd=tmp_path)
+    assert result.stdout == plan, result.stderr
