@@ -74,7 +74,7 @@ def test_commands_parse(monkeypatch, tmp_path):
             continue
         assert (ROOT / f"{module.replace('.', '/')}.py").exists(), f"{page}: {command}: no such script"
         started.add(module)
-        if not words or command in MISTAKES:
+        if words in ([], ["--help"]) or command in MISTAKES:
             continue  # without words, a sentence names the script
         try:
             check_command(module, words)
