@@ -1,19 +1,29 @@
-"""The zero-shot tasks: where their documents are, how they are read, and what is asked in one."""
+"""The zero-shot tasks: where their documents are, and the question that each one asks.
 
+Texts, choices and borders are those of lm-eval 0.4.13, the field's reference harness (lm_eval/tasks); eval.py scores
+them. A task's documents come from the hub at a fixed revision, or from a folder of local files: `<task>.jsonl`,
+`<task>.parquet`, or a folder `<task>` with the files of the hub or a dataset saved to disk. Read next: eval.py.
+"""
+
+import hashlib
 import json
+import math
 import re
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from configurator import UserError, need
 from files import sha256
 
 
 class Question(NamedTuple):
-    """What a task asks in one document. Choice j is text contexts[j], of which nothing is scored, then delimiter, then
-    choices[j]. gold: the right one."""
+    """What a task asks in one document. The text of choice j is contexts[j] + delimiter + choices[j], and only what
+    follows the context is scored. gold: the number of the right choice."""
 
     contexts: tuple[str, ...]
     choices: tuple[str, ...]
@@ -21,53 +31,57 @@ class Question(NamedTuple):
     delimiter: str = " "
 
 
-def clean(text):
-    """HellaSwag's texts without the tags of its WikiHow part. Source: lm_eval/tasks/hellaswag/utils.py."""
-    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
-
-
-def which(label):
-    """A label that counts choices from 0: an int, or its digits; raises ValueError."""
-    if isinstance(label, str) and label.isdecimal() or isinstance(label, int) and not isinstance(label, bool):
+def whole_number(label):
+    """A label that counts the choices from 0: an int, or a string of digits. Raises ValueError for anything else."""
+    if isinstance(label, str) and label.isdecimal():
         return int(label)
+    if isinstance(label, int) and not isinstance(label, bool):
+        return label
     raise ValueError(f"its label {label!r} is not a whole number")
 
 
-def ask_hellaswag(row):
-    context = clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
-    endings = tuple(clean(ending) for ending in row["endings"])
-    return Question((context,) * len(endings), endings, which(row["label"]))
-
-
-def ask_piqa(row):
-    return Question((f"Question: {row['goal']}\nAnswer:",) * 2, (row["sol1"], row["sol2"]), which(row["label"]))
-
-
-def options(row, key):
-    """(texts of the choices, which of their labels "A", "B", … or "1", "2", … is the key, -1 if none)."""
-    texts, labels = row["choices"]["text"], row["choices"]["label"]
+def labelled_choices(row, key):
+    """(texts of the choices, number of the one whose label "A", "B", … or "1", "2", … is the key; -1 if none is)."""
+    texts = row["choices"]["text"]
+    labels = row["choices"]["label"]
     if not isinstance(texts, list) or not isinstance(labels, list) or len(texts) != len(labels):
         raise ValueError("its choices are not a list of texts and as many labels")
     return tuple(texts), labels.index(key) if key in labels else -1
 
 
-def ask_arc(row):
-    choices, gold = options(row, row["answerKey"])
-    return Question((f"Question: {row['question']}\nAnswer:",) * len(choices), choices, gold)
+def clean_wikihow(text):
+    """A text of HellaSwag without the tags of its WikiHow part. Source: lm_eval/tasks/hellaswag/utils.py."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def ask_hellaswag(row):
+    context = clean_wikihow(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+    endings = tuple(clean_wikihow(ending) for ending in row["endings"])
+    return Question((context,) * len(endings), endings, whole_number(row["label"]))
 
 
 def ask_openbookqa(row):
-    choices, gold = options(row, row["answerKey"].lstrip())
+    choices, gold = labelled_choices(row, row["answerKey"].lstrip())
     return Question((row["question_stem"],) * len(choices), choices, gold)
 
 
 def ask_winogrande(row):
-    """The options stand in the context, and what follows the gap is scored."""
+    """The two options complete the context; the same rest of the sentence is scored after each."""
     before, gap, after = row["sentence"].partition("_")
     if not gap:
         raise ValueError("its sentence has no gap '_'")
     contexts = (before + row["option1"], before + row["option2"])
     return Question(contexts, (after.strip(),) * 2, {"1": 0, "2": 1}.get(row["answer"], -1))
+
+
+def ask_arc(row):
+    choices, gold = labelled_choices(row, row["answerKey"])
+    return Question((f"Question: {row['question']}\nAnswer:",) * len(choices), choices, gold)
+
+
+def ask_piqa(row):
+    context = f"Question: {row['goal']}\nAnswer:"
+    return Question((context,) * 2, (row["sol1"], row["sol2"]), whole_number(row["label"]))
 
 
 def ask_lambada(row):
@@ -77,175 +91,288 @@ def ask_lambada(row):
 
 @dataclass(frozen=True)
 class Task:
-    """Where a task's documents are on the hub, and how one becomes a Question. Source: lm_eval/tasks (0.4.13)."""
+    """A task: its dataset on the hub, the columns that it reads there, and how a row becomes a Question."""
 
     hub: str
-    config: str | None
     revision: str
     split: str
     ask: Callable
     columns: dict[str, type]
+    config: str | None = None
     metrics: tuple[str, ...] = ("acc", "acc_norm")
-    shots_from: str = "train"  # the split that few-shot examples are drawn from
 
 
-ARC = {"question": str, "choices": dict, "answerKey": str}
-
-
+_ARC = Task(
+    hub="allenai/ai2_arc",
+    config="ARC-Challenge",
+    revision="210d026faf9955653af8916fad021475a3f00453",
+    split="test",
+    ask=ask_arc,
+    columns={"question": str, "choices": dict, "answerKey": str},
+)
 TASKS = {  # the paper's Table 1 in its order, then LAMBADA as OpenAI cut it
     "hellaswag": Task(
-        *("Rowan/hellaswag", None, "218ec52e09a7e7462a5400043bb9a69a41d06b76", "validation", ask_hellaswag),
-        {"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": list, "label": object},
+        hub="Rowan/hellaswag",
+        revision="218ec52e09a7e7462a5400043bb9a69a41d06b76",
+        split="validation",
+        ask=ask_hellaswag,
+        columns={"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": list, "label": object},
     ),
     "openbookqa": Task(
-        *("allenai/openbookqa", "main", "388097ea7776314e93a529163e0fea805b8a6454", "test", ask_openbookqa),
-        {"question_stem": str, "choices": dict, "answerKey": str},
+        hub="allenai/openbookqa",
+        config="main",
+        revision="388097ea7776314e93a529163e0fea805b8a6454",
+        split="test",
+        ask=ask_openbookqa,
+        columns={"question_stem": str, "choices": dict, "answerKey": str},
     ),
     "winogrande": Task(
-        *("allenai/winogrande", "winogrande_xl", "01e74176c63542e6b0bcb004dcdea22d94fb67b5", "validation"),
-        ask_winogrande,
-        dict.fromkeys(("sentence", "option1", "option2", "answer"), str),
+        hub="allenai/winogrande",
+        config="winogrande_xl",
+        revision="01e74176c63542e6b0bcb004dcdea22d94fb67b5",
+        split="validation",
+        ask=ask_winogrande,
+        columns={"sentence": str, "option1": str, "option2": str, "answer": str},
         metrics=("acc",),
     ),
-    "arc_challenge": Task(
-        *("allenai/ai2_arc", "ARC-Challenge", "210d026faf9955653af8916fad021475a3f00453", "test", ask_arc), ARC
-    ),
-    "arc_easy": Task(
-        *("allenai/ai2_arc", "ARC-Easy", "210d026faf9955653af8916fad021475a3f00453", "test", ask_arc), ARC
-    ),
+    "arc_challenge": _ARC,
+    "arc_easy": replace(_ARC, config="ARC-Easy"),
     "piqa": Task(
-        *("baber/piqa", None, "142f6d7367fd9877f0fb3b5734ea6a545f54cdd1", "validation", ask_piqa),
-        {"goal": str, "sol1": str, "sol2": str, "label": object},
+        hub="baber/piqa",
+        revision="142f6d7367fd9877f0fb3b5734ea6a545f54cdd1",
+        split="validation",
+        ask=ask_piqa,
+        columns={"goal": str, "sol1": str, "sol2": str, "label": object},
     ),
     "lambada": Task(
-        *("EleutherAI/lambada_openai", "default", "900124bf3b8235c6daf21033af9948b3f07346c4", "test", ask_lambada),
-        {"text": str},
+        hub="EleutherAI/lambada_openai",
+        config="default",
+        revision="900124bf3b8235c6daf21033af9948b3f07346c4",
+        split="test",
+        ask=ask_lambada,
+        columns={"text": str},
         metrics=("acc", "perplexity"),
-        shots_from="test",
     ),
 }
-
-
-TABLE1 = tuple(TASKS)[:6]
-
-
-HARNESS_NAMES = {"lambada": "lambada_openai"}  # where lm-eval calls a task otherwise
-
-
+TABLE1 = ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "piqa")
 GROUPS = {"table1": TABLE1, "table5": ("loss",), "all": ("loss", *TASKS)}
 
 
-def download(name, folder):
-    """The command that puts a task's files where find_files finds them."""
-    where = f"--repo-type=dataset --revision={TASKS[name].revision} --local-dir={Path(folder) / name}"
-    return f"hf download {TASKS[name].hub} {where}"
+def download_command(name, folder):
+    """The command that puts a task's files where `local_rows` looks for them."""
+    task = TASKS[name]
+    return f"hf download {task.hub} --repo-type=dataset --revision={task.revision} --local-dir={Path(folder) / name}"
 
 
-def find_files(folder, name, split):
-    """Files of a task's split in a folder of local ones: <task>.<split>.jsonl, for the split that is scored also
-    <task>.jsonl, or in a folder <task>, or named as the hub's, a dataset saved to disk or a file whose name ends in the
-    split, maybe in shards: the hub's own layout. .parquet as well as .jsonl."""
-    task, folder = TASKS[name], Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"--data_dir={folder} is no folder; it should hold {name}.jsonl, or see README")
-    stems = [f"{name}.{split}"] + [name] * (split == task.split)
-    for path in (folder / (stem + end) for stem in stems for end in (".jsonl", ".parquet")):
-        if path.is_file():
-            return [path]
-    for inner in (folder / name, folder / task.hub.split("/")[1]):
-        if any((inner / mark).exists() for mark in ("dataset_dict.json", "dataset_info.json")):
-            return [inner]
-        shards, named = re.compile(r"-\d+-of-\d+$"), re.compile(rf"(^|[^a-z]){split}$", re.IGNORECASE)
-        found = [p for p in sorted(inner.rglob("*")) if p.suffix in (".jsonl", ".parquet")]
-        found = [p for p in found if named.search(shards.sub("", p.stem))]
-        found = [p for p in found if task.config in p.relative_to(inner).parts] or found
-        if len({(p.parent, p.suffix, shards.sub("", p.stem)) for p in found}) > 1:
-            raise UserError(f"{inner} has several files of the {split} split: {', '.join(map(str, found))}; keep one")
-        if found:
-            return found
-    raise UserError(
-        f"{folder} has no {name}.jsonl, {name}.{split}.jsonl or .parquet, nor a folder {name} with a file of its "
-        f"{split} split; with network: `{download(name, folder)}`"
-    )
-
-
-def read_saved(path, split, scored):
-    """Rows of a dataset saved to disk, which must be of the split; one that does not say must be `scored`."""
-    found = need("datasets").load_from_disk(str(path))
-    if isinstance(found, dict):
-        return list(found[split])
-    if (str(found.split) if found.split else scored) != split:
-        raise ValueError(f"it is {found.split or 'one split'} alone")
-    return list(found)
-
-
-def read_file(path, split, scored):
-    """Rows of one local file, or of a dataset saved to disk, as dicts. scored: the split that a task is scored on."""
+def hub_is_there(task):
+    """Whether the hub answers. load_dataset alone would ask six times, and say so, before it gives up after 20 s."""
+    hub = need("huggingface_hub")
     try:
-        if path.is_dir():
-            return read_saved(path, split, scored)
-        if path.suffix == ".parquet":
-            return need("pyarrow.parquet").read_table(path).to_pylist()
-    except UserError:
-        raise
-    except Exception as e:  # of any of the libraries below them
-        what = f"a dataset with the split {split}" if path.is_dir() else "a parquet file, or cut short"
-        raise UserError(f"{path} is not {what}: {(str(e) or type(e).__name__).splitlines()[0]}") from None
+        hub.HfApi().dataset_info(task.hub, revision=task.revision, timeout=5)
+    except hub.errors.HfHubHTTPError:  # an answer, such as 503: load_dataset says what it means
+        return True
+    except Exception:  # of the network: the library below has its own classes
+        return False
+    return True
+
+
+def hub_rows(name):
+    """Rows of a task's split from the hub, or from the cache that `datasets` keeps of it."""
+    task = TASKS[name]
+    datasets = need("datasets")
+    if not hub_is_there(task):
+        need("huggingface_hub").constants.HF_HUB_OFFLINE = True  # then the cache is read, without a request
+        datasets.config.HF_HUB_OFFLINE = True
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # other line ends may stand in a JSON string
-    except ValueError as e:
-        raise UserError(f"{path} is not UTF-8 text: {e}") from None
+        return list(datasets.load_dataset(task.hub, task.config, revision=task.revision, split=task.split))
+    except Exception as e:  # network, hub, disk: each library below has its own
+        raise UserError(
+            f"{task.hub} cannot be read from the hub ({first_line(e)}); without network, run "
+            f"`{download_command(name, 'evals')}` on a machine that has it and use --data_dir=evals"
+        ) from None
+
+
+def first_line(error):
+    return f"{type(error).__name__}: {str(error).strip()[:200]}".splitlines()[0]
+
+
+def jsonl_rows(path, task):
+    """The rows of a file of JSON lines. A line that is cut short is an error: a document would be missing."""
     rows = []
+    lines = path.read_text(encoding="utf-8-sig").split("\n")  # a JSON string may hold other ends of lines
     for number, line in enumerate(lines, 1):
         try:
-            rows += [json.loads(line)] if line.strip() else []
+            if line.strip():
+                rows.append(json.loads(line))
         except ValueError as e:
-            raise UserError(f"{path}, line {number}: not JSON, or cut short ({e})") from None
+            raise ValueError(f"line {number} is not JSON, or cut short: {e}") from None
     return rows
 
 
-def read_rows(name, split, data_dir):
-    """(rows of a task's split, where they are from: dataset and revision, or file and hash)."""
-    task = TASKS[name]
-    if data_dir:
-        paths = find_files(data_dir, name, split)
-        rows = [row for path in paths for row in read_file(path, split, task.split)]
-        known = [f"{p.name} (sha256 {sha256(p)[:16]})" if p.is_file() else p.name for p in paths]
-        where = ", ".join(known)
+def parquet_rows(path, task):
+    return need("pyarrow.parquet").read_table(path).to_pylist()
+
+
+def folder_rows(folder, task):
+    """The rows of a task's split in a folder with the files of the hub, or with a dataset saved to disk."""
+    datasets = need("datasets")
+    if (folder / "dataset_dict.json").exists():
+        return list(datasets.load_from_disk(str(folder))[task.split])
+    if (folder / "dataset_info.json").exists():
+        found = datasets.load_from_disk(str(folder))
+        if found.split not in (None, task.split):
+            raise ValueError(f"it holds the split {found.split} alone")
+        return list(found)
+    if task.config and (folder / task.config).is_dir():  # the hub's folder of several datasets: this one's
+        folder = folder / task.config
+    datasets.disable_progress_bars()
+    config = task.config if task.config in datasets.get_dataset_config_names(str(folder)) else None
+    with tempfile.TemporaryDirectory() as cache:  # the library's own cache may be of files that have changed since
+        return list(datasets.load_dataset(str(folder), config, split=task.split, cache_dir=cache))
+
+
+def local_rows(name, data_dir):
+    """(rows of a task's split in a folder of local files, name and hash of what was read)."""
+    readers = {f"{name}.jsonl": jsonl_rows, f"{name}.parquet": parquet_rows, name: folder_rows}
+    file = next((file for file in readers if (Path(data_dir) / file).exists()), None)
+    if file is None:
+        remedy = f"with network: `{download_command(name, data_dir)}`"
+        raise UserError(f"{data_dir} has no {name}.jsonl, no {name}.parquet and no folder {name}; {remedy}")
+    path = Path(data_dir) / file
+    try:
+        rows = readers[file](path, TASKS[name])
+    except Exception as e:  # each library has its own
+        raise UserError(f"{path} is not readable as the {TASKS[name].split} split of {name}: {first_line(e)}") from None
+    if path.is_dir():
+        digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     else:
-        where = f"{task.hub}@{task.revision[:8]}"
-        load_dataset = need("datasets").load_dataset
-        try:
-            rows = list(load_dataset(task.hub, task.config, revision=task.revision, split=split))
-        except Exception as e:  # network, hub, disk: each library below has its own
-            reason = f"{type(e).__name__}: {(str(e).strip() or '?').splitlines()[0][:200]}"
-            raise UserError(
-                f"{task.hub} cannot be had from the hub ({reason}); for a machine without network, fetch it on another "
-                f"(`{download(name, 'evals')}`) and use --data_dir=evals"
-            ) from None
+        digest = sha256(path)
+    return rows, f"{file} (sha256 {digest[:16]})"
+
+
+def read_rows(name, data_dir):
+    """(rows of a task's split, where they are from: dataset and revision, or file and hash)."""
+    if data_dir:
+        rows, where = local_rows(name, data_dir)
+    else:
+        rows, where = hub_rows(name), f"{TASKS[name].hub}@{TASKS[name].revision[:8]}"
     if not rows:
         raise UserError(f"{where} has no rows")
     return rows, where
 
 
 def question(name, row, where):
-    """The Question of a row; raises UserError that says what is wrong with it. where: file and number, for that."""
+    """The Question of a row. Raises UserError that says what is wrong with the row. where: its file and number."""
     task = TASKS[name]
-    if not isinstance(row, dict) or (missing := [c for c in task.columns if c not in row]):
-        has = f"no column {', '.join(missing)}" if isinstance(row, dict) else f"a {type(row).__name__}, no columns"
-        raise UserError(f"{where} has {has}; {name} takes those of {task.hub}: {', '.join(task.columns)}")
-    if odd := [f"{c} is {row[c]!r:.40}" for c, kind in task.columns.items() if not isinstance(row[c], kind)]:
-        raise UserError(f"{where} is not a row of {name}: {', '.join(odd)}")
+    for column, kind in task.columns.items():
+        if not isinstance(row, dict) or column not in row:
+            columns = ", ".join(task.columns)
+            raise UserError(f"{where} has no column {column}; {name} takes those of {task.hub}: {columns}")
+        if not isinstance(row[column], kind):
+            raise UserError(f"{where} is not a row of {name}: {column} is {row[column]!r:.40}")
     try:
         asked = task.ask(row)
-        lengths = [len("" + choice) for choice in asked.choices]  # of texts
+        lengths = [len("" + choice) for choice in asked.choices]  # a TypeError where a choice is no text
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
         raise UserError(f"{where} is not a row of {name}: {type(e).__name__}: {e}") from None
     if not 0 <= asked.gold < len(lengths):
         raise UserError(f"{where}: its label is none of its {len(lengths)} choices")
-    if not all(lengths):
+    if 0 in lengths:
         raise UserError(f"{where}: choice {lengths.index(0)} is empty; there is nothing to score")
     return asked
 
 
-SHOT_SEED = 1234  # of the harness's few-shot examples
+def questions(name, cfg):
+    """(the Questions of a task, where its rows are from). cfg: the settings data_dir and limit."""
+    rows, where = read_rows(name, cfg.data_dir)
+    if cfg.limit:
+        rows = rows[: cfg.limit]
+    return [question(name, row, f"{where}, row {i}") for i, row in enumerate(rows)], where
+
+
+class Row(NamedTuple):
+    """A choice as the model sees it: token ids, the last n of which are scored; cut: it was longer than the block."""
+
+    ids: list[int]
+    n: int
+    cut: bool = False
+
+
+def encode_pair(tokenizer, context, scored):
+    """Token ids of a context and of the text scored after it, with the border between them where the harness has it:
+    spaces that end the context belong to the scored text, whose ids are those of both texts together without as many as
+    the context has alone. An empty context becomes an end of document. Source: lm_eval/api/model.py, TemplateLM."""
+    bare = context.rstrip()
+    scored = context[len(bare) :] + scored
+    if not bare:
+        return [tokenizer.eot], tokenizer.encode(scored)
+    ids = tokenizer.encode(bare)
+    whole = tokenizer.encode(bare + scored)
+    return ids, whole[len(ids) :]
+
+
+def cut_to_block(context, scored, block_size):
+    """A Row of context and scored ids. It has at most block_size + 1 ids, the last of which is only predicted; a longer
+    context loses its beginning. Raises ValueError if there are no scored ids, or too many of them."""
+    if len(scored) > block_size:
+        raise ValueError(
+            f"{len(scored)} tokens are scored, but the block has {block_size}; use a model with a longer one"
+        )
+    if not scored:
+        raise ValueError("no token of it is left to be scored")
+    ids = context + scored
+    return Row(ids[-(block_size + 1) :], len(scored), len(ids) > block_size + 1)
+
+
+def rows_of(name, asked, tokenizer, block_size):
+    """For each Question the Rows of its choices."""
+    documents = []
+    for i, q in enumerate(asked):
+        try:
+            rows = []
+            for context, choice in zip(q.contexts, q.choices, strict=True):
+                ids, scored = encode_pair(tokenizer, context, q.delimiter + choice)
+                rows.append(cut_to_block(ids, scored, block_size))
+            documents.append(rows)
+        except ValueError as e:
+            raise UserError(f"{name}, document {i}: {e}") from None
+    return documents
+
+
+def per_document(name, asked, results):
+    """{metric: (documents,) array, whose mean is the metric; for perplexity the nats}. As the harness counts: acc takes
+    the choice of the highest sum, acc_norm of the highest sum per character; LAMBADA is right if greedy decoding is."""
+    if "perplexity" in TASKS[name].metrics:
+        greedy = [scores[0][1] for scores in results]
+        nats = [-scores[0][0] for scores in results]
+        return {"acc": np.array(greedy, float), "perplexity": np.array(nats)}
+    found = {"acc": [], "acc_norm": []}
+    for q, scores in zip(asked, results, strict=True):
+        sums = np.array([total for total, _ in scores])
+        found["acc"].append(sums.argmax() == q.gold)
+        found["acc_norm"].append((sums / [len(choice) for choice in q.choices]).argmax() == q.gold)
+    return {metric: np.array(found[metric], float) for metric in TASKS[name].metrics}
+
+
+def standard_error(values):
+    """Standard error of a mean, from the sample's standard deviation (n - 1); None of a single value."""
+    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
+
+
+def task_record(asked, documents, correct):
+    """The record of a task in eval.json, from what `per_document` returns."""
+    has_choices = len(asked[0].choices) > 1
+    record = {
+        "n": len(asked),
+        "cut": sum(any(row.cut for row in rows) for rows in documents),
+        "chance": float(np.mean([1 / len(q.choices) for q in asked])) if has_choices else 0.0,
+    }
+    for metric, values in correct.items():
+        mean = float(values.mean())
+        error = standard_error(values)
+        if metric == "perplexity":
+            mean = math.exp(mean)
+            error = error and error * mean  # by the delta method; the harness draws bootstrap samples
+        record[metric] = mean
+        record[f"{metric}_stderr"] = error
+    return record

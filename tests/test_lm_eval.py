@@ -15,13 +15,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import MODES, SHARED, byte_tokenizer, needs_shared, script, tiny
+from conftest import COVER, SHARED, byte_tokenizer, in_process, needs_shared, tiny
 
 import checkpoint
 import eval as ours
 import hf
 import prepare
 import tasks
+import train
 from checkpoint import load_tokenizer
 from data import Tokenizer
 
@@ -34,6 +35,8 @@ with mock.patch.dict(os.environ, OFFLINE):  # read as they are imported
     from lm_eval.tasks.hellaswag.utils import preprocess
 
     importlib.import_module("lm_eval.evaluator")  # which `lm_eval` itself puts off
+
+    import harness
 
 pytestmark = needs_shared
 EVAL = SHARED / "data/eval"
@@ -125,14 +128,11 @@ def rows_of_case(case):
     return list(hellaswag_rows(rows)) if case == "hellaswag" else rows
 
 
-def lay(folder, case, pool=()):
-    """The rows of a case in a folder for --data_dir, and rows to draw examples from; {split: file}."""
+def lay(folder, case):
+    """The rows of a case in a folder for --data_dir; {split: file}."""
     name = (CASES | WHOLE)[case][0]
-    task = tasks.TASKS[name]
     folder.mkdir(exist_ok=True)
-    parts = {task.shots_from: pool} if pool else {}
-    parts[task.split] = rows_of_case(case)
-    return {split: write(folder / f"{name}.{split}.jsonl", rows) for split, rows in parts.items()}
+    return {tasks.TASKS[name].split: write(folder / f"{name}.jsonl", rows_of_case(case))}
 
 
 def harness_tasks(folder, cases):
@@ -148,10 +148,9 @@ def harness_tasks(folder, cases):
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 
-def questions(folder, case, shots=0, limit=0):
+def questions(folder, case, limit=0):
     name = (CASES | WHOLE)[case][0]
-    cfg = ours.EvalConfig(task=(name,), data_dir=str(folder), num_fewshot=shots, limit=limit)
-    return ours.questions(name, cfg)[0]
+    return tasks.questions(name, ours.EvalConfig(task=(name,), data_dir=str(folder), limit=limit))[0]
 
 
 def pairs_of(asked):
@@ -164,54 +163,21 @@ def pairs_of(asked):
 # ---------------------------------------------------------------------------------------------------- questions
 
 
-class Counting(random.Random):
-    drawn = 0
-
-    def sample(self, *args, **kw):
-        Counting.drawn += 1
-        return super().sample(*args, **kw)
-
-
-# Examples from 200 rows, and from pools so small that most documents are in them, and some twice: then the harness
-# leaves the document out, and draws once more if too few are left
-POOLS = {"200 rows": lambda rows: rows[:200], "10 rows, 2 twice": lambda rows: [*rows[:10], *rows[:2]]}
-POOLS |= {"3 rows twice": lambda rows: [row for row in rows[:3] for _ in range(2)]}
-
-
-def same_questions(tmp_path, case, pool=(), shots=0, limit=0):
-    """Assert that our Questions are the harness's requests; returns how often we drew examples."""
-    files, Counting.drawn = lay(tmp_path / "rows", case, pool), 0
-    with mock.patch("random.Random", Counting):
-        asked = questions(tmp_path / "rows", case, shots, limit)
-    drawn = Counting.drawn
+@pytest.mark.parametrize("case", [*CASES, *WHOLE])
+def test_questions(tmp_path, case):
+    files = lay(tmp_path / "rows", case)
+    asked = questions(tmp_path / "rows", case)
     task = harness_tasks(tmp_path / "tasks", {case: files}).load([case])["tasks"][case]
-    task.set_config("num_fewshot", shots)
-    task.set_fewshot_seed(1234)
-    task.build_all_requests(limit=limit or None)
+    task.set_config("num_fewshot", 0)
+    task.build_all_requests()
     theirs = [(request.doc_id, request.idx, *request.args) for request in task.instances]
     assert list(pairs_of(asked)) == theirs
-    assert len(asked) == (limit or len(rows_of_case(case)))
+    assert len(asked) == len(rows_of_case(case))
     docs = {request.doc_id: request.doc for request in task.instances}
     for i, q in enumerate(asked):  # what the harness counts as right, as it says itself
         if len(q.choices) > 1:
             only = [(0.0 if j == q.gold else -1.0, False) for j in range(len(q.choices))]
             assert task.process_results(docs[i], only)["acc"] == 1.0, i
-    return drawn
-
-
-@pytest.mark.parametrize("case", [*CASES, *WHOLE])
-def test_questions(tmp_path, case):
-    assert same_questions(tmp_path, case) == 0
-
-
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("case", CASES)
-def test_few_shot_questions(tmp_path, case, pool):
-    rows = rows_of_case(case)
-    limit = min(100 if pool == "200 rows" else 12, len(rows))
-    drawn = same_questions(tmp_path, case, POOLS[pool](rows), shots=2, limit=limit)
-    again = pool == "3 rows twice" and tasks.TASKS[CASES[case][0]].split == "validation"
-    assert drawn > limit if again else drawn >= limit
 
 
 def test_hellaswag_as_the_harness_prepared_it(tmp_path):
@@ -240,12 +206,12 @@ def tokenizer(request):
 def test_token_ids(tmp_path, tokenizer, case):
     lay(tmp_path, case)
     pairs, found = [pair[2:] for pair in pairs_of(questions(tmp_path, case))], []
-    lm = ours.harness_model(tiny(), tokenizer, 2048)
+    lm = our_lm(tiny(), tokenizer)
     lm._loglikelihood_tokens = lambda requests, **kw: found.extend(requests)
     lm.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
     assert [pair for pair, *_ in found] == pairs and len(pairs) >= len(rows_of_case(case))
     for pair, context, scored in found:
-        assert ours.encode(tokenizer, *pair) == (context, scored), pair
+        assert tasks.encode_pair(tokenizer, *pair) == (context, scored), pair
         assert context and scored, pair
 
 
@@ -259,11 +225,11 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     (folder / "play.txt").write_text(textwrap.fill(play(), 5000))  # else it would only learn where lines end
     words = ("files", f"--input_dir={folder / 'play.txt'}", "--tokenizer=bpe:1024", "--workers=1")
-    assert script("prepare.py", *words, f"--out_dir={folder / 'data'}").returncode == 0
+    assert in_process(prepare, *words, f"--out_dir={folder / 'data'}").returncode == 0
     how = dict(block_size=BLOCK, n_layer=3, n_head=4, n_kv_head=2, n_embd=64, batch_tokens=2 * BLOCK, micro_batch=2)
     how |= dict(max_steps=240, warmup_steps=20, learning_rate=5e-3, eval_tokens=5 * BLOCK, device="cpu", compile=False)
     how |= dict(data_dir=folder / "data", out_dir=folder / "run")
-    assert script("train.py", *(f"--{key}={value}" for key, value in how.items())).returncode == 0
+    assert in_process(train, *(f"--{key}={value}" for key, value in how.items())).returncode == 0
     return folder / "run"
 
 
@@ -336,7 +302,7 @@ def hflm(module, tokenizer, block_size):
 
 def native(model, tokenizer, name, asked):
     """(Questions, Rows, results) as eval.py has them."""
-    documents = ours.rows_of(name, asked, tokenizer, model.cfg.block_size)
+    documents = tasks.rows_of(name, asked, tokenizer, model.cfg.block_size)
     results = dict(pair for done in ours.score(model, documents, 2048) for pair in done)
     return asked, documents, [results[i] for i in range(len(asked))]
 
@@ -375,7 +341,7 @@ def llama_lm(model, vocabulary):
 
 
 def our_lm(model, vocabulary):
-    return ours.harness_model(model, vocabulary, 2048)
+    return harness.Adapter(model, vocabulary, ours.score, 2048)
 
 
 @pytest.fixture(scope="module", params=[our_lm, llama_lm], ids=["ours in the harness", "transformers' in the harness"])
@@ -410,10 +376,10 @@ def same_predictions(asked, results, samples, found):
 def same_metrics(name, mine, theirs):
     (asked, documents, results), (samples, reference) = mine, theirs
     same_scores(results, samples)
-    found = ours.right(name, asked, results)
+    found = tasks.per_document(name, asked, results)
     accuracies = {metric: values for metric, values in found.items() if metric != "perplexity"}
     agreed = same_predictions(asked, results, samples, accuracies)
-    record = ours.summarize(asked, documents, found | agreed)
+    record = tasks.task_record(asked, documents, found | agreed)
     assert record["n"] == len(samples) and accuracies
     for key in (key for metric in accuracies for key in (metric, f"{metric}_stderr")):
         assert abs(record[key] - reference[f"{key},none"]) < 1e-12, key
@@ -437,46 +403,51 @@ def test_lambada(mine, theirs, case):
         assert abs(record["perplexity_stderr"] / reference["perplexity_stderr,none"] - 1) < 0.05
 
 
-@pytest.mark.parametrize("make", [our_lm, llama_lm], ids=["ours in the harness", "transformers' in the harness"])
-def test_few_shot_scores(tmp_path, model, vocabulary, make):
-    files = {case: lay(tmp_path / case, case, rows_of_case(case)[-200:]) for case in CASES}
-    manager = harness_tasks(tmp_path / "tasks", files)
-    found = evaluate(make(model, vocabulary), manager, list(CASES), num_fewshot=4, limit=10)
-    cut = 0
-    for case, (name, _) in CASES.items():
-        asked = questions(tmp_path / case, case, shots=4, limit=10)
-        cut += same_metrics(name, native(model, vocabulary, name, asked), found[case])["cut"]
-    assert 0 < cut < 10 * len(CASES)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_modes(tmp_path, mode):
+def test_modes(tmp_path):
     """float64, in which nothing but an error is larger than 1e-9."""
-    model, tokenizer, requests, totals = tiny(mode, vocab_size=257, block_size=512), byte_tokenizer(), [], []
-    for case in ("hellaswag_tagged10", "arc_challenge", "winogrande"):
-        lay(tmp_path / case, case)
-        asked = questions(tmp_path / case, case, limit=4)
-        requests += [request(*pair[2:]) for pair in pairs_of(asked)]
-        totals += [total for scores in native(model, tokenizer, CASES[case][0], asked)[2] for total in scores]
-    found = hflm(Plain(model), tokenizer, 512).loglikelihood(requests, disable_tqdm=True)
-    assert len(found) == len(totals) > 30
-    for (total, greedy), (reference, right) in zip(totals, found, strict=True):
-        assert abs(total - reference) < 1e-9 * abs(reference) and greedy == right
+    cases = {
+        case: questions_of(tmp_path / case, case) for case in ("hellaswag_tagged10", "arc_challenge", "winogrande")
+    }
+    requests = [request(*pair[2:]) for asked in cases.values() for pair in pairs_of(asked)]
+    for mode in COVER:
+        model, tokenizer, totals = tiny(mode, vocab_size=257, block_size=512), byte_tokenizer(), []
+        for case, asked in cases.items():
+            totals += [total for scores in native(model, tokenizer, CASES[case][0], asked)[2] for total in scores]
+        found = hflm(Plain(model), tokenizer, 512).loglikelihood(requests, disable_tqdm=True)
+        assert len(found) == len(totals) > 10
+        for (total, greedy), (reference, right) in zip(totals, found, strict=True):
+            assert abs(total - reference) < 1e-9 * abs(reference) and greedy == right, mode
+
+
+def questions_of(folder, case):
+    lay(folder, case)
+    return questions(folder, case, limit=2)
 
 
 # ---------------------------------------------------------------------------------------------------- the rest
 
 
-def test_command(tmp_path, run):
+def local_manager(folder, data_dir, names):
+    """The harness's own task definitions, told to read the local files that eval.py reads."""
+    files = {name: {tasks.TASKS[name].split: str(data_dir / f"{name}.jsonl")} for name in names}
+    return harness_tasks(folder, files)
+
+
+def test_command(tmp_path, run, monkeypatch):
     shutil.copytree(run, tmp_path / "run")
     names = ("piqa", "winogrande", "lambada")
     for name in names:
         lay(tmp_path / "evals", name)
-    words = ("eval.py", tmp_path / "run", f"--task={','.join(names)}", f"--data_dir={tmp_path / 'evals'}", "--limit=20")
-    env = OFFLINE | dict(DISABLE_MULTIPROC="1", HF_DATASETS_CACHE=str(tmp_path / "cache"))
-    printed = script(*words, "--backend=lm_eval", env=env)
+    manager = local_manager(tmp_path / "tasks", tmp_path / "evals", names)
+    simple_evaluate = lm_eval.simple_evaluate
+    monkeypatch.setitem(os.environ, "DISABLE_MULTIPROC", "1")  # of the bootstrap
+    monkeypatch.setattr(harness, "NAMES", {})
+    monkeypatch.setattr(harness, "TaskManager", lambda: manager)
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda *a, **kw: simple_evaluate(*a, task_manager=manager, **kw))
+    words = (tmp_path / "run", f"--task={','.join(names)}", "--limit=20")
+    printed = in_process(ours, *words, "--backend=lm_eval")
     assert printed.returncode == 0, printed.stderr
-    assert script(*words).returncode == 0
+    assert in_process(ours, *words, f"--data_dir={tmp_path / 'evals'}").returncode == 0
     (about,) = json.loads((tmp_path / "run/eval.json").read_text())["checkpoints"].values()
     lines = [line.split("|") for line in printed.stdout.splitlines() if line.startswith("|")]
     for name in names:
@@ -487,6 +458,8 @@ def test_command(tmp_path, run):
         rows = [cells for cells in lines[start : start + 2] if cells[5].strip() == "acc"]  # a task's name stands once
         assert [float(rows[0][7])] == [round(here["acc"], 4)]
     assert abs(there["perplexity,none"] / here["perplexity"] - 1) < 1e-5
+    monkeypatch.undo()
+    assert "the harness has no task mmlx" in in_process(ours, run, "--task=mmlx", "--backend=lm_eval").stderr
 
 
 def test_rolling(model, vocabulary):
@@ -498,7 +471,7 @@ def test_rolling(model, vocabulary):
     lengths = [len(vocabulary.encode(t)) for t in texts]
     assert min(lengths) == 0 and {BLOCK, BLOCK + 1} & set(lengths) and max(lengths) > 3 * BLOCK
     requests = [request(t, kind="loglikelihood_rolling") for t in texts]
-    found = ours.harness_model(model, vocabulary, 2048).loglikelihood_rolling(requests, disable_tqdm=True)
+    found = our_lm(model, vocabulary).loglikelihood_rolling(requests, disable_tqdm=True)
     for t, n, total in zip(texts, lengths, found, strict=True):
         if n <= BLOCK:
             row = torch.tensor([vocabulary.eot, *vocabulary.encode(t)])
@@ -510,7 +483,7 @@ def test_rolling(model, vocabulary):
 
 def test_rolling_over_nothing(model, vocabulary):
     """As HFLM: a text without tokens has log-probability 0."""
-    lm = ours.harness_model(model, vocabulary, 2048)
+    lm = our_lm(model, vocabulary)
     assert lm.loglikelihood_rolling([request("", kind="loglikelihood_rolling")], disable_tqdm=True) == [0.0]
 
 
@@ -537,7 +510,7 @@ class Letters:
 
 
 def generated(context, tokenizer=None, **how):
-    lm = ours.harness_model(tiny(block_size=64).float(), tokenizer or Letters(), 2048)
+    lm = our_lm(tiny(block_size=64).float(), tokenizer or Letters())
     (text,) = lm.generate_until([request(context, how, kind="generate_until")], disable_tqdm=True)
     return text
 
