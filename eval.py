@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from configurator import UserError, check_ranges, command_line, run_main, setting
-from tasks import GROUPS, TABLE1, TASKS, Row, per_document, questions, rows_of, standard_error, task_record
+from tasks import GROUPS, TABLE1, TASKS, Row, average, per_document, questions, rows_of, standard_error, task_record
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -138,7 +137,9 @@ def bundles_of(documents):
     for i, rows in enumerate(documents):
         inputs = [row.ids[:-1] for row in rows]
         slots = [(i, j) for j in range(len(rows))]
-        shared = len(os.path.commonprefix(inputs))  # it takes lists too
+        low, high = min(inputs), max(inputs)  # in the order of lists: these two have the least in common
+        equal = [a == b for a, b in zip(low, high, strict=False)]
+        shared = equal.index(False) if False in equal else len(equal)
         if 8 * shared >= max(len(ids) for ids in inputs):
             for k in range(0, len(rows), MAX_BRANCHES):
                 bundles.append(Bundle(shared, rows[k : k + MAX_BRANCHES], slots[k : k + MAX_BRANCHES]))
@@ -380,33 +381,19 @@ def sample_records(label, name, i, q, rows, scores):
 # ---- loss
 
 
-class Part(NamedTuple):
-    """Windows first to last - 1 of a domain's validation split; without last, the tokens that windows leave over."""
-
-    domain: str
-    first: int
-    last: int | None
-    tokens: int
-
-    def read(self, corpus):
-        """x, y (windows, length) int64, y one token after x."""
-        if self.last is None:
-            return corpus.val_rest(self.domain)
-        return corpus.val_batch(self.domain, self.first, self.last)
-
-
 def loss_parts(corpus, batch_tokens):
-    """The validation split as Parts, each for one forward pass."""
+    """[(domain, first window, last, tokens)]: the validation split in parts of one forward pass each. last is None for
+    the tokens that a domain's windows leave over."""
     step = max(1, batch_tokens // corpus.block_size)
     parts = []
     for domain in corpus.domains:
         n = corpus.windows("val", domain)
         for first in range(0, n, step):
             last = min(n, first + step)
-            parts.append(Part(domain, first, last, (last - first) * corpus.block_size))
+            parts.append((domain, first, last, (last - first) * corpus.block_size))
         rest = corpus.val_rest(domain)[1].size
         if rest:
-            parts.append(Part(domain, n, None, rest))
+            parts.append((domain, n, None, rest))
     return parts
 
 
@@ -419,24 +406,27 @@ def run_loss(entry, model, cfg, world):
     corpus = entry.corpus
     parts = loss_parts(corpus, cfg.tokens_per_pass(world))
 
+    def read(domain, first, last, n):
+        return corpus.val_rest(domain) if last is None else corpus.val_batch(domain, first, last)
+
     def score_some(mine):
         for i in mine:
-            x, y = parts[i].read(corpus)
+            x, y = read(*parts[i])
             loss = model(*world.to_device(world.pin_memory((x, y))))[1]
-            yield i, [(-loss.item() * parts[i].tokens, False)]
+            yield i, [(-loss.item() * y.size, False)]
 
     def records_of(i, scores):
-        record = {"checkpoint": entry.label, "task": "loss", "document": i, "choice": 0}
-        return [record | {"part": parts[i], "log_prob": scores[0][0], "greedy": False}]
+        record = {"checkpoint": entry.label, "task": "loss", "document": i, "choice": 0, "part": parts[i]}
+        return [record | {"log_prob": scores[0][0], "greedy": False}]
 
     samples = entry.open_samples("loss", [corpus.val_hash, parts], cfg, world)
-    sizes = [part.tokens for part in parts]
+    sizes = [n for *_, n in parts]
     results = samples.complete(f"{entry.label}, loss", [[part] for part in parts], sizes, score_some, records_of)
     n_bytes = corpus.tokenizer.token_bytes()
     sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes
     for part, [(log_prob, _)] in zip(parts, results, strict=True):
-        _, y = part.read(corpus)
-        sums[corpus.domains.index(part.domain)] += -log_prob, part.tokens, n_bytes[y].sum()
+        _, y = read(*part)
+        sums[corpus.domains.index(part[0])] += -log_prob, y.size, n_bytes[y].sum()
     if not np.isfinite(sums).all():
         raise UserError("loss: the model's loss is not finite; its training failed, or use --dtype=float32")
     record = domain_losses(corpus, sums)
@@ -485,13 +475,6 @@ def short_labels(entries):
 # ---- tables
 
 
-def mean_of_means(pairs):
-    """(mean, standard error) of the mean of some tasks' [(mean, standard error)]."""
-    means, errors = zip(*pairs, strict=True)
-    error = None if None in errors else math.sqrt(sum(e**2 for e in errors)) / len(errors)
-    return np.mean(means), error
-
-
 def task_table(entries, metric, names):
     """The paper's Table 1 for one metric: checkpoints, differences from the first (paired by document), chance. "Avg"
     is the mean of the six tasks, or of those that have the metric, where all of them were asked for."""
@@ -503,7 +486,7 @@ def task_table(entries, metric, names):
     def add(label, pairs, sign=False):  # {task: (mean, standard error)}
         shown = [pairs[t] for t in names]
         if averaged:
-            shown.append(mean_of_means([pairs[t] for t in averaged]))
+            shown.append(average([pairs[t] for t in averaged]))
         rows.append([label, *(plus_minus(*pair, sign=sign) for pair in shown)])
 
     first = entries[0]
@@ -530,7 +513,11 @@ def loss_table(entries, title, columns):
     return [markdown([title, *names], rows), ""]
 
 
-def perplexities(record):
+def loss_columns(record):
+    return record["val"] | {"Avg": record["val_mean"], "mixture": record["val_mixture"]}
+
+
+def perplexity_columns(record):
     means = {"exp(Avg)": math.exp(record["val_mean"]), "exp(mixture)": math.exp(record["val_mixture"])}
     return record["perplexity"] | means
 
@@ -544,11 +531,9 @@ def all_tables(entries, names):
         if having:
             lines += task_table(entries, metric, having)
     if "loss" in names:
-        lines += loss_table(
-            entries, "loss (nats per token)", lambda r: r["val"] | {"Avg": r["val_mean"], "mixture": r["val_mixture"]}
-        )
-        lines += loss_table(entries, "perplexity", perplexities)
-        lines += loss_table(entries, "bits per byte", lambda r: r["bpb"] | {"Avg": r["bpb_mean"]})
+        lines += loss_table(entries, "loss (nats per token)", loss_columns)
+        lines += loss_table(entries, "perplexity", perplexity_columns)
+        lines += loss_table(entries, "bits per byte", lambda record: record["bpb"] | {"Avg": record["bpb_mean"]})
     for e in entries:
         cut = [f"{e.records[t]['cut']:,} of {t}" for t in tasks if e.records[t]["cut"]]
         if cut:

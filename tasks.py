@@ -376,3 +376,10 @@ def task_record(asked, documents, correct):
         record[metric] = mean
         record[f"{metric}_stderr"] = error
     return record
+
+
+def average(pairs):
+    """(mean, standard error) of the mean of some tasks' [(mean, standard error)]."""
+    means, errors = zip(*pairs, strict=True)
+    error = None if None in errors else math.sqrt(sum(e**2 for e in errors)) / len(errors)
+    return np.mean(means), error
