@@ -1,6 +1,6 @@
 """Evaluate checkpoints: loss by domain, and zero-shot tasks as the field's reference harness (lm-eval) scores them.
 
-    python eval.py --task hellaswag                                     the latest checkpoint of out/resformer
+    python eval.py --task hellaswag                                     the newest run below out/
     python eval.py out/vanilla out/resformer --task=table1,table5       the paper's tables, side by side
     torchrun --nproc_per_node=8 eval.py out/resformer --task=all        documents split over the ranks
     python eval.py out/resformer --task=piqa --data_dir=evals           local files, no network
@@ -24,7 +24,7 @@ class EvalConfig:
     """Every setting of eval.py."""
 
     runs: tuple[str, ...] = setting(
-        ("out/resformer",), "runs or checkpoint files; the first is the baseline", group="Models", positional=True
+        ("",), "runs or checkpoint files, first the baseline; empty = the newest run", group="Models", positional=True
     )
     which: Literal["last", "best"] = setting("last", "checkpoint of a run: the last, or the best in validation")
     dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of weights; log-probabilities are fp32")
