@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench train`, decode, eval, prepare, load, memory, gpu."""
