@@ -9,7 +9,7 @@ DEMO := vanilla resformer svformer
 # OpenMP threads that wait a long time awake make each other late when anything else runs (1.6 x on 2 busy cores)
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo modes figures test test-peers lint clean
+.PHONY: demo modes figures test test-peers bench-gpu lint clean
 demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6
 	for mode in $(DEMO); do \
@@ -31,6 +31,25 @@ test: .venv/ready-dev
 test-peers: .venv/ready-dev
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-peers.txt -c constraints.txt
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py
+
+# what is to be measured on a GPU: speed and memory of training and decoding, against peers, which it installs
+ON_GPU := --device=cuda --compile=on
+bench-gpu: .venv/ready-dev
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-peers.txt -c constraints.txt
+	$(PY) -m bench.training $(ON_GPU) --dtype=bfloat16 --shape=82M --peers=llama,x_transformers \
+	  --modes=vanilla,resformer,svformer,neutreno,denseformer,cross --out_file=results/bench_train_gpu_82m.json
+	$(PY) -m bench.training $(ON_GPU) --dtype=bfloat16 --shape=180M \
+	  --modes=vanilla,resformer,svformer,denseformer --out_file=results/bench_train_gpu_180m.json
+	$(PY) -m bench.training $(ON_GPU) --dtype=bfloat16 --shape=468M --peers=llama,x_transformers \
+	  --modes=vanilla,resformer,svformer,denseformer --out_file=results/bench_train_gpu_468m.json
+	$(PY) -m bench.training $(ON_GPU) --dtype=bfloat16,float16 --shape=82M \
+	  --modes=vanilla --out_file=results/bench_train_gpu_fp16.json
+	$(PY) -m bench.training memory $(ON_GPU) --dtype=bfloat16 --shape=82M --peers=llama \
+	  --modes=vanilla --recompute=off,on --out_file=results/bench_memory_gpu_82m.json
+	$(PY) -m bench.decoding $(ON_GPU) --dtype=bfloat16 --shape=468M --batch=1,8 --prompt=1024 \
+	  --modes=vanilla,svformer --peers=dynamic,static --out_file=results/bench_decode_gpu_468m.json
+	$(PY) -m bench.decoding $(ON_GPU) --dtype=bfloat16 --shape=82M --batch=1 --prompt=1024 \
+	  --modes=vanilla,svformer --peers=dynamic,static --out_file=results/bench_decode_gpu_82m.json
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .

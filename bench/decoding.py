@@ -1,163 +1,326 @@
-"""Decoding token by token, against transformers' generate."""
+"""Greedy decoding after a prompt of random tokens, ours and transformers' generate: tokens/s, bytes of the KV cache.
+
+python -m bench.decoding --shape=82M --batch=1,8 --peers=dynamic,static
+python -m bench.decoding results/bench_decode_*.json --figure=results/decode.png     draws what was measured
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bench import LLAMA, SHAPES, Dtype, Shape, Switch, check_modes
+from configurator import UserError, check_ranges, command_line, run_main, setting
+
+
+@dataclass(frozen=True)
+class DecodingConfig:
+    """Every setting of this benchmark."""
+
+    files: tuple[str, ...] = setting((), "results to draw, instead of measuring", positional=True)
+    figure: str = setting("decode.png", "the drawing")
+    shape: tuple[Shape, ...] = setting(("tiny",), "of the models: tiny (the demo's), 82M, 180M, 468M", group="Sides")
+    modes: tuple[str, ...] = setting(("vanilla", "resformer", "svformer"), "value modes, vanilla first")
+    dtype: tuple[Dtype, ...] = setting(("float32",), "of weights and cache")
+    compile: tuple[Switch, ...] = setting(("off", "on"), "sample.py's --compile: off, on, or both")
+    peers: tuple[Literal["dynamic", "static"], ...] = setting((), "caches of transformers' generate")
+    batch: tuple[int, ...] = setting((1, 8), "rows", least=1, group="Work")
+    prompt: tuple[int, ...] = setting((32,), "tokens of each prompt", least=1)
+    new: int = setting(128, "tokens to add to each", least=2)
+    kv_gib: float = setting(10.0, "memory for keys and values, to say how many rows fit", least=0)
+    rounds: int = setting(3, "times that each side runs", least=1)
+    device: str = setting("auto", "auto, cpu, cuda, cuda:1")
+    out_file: str = setting("", "JSON to write; empty = results/bench_decode_<machine>.json")
+
+    def __post_init__(self):
+        check_ranges(self)
+        check_modes(self.modes)
+
+
+if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
+    SETTINGS = command_line(DecodingConfig, __doc__)
 
 import itertools
 import statistics
+import sys
+from typing import NamedTuple
 
 import torch
 
-from bench.common import LLAMA, SHAPES, as_llama, clock, in_turn, ratio, spread, timed, versions
-from configurator import UserError
+from bench.common import as_llama, in_turn, only_process, ratio, spread, timed, write_results
 from describe import count_parameters
+from files import read_json
 from model import GPT
+from plot import COLORS, DASHES, MARKERS, page
+from report import markdown
+from runtime import clock
 from sample import generate
 from value_modes import ModelConfig, kv_floats_per_token
 
 
-def copy_rate(device, megabytes=256):
+def our_decoder(model, prompts, new, side):
+    """A function that continues prompts (lists of ids) by `new` tokens each. It returns the new ids of each row, the
+    bytes of the cache, and seconds: {"prefill", "decode"}; compiling is not counted."""
+
+    def decode():
+        rows, cache, seconds = generate(model, prompts, new, temperature=0, compile=side.compile == "on")
+        return rows, cache.nbytes, seconds
+
+    return decode
+
+
+def peers_decoder(peer, prompts, new, side):
+    """The same with transformers' generate. Its prefill is timed as that of one token."""
+    idx = torch.tensor(prompts, device=peer.device)  # (B, T)
+    peer.generation_config.eos_token_id = None
+    how = {"attention_mask": torch.ones_like(idx), "do_sample": False, "pad_token_id": 0}
+    if side.peer == "static":
+        how["cache_implementation"] = "static"
+
+    @torch.inference_mode()
+    def new_ids(n):
+        return peer.generate(idx, max_new_tokens=n, **how)[:, idx.size(1) :].tolist()
+
+    def decode():
+        prefill = timed(lambda: new_ids(1), peer.device)
+        start = clock(peer.device)
+        rows = new_ids(new)
+        return rows, None, {"prefill": prefill, "decode": clock(peer.device) - start - prefill}
+
+    return decode
+
+
+class Side(NamedTuple):
+    """Who decodes: a value mode of ours, compiled or not, or transformers' Llama with a kind of cache."""
+
+    mode: str = "vanilla"
+    compile: str = "off"
+    peer: str = ""
+
+    @property
+    def name(self):
+        return f"{LLAMA}, {self.peer}" if self.peer else self.mode
+
+
+class Case(NamedTuple):
+    """What all sides of a comparison have in common."""
+
+    shape: str
+    dtype: str
+    batch: int
+    prompt: int
+    new: int
+
+
+def decoders(cfg, case, device):
+    """({Side: its decoder}, {mode: our model}, the prompts)."""
+    size = (case.batch, case.prompt)
+    prompts = torch.randint(SHAPES[case.shape]["vocab_size"], size, generator=torch.Generator().manual_seed(0)).tolist()
+    turns, models = {}, {}
+    for mode in cfg.modes:
+        config = ModelConfig(**SHAPES[case.shape], block_size=case.prompt + case.new, value_mode=mode)
+        models[mode] = GPT(config).eval().to(device, getattr(torch, case.dtype))
+        for side in [Side(mode, switch) for switch in cfg.compile]:
+            turns[side] = our_decoder(models[mode], prompts, case.new, side)
+    for side in [Side(peer=kind) for kind in cfg.peers]:
+        turns[side] = peers_decoder(as_llama(models["vanilla"]), prompts, case.new, side)
+    return turns, models, prompts
+
+
+def same_text(model, prompts, ours, theirs):
+    """Whether two sides' greedy tokens agree, up to a place where the model gives both of them the same logit."""
+    for ids, a, b in zip(prompts, ours, theirs, strict=True):
+        if a == b:
+            continue
+        at = next(i for i in range(len(a)) if a[i] != b[i])
+        with torch.inference_mode():
+            idx = torch.tensor([ids + a[:at]], device=model.head.weight.device)
+            logits = model.head(model.hidden(idx)[0, -1])
+        if not (logits[a[at]] - logits[b[at]]).abs() < 1e-4:
+            return False
+    return True
+
+
+def check_sides(case, turns, models, prompts):
+    """Run each side once, which also warms it. Raises UserError if one of ours took other bytes for its cache than the
+    plan says, or if in fp32 vanilla's text, compiled or by a peer, is another."""
+    found = {side: decode() for side, decode in turns.items()}
+    expected = next(iter(found.values()))[0]
+    for side, (text, cache_bytes, _) in found.items():
+        if not side.peer:
+            planned = case.batch * (case.prompt + case.new - 1) * token_bytes(models[side.mode].cfg, case)
+            if cache_bytes != planned:
+                raise UserError(f"{side.name}: the cache took {cache_bytes:,} bytes, but {planned:,} were planned")
+        if case.dtype == "float32" and side.mode == "vanilla":
+            if not same_text(models["vanilla"], prompts, expected, text):
+                raise UserError(f"{side.name}, compile={side.compile}: another text with vanilla's weights in fp32")
+
+
+def token_bytes(config, case):
+    """Bytes of keys and values that a model stores for each token."""
+    return kv_floats_per_token(config) * getattr(torch, case.dtype).itemsize
+
+
+def time_case(cfg, case, device, copy_rate):
+    """The rows of one case, one for each side."""
+    turns, models, prompts = decoders(cfg, case, device)
+    check_sides(case, turns, models, prompts)
+    _, results = in_turn(turns, cfg.rounds, device)
+    seconds = {"prefill": {}, "decode": {}}  # {part: {Side: seconds of each round}}
+    for side, rounds in results.items():
+        for part in seconds:
+            seconds[part][side] = [parts[part] for _, _, parts in rounds]
+    rows = []
+    for side in turns:
+        row = {**case._asdict(), "name": side.name, "compile": side.compile}
+        row["seconds"] = {part: seconds[part][side] for part in seconds}
+        row["prefill_tokens_per_s"] = case.batch * case.prompt / statistics.median(seconds["prefill"][side])
+        row["tokens_per_s"] = case.batch * (case.new - 1) / statistics.median(seconds["decode"][side])
+        reference = Side(compile=cfg.compile[0] if side.peer else side.compile)
+        row["to_vanilla"] = ratio(seconds["decode"], side, reference)
+        for peer in [Side(peer=kind) for kind in cfg.peers]:
+            row[f"to {peer.name}"] = {part: ratio(seconds[part], side, peer) for part in seconds}
+        if not side.peer:
+            add_memory(row, cfg, case, models[side.mode].cfg, copy_rate)
+        rows.append(row)
+    return rows
+
+
+def add_memory(row, cfg, case, config, copy_rate):
+    """Add to a row of ours what it stores and reads. A step reads each weight that multiplies, and the keys and values
+    stored so far: each tensor once if a layer's that others use too stays in a cache of the processor ("least"), else
+    once in each layer ("most")."""
+    size = getattr(torch, case.dtype).itemsize
+    stored = token_bytes(config, case)
+    used = 2 * config.n_layer * config.n_kv_head * config.head_dim * size
+    weights = count_parameters(config)[1] * size
+    tokens = case.batch * (case.prompt + case.new / 2)  # in the middle of the text
+    reads = {"least": weights + tokens * stored, "most": weights + tokens * used}
+    steps_per_s = row["tokens_per_s"] / case.batch
+    bytes_per_row = (case.prompt + case.new - 1) * stored  # the last new token is not stored
+    row["kv_bytes"] = case.batch * bytes_per_row
+    row["bytes_per_step"] = reads
+    row["of_copy_rate"] = {way: n * steps_per_s / copy_rate for way, n in reads.items()}
+    row["batch_that_fits"] = int(cfg.kv_gib * 2**30 // bytes_per_row)
+
+
+def measure_copy_rate(device, megabytes=256):
     """Bytes per second that a copy reads and writes: the best of five, which is what memory can do."""
     source = torch.ones(megabytes * 2**18, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / min(timed(lambda: target.copy_(source), device) for _ in range(5))
 
 
-def our_decoder(model, ids, new, compiled):
-    """A function that continues each of ids -> ids of the new tokens, bytes of the cache, seconds by part."""
-
-    def decode():
-        rows, cache, seconds = generate(model, ids, new, temperature=0, compile=compiled)
-        return rows, cache.nbytes, seconds
-
-    return decode
-
-
-def peers_decoder(peer, ids, new, device, **how):
-    """The same with transformers' generate. Its prefill is timed as that of one token."""
-    idx = torch.tensor(ids, device=device)  # (B, T)
-    peer.generation_config.eos_token_id = None
-
-    @torch.inference_mode()
-    def run(n):
-        about = dict(attention_mask=torch.ones_like(idx), do_sample=False, pad_token_id=0, max_new_tokens=n)
-        return peer.generate(idx, **about, **how)[:, idx.size(1) :]
-
-    def decode():
-        prefill, start = timed(lambda: run(1), device), clock(device)
-        rows = run(new)
-        return rows.tolist(), None, {"prefill": prefill, "decode": clock(device) - start - prefill}
-
-    return decode
-
-
-def decoders(cfg, shape, dtype, B, T, device):
-    """{(name, compile): (a decoder, its model's ModelConfig or None)}, our vanilla model, and the prompts, B of T."""
-    ids = torch.randint(SHAPES[shape]["vocab_size"], (B, T), generator=torch.Generator().manual_seed(0)).tolist()
-    sides, vanilla = {}, None
-    for mode in cfg.modes:
-        model = GPT(ModelConfig(**SHAPES[shape], block_size=T + cfg.new, value_mode=mode)).eval()
-        model = model.to(device, getattr(torch, dtype))
-        vanilla = vanilla or model
-        for how in cfg.compile:
-            sides[mode, how] = our_decoder(model, ids, cfg.new, how == "on"), model.cfg
-    if cfg.peers:
-        for kind in ("dynamic", "static"):
-            how = {"cache_implementation": "static"} if kind == "static" else {}
-            sides[f"{LLAMA}, {kind}", "off"] = peers_decoder(as_llama(vanilla), ids, cfg.new, device, **how), None
-    return sides, vanilla, ids
-
-
-def same_text(model, prompts, ours, theirs):
-    """Whether two sides' greedy tokens agree, up to a place where the model gives both of them the same logit."""
-    for ids, a, b in zip(prompts, ours, theirs, strict=True):
-        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
-        if at is not None:
-            with torch.inference_mode():
-                idx = torch.tensor([ids + a[:at]], device=model.head.weight.device)
-                logits = model.head(model.hidden(idx)[0, -1])
-            if not (logits[a[at]] - logits[b[at]]).abs() < 1e-4:
-                return False
-    return True
-
-
-def decode_rows(cfg, shape, dtype, B, T, device, copies):
-    """The rows of one shape, dtype, batch and length of prompt. Raises UserError if a cache took other bytes than the
-    plan says, or if in fp32 vanilla's text, compiled or by a peer, is another."""
-    sides, vanilla, prompts = decoders(cfg, shape, dtype, B, T, device)
-    found, first = {side: run() for side, (run, _) in sides.items()}, ("vanilla", cfg.compile[0])
-    for (name, how), (text, _, _) in found.items():
-        if dtype == "float32" and name not in cfg.modes[1:] and not same_text(vanilla, prompts, found[first][0], text):
-            raise UserError(f"{name}, compile={how}: another text than ours in fp32 with the same weights")
-    seconds = {part: {side: [] for side in sides} for part in ("prefill", "decode", "both")}
-    for i in range(cfg.rounds):
-        order = list(sides)[:: 1 if i % 2 == 0 else -1]
-        for side, (_, _, took) in in_turn({side: sides[side][0] for side in order}, 1, device)[1].items():
-            for part in seconds:
-                seconds[part][side].append(took[part] if part in took else took["prefill"] + took["decode"])
-    rows = []
-    for side, (_, config) in sides.items():
-        about = {"shape": shape, "dtype": dtype, "batch": B, "prompt": T, "new": cfg.new}
-        row = about | {"name": side[0], "compile": side[1], "seconds": {part: seconds[part][side] for part in seconds}}
-        row["prefill_tokens_per_s"] = B * T / statistics.median(seconds["prefill"][side])
-        row["tokens_per_s"] = B * (cfg.new - 1) / statistics.median(seconds["decode"][side])
-        row["to_vanilla"] = ratio(seconds["decode"], side, ("vanilla", side[1]) if config else first)
-        for peer in (peer for peer in sides if sides[peer][1] is None):
-            row[f"to {peer[0]}"] = {part: ratio(seconds[part], side, peer) for part in ("decode", "both")}
-        rows.append(row | (memory_of(cfg, config, row, found[side][1], copies) if config else {}))
-    return rows
-
-
-def memory_of(cfg, config, row, allocated, copies):
-    """What a row of ours stores and reads. A step reads each weight that multiplies, and the keys and values stored so
-    far: once if a layer's that others use too stay in a cache of the processor ("least"), else once in each layer."""
-    size = torch.finfo(getattr(torch, row["dtype"])).bits // 8
-    length, each = row["prompt"] + cfg.new - 1, kv_floats_per_token(config) * size
-    if allocated != row["batch"] * length * each:
-        raise UserError(f"{row['name']}: the cache took {allocated:,} bytes, {row['batch'] * length * each:,} planned")
-    middle = row["prompt"] + cfg.new / 2
-    weights, every = count_parameters(config)[1] * size, 2 * config.n_layer * config.n_kv_head * config.head_dim * size
-    reads = {"least": weights + row["batch"] * middle * each, "most": weights + row["batch"] * middle * every}
-    per_s = row["tokens_per_s"] / row["batch"]
-    return {
-        "kv_bytes": allocated,
-        "bytes_per_step": reads,
-        "of_copy_rate": {name: n * per_s / copies for name, n in reads.items()},
-        "batch_that_fits": int(cfg.kv_gib * 2**30 // (length * each)),
-    }
-
-
-def show_decoding(rows):
-    """The table of what decode_rows found."""
+def decoding_table(rows):
+    """Markdown of decoded tokens/s with their ratios (median, least–greatest of a round), and of the KV cache."""
+    to_peers = list(dict.fromkeys(key for row in rows for key in row if key.startswith("to " + LLAMA)))
+    header = ["shape", "dtype", "batch x prompt", "side", "tokens/s", "to vanilla", *to_peers]
+    header += ["of the copy rate", "KV bytes per row", "rows that fit"]
+    lines = []
     for row in rows:
-        cells = [row["shape"], row["dtype"], f"{row['batch']}", f"{row['prompt']:,}", row["name"], row["compile"]]
-        cells += [f"{row['prefill_tokens_per_s']:,.0f}", f"{row['tokens_per_s']:,.0f}", spread(row["to_vanilla"])]
-        cells += [spread(value["decode"]) for key, value in row.items() if key.startswith(f"to {LLAMA}")]
-        if share := row.get("of_copy_rate"):
-            cells += [f"{share['least']:.0%}–{share['most']:.0%}"]
-            cells += [f"{row[key]:,}" for key in ("kv_bytes", "batch_that_fits")]
+        side = f"{row['name']}, compiled" if row["compile"] == "on" else row["name"]
+        cells = [row["shape"], row["dtype"], f"{row['batch']} x {row['prompt']:,}", side, f"{row['tokens_per_s']:,.0f}"]
+        cells.append(spread(row["to_vanilla"]))
+        cells += [spread(row[key]["decode"]) for key in to_peers]
+        if "kv_bytes" in row:
+            share = row["of_copy_rate"]
+            cells.append(f"{share['least']:.0%}–{share['most']:.0%}")
+            cells += [f"{row['kv_bytes'] // row['batch']:,}", f"{row['batch_that_fits']:,}"]
         else:
-            cells += [""] * 3
-        print("| " + " | ".join(cells) + " |", flush=True)
+            cells += ["", "", ""]
+        lines.append(cells)
+    return markdown(header, lines, left=4)
 
 
-def bench_decode(cfg, world):
-    """Tokens per second of greedy decoding from a prompt of random tokens, random weights, no end of text."""
-    if cfg.peers and not versions("transformers")["transformers"]:
-        raise UserError("the peer is missing: pip install -r requirements-peers.txt")
-    copies, rows = copy_rate(world.device), []
-    print(f"a copy reads and writes {copies / 1e9:,.1f} GB/s\n")
-    heads = ["shape", "dtype", "batch", "prompt", "side", "compile"]
-    heads += ["prefill tokens/s", "decode tokens/s", "decode to vanilla"]
-    heads += [f"decode to {LLAMA}, {kind}" for kind in ("dynamic", "static") if cfg.peers]
-    heads += ["of copy rate", "KV bytes", f"rows in {cfg.kv_gib:g} GiB"]
-    print("| " + " | ".join(heads) + " |\n|" + "---|" * 6 + "---:|" * (len(heads) - 6))
-    with torch._dynamo.config.patch(recompile_limit=1000):  # one step function, many models
-        for shape, dtype, T, B in itertools.product(cfg.shape, cfg.dtype, cfg.prompt, cfg.batch):
-            try:
-                found = decode_rows(cfg, shape, dtype, B, T, world.device, copies)
-            except torch.cuda.OutOfMemoryError:
-                print(f"| {shape} | {dtype} | {B} | {T:,} | does not fit |" + " |" * (len(heads) - 5), flush=True)
-                continue
-            finally:
-                torch.compiler.reset()
-            show_decoding(found)
-            rows += found
-    return {"copy_bytes_per_s": copies, "kv_gib": cfg.kv_gib, "rows": rows}
+# ---- the figure
+
+
+def read_cases(files):
+    """{title: {mode: {(batch, context): row}}} of our models. Measured twice, the last file counts."""
+    cases = {}
+    for file in files:
+        for row in read_json(file, "a file of bench.decoding", keys=("copy_bytes_per_s", "rows"))["rows"]:
+            if "kv_bytes" not in row:
+                continue  # a peer's
+            title = f"{row['shape']}, {row['dtype']}"
+            if row["compile"] == "on":
+                title += ", compiled"
+            modes = cases.setdefault(title, {})
+            modes.setdefault(row["name"], {})[row["batch"], row["prompt"] + row["new"]] = row
+    return cases
+
+
+def look(i):
+    return {"color": COLORS[i % len(COLORS)], "linestyle": DASHES[i % len(DASHES)], "marker": MARKERS[i % len(MARKERS)]}
+
+
+def speed_panel(ax, modes, axis, fixed, label):
+    """Tokens/s over the batch (axis 0) or the context (axis 1) of the rows whose other number is `fixed`: medians, and
+    lines from the slowest to the fastest round. Modes stand side by side, so that none hides another."""
+    places = set()
+    for i, (mode, rows) in enumerate(modes.items()):
+        x, y, below, above = [], [], [], []
+        for key, row in sorted(rows.items()):
+            if key[1 - axis] == fixed:
+                speeds = [row["batch"] * (row["new"] - 1) / s for s in row["seconds"]["decode"]]
+                x.append(key[axis] * 1.03 ** (i - len(modes) / 2))
+                y.append(row["tokens_per_s"])
+                below.append(row["tokens_per_s"] - min(speeds))
+                above.append(max(speeds) - row["tokens_per_s"])
+                places.add(key[axis])
+        ax.errorbar(x, y, (below, above), label=mode, markerfacecolor="none", elinewidth=0.7, **look(i))
+    ax.set(xscale="log", yscale="log", xlabel=label[0], ylabel=label[1])
+    ax.set_xticks(sorted(places), [f"{place:,}" for place in sorted(places)])
+    ax.set_xticks([], minor=True)
+    ax.yaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 7))
+    ax.yaxis.set_major_formatter("{x:,g}")
+    ax.yaxis.set_minor_formatter("")
+
+
+def rows_panel(ax, modes, context):
+    """A bar for each mode: how many rows of the longest context have their keys and values in kv_gib of memory."""
+    for i, rows in enumerate(modes.values()):
+        fits = next(row["batch_that_fits"] for (_, length), row in rows.items() if length == context)
+        ax.barh(i, fits, color=look(i)["color"], alpha=0.6)
+        ax.text(fits, i, f" {fits:,}", va="center")
+    ax.set_yticks(range(len(modes)), list(modes))
+    ax.invert_yaxis()
+    ax.margins(x=0.12)
+
+
+def draw_decoding(files, figure):
+    """For each shape, dtype and compile three panels: tokens/s over the context at the largest batch, over the batch at
+    the longest context, and the rows of that context whose keys and values fit into memory."""
+    cases = read_cases(files)
+    if not cases:
+        raise UserError(f"there is no model of ours in {', '.join(files)}")
+    kv_gib = read_json(files[0], "a file of bench.decoding")["kv_gib"]
+    with page(figure, (12.5, 3.8 * len(cases))) as paper:
+        for axes, (title, modes) in zip(paper.subplots(len(cases), 3, squeeze=False), cases.items(), strict=True):
+            keys = [key for rows in modes.values() for key in rows]
+            batch = max(batch for batch, _ in keys)
+            context = max(context for _, context in keys)
+            speed_panel(axes[0], modes, 1, batch, ("tokens of context", f"tokens/s, batch {batch:,}"))
+            speed_panel(axes[1], modes, 0, context, ("rows in the batch", f"tokens/s, context {context:,}"))
+            rows_panel(axes[2], modes, context)
+            axes[2].set(xlabel=f"rows of {context:,} tokens whose KV cache fits into {kv_gib:g} GiB")
+            axes[0].set_title(title, loc="left", fontsize=9)
+            axes[0].legend(handlelength=3.5, fontsize=7)
+
+
+def main(cfg: DecodingConfig):
+    if cfg.files:
+        return draw_decoding(cfg.files, cfg.figure)
+    device = only_process(cfg.device).device
+    copy_rate = measure_copy_rate(device)
+    print(f"a copy reads and writes {copy_rate / 1e9:,.1f} GB/s\n")
+    rows = []
+    for shape, dtype, prompt, batch in itertools.product(cfg.shape, cfg.dtype, cfg.prompt, cfg.batch):
+        print(f"{shape}, {dtype}, {batch} x {prompt:,} + {cfg.new}", file=sys.stderr, flush=True)
+        with torch._dynamo.config.patch(recompile_limit=1000):  # one step function, many models
+            rows += time_case(cfg, Case(shape, dtype, batch, prompt, cfg.new), device, copy_rate)
+        torch.compiler.reset()
+    print(decoding_table(rows))
+    write_results("decode", {"copy_bytes_per_s": copy_rate, "kv_gib": cfg.kv_gib, "rows": rows}, device, cfg.out_file)
+
+
+if __name__ == "__main__":
+    run_main(main, SETTINGS)

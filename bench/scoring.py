@@ -1,95 +1,141 @@
-"""eval.py against lm-eval's Hugging Face class."""
+"""eval.py against HFLM, lm-eval's own class for Hugging Face models: documents/s from texts to scores.
 
+    python -m bench.scoring out/vanilla --data_dir=evals --limit=200
+
+Both have the same weights and our tokenizer, which is the faster one. HFLM runs at its default batch size, 1, and at
+each of batch_sizes, of which the fastest is taken.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bench import Dtype
+from configurator import UserError, check_ranges, command_line, need, run_main, setting
+from tasks import TABLE1, TASKS
+
+
+@dataclass(frozen=True)
+class ScoringConfig:
+    """Every setting of this benchmark."""
+
+    run: str = setting("out/vanilla", "a run of mode vanilla, or a checkpoint's file", positional=True)
+    task: tuple[Literal[*TASKS], ...] = setting(TABLE1, "tasks, with commas")
+    data_dir: str = setting("", "folder of local task files; empty = from the hub")
+    limit: int = setting(200, "documents of each task, spread over all of it; 0 = all", least=0)
+    rounds: int = setting(3, "times that each side runs", least=1)
+    batch_tokens: int = setting(0, "eval.py's setting; 0 = its own choice", least=0)
+    batch_sizes: tuple[int, ...] = setting((4, 16, 64), "of HFLM, of which the fastest is taken", least=1)
+    dtype: Dtype = setting("float32", "of weights")
+    device: str = setting("auto", "auto, cpu, cuda, cuda:1")
+    out_file: str = setting("", "JSON to write; empty = results/bench_eval_<machine>.json")
+
+    def __post_init__(self):
+        check_ranges(self)
+
+
+if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
+    SETTINGS = command_line(ScoringConfig, __doc__)
+
+import functools
 import statistics
+import sys
+from types import SimpleNamespace
 
 import torch
 
 import checkpoint
-import eval as ours
-from bench.common import as_llama, clock, in_turn, ratio, spread
-from checkpoint import load_tokenizer
-from configurator import UserError
+from bench.common import as_llama, in_turn, only_process, ratio, spread, write_results
+from eval import EvalConfig, questions, rows_of, score
+from report import markdown
 
 
-def harness_class(model, tokenizer, batch_size):
-    """lm-eval's Hugging Face model class on the same weights. Its tokenizer is ours, which is the faster one."""
+def harness_model(model, tokenizer):
+    """An HFLM with the weights of a vanilla model of ours, and our tokenizer."""
+    need("lm_eval")
     from lm_eval.models.huggingface import HFLM
 
     class Peer(HFLM):
         def _create_tokenizer(self, *args, **kw):
-            self.tokenizer = type("Tokenizer", (), {})()
-            self.tokenizer.vocab_size, self.tokenizer.name_or_path = model.cfg.vocab_size, tokenizer.name
+            words = {"vocab_size": model.cfg.vocab_size, "name_or_path": tokenizer.name, "chat_template": None}
             for name in ("pad", "eos", "bos"):
-                setattr(self.tokenizer, f"{name}_token_id", tokenizer.eot)
-                setattr(self.tokenizer, f"{name}_token", "<|endoftext|>")
-            self.tokenizer.chat_template = None
+                words[f"{name}_token_id"] = tokenizer.eot
+                words[f"{name}_token"] = "<|endoftext|>"
+            self.tokenizer = SimpleNamespace(**words)
 
         def tok_encode(self, string, *args, **kw):
             return tokenizer.encode(string)
 
     llama = as_llama(model, tokenizer.eot)
-    return Peer(llama, backend="causal", batch_size=batch_size, max_length=model.cfg.block_size)
+    return Peer(llama, backend="causal", batch_size=1, max_length=model.cfg.block_size)
 
 
-def best_batch_size(lm, requests, sizes, device):
-    """The peer's fastest batch size, on a part of the requests, spread over all of them."""
-    part, times = requests[:: max(1, len(requests) // 64)], {}
-    for size in sizes:
-        lm.batch_size_per_gpu = size
-        lm.loglikelihood(part[:size], disable_tqdm=True)  # warm
-        start = clock(device)
-        lm.loglikelihood(part, disable_tqdm=True)
-        times[size] = clock(device) - start
-    return min(times, key=times.get)
+def harness_scores(lm, requests, batch_size):
+    lm.batch_size_per_gpu = batch_size
+    return lm.loglikelihood(requests, disable_tqdm=True)
 
 
-def bench_eval(cfg, world):
-    """Documents per second from texts to scores: tokens, forward passes, sums. Raises UserError if scores differ."""
-    try:
-        from lm_eval.api.instance import Instance
-    except ImportError:
-        raise UserError("the peer is missing: pip install -r requirements-peers.txt") from None
-    path, about = checkpoint.find(cfg.words[1]), cfg.evaluation()
-    tokenizer, model = load_tokenizer(path), checkpoint.load(path, device=world.device)
-    model = model.to(getattr(torch, about.dtype))
-    lm, rows = harness_class(model, tokenizer, 1), []
-    print(
-        "| task | documents | eval.py, documents/s | HFLM, batch 1 | ratio | HFLM, best batch | ratio | largest gap |"
-    )
-    print("|---|---:|---:|---:|---:|---:|---:|---:|")
-    for name in about.task:
-        asked, where = ours.questions(name, about)
-        asked = asked[:: max(1, len(asked) // cfg.limit)][: cfg.limit] if cfg.limit else asked
-        pairs = [(c, q.delimiter + choice) for q in asked for c, choice in zip(q.contexts, q.choices, strict=True)]
-        requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
-        best = best_batch_size(lm, requests, cfg.batch_sizes, world.device)
-
-        def mine(asked=asked, name=name):
-            documents = ours.rows_of(name, asked, tokenizer, model.cfg.block_size)
-            done = [pair for part in ours.score(model, documents, about.tokens_per_pass(world)) for pair in part]
-            return [s for _, scores in sorted(done) for s in scores]
-
-        def theirs(size, requests=requests):
-            lm.batch_size_per_gpu = size
-            return lm.loglikelihood(requests, disable_tqdm=True)
-
-        sides = {"eval.py": mine, "HFLM 1": lambda run=theirs: run(1), "HFLM": lambda run=theirs, n=best: run(n)}
-        seconds, found = in_turn(sides, cfg.rounds, world.device)
-        gap = max(abs(a[0] - b[0]) for a, b in zip(found["eval.py"], found["HFLM"], strict=True))
-        if about.dtype == "float32" and not gap < 1e-3:
-            raise UserError(f"{name}: the two sides' scores differ by {gap}, which is no rounding: nothing to compare")
-        row = {"task": name, "documents": len(asked), "data": where, "batch_size": best, "largest_gap": gap}
-        row |= {"seconds": seconds, "to_batch_1": ratio(seconds, "eval.py", "HFLM 1")}
-        rows.append(row | {"to_best": ratio(seconds, "eval.py", "HFLM")})
-        print(line(rows[-1]), flush=True)
-    shape = {k: v for k, v in model.cfg.to_dict().items() if k != "value_mode"}
-    return {"shape": shape, "dtype": about.dtype, "batch_tokens": about.tokens_per_pass(world), "tasks": rows}
+def our_scores(model, documents, batch_tokens):
+    """The scores of all choices, in the order of the documents; documents: the Rows of each one's choices."""
+    done = [found for part in score(model, documents, batch_tokens) for found in part]
+    return [choice for _, choices in sorted(done) for choice in choices]
 
 
-def line(row):
-    """A row of bench_eval's table."""
-    rate = {side: f"{row['documents'] / statistics.median(times):,.1f}" for side, times in row["seconds"].items()}
-    one, best = spread(row["to_batch_1"]), spread(row["to_best"])
-    cells = [row["task"], f"{row['documents']:,}", rate["eval.py"], rate["HFLM 1"], one]
-    cells += [f"{rate['HFLM']} ({row['batch_size']})", best, f"{row['largest_gap']:.0e}"]
-    return "| " + " | ".join(cells) + " |"
+def time_task(cfg, name, model, tokenizer, lm, settings, world):
+    """The row of one task. Raises UserError if in fp32 the two sides' scores differ by more than rounding."""
+    asked, where = questions(name, settings)
+    if cfg.limit:
+        asked = asked[:: max(1, len(asked) // cfg.limit)][: cfg.limit]
+    instance = need("lm_eval.api.instance").Instance
+    pairs = [(c, q.delimiter + choice) for q in asked for c, choice in zip(q.contexts, q.choices, strict=True)]
+    requests = [instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+
+    def ours():
+        documents = rows_of(name, asked, tokenizer, model.cfg.block_size)
+        return our_scores(model, documents, settings.tokens_per_pass(world))
+
+    sides = {"eval.py": ours}
+    for size in (1, *cfg.batch_sizes):
+        sides[f"HFLM {size}"] = functools.partial(harness_scores, lm, requests, size)
+    seconds, results = in_turn(sides, cfg.rounds, world.device)
+    gap = max(abs(a[0] - b[0]) for a, b in zip(results["eval.py"][-1], results["HFLM 1"][-1], strict=True))
+    if cfg.dtype == "float32" and not gap < 1e-3:
+        raise UserError(f"{name}: the scores of eval.py and HFLM differ by {gap}, which is more than rounding")
+    best = min(cfg.batch_sizes, key=lambda size: statistics.median(seconds[f"HFLM {size}"]))
+    row = dict(task=name, documents=len(asked), data=where, batch_size=best, largest_gap=gap, seconds=seconds)
+    row["to_batch_1"] = ratio(seconds, "eval.py", "HFLM 1")
+    row["to_best"] = ratio(seconds, "eval.py", f"HFLM {best}")
+    return row
+
+
+def scoring_table(rows):
+    """Markdown of documents/s by task, with the ratios (median, least–greatest of a round) to HFLM."""
+    header = ["task", "documents", "eval.py, documents/s", "to HFLM, batch 1", "to HFLM, best batch", "largest gap"]
+    lines = []
+    for row in rows:
+        speed = row["documents"] / statistics.median(row["seconds"]["eval.py"])
+        best = f"{spread(row['to_best'])}, batch {row['batch_size']}"
+        gap = f"{row['largest_gap']:.0e}"
+        lines.append([row["task"], f"{row['documents']:,}", f"{speed:,.1f}", spread(row["to_batch_1"]), best, gap])
+    return markdown(header, lines)
+
+
+def main(cfg: ScoringConfig):
+    world = only_process(cfg.device)
+    path = checkpoint.find(cfg.run)
+    tokenizer = checkpoint.load_tokenizer(path)
+    model = checkpoint.load(path, device=world.device).to(getattr(torch, cfg.dtype))
+    lm = harness_model(model, tokenizer)
+    settings = EvalConfig(task=cfg.task, data_dir=cfg.data_dir, batch_tokens=cfg.batch_tokens, dtype=cfg.dtype)
+    rows = []
+    for name in cfg.task:
+        print(name, file=sys.stderr, flush=True)
+        rows.append(time_task(cfg, name, model, tokenizer, lm, settings, world))
+    print(scoring_table(rows))
+    shape = {key: value for key, value in model.cfg.to_dict().items() if key != "value_mode"}
+    batch_tokens = settings.tokens_per_pass(world)
+    result = {"shape": shape, "dtype": cfg.dtype, "batch_tokens": batch_tokens, "tasks": rows}
+    write_results("eval", result, world.device, cfg.out_file)
+
+
+if __name__ == "__main__":
+    run_main(main, SETTINGS)

@@ -1,57 +1,55 @@
-"""bench.py: what it does with times; no test asserts one."""
+"""bench/: what it does with times. No test asserts a time."""
 
-import importlib.util
-import itertools
+import importlib
 import json
-import os
-import subprocess
+import re
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, byte_tokenizer, finished, refused, tiny
+from conftest import ROOT, byte_tokenizer, finished, in_process, refused, tiny
 from test_eval import MORE, write_rows
-from test_tokenizer import small_neox
 
-import bench.__main__
+import bench
 import checkpoint
-import configurator
-import plot
-from bench import common, decoding, loading, training
+from bench import common, decoding, loading, scoring, training
 from configurator import UserError, load_settings
 from data import Corpus
 from describe import flops_per_token
-from files import write_json
 from model import GPT
-from prepare import PAPER_MIXTURE
-from runtime import Distributed
 from sample import generate
 from value_modes import ModelConfig
 
+SMALL = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=257)
+LLAMA = bench.LLAMA
 
-def bench_script(*words):
-    return finished([sys.executable, "-m", "bench", *map(str, words)], cwd=ROOT)
+
+def committed(file):
+    return json.loads((ROOT / "results" / f"bench_{file}.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
-def run(tmp_path):
-    """A folder with an untrained vanilla model and task files."""
-    model = GPT(ModelConfig(257, block_size=128, n_layer=2, n_head=2, n_embd=16))
-    checkpoint.save(tmp_path / "run", 1, model, byte_tokenizer().hash)
-    byte_tokenizer().save(tmp_path / "run" / "tokenizer.json")
-    write_rows(tmp_path / "evals", MORE)
-    return tmp_path / "run"
+def call(monkeypatch, tmp_path):
+    """A benchmark's main in this process, on a model that takes no time; (what it wrote, what it printed)."""
+    monkeypatch.setitem(bench.SHAPES, "tiny", SMALL)
+
+    def start(module, *words):
+        result = in_process(module, *words, "--rounds=2", f"--out_file={tmp_path / 'b.json'}")
+        assert result.returncode == 0, result.stderr
+        return json.loads((tmp_path / "b.json").read_text()), result.stdout
+
+    return start
+
+
+# ---- common
 
 
 def test_sides_take_turns():
     order = []
     sides = {"a": lambda: order.append("a") or 1, "b": lambda: order.append("b") or 2}
     seconds, results = common.in_turn(sides, 3, torch.device("cpu"))
-    assert "".join(order) == "abbaab" and results == {"a": 1, "b": 2}
+    assert "".join(order) == "abbaab" and results == {"a": [1, 1, 1], "b": [2, 2, 2]}
     assert [len(s) for s in seconds.values()] == [3, 3]
 
 
@@ -60,305 +58,254 @@ def test_ratio_is_that_of_each_round():
     assert common.ratio(seconds, "ours", "peer") == {"ratio": 3.0, "least": 2.0, "greatest": 5.0}
 
 
-def test_eval_against_the_harness(run, tmp_path):
-    words = ["eval", run, "--task=piqa,winogrande", f"--data_dir={tmp_path / 'evals'}", "--limit=10", "--rounds=2"]
-    result = bench_script(*words, f"--out_file={tmp_path / 'b.json'}", "--batch_sizes=2,4")
-    if "pip install -r requirements-peers.txt" in result.stderr:
-        refused(result, "the peer is missing")
-        pytest.skip("lm-eval is not installed")
-    assert result.returncode == 0, result.stderr
-    found = json.loads((tmp_path / "b.json").read_text())
-    assert [row["task"] for row in found["tasks"]] == ["piqa", "winogrande"] and found["tasks"][0]["documents"] == 10
-    assert all(row["largest_gap"] < 1e-4 and row["to_best"]["ratio"] > 0 for row in found["tasks"])
-    assert found["lm-eval"] and found["command"] and found["shape"]["n_embd"] == 16
+def test_bad_input():
+    """Each benchmark starts as a user starts it, and says what is wrong before it imports torch."""
+    start = [sys.executable, "-X", "importtime", "-m"]
+    for words, says in (
+        (["bench.training", "--shape=83M"], "shape takes tuple of 'tiny' or '82M'"),
+        (["bench.training", "--modes=resformer"], "modes must begin with vanilla"),
+        (["bench.decoding", "--batch=0"], "batch=0 must be at least 1"),
+        (["bench.scoring", "--task=helaswag"], "task takes tuple of"),
+        (["bench.loading", "prepare", "--tokenizer=gpt3"], "unknown tokenizer 'gpt3'"),
+    ):
+        result = finished([*start, *words], cwd=ROOT)
+        loaded_torch = re.search(r"\| torch$", result.stderr, re.M)
+        result.stderr = "\n".join(line for line in result.stderr.splitlines() if not line.startswith("import time"))
+        refused(result, says)
+        assert not loaded_torch or words[0] == "bench.loading", words
+    with pytest.raises(UserError, match="unknown value_mode"):
+        load_settings(decoding.DecodingConfig, ["--modes=vanilla,resfomer"])
 
 
-def test_decoding(tmp_path, monkeypatch):
-    words = ["decode", "--modes=vanilla,svformer", "--batch=1,2", "--prompt=3,6", "--new=4", "--rounds=2"]
-    result = bench_script(*words, "--peers", f"--out_file={tmp_path / 'b.json'}", "--compile=off")
-    if "pip install -r requirements-peers.txt" in result.stderr:
-        refused(result, "the peer is missing")
-        result = bench_script(*words, f"--out_file={tmp_path / 'b.json'}", "--compile=off")
-    assert result.returncode == 0, result.stderr
-    rows = [row for row in json.loads((tmp_path / "b.json").read_text())["rows"] if "kv_bytes" in row]
-    found = {(row["name"], row["batch"], row["prompt"]): row for row in rows}
-    assert len(found) == 8 and all(row["tokens_per_s"] > 0 < row["prefill_tokens_per_s"] for row in rows)
-    vanilla, svformer = found["vanilla", 2, 6], found["svformer", 2, 6]
-    # 9 positions (the last new token needs none) of 16 or 9 times 128 numbers of 4 bytes, two rows
-    assert vanilla["kv_bytes"] == 2 * 9 * 16 * 128 * 4 and svformer["kv_bytes"] == 2 * 9 * 9 * 128 * 4
-    assert vanilla["batch_that_fits"] == 10 * 2**30 // (9 * 16 * 128 * 4)
-    weights = 8 * (4 * 128 * 128 + 3 * 128 * 448) + 128 * 4096
-    assert vanilla["bytes_per_step"] == {way: 4 * (weights + 2 * 8 * 16 * 128) for way in ("least", "most")}
-    fewer = weights - 7 * 128 * 128  # SVFormer stores one V, and reads it in each layer
-    assert svformer["bytes_per_step"]["least"] == 4 * (fewer + 2 * 8 * 9 * 128)
-    assert svformer["bytes_per_step"]["most"] == 4 * (fewer + 2 * 8 * 16 * 128)
-    monkeypatch.chdir(tmp_path)
-    drawn, draw = [], plot.decoding_panel
-    monkeypatch.setattr(plot, "decoding_panel", lambda ax, *of: drawn.append((ax, of)) or draw(ax, *of))
-    about = json.loads((tmp_path / "b.json").read_text())
-    about["rows"] = [row | {"tokens_per_s": 2 * row["tokens_per_s"]} for row in about["rows"]]
-    (tmp_path / "before.json").write_text(json.dumps(about))
-    plot.decoding(plot.PlotConfig(words=("decode", "b.json"), out_file="a.png"), ["before.json", "b.json"])
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG" and len(drawn) == 3
-    for (ax, (of_mode, x, _, _)), fixed in zip(drawn, ({"batch": 2}, {"prompt": 6}, {"batch": 2}), strict=True):
-        assert list(of_mode) == ["vanilla", "svformer"] and len(ax.lines) == 2
-        for line, mode in zip(ax.lines, of_mode, strict=True):  # measured twice, drawn once, as in the last file
-            rows = [row for row in found.values() if row["name"] == mode and fixed.items() <= row.items()]
-            fits = {r["prompt"] + 4: 10 * 2**30 * r["batch"] // r["kv_bytes"] for r in rows}
-            speed = {r["batch"] if x == "batch" else r["prompt"] + 4: r["tokens_per_s"] for r in rows}
-            assert dict(line.get_xydata().tolist()) == (fits if ax is drawn[2][0] else speed)
-            assert len(line.get_xdata()) == 2
-    (tmp_path / "b.json").write_text("{}")
-    plot_decode = [sys.executable, "plot.py", "decode", tmp_path / "b.json"]
-    refused(finished(plot_decode, cwd=ROOT), "is not a file of bench.py decode")
+def test_makefile_calls_are_valid():
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    common_words = re.search(r"^ON_GPU := (.*)$", makefile, re.M)[1]
+    calls = re.findall(r"\$\(PY\) -m bench\.(\w+) (.*)", makefile)
+    assert len(calls) == 7
+    classes = {"training": training.TrainingConfig, "decoding": decoding.DecodingConfig}
+    for name, words in calls:
+        load_settings(classes[name], words.replace("$(ON_GPU)", common_words).split())
 
 
-def test_other_text_is_refused():
-    model = tiny().float()
-    ids = [[1, 2, 3], [4, 5, 6]]
-    text = generate(model, ids, 5, temperature=0)[0]
-    assert decoding.same_text(model, ids, text, [list(row) for row in text])
-    other = [text[0], [*text[1][:3], (text[1][3] + 1) % 61, text[1][4]]]
-    assert not decoding.same_text(model, ids, text, other)
-    model.head.weight.data.zero_()  # whatever it says is a tie
-    assert decoding.same_text(model, ids, text, other)
+# ---- training
 
 
-def test_refused():
-    refused(bench_script("decode", "--batch=0,"), "batch and prompt must be at least 1")
-    refused(bench_script(), "python -m bench eval out/vanilla")
-    refused(bench_script("eval", "out/vanilla", "--rounds=0"), "must be at least 1")
-    refused(bench_script("eval", "out/vanilla", "--task=all"), "loss is no task of the harness")
-    refused(bench_script("eval", "out/vanilla", "--task=helaswag"), "unknown task 'helaswag'")
-
-
-@pytest.fixture
-def texts(tmp_path):
-    """Flags for a small text and a tokenizer.json of GPT-NeoX's kind."""
-    small_neox(tmp_path)
-    rows = [{"text": f"Value {i}  re\u0301sidual\n" + " of the first layer" * (i % 7)} for i in range(60)]
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"text": str(tmp_path / "texts"), "tokenizer": "neox", "tokenizer_file": str(tmp_path / "tokenizer.json")}
-
-
-def test_prepare_against_its_peers(texts, tmp_path):
-    pytest.importorskip("datasets")
-    flags = ["--megabytes=0.02", "--memory_megabytes=0.05,0.1", "--rounds=1", f"--out_file={tmp_path / 'b.json'}"]
-    result = bench_script("prepare", *(f"--{k}={v}" for k, v in texts.items()), *flags)
-    assert result.returncode == 0, result.stderr
-    found = json.loads((tmp_path / "b.json").read_text())
-    assert [row["side"] for row in found["rows"]] == ["prepare.py", "tiktoken", "datasets.map", "tokenizers"]
-    assert len({(row["tokens"], row["bytes"]) for row in found["rows"]}) == 1  # the last one's part is all of so little
-    ours, its = found["rows"][0], found["rows"][3]
-    assert ours["faster"]["ratio"] == 1 and found["documents"] > 60 and its["processes"] == 1
-    per_core = its["seconds"][0] / ours["seconds"][0] / ours["processes"]
-    assert its["faster"]["ratio"] == pytest.approx(per_core)
-    assert all(len(row["seconds"]) == len(row["processor_seconds"]) == 1 for row in found["rows"])
-    first, *longer = (row["bytes"] for row in found["memory"])
-    assert 20_000 <= first == found["rows"][0]["bytes"] < 21_000 and longer == [3 * first, 5 * first]
-    if sys.platform == "linux":  # prepare.py and its workers: each holds a Python with numpy
-        assert all(row["peak_bytes"] > 60e6 for row in found["memory"])
-    assert "per core" in result.stdout and not list(tmp_path.glob("bench_*"))
-
-
-@pytest.mark.parametrize(
-    "function,side,instead",
-    [
-        ("with_tiktoken", "tiktoken", lambda *about: np.arange(9, dtype="<u2").tofile(about[2])),
-        ("with_datasets", "datasets.map", lambda *about: np.arange(9, dtype="<u2").tofile(about[2])),
-        ("beginning", "tokenizers", lambda *about: ["other"]),
-    ],
-)
-def test_prepare_refuses_peers_with_other_ids(texts, monkeypatch, function, side, instead):
-    pytest.importorskip("datasets")
-    monkeypatch.setattr(loading, function, instead)
-    with pytest.raises(configurator.UserError, match=f"^{side} makes other ids"):
-        loading.bench_prepare(common.BenchConfig(("prepare",), megabytes=0.01, rounds=1, **texts), None)
-
-
-def test_prepare_reads_the_standard_library():
-    texts = loading.texts_of(common.BenchConfig(("prepare",)))
-    assert all(isinstance(next(texts), str) for _ in range(3))
-
-
-def test_peak_memory_of_a_process():
-    found = loading.resident(os.getpid())
-    assert not found or list(found) == [os.getpid()] and found[os.getpid()] > 50e6
-    assert sys.platform != "linux" or found
-    assert loading.resident(2**30) == {}
-
-
-def test_load_from_made_folders_and_from_ones_own(data_dir, monkeypatch, capsys):
-    monkeypatch.setattr(loading, "LONG", 1e5)
-    for flags in ({"megabytes": 0.2}, {"data_dir": str(data_dir)}):
-        found = loading.bench_load(common.BenchConfig(("load",), block_size=16, rounds=1, **flags), None)
-        assert len(found["rows"]) == 8 and all(row["tokens_per_second"] > 0 for row in found["rows"])
-        assert abs(found["need"] - 285_000) < 1000  # tokens per second of one A100
-        assert found["first"]["order_bytes"] == 8 * sum((int(1e5 * w) - 1) // 16 for w in PAPER_MIXTURE.values())
-    assert "100 domains, 0 MB in memory" in capsys.readouterr().out
-
-
-def test_load_counts_what_it_loads(data_dir, monkeypatch):
-    corpus, rows = Corpus(data_dir, 16), []
-    batch, nano_batch = corpus.batch, loading.nano_batch
-    monkeypatch.setattr(corpus, "batch", lambda *about: rows.append(batch(*about)[0]))
-    monkeypatch.setattr(loading, "nano_batch", lambda *about: rows.append(nano_batch(*about)[0]))
-    for side, count in loading.load_sides(corpus).values():
-        rows.clear()
-        side()
-        assert sum(map(len, rows)) == count
-
-
-def test_nanogpts_batch_is_a_window_and_the_next_token(data_dir):
-    x, y = loading.nano_batch(data_dir / "train/code.bin", 3, 16, np.random.default_rng(0))
-    assert x.shape == y.shape == (3, 16) and x.dtype == torch.int64 and torch.equal(x[:, 1:], y[:, :-1])
-
-
-@pytest.mark.parametrize(
-    "words,says",
-    [
-        (["prepare", "--megabytes=-1"], "megabytes must be at least 0"),
-        (["prepare", "--memory_megabytes=5,0"], "memory_megabytes above 0"),
-        (["prepare", "--tokenizer=neox"], "neox needs --tokenizer_file"),
-        (["prepare", "--tokenizer=gpt3"], "unknown tokenizer 'gpt3'"),
-        (["prepare", "--text=nowhere"], "no file or folder nowhere"),
-        (["prepare", "--text=."], "no text in ."),
-        (["load", "--data_dir=nowhere"], "no data folder nowhere"),
-    ],
-)
-def test_prepare_and_load_refused(tmp_path, monkeypatch, words, says):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(configurator.UserError, match=says):
-        bench.__main__.main(configurator.load_settings(common.BenchConfig, words))
-
-
-SMALL = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=257)
-
-
-@pytest.fixture
-def small(monkeypatch, tmp_path):
-    """bench.py's main in this process, on shapes that take no time; what it wrote."""
-    monkeypatch.setitem(common.SHAPES, "tiny", SMALL)
-    out = tmp_path / "b.json"
-
-    def call(*words):
-        words = [*words, "--seconds=0.001", "--rounds=2", f"--out_file={out}"]
-        bench.__main__.main(configurator.load_settings(common.BenchConfig, words))
-        return json.loads(out.read_text())
-
-    return call
-
-
-def test_training(small, capsys):
-    found = small("train", "--compile=off", "--dtype=float32,bfloat16", "--block_size=32", "--micro_batch=2")
-    assert {(r["name"], r["dtype"]) for r in found["rows"]} == {
-        (mode, dtype) for mode in ("vanilla", "resformer", "svformer") for dtype in ("float32", "bfloat16")
-    }
+def test_training(call):
+    words = ["--compile=off", "--dtype=float32,bfloat16", "--block_size=32", "--micro_batch=2", "--seconds=0"]
+    found, printed = call(training, *words)
+    modes = ("vanilla", "resformer", "svformer")
+    assert [(r["name"], r["dtype"]) for r in found["rows"]] == [(m, d) for m in modes for d in ("float32", "bfloat16")]
     vanilla, _, _, _, sv, _ = found["rows"]
     assert vanilla["to_vanilla"] == {"ratio": 1.0, "least": 1.0, "greatest": 1.0} and len(vanilla["seconds"]) == 2
-    sizes = [ModelConfig(**SMALL, block_size=32, value_mode=mode) for mode in ("vanilla", "svformer")]
-    assert sv["computed"] == flops_per_token(sizes[0]) / flops_per_token(sizes[1]) > 1 and sv["mfu"] is None
+    sizes = [flops_per_token(ModelConfig(**SMALL, block_size=32, value_mode=m)) for m in ("vanilla", "svformer")]
+    assert sv["computed"] == sizes[0] / sizes[1] > 1 and sv["mfu"] is None
     assert vanilla["tokens"] == 64 and vanilla["first_step_s"] > 0 and found["command"]
     table = training.training_table(found["rows"])
-    assert table == [line for line in capsys.readouterr().out.splitlines() if line] and len(table) == 5
-    assert table[0] == "| tiny | parameters | float32 | bfloat16 | computed |" and " = 1.00" not in table[2]
+    assert table in printed and len(table.splitlines()) == 5 and " = 1.00" not in table.splitlines()[2]
+    assert table.startswith("| tiny | parameters | float32 | bfloat16 | computed |")
 
 
-def test_clocks(small, monkeypatch):
-    """processor: what other work on the machine takes does not count."""
-    ticks = itertools.count(step=1000)
-    with monkeypatch.context() as m:
-        m.setattr(time, "process_time", lambda: next(ticks))
-        for name in ("wall", "processor"):
-            found = small("train", "--compile=off", "--block_size=8", "--micro_batch=1", f"--clock={name}")
-            timed = [s == 1000 / row["steps"] for row in found["rows"] for s in row["seconds"]]
-            assert found["clock"] == name and len(timed) == 6 and set(timed) == {name == "processor"}
-    sleep, cpu = {"sleep": lambda: time.sleep(0.2)}, torch.device("cpu")
-    for name, low, high in (("wall", 0.2, 60), ("processor", 0, 0.1)):
-        seconds, _ = common.in_turn(sleep, 1, cpu, common.BenchConfig(("train",), clock=name).now)
-        assert low <= seconds["sleep"][0] < high
-    with pytest.raises(configurator.UserError, match="is for a CPU"):  # also where device=auto finds a GPU
-        training.bench_train(common.BenchConfig(("train",), clock="processor"), SimpleNamespace(kind="cuda"))
-    with pytest.raises(ValueError, match="go by the wall clock"):
-        common.BenchConfig(("decode",), clock="processor")
-
-
-def test_training_against_peers(small):
+def test_training_against_peers(call):
     pytest.importorskip("transformers")
-    rivals = [common.YARDSTICK, common.LLAMA]
-    rivals += [common.X, common.X_VALUE] * bool(importlib.util.find_spec("x_transformers"))
-    words = ["--modes=vanilla", "--compile=off", "--block_size=32", "--micro_batch=2"]
-    found = small("train", "--peers", f"--rivals={','.join(rivals)}", "--attn=sdpa,eager", *words)
-    assert [r["name"] for r in found["rows"]] == ["vanilla", "vanilla, attn=eager", *rivals]
-    assert found["rows"][0][f"to {common.LLAMA}"]["ratio"] > 0
+    peers = ["llama"]
+    if importlib.util.find_spec("x_transformers"):
+        peers.append("x_transformers")
+    words = ["--modes=vanilla", "--compile=off", "--block_size=32", "--micro_batch=2", "--seconds=0"]
+    found, _ = call(training, f"--peers={','.join(peers)}", "--attn=sdpa,eager", *words)
+    names = [bench.PEERS[peer] for peer in peers]
+    assert [r["name"] for r in found["rows"]] == ["vanilla", "vanilla, attn=eager", *names]
+    assert all(found["rows"][0][f"to {name}"]["ratio"] > 0 for name in names)
     parameters = {r["name"]: r["parameters"] for r in found["rows"]}
-    assert parameters["vanilla"] == parameters[common.LLAMA]
+    assert parameters["vanilla"] == parameters[LLAMA]
 
 
-def test_a_peer_that_does_other_work_is_no_peer(small, monkeypatch):
+def test_a_peer_that_does_other_work_is_no_peer(monkeypatch):
     pytest.importorskip("transformers")
-    as_llama = common.as_llama
+    monkeypatch.setitem(bench.SHAPES, "tiny", SMALL)
+    as_llama = training.as_llama
 
     def other(model):
         model.blocks[0].mlp.down.weight.data += 0.5
         return as_llama(model)
 
     monkeypatch.setattr(training, "as_llama", other)
-    words = ["train", "--peers", f"--rivals={common.LLAMA}", "--modes=vanilla", "--compile=off", "--block_size=16"]
-    with pytest.raises(UserError, match="not the same work"):
-        small(*words, "--micro_batch=1")
+    words = ["--peers=llama", "--modes=vanilla", "--compile=off", "--block_size=16", "--micro_batch=1"]
+    refused(in_process(training, *words), "not the same work")
 
 
-def test_memory(tmp_path):
-    """In processes of their own; a line through two sizes, and what it leaves room for."""
+def test_memory(call):
+    """In processes of their own, whose peaks do not hold what this one has. They do not see `call`'s small shape."""
     words = ["memory", "--modes=vanilla", "--compile=off", "--block_size=64", "--micro_batch=4", "--recompute=off,on"]
-    result = bench_script(*words, f"--out_file={tmp_path / 'b.json'}")
-    assert result.returncode == 0, result.stderr
-    off, on = json.loads((tmp_path / "b.json").read_text())["rows"]
+    found, printed = call(training, *words)
+    off, on = found["rows"]
     assert (off["recompute"], on["recompute"]) == ("off", "on") and list(off["peaks"]) == ["1", "2", "4"]
-    line = off["fixed"] + off["per_token"] * 4 * 64
-    assert off["predicted"] == pytest.approx(line) and off["off_by"] == pytest.approx(line / off["peaks"]["4"] - 1)
-    assert max(off["peaks"].values()) > 2_951_296 * 16  # weights, gradients, AdamW's two moments
+    assert 2_951_296 * 16 < off["peaks"]["4"] < 1e9  # weights, gradients, AdamW's two moments
+    assert "| tiny | vanilla | float32 | off | off | 4 x 64 |" in printed
 
 
 def test_lines_through_peaks(monkeypatch):
-    """5.05 GB and 100 kB a token: 18.95 GB, 34.95 GB … are left for tokens."""
-    monkeypatch.setattr(training, "training_peak", lambda device, B, T, *how: 5.05e9 + 1e5 * B * T)
-    monkeypatch.setattr(training, "ProcessPoolExecutor", lambda *_, **kw: ThreadPoolExecutor(1))
-    cfg = common.BenchConfig(("memory",), micro_batch=8, block_size=1000)
-    row = training.memory_row(cfg, torch.device("cpu"), "tiny", "vanilla", "float32", "off", "off")
-    assert (
-        row["fixed"] == pytest.approx(5.05e9) and row["per_token"] == pytest.approx(1e5) and abs(row["off_by"]) < 1e-9
-    )
-    assert row["fits"] == {1000: {24: 189, 40: 349, 80: 749, 141: 1359}, 64_000: {24: 2, 40: 5, 80: 11, 141: 21}}
+    """5 GB and 100 kB a token."""
+
+    class InThisProcess:
+        def __init__(self, *args, **kw):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def submit(self, function, *args):
+            return type("Done", (), {"result": lambda _: function(*args)})()
+
+    monkeypatch.setattr(training, "training_peak", lambda *about: 5e9 + 1e5 * about[-2] * about[-1])
+    monkeypatch.setattr(training, "ProcessPoolExecutor", InThisProcess)
+    cfg = training.TrainingConfig("memory", micro_batch=8, block_size=1000)
+    row = training.memory_row(cfg, torch.device("cpu"), "tiny", training.Side(), "off")
+    assert (row["fixed"], row["per_token"]) == pytest.approx((5e9, 1e5)) and abs(row["off_by"]) < 1e-9
+    assert "| 8 x 1,000 | 5.80 | 5.80 (+0.0%) | 5.00 + 100 |" in training.memory_table([row])
 
 
-def test_targets_of_runs_that_failed_are_not_measured():
-    assert all(measured is None for _, _, measured in training.targets({}))
-    rows = [
-        {"name": "vanilla", "mfu": 0.43, f"to {common.LLAMA}": {"ratio": 1.4}},
-        {"name": "svformer", "to_vanilla": {"ratio": 1.02}},
-    ]
-    found = {what: measured for what, _, measured in training.targets({"82M": {"rows": rows}})}
-    assert found["share of the peak, 82M, bf16"] == 0.43 and found["svformer to vanilla, 82M"] == 1.02
-    assert found["tokens/s to compiled Llama's, 82M"] == 1.4 and found["share of the peak, 468M, bf16"] is None
+# ---- decoding
 
 
-def test_the_plan_for_a_gpu_is_of_valid_calls(monkeypatch, tmp_path, capsys):
-    """Each call is one that bench.py takes; on a CPU at a small shape, a failing one leaves its targets open."""
-    called = []
+def test_decoding(call, tmp_path, monkeypatch):
+    words = ["--modes=vanilla,svformer", "--batch=1,2", "--prompt=3,6", "--new=4", "--compile=off"]
+    if importlib.util.find_spec("transformers"):
+        words.append("--peers=dynamic,static")
+    found, printed = call(decoding, *words)
+    rows = [row for row in found["rows"] if "kv_bytes" in row]
+    by_case = {(row["name"], row["batch"], row["prompt"]): row for row in rows}
+    assert len(by_case) == 8 and all(row["tokens_per_s"] > 0 < row["prefill_tokens_per_s"] for row in rows)
+    assert len(found["rows"]) == 8 * len(words[5:]) + 8 and decoding.decoding_table(found["rows"]) in printed
+    vanilla, svformer = by_case["vanilla", 2, 6], by_case["svformer", 2, 6]
+    # 9 positions (the last new token needs none) of 4 or 3 times 16 numbers of 4 bytes, two rows
+    assert vanilla["kv_bytes"] == 2 * 9 * 4 * 16 * 4 and svformer["kv_bytes"] == 2 * 9 * 3 * 16 * 4
+    assert vanilla["batch_that_fits"] == 10 * 2**30 // (9 * 4 * 16 * 4)
+    weights = 2 * (4 * 16 * 16 + 3 * 16 * ModelConfig(**SMALL).n_hidden) + 16 * 257
+    assert vanilla["bytes_per_step"] == {way: 4 * (weights + 2 * 8 * 4 * 16) for way in ("least", "most")}
+    fewer = weights - 16 * 16  # SVFormer stores one V, and reads it in each layer
+    assert svformer["bytes_per_step"]["least"] == 4 * (fewer + 2 * 8 * 3 * 16)
+    assert svformer["bytes_per_step"]["most"] == 4 * (fewer + 2 * 8 * 4 * 16)
 
-    def call(words):
-        cfg = load_settings(common.BenchConfig, words[3:])
-        called.append((cfg.words[0], cfg.shape, cfg.dtype))
-        write_json(cfg.out_file, {"rows": [{"name": "vanilla", "mfu": 0.5}]})
-        return len(called) == 1
 
-    monkeypatch.setattr(subprocess, "call", call)
-    found = training.bench_gpu(common.BenchConfig(("gpu",)), Distributed("cpu"))
-    assert [words for words, *_ in called] == [plan.split()[0] for plan in training.GPU_PLAN.values()]
-    assert {shape for _, shape, _ in called} == {("tiny",)} and ("train", ("tiny",), common.DTYPES[1:]) in called
-    assert set(found["runs"]) == set(training.GPU_PLAN) - {"82M"} and "82M failed" in capsys.readouterr().out
-    measured = {row["target"]: row["measured"] for row in found["targets"]}
-    assert measured["share of the peak, 468M, bf16"] == 0.5 and measured["share of the peak, 82M, bf16"] is None
+def test_figure_of_decoding(tmp_path, monkeypatch):
+    """Measured twice, drawn once, as in the last file; each point with the slowest and the fastest round."""
+    common_part = dict(shape="tiny", dtype="float32", compile="off", new=4, kv_bytes=1, batch_that_fits=7)
+    common_part["seconds"] = {"decode": [1.0, 2.0, 4.0]}
+    rows = []
+    for name in ("vanilla", "svformer"):
+        for batch, prompt in ((1, 3), (1, 6), (2, 3), (2, 6)):
+            row = dict(name=name, batch=batch, prompt=prompt, tokens_per_s=batch * 3 / 2.0)
+            rows.append({**common_part, **row})
+    old = [{**row, "tokens_per_s": 99.0} for row in rows]
+    for file, of in (("a.json", old), ("b.json", [*rows, {"name": LLAMA}])):
+        (tmp_path / file).write_text(json.dumps({"copy_bytes_per_s": 1, "kv_gib": 10, "rows": of}))
+    drawn = []
+    panel = decoding.speed_panel
+    monkeypatch.setattr(decoding, "speed_panel", lambda ax, *of: drawn.append(ax) or panel(ax, *of))
+    decoding.draw_decoding([tmp_path / "a.json", tmp_path / "b.json"], tmp_path / "d.png")
+    assert (tmp_path / "d.png").read_bytes()[:4] == b"\x89PNG" and len(drawn) == 2
+    for ax, speeds in zip(drawn, ([3.0, 3.0], [1.5, 3.0]), strict=True):  # batch 2; context 10
+        places = [bars.lines[0].get_xdata() for bars in ax.containers]
+        assert [list(bars.lines[0].get_ydata()) for bars in ax.containers] == [speeds, speeds]
+        assert not set(places[0]) & set(places[1])  # side by side
+        low, high = ax.containers[0].lines[2][0].get_segments()[0][:, 1]
+        assert (low, high) == pytest.approx((speeds[0] / 2, speeds[0] * 2))
+    (tmp_path / "b.json").write_text("{}")
+    refused(in_process(decoding, tmp_path / "b.json"), "is not a file of bench.decoding")
+
+
+def test_other_text_and_other_bytes_are_rejected():
+    model = tiny().float()
+    ids = [[1, 2, 3], [4, 5, 6]]
+    text = generate(model, ids, 5, temperature=0)[0]
+    other = [text[0], [*text[1][:3], (text[1][3] + 1) % 61, text[1][4]]]
+    assert decoding.same_text(model, ids, text, [list(row) for row in text])
+    assert not decoding.same_text(model, ids, text, other)
+    case, models = decoding.Case("tiny", "float32", 2, 3, 5), {"vanilla": model}
+    planned = 2 * 7 * decoding.token_bytes(model.cfg, case)
+    ours, peer = decoding.Side(), decoding.Side(peer="static")
+    decoding.check_sides(case, {ours: lambda: (text, planned, {}), peer: lambda: (text, None, {})}, models, ids)
+    with pytest.raises(UserError, match="another text"):
+        decoding.check_sides(case, {ours: lambda: (text, planned, {}), peer: lambda: (other, None, {})}, models, ids)
+    with pytest.raises(UserError, match="bytes"):
+        decoding.check_sides(case, {ours: lambda: (text, planned - 4, {})}, models, ids)
+    model.head.weight.data.zero_()  # whatever it says is a tie
+    assert decoding.same_text(model, ids, text, other)
+
+
+# ---- scoring
+
+
+def test_scoring_against_the_harness(tmp_path, monkeypatch, call):
+    model = GPT(ModelConfig(257, block_size=128, n_layer=2, n_head=2, n_embd=16))
+    checkpoint.save(tmp_path / "run", 1, model, byte_tokenizer().hash)
+    byte_tokenizer().save(tmp_path / "run" / "tokenizer.json")
+    write_rows(tmp_path / "evals", MORE)
+    words = [tmp_path / "run", "--task=piqa,winogrande", f"--data_dir={tmp_path / 'evals'}", "--limit=10"]
+    if not importlib.util.find_spec("lm_eval"):
+        refused(in_process(scoring, *words), "lm_eval is not installed")
+        pytest.skip("lm-eval is not installed")
+    found, printed = call(scoring, *words, "--batch_sizes=2,4")
+    assert [row["task"] for row in found["tasks"]] == ["piqa", "winogrande"] and found["tasks"][0]["documents"] == 10
+    assert all(row["largest_gap"] < 1e-4 and row["to_best"]["ratio"] > 0 for row in found["tasks"])
+    assert found["lm-eval"] and found["shape"]["n_embd"] == 16 and scoring.scoring_table(found["tasks"]) in printed
+    our_scores = scoring.our_scores
+    monkeypatch.setattr(scoring, "our_scores", lambda *of: [(a + 0.1, b) for a, b in our_scores(*of)])
+    refused(in_process(scoring, *words, "--rounds=1"), "more than rounding")
+
+
+# ---- loading and preparing
+
+
+def test_loading(call):
+    found, printed = call(loading, "--block_size=16", "--megabytes=0.2")
+    assert len(found["rows"]) == 4 and all(row["tokens_per_second"] > 0 for row in found["rows"])
+    assert abs(found["need"] - 285_000) < 1000  # tokens per second of one A100
+    assert loading.loading_table(found["rows"]) in printed
+
+
+def test_loading_counts_what_it_loads(data_dir, monkeypatch):
+    corpus, rows = Corpus(data_dir, 16), []
+    batch, nanogpt_batch = corpus.batch, loading.nanogpt_batch
+    monkeypatch.setattr(corpus, "batch", lambda *about: rows.append(batch(*about)[0]))
+    monkeypatch.setattr(loading, "nanogpt_batch", lambda *about: rows.append(nanogpt_batch(*about)[0]))
+    for side, count in loading.load_sides(corpus).values():
+        rows.clear()
+        side()
+        assert sum(map(len, rows)) == count
+    x, y = nanogpt_batch(data_dir / "train/code.bin", 3, 16, np.random.default_rng(0))
+    assert x.shape == y.shape == (3, 16) and x.dtype == torch.int64 and torch.equal(x[:, 1:], y[:, :-1])
+
+
+def test_preparing(call, monkeypatch):
+    words = ["prepare", "--megabytes=0.3", "--tokenizer=bpe:300"]
+    found, printed = call(loading, *words)
+    ours, loop = found["rows"]
+    assert (ours["side"], loop["side"]) == ("prepare.py", "tiktoken") and ours["faster"]["ratio"] == 1
+    assert ours["tokens"] == loop["tokens"] and 300_000 <= ours["bytes"] < 2e6
+    assert loading.prepare_table(found["rows"]) in printed
+    tofile = loading.write_ids
+    monkeypatch.setattr(loading, "write_ids", lambda ids, f: tofile(ids[1:], f))
+    refused(in_process(loading, *words, "--rounds=1"), "other ids")
+
+
+# ---- the committed results
+
+
+def test_tables_of_committed_results():
+    """Each row of a file is in its table, those that do not flatter too."""
+    for machine in ("x1_eager", "x1_modes", "x1_tiny", "x2_82m"):
+        rows = committed(f"train_intel_xeon_{machine}")["rows"]
+        assert len(training.training_table(rows).splitlines()) == 2 + len({row["name"] for row in rows})
+    loaded = loading.loading_table(committed("load_intel_xeon_x2")["rows"])
+    assert len(loaded.splitlines()) == 2 + 8
+    assert "| random steps, one rank of 8 | 46," in loaded and "| 0.34 (" in loaded
+    prepared = loading.prepare_table(committed("prepare_intel_xeon_x2_neox")["rows"])
+    assert "| tokenizers | 1 |" in prepared and prepared.count("per core") == 1
+    assert len(scoring.scoring_table(committed("eval_intel_xeon_x2_82m")["tasks"]).splitlines()) == 2 + 6
+    assert "| 8 x 512 | 3.14 |" in training.memory_table(committed("memory_intel_xeon_x2_82m")["rows"])
+    decoded = decoding.decoding_table(committed("decode_intel_xeon_x2_82m")["rows"])
+    assert "| 8 x 32 | vanilla | 257 | 1.00 (1.00–1.00) | 1.15 (1.01–1.21) | 1.19 (1.11–1.35) |" in decoded

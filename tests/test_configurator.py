@@ -203,8 +203,7 @@ def test_bad_input_of_a_script():
 
 def test_one_value_for_a_tuple():
     """--batch=8 is a tuple of one, as --batch=8,16 is one of two."""
-    from bench.common import BenchConfig
+    from bench.decoding import DecodingConfig
 
-    words = ["decode", "--batch=8", "--prompt=16,32", "--memory_megabytes=0.5", "--modes=vanilla"]
-    cfg = load_settings(BenchConfig, words)
-    assert (cfg.batch, cfg.prompt, cfg.memory_megabytes, cfg.modes) == ((8,), (16, 32), (0.5,), ("vanilla",))
+    cfg = load_settings(DecodingConfig, ["--batch=8", "--prompt=16,32", "--modes=vanilla"])
+    assert (cfg.batch, cfg.prompt, cfg.modes) == ((8,), (16, 32), ("vanilla",))
