@@ -243,27 +243,6 @@ def vocabulary(run):
     return load_tokenizer(checkpoint.find(run))
 
 
-def as_llama(model):
-    """The same weights in transformers' own Llama."""
-    transformers = pytest.importorskip("transformers")
-    tensors, c = {name: p[rows].detach() for name, p, rows in hf.hf_parts(model)}, model.cfg
-    llama = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.n_embd,
-            intermediate_size=len(tensors["model.layers.0.mlp.up_proj.weight"]),
-            num_hidden_layers=c.n_layer,
-            num_attention_heads=c.n_head,
-            num_key_value_heads=len(tensors["model.layers.0.self_attn.k_proj.weight"]) * c.n_head // c.n_embd,
-            max_position_embeddings=c.block_size,
-            rms_norm_eps=c.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-        )
-    )
-    llama.load_state_dict(tensors)
-    return llama.eval()
-
-
 class Plain(torch.nn.Module):
     """A model of ours, one forward pass for each row, with what HFLM asks of a module of transformers."""
 
@@ -337,7 +316,7 @@ def manager(folder):
 
 
 def llama_lm(model, vocabulary):
-    return hflm(as_llama(model), vocabulary, model.cfg.block_size)
+    return hflm(hf.to_llama(model).eval(), vocabulary, model.cfg.block_size)
 
 
 def our_lm(model, vocabulary):
