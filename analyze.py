@@ -68,7 +68,6 @@ from model import GPT, attend, repeat_heads, to_fp32
 from report import markdown, plus_minus, progress
 from runtime import Distributed, environment, peak_bytes
 from train import TrainConfig
-from value_modes import mode_name
 
 FORMAT = "nanoresformer-analysis/1"
 BLOCK = 2**24  # attention probabilities that exist at a time: memory grows with the length, not with its square
@@ -416,7 +415,7 @@ def open_hugging_face(name, cfg, device):
         raise UserError(f"{name} does not say what it was trained on; name prepared data, for its text, by --data_dir")
     tokenizer, first_token = hf.hf_tokenizer(name), hf.hf_first_token(name)
     model = hf.load_hf(name, device=device, dtype=getattr(torch, cfg.dtype))
-    about = {"mode": mode_name(model.cfg.value_mode), "step": None, "checkpoint": Path(name).name}
+    about = {"mode": model.cfg.value_mode.name, "step": None, "checkpoint": Path(name).name}
     return Subject(model, Path(name).name, Path(name), cfg.data_dir, None, first_token, tokenizer, about)
 
 
@@ -429,7 +428,7 @@ def open_initial(cfg, device):
     tokenizer = Tokenizer.load(Path(trained.data_dir) / "tokenizer.json")
     model = GPT(trained.model_config(tokenizer.n_vocab), trained.seed).to(device, getattr(torch, cfg.dtype)).eval()
     label = "-".join(["init", *(Path(file).stem for file in cfg.init)])
-    about = {"mode": mode_name(model.cfg.value_mode), "step": 0, "checkpoint": None}
+    about = {"mode": model.cfg.value_mode.name, "step": 0, "checkpoint": None}
     mixture = trained.mixture or None
     return Subject(model, label, Path("out", label), trained.data_dir, mixture, tokenizer.eot, tokenizer, about)
 

@@ -12,7 +12,7 @@ import torch
 from configurator import UserError, need
 from files import read_json, read_tensors
 from model import GPT, Rope
-from value_modes import ModelConfig, ValueMode, mode_name, require
+from value_modes import ModelConfig, ValueMode, require
 
 FIELDS = {  # of ModelConfig, and their names in config.json
     "vocab_size": "vocab_size",
@@ -51,7 +51,7 @@ def hf_parts(model):
         for part, width in getattr(model.get_submodule(path), "parts", {"": len(parameter)}).items():
             name = names.get(f"{path}.{part}" if part else path)
             if name is None or kind != "weight":
-                mode = mode_name(model.cfg.value_mode)
+                mode = model.cfg.value_mode.name
                 raise UserError(f"Llama's layout has no names for the weights that {mode} adds, such as {full_name}")
             found.append((f"{name}.weight", parameter, slice(row, row + width)))
             row += width
@@ -183,7 +183,7 @@ def to_llama(model, eot=0):
     transformers = need("transformers")
     cfg = model.cfg
     if cfg.arch != "llama" or dataclasses.replace(cfg.value_mode, kv_group=1) != ValueMode():
-        raise UserError(f"{mode_name(cfg.value_mode)} of arch={cfg.arch} is not Llama; give vanilla of arch=llama")
+        raise UserError(f"{cfg.value_mode.name} of arch={cfg.arch} is not Llama; give vanilla of arch=llama")
     fields = {theirs: getattr(cfg, ours) for ours, theirs in FIELDS.items()}
     if cfg.rope_scaling:
         scaling = dict(zip(SCALING, cfg.rope_scaling, strict=True))

@@ -272,18 +272,9 @@ def main(cfg: SampleConfig):
     tokenizer, texts = checkpoint.load_tokenizer(path), read_prompts(cfg)
     model = checkpoint.load(path, device=device).to(getattr(torch, cfg.dtype))
     prompts = encode_prompts(texts, tokenizer, model.cfg.block_size)
-    rows, cache, seconds = generate(
-        model,
-        prompts,
-        cfg.max_new_tokens,
-        cfg.num_samples,
-        cfg.seed,
-        tokenizer.eot,
-        cfg.compile,
-        temperature=cfg.temperature,
-        top_k=cfg.top_k,
-        top_p=cfg.top_p,
-    )
+    sampling = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
+    count = (cfg.max_new_tokens, cfg.num_samples, cfg.seed)
+    rows, cache, seconds = generate(model, prompts, *count, tokenizer.eot, cfg.compile, **sampling)
     for i, row in enumerate(rows):
         if len(rows) > 1:
             print(f"--- {i + 1}")

@@ -200,37 +200,39 @@ class ValueMode:
         return cls(**d | {"residuals": tuple(Residual(**r) for r in d["residuals"])})
 
 
+def residual(**axes):
+    """A mode with one Residual."""
+    return ValueMode((Residual(**axes),))
+
+
 # fmt: off
 # name: (mode, equation of layers n >= 2 in the paper's count, where it is from; "v5" is the paper's last version).
 # V' is the mixed V_n: U_n = A_n V'.
 TABLE = {
     "vanilla": (ValueMode(), "A_n V_n", "baseline"),
     # -- ResFormer and its weights
-    "resformer": (ValueMode((Residual(),)), "½ A_n (V_n + V_1)", "Eq 7"),
-    "resformer_lambda": (ValueMode((Residual(lam=(1.0, 2.0)),)), "A_n (V_n + λ V_1), λ = 2", "Fig 8; v5 Constant"),
-    "resformer_learned": (ValueMode((Residual(learn="scalar"),)), "A_n (a_n V_n + b_n V_1), from ½, ½", "v5 Learnable"),
-    "resformer_plus": (ValueMode((Residual(learn="softmax", lam=(0.5, 0.0)),)),
+    "resformer": (residual(), "½ A_n (V_n + V_1)", "Eq 7"),
+    "resformer_lambda": (residual(lam=(1.0, 2.0)), "A_n (V_n + λ V_1), λ = 2", "Fig 8; v5 Constant"),
+    "resformer_learned": (residual(learn="scalar"), "A_n (a_n V_n + b_n V_1), from ½, ½", "v5 Learnable"),
+    "resformer_plus": (residual(learn="softmax", lam=(0.5, 0.0)),
         "A_n (a_n V_n + s softmax_n(b) V_1), from a = ½, s = L, b = 0", "v5 Learnable-Plus"),
-    "resformer_plus_deep": (ValueMode((Residual(learn="softmax", lam=(0.5, 1.0)),)),
+    "resformer_plus_deep": (residual(learn="softmax", lam=(0.5, 1.0)),
         "the same from b_n = n: deeper layers start with more V_1", "v5, other reading"),
-    "resformer_sparse": (ValueMode((Residual(lam=(1.0, 5.0), layers="-3:"),)),
-        "A_n (V_n + 5 V_1) in the last 3 layers", "v5 Sparse"),
-    "resformer_dense": (ValueMode((Residual(source="all", lam=(1.0, 0.0), learn="scalar"),)),
+    "resformer_sparse": (residual(lam=(1.0, 5.0), layers="-3:"), "A_n (V_n + 5 V_1) in the last 3 layers", "v5 Sparse"),
+    "resformer_dense": (residual(source="all", lam=(1.0, 0.0), learn="scalar"),
         "A_n (a_n V_n + Σ_{i<n} b_ni V_i), from 1, 0", "v5 Dense"),
     # -- other sources, mappings and targets
-    "resformer_prev": (ValueMode((Residual(source="prev"),)), "½ A_n (V_n + V_{n-1})", "Fig 11"),
-    "resformer_all": (ValueMode((Residual(source="all"),)), "1/n A_n Σ_{i≤n} V_i", "Eq 5, Fig 11"),
-    "identity": (ValueMode((Residual(map="identity", lam=(1.0, 1.0)),)), "A_n V_n + λ V_1, λ = 1", "Fig 10"),
-    "identity_all": (ValueMode((Residual(map="identity", source="all", lam=(1.0, 1.0)),)),
-        "A_n V_n + 1/(n-1) Σ_{i<n} V_i", "Eq 6"),
-    "cross": (ValueMode((Residual(map="cross"),)), "softmax(Q_n [K_n; K_1]ᵀ) [V_n; V_1]", "Eq 2, Fig 10"),
-    "cross_prev": (ValueMode((Residual(map="cross", source="prev"),)),
-        "softmax(Q_n [K_n; K_{n-1}]ᵀ) [V_n; V_{n-1}]", "Eq 2, Fig 4"),
-    "query": (ValueMode((Residual(of="q"),)), "½ (Q_n + Q_1) for Q_n", "Fig 9"),
-    "key": (ValueMode((Residual(of="k"),)), "½ (K_n + K_1) for K_n", "Fig 9"),
-    "hidden": (ValueMode((Residual(of="hidden"),)), "½ (H_{n-1} + H_0) for H_{n-1}", "v5, scale ours"),
-    "scores": (ValueMode((Residual(of="scores"),)), "½ (Q_n K_nᵀ + Q_1 K_1ᵀ) for Q_n K_nᵀ", "v5, or the next"),
-    "probs": (ValueMode((Residual(of="probs"),)), "½ (A_n + A_1) V_n", "v5, attention matrix"),
+    "resformer_prev": (residual(source="prev"), "½ A_n (V_n + V_{n-1})", "Fig 11"),
+    "resformer_all": (residual(source="all"), "1/n A_n Σ_{i≤n} V_i", "Eq 5, Fig 11"),
+    "identity": (residual(map="identity", lam=(1.0, 1.0)), "A_n V_n + λ V_1, λ = 1", "Fig 10"),
+    "identity_all": (residual(map="identity", source="all", lam=(1.0, 1.0)), "A_n V_n + 1/(n-1) Σ_{i<n} V_i", "Eq 6"),
+    "cross": (residual(map="cross"), "softmax(Q_n [K_n; K_1]ᵀ) [V_n; V_1]", "Eq 2, Fig 10"),
+    "cross_prev": (residual(map="cross", source="prev"), "softmax(Q_n [K_n; K_{n-1}]ᵀ) [V_n; V_{n-1}]", "Eq 2, Fig 4"),
+    "query": (residual(of="q"), "½ (Q_n + Q_1) for Q_n", "Fig 9"),
+    "key": (residual(of="k"), "½ (K_n + K_1) for K_n", "Fig 9"),
+    "hidden": (residual(of="hidden"), "½ (H_{n-1} + H_0) for H_{n-1}", "v5, scale ours"),
+    "scores": (residual(of="scores"), "½ (Q_n K_nᵀ + Q_1 K_1ᵀ) for Q_n K_nᵀ", "v5, or the next"),
+    "probs": (residual(of="probs"), "½ (A_n + A_1) V_n", "v5, attention matrix"),
     # -- sharing
     "svformer": (ValueMode(share_v=0), "A_n V_1", "Eq 10"),
     "svformer_2anchors": (ValueMode(share_v=(0, -1)), "A_n V_a(n), a = first and last layer", "Fig 17"),
@@ -252,8 +254,7 @@ TABLE = {
     "cla2_gqa4": (ValueMode(share_k=2, share_v=2, kv_group=4), "cla2, 4 query heads per key and value head", "Fig 13"),
     "cla2_svformer": (ValueMode(share_k=2, share_v=0), "K_n of the first layer in each pair, V_1", "combination"),
     # -- NeuTRENO and DenseFormer
-    "neutreno": (ValueMode((Residual(map="delta", lam=(1.0, 0.4)),)),
-        "A_n V_n + λ (V_1 − V_n), λ = 0.4", "Eq 8, Fig 22"),
+    "neutreno": (residual(map="delta", lam=(1.0, 0.4)), "A_n V_n + λ (V_1 − V_n), λ = 0.4", "Eq 8, Fig 22"),
     "resformer_neutreno": (ValueMode((Residual(), Residual(map="delta", lam=(1.0, 0.2)))),
         "A_n V' + λ (V_1 − V'), λ = 0.2, V' = ½ (V_n + V_1)", "Fig 7, authors' code"),
     "resformer_neutreno_literal": (ValueMode((Residual(map="delta", lam=(1.0, 0.2)), Residual())),
@@ -262,24 +263,19 @@ TABLE = {
     "denseformer_2x2": (ValueMode(dense=(2, 2)), "the same after every 2nd block, over every 2nd j", "DenseFormer"),
     "resformer_denseformer": (ValueMode((Residual(),), dense=(1, 1)), "both", "combination"),
     # -- what public code does beyond the paper
-    "resformer_lerp": (ValueMode((Residual(learn="lerp"),)), "A_n ((1 − λ_n) V_n + λ_n V_1), from ½", "modded-nanogpt"),
-    "resformer_head": (ValueMode((Residual(learn="head"),)),
-        "V' = g V_n + (1 − g) V_1, g = σ(W x + b) per head", "x-transformers"),
-    "resformer_relu": (ValueMode((Residual(learn="relu", lam=(1.0, 1.0)),)),
-        "V' = V_n + relu(W x) V_1 per head", "SATFormer"),
-    "hidden_learned": (ValueMode((Residual(of="hidden", lam=(1.0, 0.0), learn="scalar"),)),
+    "resformer_lerp": (residual(learn="lerp"), "A_n ((1 − λ_n) V_n + λ_n V_1), from ½", "modded-nanogpt"),
+    "resformer_head": (residual(learn="head"), "V' = g V_n + (1 − g) V_1, g = σ(W x + b) per head", "x-transformers"),
+    "resformer_relu": (residual(learn="relu", lam=(1.0, 1.0)), "V' = V_n + relu(W x) V_1 per head", "SATFormer"),
+    "hidden_learned": (residual(of="hidden", lam=(1.0, 0.0), learn="scalar"),
         "a_n H_{n-1} + b_n H_0 for H_{n-1}, from 1, 0", "modded-nanogpt, nanochat"),
-    "value_embed": (ValueMode((Residual(source="token", learn="lerp"),)),
-        "A_n ((1 − λ_n) V_n + λ_n E_n[token])", "modded-nanogpt"),
-    "value_embed_unet": (ValueMode((Residual(source="token", learn="scalar", tables="mirror"),)),
+    "value_embed": (residual(source="token", learn="lerp"), "A_n ((1 − λ_n) V_n + λ_n E_n[token])", "modded-nanogpt"),
+    "value_embed_unet": (residual(source="token", learn="scalar", tables="mirror"),
         "A_n (a_n V_n + b_n E[token]), layers n, L+1-n share E", "modded-nanogpt"),
-    "value_embed_cycle": (
-        ValueMode((Residual(source="token", learn="scalar", tables="cycle", layers=(0, 1, 2, -3, -2, -1)),)),
+    "value_embed_cycle": (residual(source="token", learn="scalar", tables="cycle", layers=(0, 1, 2, -3, -2, -1)),
         "the same in the first and last 3 layers, E in the order 012 012", "modded-nanogpt"),
-    "value_embed_gated": (ValueMode((Residual(source="token", learn="sigmoid", lam=(1.0, 3.0), layers="::-2"),)),
+    "value_embed_gated": (residual(source="token", learn="sigmoid", lam=(1.0, 3.0), layers="::-2"),
         "V' = V_n + 3 σ(W x[:12]) E_n[token] per head, every 2nd layer", "nanochat"),
-    "value_embed_gated2": (
-        ValueMode((Residual(source="token", learn="sigmoid", lam=(1.0, 2.0), layers=(1, 2, -3, -2, -1)),)),
+    "value_embed_gated2": (residual(source="token", learn="sigmoid", lam=(1.0, 2.0), layers=(1, 2, -3, -2, -1)),
         "V' = V_n + 2 σ(W x[:12]) E_n[token] in layers 2, 3 and the last 3", "modded-nanogpt"),
 }
 # fmt: on
@@ -321,11 +317,6 @@ def named_mode(mode):
             return row
     digest = hashlib.sha256(repr(mode).encode()).hexdigest()
     return dataclasses.replace(mode, name=f"custom_{digest[:6]}")
-
-
-def mode_name(mode):
-    """The name of a ValueMode, see `named_mode`."""
-    return get_mode(mode).name
 
 
 @dataclass(frozen=True)

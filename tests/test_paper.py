@@ -35,7 +35,7 @@ from paper.panels import draw_figure, line_labels
 from paper.reproduce import ReproduceConfig
 from paper.runs import SCALES, Found, Job, NoSeed, RecordedLosses, model_of, train_settings
 from train import TrainConfig
-from value_modes import TABLE, get_mode, mode_name
+from value_modes import TABLE, get_mode
 
 N = {"2M": 1_623_856, "82M": 81_901_056, "180M": 179_874_048, "320M": 331_064_320, "468M": 467_921_920}
 N_SV = {"2M": 1_623_088, "82M": 80_066_048, "180M": 173_385_984, "468M": 443_804_672}
@@ -241,7 +241,7 @@ def test_every_run_of_every_figure_is_valid(name):
         values = train_settings(job, scale, 7, f"out/{job.name}")
         cfg = TrainConfig(**values)
         assert cfg.split_batch(max(1, scale.gpus))[0] == cfg.micro_batch
-        assert mode_name(cfg.value_mode) == job.mode and cfg.arch == job.arch and cfg.seed == 7
+        assert cfg.value_mode.name == job.mode and cfg.arch == job.arch and cfg.seed == 7
         assert cfg.block_size == scale.lengths[job.length][0] and 1 <= cfg.warmup_steps < cfg.max_steps
         assert cfg.save_every <= cfg.max_steps / 2  # a kill costs half of a run at most
         assert model_of(job, scale, 2048) == cfg.model_config(2048)
@@ -420,7 +420,7 @@ def test_modes_in_figures():
     every mode that a claim is about."""
     shown = {job.mode for job in FIGURES["modes"].jobs}
     for job in [*jobs(), *FIGURES["modes"].jobs]:
-        assert mode_name(get_mode(job.mode)) == job.mode
+        assert get_mode(job.mode).name == job.mode
     gone = {"resformer_unet", "resformer_channel"}
     assert shown >= {name for name, (_, _, source) in TABLE.items() if source} - gone
     assert shown >= {job.mode for claim in FIGURES["modes"].claims for job in claim.jobs}

@@ -15,7 +15,6 @@ from value_modes import (
     Residual,
     ValueMode,
     get_mode,
-    mode_name,
     pick_layers,
     plan_layers,
 )
@@ -40,7 +39,7 @@ NAMED += "resformer_lambda_1e-05 resformer_lambda_1e16 resformer_lambda_-0.5 neu
 
 def test_names_lead_to_modes_and_back():
     for name in [*VALUE_MODES, *NAMED.split()]:
-        assert get_mode(name).name == name and mode_name(dataclasses.replace(get_mode(name))) == name
+        assert get_mode(name).name == name and get_mode(dataclasses.replace(get_mode(name))).name == name
 
 
 def test_config_survives_json():
@@ -80,9 +79,9 @@ def test_a_source_may_be_a_layers_number():
 
 
 def test_other_spellings_of_a_number():
-    assert mode_name(get_mode("resformer_lambda_0.50")) == "resformer_lambda_0.5"
-    assert mode_name(get_mode("resformer_lambda_1000000")) == "resformer_lambda_1000000"
-    assert mode_name(get_mode("resformer_lambda_2.0")) == "resformer_lambda"
+    assert get_mode("resformer_lambda_0.50").name == "resformer_lambda_0.5"
+    assert get_mode("resformer_lambda_1000000").name == "resformer_lambda_1000000"
+    assert get_mode("resformer_lambda_2.0").name == "resformer_lambda"
 
 
 def test_lists_become_tuples():
@@ -105,9 +104,9 @@ def test_a_number_behind_a_name_is_the_weight_of_the_sources():
     assert get_mode("resformer_neutreno_0.4").residuals == (Residual(), Residual(map="delta", lam=(1.0, 0.4)))
     two = ValueMode((Residual(lam=(1.0, 0.5)), Residual(map="delta", lam=(1.0, 0.2))))
     assert [r.lam for r in two.with_lam(0.9).residuals] == [(1.0, 0.5), (1.0, 0.9)]  # the last
-    assert mode_name(ValueMode((Residual(lam=(0.7, 0.3)),))).startswith("custom_")
+    assert get_mode(ValueMode((Residual(lam=(0.7, 0.3)),))).name.startswith("custom_")
     one, other = (ValueMode((Residual(lam=(0.7, x)),)) for x in (0.3, 0.4))
-    assert mode_name(one) != mode_name(other)  # two models of a user's own are not seeds of one
+    assert get_mode(one).name != get_mode(other).name  # two models of a user's own are not seeds of one
 
 
 @pytest.mark.parametrize(
