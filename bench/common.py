@@ -1,4 +1,4 @@
-"""What all benchmarks share: turns, ratios, the Llama peer, and the file of results. Read next: training.py."""
+"""What all benchmarks share: turns, ratios, and the file of results. Read next: training.py."""
 
 import platform
 import re
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-import hf
 from configurator import UserError
 from files import write_json
 from runtime import Distributed, clock, environment
@@ -55,34 +54,6 @@ def ratio(seconds, side, other):
 def spread(found):
     """A ratio as text: its median (least–greatest)."""
     return f"{found['ratio']:.2f} ({found['least']:.2f}–{found['greatest']:.2f})"
-
-
-def as_llama(model, eot=0):
-    """transformers' LlamaForCausalLM with the weights of a vanilla model of ours. Raises ImportError without it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    cfg = model.cfg
-    if cfg.arch != "llama" or cfg.value_mode.name != "vanilla":
-        raise UserError("the peer is transformers' Llama; give a vanilla run of arch=llama")
-    config = LlamaConfig(
-        vocab_size=cfg.vocab_size,
-        hidden_size=cfg.n_embd,
-        intermediate_size=cfg.n_hidden,
-        num_hidden_layers=cfg.n_layer,
-        num_attention_heads=cfg.n_head,
-        num_key_value_heads=cfg.n_kv_head,
-        max_position_embeddings=cfg.block_size,
-        rms_norm_eps=cfg.norm_eps,
-        rope_theta=cfg.rope_theta,
-        tie_word_embeddings=False,
-        bos_token_id=eot,
-        eos_token_id=eot,
-    )
-    peer = LlamaForCausalLM(config).to(model.head.weight)
-    weights = {name: parameter[rows].detach() for name, parameter, rows in hf.hf_parts(model)}
-    missing, extra = peer.load_state_dict(weights, strict=False)
-    assert not extra and all("rotary" in name for name in missing), (missing, extra)
-    return peer.eval()
 
 
 def machine_name(device):

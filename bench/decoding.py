@@ -45,11 +45,12 @@ from typing import NamedTuple
 
 import torch
 
-from bench.common import as_llama, in_turn, only_process, ratio, spread, timed, write_results
+from bench.common import in_turn, only_process, ratio, spread, timed, write_results
 from describe import count_parameters
 from files import read_json
+from hf import to_llama
+from looks import COLORS, DASHES, page, style_of
 from model import GPT
-from plot import COLORS, DASHES, MARKERS, page
 from report import markdown
 from runtime import clock
 from sample import generate
@@ -88,7 +89,7 @@ def peers_decoder(peer, prompts, new, side):
     return decode
 
 
-class Side(NamedTuple):
+class Decoder(NamedTuple):
     """Who decodes: a value mode of ours, compiled or not, or transformers' Llama with a kind of cache."""
 
     mode: str = "vanilla"
@@ -111,17 +112,17 @@ class Case(NamedTuple):
 
 
 def decoders(cfg, case, device):
-    """({Side: its decoder}, {mode: our model}, the prompts)."""
+    """({Decoder: its decoder}, {mode: our model}, the prompts)."""
     size = (case.batch, case.prompt)
     prompts = torch.randint(SHAPES[case.shape]["vocab_size"], size, generator=torch.Generator().manual_seed(0)).tolist()
     turns, models = {}, {}
     for mode in cfg.modes:
         config = ModelConfig(**SHAPES[case.shape], block_size=case.prompt + case.new, value_mode=mode)
         models[mode] = GPT(config).eval().to(device, getattr(torch, case.dtype))
-        for side in [Side(mode, switch) for switch in cfg.compile]:
+        for side in [Decoder(mode, switch) for switch in cfg.compile]:
             turns[side] = our_decoder(models[mode], prompts, case.new, side)
-    for side in [Side(peer=kind) for kind in cfg.peers]:
-        turns[side] = peers_decoder(as_llama(models["vanilla"]), prompts, case.new, side)
+    for side in [Decoder(peer=kind) for kind in cfg.peers]:
+        turns[side] = peers_decoder(to_llama(models["vanilla"]), prompts, case.new, side)
     return turns, models, prompts
 
 
@@ -164,7 +165,7 @@ def time_case(cfg, case, device, copy_rate):
     turns, models, prompts = decoders(cfg, case, device)
     check_sides(case, turns, models, prompts)
     _, results = in_turn(turns, cfg.rounds, device)
-    seconds = {"prefill": {}, "decode": {}}  # {part: {Side: seconds of each round}}
+    seconds = {"prefill": {}, "decode": {}}  # {part: {Decoder: seconds of each round}}
     for side, rounds in results.items():
         for part in seconds:
             seconds[part][side] = [parts[part] for _, _, parts in rounds]
@@ -174,9 +175,9 @@ def time_case(cfg, case, device, copy_rate):
         row["seconds"] = {part: seconds[part][side] for part in seconds}
         row["prefill_tokens_per_s"] = case.batch * case.prompt / statistics.median(seconds["prefill"][side])
         row["tokens_per_s"] = case.batch * (case.new - 1) / statistics.median(seconds["decode"][side])
-        reference = Side(compile=cfg.compile[0] if side.peer else side.compile)
+        reference = Decoder(compile=cfg.compile[0] if side.peer else side.compile)
         row["to_vanilla"] = ratio(seconds["decode"], side, reference)
-        for peer in [Side(peer=kind) for kind in cfg.peers]:
+        for peer in [Decoder(peer=kind) for kind in cfg.peers]:
             row[f"to {peer.name}"] = {part: ratio(seconds[part], side, peer) for part in seconds}
         if not side.peer:
             add_memory(row, cfg, case, models[side.mode].cfg, copy_rate)
@@ -248,11 +249,20 @@ def read_cases(files):
     return cases
 
 
-def look(i):
-    return {"color": COLORS[i % len(COLORS)], "linestyle": DASHES[i % len(DASHES)], "marker": MARKERS[i % len(MARKERS)]}
+def distinct_styles(modes):
+    """{mode: its style}. A mode whose colour another one has already gets the next free colour and dash."""
+    styles = {mode: style_of(mode) for mode in modes}
+    free = [color for color in COLORS if color not in [style["color"] for style in styles.values()]]
+    taken = set()
+    for style in styles.values():
+        if style["color"] in taken and free:
+            style["color"] = free.pop(0)
+            style["linestyle"] = DASHES[COLORS.index(style["color"]) % len(DASHES)]
+        taken.add(style["color"])
+    return styles
 
 
-def speed_panel(ax, modes, axis, fixed, label):
+def speed_panel(ax, modes, styles, axis, fixed):
     """Tokens/s over the batch (axis 0) or the context (axis 1) of the rows whose other number is `fixed`: medians, and
     lines from the slowest to the fastest round. Modes stand side by side, so that none hides another."""
     places = set()
@@ -266,8 +276,9 @@ def speed_panel(ax, modes, axis, fixed, label):
                 below.append(row["tokens_per_s"] - min(speeds))
                 above.append(max(speeds) - row["tokens_per_s"])
                 places.add(key[axis])
-        ax.errorbar(x, y, (below, above), label=mode, markerfacecolor="none", elinewidth=0.7, **look(i))
-    ax.set(xscale="log", yscale="log", xlabel=label[0], ylabel=label[1])
+        ax.errorbar(x, y, (below, above), label=mode, elinewidth=0.7, **styles[mode])
+    names = ("rows in the batch", "tokens of context")
+    ax.set(xscale="log", yscale="log", xlabel=names[axis], ylabel=f"tokens/s with {fixed:,} {names[1 - axis]}")
     ax.set_xticks(sorted(places), [f"{place:,}" for place in sorted(places)])
     ax.set_xticks([], minor=True)
     ax.yaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 7))
@@ -275,13 +286,14 @@ def speed_panel(ax, modes, axis, fixed, label):
     ax.yaxis.set_minor_formatter("")
 
 
-def rows_panel(ax, modes, context):
+def rows_panel(ax, modes, styles, context, kv_gib):
     """A bar for each mode: how many rows of the longest context have their keys and values in kv_gib of memory."""
-    for i, rows in enumerate(modes.values()):
+    for i, (mode, rows) in enumerate(modes.items()):
         fits = next(row["batch_that_fits"] for (_, length), row in rows.items() if length == context)
-        ax.barh(i, fits, color=look(i)["color"], alpha=0.6)
+        ax.barh(i, fits, color=styles[mode]["color"], alpha=0.6)
         ax.text(fits, i, f" {fits:,}", va="center")
     ax.set_yticks(range(len(modes)), list(modes))
+    ax.set(xlabel=f"rows of {context:,} tokens whose KV cache fits into {kv_gib:g} GiB")
     ax.invert_yaxis()
     ax.margins(x=0.12)
 
@@ -296,12 +308,12 @@ def draw_decoding(files, figure):
     with page(figure, (12.5, 3.8 * len(cases))) as paper:
         for axes, (title, modes) in zip(paper.subplots(len(cases), 3, squeeze=False), cases.items(), strict=True):
             keys = [key for rows in modes.values() for key in rows]
-            batch = max(batch for batch, _ in keys)
-            context = max(context for _, context in keys)
-            speed_panel(axes[0], modes, 1, batch, ("tokens of context", f"tokens/s, batch {batch:,}"))
-            speed_panel(axes[1], modes, 0, context, ("rows in the batch", f"tokens/s, context {context:,}"))
-            rows_panel(axes[2], modes, context)
-            axes[2].set(xlabel=f"rows of {context:,} tokens whose KV cache fits into {kv_gib:g} GiB")
+            largest_batch = max(batch for batch, _ in keys)
+            longest_context = max(context for _, context in keys)
+            styles = distinct_styles(modes)
+            speed_panel(axes[0], modes, styles, 1, largest_batch)
+            speed_panel(axes[1], modes, styles, 0, longest_context)
+            rows_panel(axes[2], modes, styles, longest_context, kv_gib)
             axes[0].set_title(title, loc="left", fontsize=9)
             axes[0].legend(handlelength=3.5, fontsize=7)
 

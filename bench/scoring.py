@@ -44,8 +44,9 @@ from types import SimpleNamespace
 import torch
 
 import checkpoint
-from bench.common import as_llama, in_turn, only_process, ratio, spread, write_results
+from bench.common import in_turn, only_process, ratio, spread, write_results
 from eval import EvalConfig, questions, rows_of, score
+from hf import to_llama
 from report import markdown
 
 
@@ -65,7 +66,7 @@ def harness_model(model, tokenizer):
         def tok_encode(self, string, *args, **kw):
             return tokenizer.encode(string)
 
-    llama = as_llama(model, tokenizer.eot)
+    llama = to_llama(model, tokenizer.eot)
     return Peer(llama, backend="causal", batch_size=1, max_length=model.cfg.block_size)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from bench import PEERS, Dtype, Peer, Shape, Switch, check_modes
-from configurator import UserError, check_ranges, command_line, run_main, setting
+from configurator import UserError, check_ranges, command_line, need, run_main, setting
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ import functools
 import itertools
 import math
 import multiprocessing
-import os
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -54,8 +53,9 @@ import torch
 import torch.nn.functional as F
 
 from bench import SHAPES
-from bench.common import as_llama, in_turn, only_process, ratio, spread, timed, write_results
+from bench.common import in_turn, only_process, ratio, spread, timed, write_results
 from describe import flops_per_token
+from hf import to_llama
 from model import GPT
 from report import markdown
 from runtime import peak_bytes, peak_flops
@@ -112,27 +112,23 @@ def x_transformers_loss(model, idx, targets):
 
 def as_x_transformers(cfg):
     """x-transformers' decoder of the shape of a ModelConfig, with Llama's parts and its own value residual."""
-    from x_transformers import Decoder, TransformerWrapper
-
+    x = need("x_transformers")
     shape = dict(dim=cfg.n_embd, depth=cfg.n_layer, heads=cfg.n_head, attn_dim_head=cfg.head_dim)
     mlp = dict(ff_glu=True, ff_swish=True, ff_no_bias=True, ff_mult=cfg.n_hidden / cfg.n_embd)
     rope = dict(rotary_pos_emb=True, rotary_emb_dim=cfg.head_dim)
-    layers = Decoder(**shape, **mlp, **rope, use_rmsnorm=True, attn_flash=True, add_value_residual=True)
+    layers = x.Decoder(**shape, **mlp, **rope, use_rmsnorm=True, attn_flash=True, add_value_residual=True)
     size = dict(num_tokens=cfg.vocab_size, max_seq_len=cfg.block_size)
-    return TransformerWrapper(**size, attn_layers=layers, use_abs_pos_emb=False)
+    return x.TransformerWrapper(**size, attn_layers=layers, use_abs_pos_emb=False)
 
 
 def new_model(side, shape, block_size, device, recompute=False):
     """(model, its loss function) of a Side. Raises UserError if its package is not installed."""
     cfg = ModelConfig(**SHAPES[shape], block_size=block_size, value_mode=side.mode)
-    if not side.peer:
-        return GPT(cfg, attn=side.attn, recompute=recompute).to(device), our_loss
-    try:
-        if side.peer == "llama":
-            return as_llama(GPT(cfg).to(device)), llama_loss
+    if side.peer == "llama":
+        return to_llama(GPT(cfg).to(device)), llama_loss
+    if side.peer == "x_transformers":
         return as_x_transformers(cfg).to(device), x_transformers_loss
-    except ImportError:
-        raise UserError(f"{side.name} is missing; run `pip install -r requirements-peers.txt`") from None
+    return GPT(cfg, attn=side.attn, recompute=recompute).to(device), our_loss
 
 
 def maybe_compile(model, side):
@@ -264,7 +260,7 @@ def memory_row(cfg, device, shape, side, recompute):
     most = max(4, cfg.micro_batch or MICRO_BATCH[device.type][shape])
     # a process inherits its starter's peak on Linux: the fork server's is small
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench.training"])
+    context.set_forkserver_preload(["train", "torch._dynamo"])
     peaks = {}
     for B in (most // 4, most // 2, most):
         with ProcessPoolExecutor(1, mp_context=context) as process:
@@ -314,11 +310,15 @@ def memory_table(rows):
 
 def main(cfg: TrainingConfig):
     device = only_process(cfg.device).device
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1000000")  # on a CPU what is freed leaves the process at once
     rows = []
     for shape in cfg.shape:
-        found = time_shape(cfg, shape, device) if cfg.what == "train" else memory_rows(cfg, shape, device)
-        print("\n" + (training_table(found) if cfg.what == "train" else memory_table(found)), flush=True)
+        if cfg.what == "train":
+            found = time_shape(cfg, shape, device)
+            table = training_table(found)
+        else:
+            found = memory_rows(cfg, shape, device)
+            table = memory_table(found)
+        print(f"\n{table}", flush=True)
         rows += found
     write_results(cfg.what, {"rows": rows}, device, cfg.out_file)
 

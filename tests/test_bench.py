@@ -1,9 +1,11 @@
 """bench/: what it does with times. No test asserts a time."""
 
+import contextlib
 import importlib
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -122,49 +124,42 @@ def test_training_against_peers(call):
 def test_a_peer_that_does_other_work_is_no_peer(monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setitem(bench.SHAPES, "tiny", SMALL)
-    as_llama = training.as_llama
+    to_llama = training.to_llama
 
     def other(model):
         model.blocks[0].mlp.down.weight.data += 0.5
-        return as_llama(model)
+        return to_llama(model)
 
-    monkeypatch.setattr(training, "as_llama", other)
+    monkeypatch.setattr(training, "to_llama", other)
     words = ["--peers=llama", "--modes=vanilla", "--compile=off", "--block_size=16", "--micro_batch=1"]
     refused(in_process(training, *words), "not the same work")
 
 
 def test_memory(call):
     """In processes of their own, whose peaks do not hold what this one has. They do not see `call`'s small shape."""
-    words = ["memory", "--modes=vanilla", "--compile=off", "--block_size=64", "--micro_batch=4", "--recompute=off,on"]
+    words = ["memory", "--modes=vanilla", "--compile=off", "--block_size=64", "--micro_batch=4", "--recompute=on"]
     found, printed = call(training, *words)
-    off, on = found["rows"]
-    assert (off["recompute"], on["recompute"]) == ("off", "on") and list(off["peaks"]) == ["1", "2", "4"]
-    assert 2_951_296 * 16 < off["peaks"]["4"] < 1e9  # weights, gradients, AdamW's two moments
-    assert "| tiny | vanilla | float32 | off | off | 4 x 64 |" in printed
+    (row,) = found["rows"]
+    assert row["recompute"] == "on" and list(row["peaks"]) == ["1", "2", "4"]
+    assert 2_951_296 * 16 < row["peaks"]["4"] < 5e8  # weights, gradients, AdamW's two moments
+    assert "| tiny | vanilla | float32 | off | on | 4 x 64 |" in printed
 
 
 def test_lines_through_peaks(monkeypatch):
     """5 GB and 100 kB a token."""
 
-    class InThisProcess:
-        def __init__(self, *args, **kw):
-            pass
+    def submit(function, *words):
+        return SimpleNamespace(result=lambda: function(*words))
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            pass
-
-        def submit(self, function, *args):
-            return type("Done", (), {"result": lambda _: function(*args)})()
-
+    process = contextlib.nullcontext(SimpleNamespace(submit=submit))
     monkeypatch.setattr(training, "training_peak", lambda *about: 5e9 + 1e5 * about[-2] * about[-1])
-    monkeypatch.setattr(training, "ProcessPoolExecutor", InThisProcess)
-    cfg = training.TrainingConfig("memory", micro_batch=8, block_size=1000)
-    row = training.memory_row(cfg, torch.device("cpu"), "tiny", training.Side(), "off")
-    assert (row["fixed"], row["per_token"]) == pytest.approx((5e9, 1e5)) and abs(row["off_by"]) < 1e-9
-    assert "| 8 x 1,000 | 5.80 | 5.80 (+0.0%) | 5.00 + 100 |" in training.memory_table([row])
+    monkeypatch.setattr(training, "ProcessPoolExecutor", lambda *args, **kw: process)
+    words = ["memory", "--micro_batch=8", "--block_size=1000", "--modes=vanilla", "--compile=off", "--recompute=off,on"]
+    cfg = load_settings(training.TrainingConfig, [*words, "--peers=llama"])
+    rows = training.memory_rows(cfg, "tiny", torch.device("cpu"))
+    assert [(row["name"], row["recompute"]) for row in rows] == [("vanilla", "off"), ("vanilla", "on"), (LLAMA, "off")]
+    assert (rows[0]["fixed"], rows[0]["per_token"]) == pytest.approx((5e9, 1e5)) and abs(rows[0]["off_by"]) < 1e-9
+    assert training.memory_table(rows).count("| 8 x 1,000 | 5.80 | 5.80 (+0.0%) | 5.00 + 100 |") == 3
 
 
 # ---- decoding
@@ -226,7 +221,7 @@ def test_other_text_and_other_bytes_are_rejected():
     assert not decoding.same_text(model, ids, text, other)
     case, models = decoding.Case("tiny", "float32", 2, 3, 5), {"vanilla": model}
     planned = 2 * 7 * decoding.token_bytes(model.cfg, case)
-    ours, peer = decoding.Side(), decoding.Side(peer="static")
+    ours, peer = decoding.Decoder(), decoding.Decoder(peer="static")
     decoding.check_sides(case, {ours: lambda: (text, planned, {}), peer: lambda: (text, None, {})}, models, ids)
     with pytest.raises(UserError, match="another text"):
         decoding.check_sides(case, {ours: lambda: (text, planned, {}), peer: lambda: (other, None, {})}, models, ids)
