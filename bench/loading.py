@@ -29,6 +29,7 @@ class LoadingConfig:
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
     SETTINGS = command_line(LoadingConfig, __doc__)
 
+import functools
 import itertools
 import json
 import shutil
@@ -54,6 +55,7 @@ from value_modes import ModelConfig
 
 CPU = torch.device("cpu")
 STEP = 1024  # sequences of a step, the paper's
+NANOGPT = "nanoGPT's way"
 
 
 # ---- loading
@@ -78,16 +80,15 @@ def nanogpt_batch(path, rows, block_size, rng):
     """A batch as nanoGPT's get_batch makes it, from one file: opened anew, a tensor per row, stacked."""
     ids = np.memmap(path, "<u2", "r")
     starts = rng.integers(len(ids) - block_size, size=rows)
-    x = [torch.from_numpy(ids[i : i + block_size].astype(np.int64)) for i in starts]
-    y = [torch.from_numpy(ids[i + 1 : i + 1 + block_size].astype(np.int64)) for i in starts]
-    return torch.stack(x), torch.stack(y)
+    cut = [torch.from_numpy(ids[i : i + block_size + 1].astype(np.int64)) for i in starts]
+    return torch.stack([row[:-1] for row in cut]), torch.stack([row[1:] for row in cut])
 
 
 def load_sides(corpus):
-    """{side: (a function, the sequences that it loads)}: 16 steps, 32 sequences at a time, as train.py asks for them.
-    Steps in order go on from round to round; random ones are of the first epoch."""
+    """{side: a function that loads 16 steps, 32 sequences at a time as train.py does, and returns how many}. Steps in
+    order go on from round to round; random ones are of the first epoch."""
     rng = np.random.default_rng(0)
-    following = itertools.count()
+    next_step = itertools.count()
     epoch = max(1, sum(corpus.windows("train", domain) for domain in corpus.domains) // STEP)
     files = [corpus.dir / corpus.manifest["splits"]["train"][domain]["file"] for domain in corpus.domains]
 
@@ -95,17 +96,22 @@ def load_sides(corpus):
         for step in steps:
             for first in range(0, rows, 32):
                 corpus.batch(int(step), STEP, first, first + 32)
+        return len(steps) * rows
+
+    def in_order():
+        return load_steps([next(next_step) for _ in range(16)], STEP)
+
+    def at_random(rows=STEP):
+        return load_steps(rng.integers(epoch, size=16), rows)
 
     def nanogpt():
         for i in range(16 * STEP // 32):
             nanogpt_batch(files[i % len(files)], 32, corpus.block_size, rng)
+        return 16 * STEP
 
-    return {
-        "steps in order": (lambda: load_steps(itertools.islice(following, 16), STEP), 16 * STEP),
-        "random steps": (lambda: load_steps(rng.integers(epoch, size=16), STEP), 16 * STEP),
-        "random steps, one rank of 8": (lambda: load_steps(rng.integers(epoch, size=16), STEP // 8), 2 * STEP),
-        "nanoGPT's way": (nanogpt, 16 * STEP),
-    }
+    one_rank = functools.partial(at_random, STEP // 8)
+    sides = {"steps in order": in_order, "random steps": at_random, "random steps, one rank of 8": one_rank}
+    return {**sides, NANOGPT: nanogpt}
 
 
 def time_loading(cfg):
@@ -116,14 +122,14 @@ def time_loading(cfg):
     with tempfile.TemporaryDirectory(prefix="bench_") as folder:
         make_token_files(Path(folder), domains, int(1e6 * megabytes / 2 / len(domains)), cfg.block_size)
         sides = load_sides(Corpus(folder, cfg.block_size, verify=False))
-        seconds, _ = in_turn({side: function for side, (function, _) in sides.items()}, cfg.rounds, CPU)
-    per_token = {side: [s / n / cfg.block_size for s in seconds[side]] for side, (_, n) in sides.items()}
+        seconds, counts = in_turn(sides, cfg.rounds, CPU)
+    per_token = {side: [s / counts[side][0] / cfg.block_size for s in seconds[side]] for side in sides}
     rows = []
     for side in sides:
         speed = 1 / statistics.median(per_token[side])
         row = {"data": f"{len(domains)} domains, {megabytes:,.0f} MB in memory", "side": side}
         row.update(tokens_per_second=speed, of_need=speed / need, seconds=seconds[side])
-        row["faster"] = ratio(per_token, side, "nanoGPT's way")
+        row["faster"] = ratio(per_token, side, NANOGPT)
         rows.append(row)
     return {"block_size": cfg.block_size, "need": need, "rows": rows}
 

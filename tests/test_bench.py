@@ -267,10 +267,9 @@ def test_loading_counts_what_it_loads(data_dir, monkeypatch):
     batch, nanogpt_batch = corpus.batch, loading.nanogpt_batch
     monkeypatch.setattr(corpus, "batch", lambda *about: rows.append(batch(*about)[0]))
     monkeypatch.setattr(loading, "nanogpt_batch", lambda *about: rows.append(nanogpt_batch(*about)[0]))
-    for side, count in loading.load_sides(corpus).values():
+    for side, load in loading.load_sides(corpus).items():
         rows.clear()
-        side()
-        assert sum(map(len, rows)) == count
+        assert load() == sum(map(len, rows)) > 0, side
     x, y = nanogpt_batch(data_dir / "train/code.bin", 3, 16, np.random.default_rng(0))
     assert x.shape == y.shape == (3, 16) and x.dtype == torch.int64 and torch.equal(x[:, 1:], y[:, :-1])
 
