@@ -1,7 +1,9 @@
 """Greedy decoding after a prompt of random tokens, ours and transformers' generate: tokens/s, bytes of the KV cache.
 
-python -m bench.decoding --shape=82M --batch=1,8 --peers=dynamic,static
-python -m bench.decoding results/bench_decode_*.json --figure=results/decode.png     draws what was measured
+    python -m bench.decoding --shape=82M --batch=1,8 --peers=dynamic,static
+    python -m bench.decoding results/bench_decode_*_{sweep,cla}.json --figure=results/decode.png     draws the results
+
+Read before: training.py. Read next: scoring.py.
 """
 
 from dataclasses import dataclass

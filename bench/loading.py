@@ -1,7 +1,9 @@
 """Batches from token files against nanoGPT's way, and prepare.py against a plain tiktoken loop: tokens/s.
 
-python -m bench.loading                  Corpus.batch, as train.py asks for batches
-python -m bench.loading prepare          text to a token file, from where prepare.py has its tokenizer
+    python -m bench.loading                  Corpus.batch, as train.py asks for batches
+    python -m bench.loading prepare          text to a token file, from where prepare.py has its tokenizer
+
+The random token files of the first are in memory by then: a disk that must be read first is slower.
 """
 
 from dataclasses import dataclass

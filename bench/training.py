@@ -5,6 +5,7 @@
 
 memory: the peak of three micro-batches, each in a process of its own. A peak is linear in the tokens, since attention
 is fused and the logits come in chunks: the line through the first two, GB + kB per token, should predict the third.
+Read before: common.py. Read next: decoding.py.
 """
 
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ import functools
 import itertools
 import math
 import multiprocessing
+import os
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -310,6 +312,8 @@ def memory_table(rows):
 
 def main(cfg: TrainingConfig):
     device = only_process(cfg.device).device
+    if cfg.what == "memory":  # on a CPU what is freed shall leave the process at once; read when one starts
+        os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1000000")
     rows = []
     for shape in cfg.shape:
         if cfg.what == "train":

@@ -135,8 +135,9 @@ def test_a_peer_that_does_other_work_is_no_peer(monkeypatch):
     refused(in_process(training, *words), "not the same work")
 
 
-def test_memory(call):
+def test_memory(call, monkeypatch):
     """In processes of their own, whose peaks do not hold what this one has. They do not see `call`'s small shape."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "100000000")  # coarser, and faster than what main sets
     words = ["memory", "--modes=vanilla", "--compile=off", "--block_size=64", "--micro_batch=4", "--recompute=on"]
     found, printed = call(training, *words)
     (row,) = found["rows"]
