@@ -214,6 +214,8 @@ def command_line(cls, usage):
         if os.environ.get("RANK", "0") != "0":
             sys.exit(2)  # under torchrun all ranks read the same words: rank 0 says it for all
         say_error(e)
+    except BrokenPipeError:
+        end_of_pipe()
 
 
 def need(module):
@@ -232,6 +234,12 @@ def say_error(message):
     sys.exit(2)
 
 
+def end_of_pipe():
+    """Exit without a traceback where nobody reads the output any more, as in `--help | head`."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)
+
+
 def run_main(main, *args):
     """Call `main(*args)` as a script does: bad input, a full disk or an unusable path end with one sentence."""
     try:
@@ -241,9 +249,8 @@ def run_main(main, *args):
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except BrokenPipeError:
+        end_of_pipe()
     except OSError as e:
         remedy = "; free some space and run it again" if e.errno in _DISK_FULL else ""
         say_error(f"{e.filename or 'a file'} cannot be read or written: {e.strerror}{remedy}")
