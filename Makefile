@@ -34,17 +34,18 @@ test-peers: .venv/ready-dev
 
 # what is to be measured on a GPU: speed and memory of training and decoding, against peers, which it installs
 ON_GPU := --device=cuda --compile=on
+STEP := --block_size=2048
 bench-gpu: .venv/ready-dev
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-peers.txt -c constraints.txt
-	$(PY) -m bench.training $(ON_GPU) --dtype=bfloat16 --shape=82M --peers=llama,x_transformers \
+	$(PY) -m bench.training $(ON_GPU) $(STEP) --micro_batch=32 --dtype=bfloat16 --shape=82M --peers=llama \
 	  --modes=vanilla,resformer,svformer,neutreno,denseformer,cross --out_file=results/bench_train_gpu_82m.json
-	$(PY) -m bench.training $(ON_GPU) --dtype=bfloat16 --shape=180M \
+	$(PY) -m bench.training $(ON_GPU) $(STEP) --micro_batch=16 --dtype=bfloat16 --shape=180M \
 	  --modes=vanilla,resformer,svformer,denseformer --out_file=results/bench_train_gpu_180m.json
-	$(PY) -m bench.training $(ON_GPU) --dtype=bfloat16 --shape=468M --peers=llama,x_transformers \
+	$(PY) -m bench.training $(ON_GPU) $(STEP) --micro_batch=8 --dtype=bfloat16 --shape=468M --peers=llama \
 	  --modes=vanilla,resformer,svformer,denseformer --out_file=results/bench_train_gpu_468m.json
-	$(PY) -m bench.training $(ON_GPU) --dtype=bfloat16,float16 --shape=82M \
+	$(PY) -m bench.training $(ON_GPU) $(STEP) --micro_batch=32 --dtype=bfloat16,float16 --shape=82M \
 	  --modes=vanilla --out_file=results/bench_train_gpu_fp16.json
-	$(PY) -m bench.training memory $(ON_GPU) --dtype=bfloat16 --shape=82M --peers=llama \
+	$(PY) -m bench.training memory $(ON_GPU) $(STEP) --micro_batch=32 --dtype=bfloat16 --shape=82M --peers=llama \
 	  --modes=vanilla --recompute=off,on --out_file=results/bench_memory_gpu_82m.json
 	$(PY) -m bench.decoding $(ON_GPU) --dtype=bfloat16 --shape=468M --batch=1,8 --prompt=1024 \
 	  --modes=vanilla,svformer --peers=dynamic,static --out_file=results/bench_decode_gpu_468m.json

@@ -4,7 +4,7 @@
     python -m bench.training memory --shape=82M --recompute=off,on  training steps, peak memory
     python -m bench.decoding --shape=82M --peers=dynamic,static     decoding, tokens/s and bytes of the cache
     python -m bench.scoring out/vanilla --data_dir=evals            eval.py, documents/s
-    python -m bench.loading                                         batches from token files, tokens/s
+    python -m bench.loading --data_dir=data/demo                    batches from token files, tokens/s
     python -m bench.loading prepare                                 prepare.py, text to token files
     make bench-gpu                                                  what is to be measured on a GPU
 
@@ -16,8 +16,10 @@ files. Peers are packages: pip install -r requirements-peers.txt. Read next: com
 Here is only what the settings need. Nothing heavy is imported, so that a typo is answered at once.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
+from configurator import check_ranges, setting
 from value_modes import get_mode
 
 SHAPES = {
@@ -27,16 +29,33 @@ SHAPES = {
     "468M": dict(n_layer=24, n_head=16, n_embd=1024, vocab_size=50277),
 }
 LLAMA = "transformers' Llama"
-PEERS = {"llama": LLAMA, "x_transformers": "x-transformers with value residual"}
-Shape = Literal[*SHAPES]
-Peer = Literal[*PEERS]
-Dtype = Literal["float32", "bfloat16", "float16"]
-Switch = Literal["off", "on"]
 
 
-def check_modes(modes):
-    """Raise ValueError unless all are value modes and the first is vanilla, which the others are compared with."""
-    if modes[:1] != ("vanilla",):
-        raise ValueError("modes must begin with vanilla, which the others are compared with")
-    for mode in modes:
-        get_mode(mode)
+@dataclass(frozen=True)
+class BenchConfig:
+    """Settings of every benchmark."""
+
+    rounds: int = setting(3, "times that each side runs", least=1, group="Measuring")
+    out_file: str = setting("", "JSON to write; empty = results/bench_<what>_<machine>.json")
+
+    def __post_init__(self):
+        check_ranges(self)
+
+
+@dataclass(frozen=True)
+class ModelBenchConfig(BenchConfig):
+    """Settings of the benchmarks that make models of random weights. A side runs with every dtype, with torch.compile
+    off, on, or both."""
+
+    shape: tuple[Literal[*SHAPES], ...] = setting(("tiny",), "of the models: tiny is the demo's", group="Sides")
+    modes: tuple[str, ...] = setting(("vanilla", "resformer", "svformer"), "value modes, vanilla first")
+    dtype: tuple[Literal["float32", "bfloat16", "float16"], ...] = setting(("float32",), "of autocast, or of decoding")
+    compile: tuple[Literal["off", "on"], ...] = setting(("off", "on"), "torch.compile")
+    device: str = setting("auto", "auto, cpu, cuda, cuda:1")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.modes[:1] != ("vanilla",):
+            raise ValueError("modes must begin with vanilla, which the others are compared with")
+        for mode in self.modes:
+            get_mode(mode)

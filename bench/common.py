@@ -1,4 +1,4 @@
-"""What all benchmarks share: turns, ratios, and the file of results. Read next: training.py."""
+"""What all benchmarks share: turns, ratios, tables, and the file of results. Read next: training.py."""
 
 import platform
 import re
@@ -10,9 +10,10 @@ import torch
 
 from configurator import UserError
 from files import write_json
+from report import markdown
 from runtime import Distributed, clock, environment
 
-PEER_PACKAGES = ("transformers", "lm-eval", "x-transformers", "tiktoken")
+PEER_PACKAGES = ("transformers", "lm-eval", "tiktoken")
 
 
 def only_process(device):
@@ -24,10 +25,10 @@ def only_process(device):
 
 
 def timed(function, device):
-    """Seconds that a function takes."""
+    """(seconds that a function takes, what it returns)."""
     start = clock(device)
-    function()
-    return clock(device) - start
+    result = function()
+    return clock(device) - start, result
 
 
 def in_turn(sides, rounds, device):
@@ -38,9 +39,9 @@ def in_turn(sides, rounds, device):
     order = list(sides)
     for _ in range(rounds):
         for key in order:
-            start = clock(device)
-            results[key].append(sides[key]())
-            seconds[key].append(clock(device) - start)
+            took, result = timed(sides[key], device)
+            seconds[key].append(took)
+            results[key].append(result)
         order.reverse()
     return seconds, results
 
@@ -54,6 +55,12 @@ def ratio(seconds, side, other):
 def spread(found):
     """A ratio as text: its median (least–greatest)."""
     return f"{found['ratio']:.2f} ({found['least']:.2f}–{found['greatest']:.2f})"
+
+
+def lines_table(lines, left=1):
+    """Markdown of lines = [{column: cell}]. A cell that a line lacks is empty."""
+    header = list(dict.fromkeys(column for line in lines for column in line))
+    return markdown(header, [[line.get(column, "") for column in header] for line in lines], left)
 
 
 def machine_name(device):

@@ -1,31 +1,29 @@
 """Batches from token files against nanoGPT's way, and prepare.py against a plain tiktoken loop: tokens/s.
 
-    python -m bench.loading                  Corpus.batch, as train.py asks for batches
-    python -m bench.loading prepare          text to a token file, from where prepare.py has its tokenizer
+    python -m bench.loading --data_dir=data/demo    Corpus.batch, as train.py asks for batches
+    python -m bench.loading prepare                 text to a token file, from where prepare.py has its tokenizer
 
-The random token files of the first are in memory by then: a disk that must be read first is slower.
+The token files of the first are in memory by then if they fit: Corpus has read them to verify them. A disk that must be
+read first is slower.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from configurator import UserError, check_ranges, command_line, load_settings, run_main, setting
+from bench import SHAPES, BenchConfig
+from configurator import UserError, command_line, load_settings, run_main, setting
 
 
 @dataclass(frozen=True)
-class LoadingConfig:
+class LoadingConfig(BenchConfig):
     """Every setting of this benchmark."""
 
-    what: Literal["load", "prepare"] = setting("load", "load batches, or prepare text", positional=True)
+    what: Literal["load", "prepare"] = setting("load", "load batches, or prepare text", positional=True, group="Work")
+    data_dir: str = setting("data/demo", "load: a folder that prepare.py made")
     block_size: int = setting(2048, "load: tokens per sequence", least=1)
     tokenizer: str = setting("bpe:4096", "prepare: bpe:<vocabulary size>, gpt2 or neox")
     tokenizer_file: str = setting("", "prepare: see prepare.py --help")
-    megabytes: float = setting(0, "of token files, 0 = 1,000; or of text, 0 = 300", least=0)
-    rounds: int = setting(3, "times that each side runs", least=1)
-    out_file: str = setting("", "JSON to write; empty = results/bench_<what>_<machine>.json")
-
-    def __post_init__(self):
-        check_ranges(self)
+    megabytes: float = setting(300, "prepare: of text", least=0)
 
 
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
@@ -47,12 +45,10 @@ import torch
 
 import prepare
 import reading
-from bench import SHAPES
-from bench.common import in_turn, ratio, spread, write_results
-from data import EOT, Corpus, Tokenizer
+from bench.common import in_turn, lines_table, ratio, spread, write_results
+from data import Corpus
 from describe import flops_per_token
 from files import write_json
-from report import markdown
 from value_modes import ModelConfig
 
 CPU = torch.device("cpu")
@@ -61,21 +57,6 @@ NANOGPT = "nanoGPT's way"
 
 
 # ---- loading
-
-
-def make_token_files(folder, domains, tokens, block_size):
-    """A data folder of random bytes that Corpus takes with verify=False: `tokens` train tokens in each domain."""
-    ranks = [(bytes([i]), i) for i in range(256)]
-    tokenizer = Tokenizer(prepare.tokenizer_spec("bytes", "(?s:.)", ranks, {EOT: 256}))
-    splits = {}
-    for split, n in (("train", tokens), ("val", block_size + 1)):
-        (folder / split).mkdir()
-        splits[split] = {d: {"file": f"{split}/{d}.bin", "tokens": n, "sha256": ""} for d in domains}
-        for about in splits[split].values():
-            np.random.default_rng(0).integers(0, 256, n, np.uint16).astype("<u2").tofile(folder / about["file"])
-    tokenizer.save(folder / "tokenizer.json")
-    manifest = {"tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash}, "splits": splits}
-    write_json(folder / "manifest.json", {**manifest, "mixture": dict.fromkeys(domains, 1 / len(domains))})
 
 
 def nanogpt_batch(path, rows, block_size, rng):
@@ -116,34 +97,32 @@ def load_sides(corpus):
     return {**sides, NANOGPT: nanogpt}
 
 
-def time_loading(cfg):
-    """Tokens/s of one process, beside `need`: what the paper's 82M model takes at 40 % of an A100's peak."""
+def loading_rows(cfg):
+    """Tokens/s of one process, and what share of its need that is: of what the paper's 82M model takes at 40 % of an
+    A100's peak."""
     need = 0.4 * 312e12 / flops_per_token(ModelConfig(**SHAPES["82M"], block_size=2048))
-    megabytes = cfg.megabytes or 1000
-    domains = [f"domain{i}" for i in range(100)]
-    with tempfile.TemporaryDirectory(prefix="bench_") as folder:
-        make_token_files(Path(folder), domains, int(1e6 * megabytes / 2 / len(domains)), cfg.block_size)
-        sides = load_sides(Corpus(folder, cfg.block_size, verify=False))
-        seconds, counts = in_turn(sides, cfg.rounds, CPU)
+    corpus = Corpus(cfg.data_dir, cfg.block_size)
+    sides = load_sides(corpus)
+    seconds, counts = in_turn(sides, cfg.rounds, CPU)
     per_token = {side: [s / counts[side][0] / cfg.block_size for s in seconds[side]] for side in sides}
     rows = []
     for side in sides:
         speed = 1 / statistics.median(per_token[side])
-        row = {"data": f"{len(domains)} domains, {megabytes:,.0f} MB in memory", "side": side}
-        row.update(tokens_per_second=speed, of_need=speed / need, seconds=seconds[side])
-        row["faster"] = ratio(per_token, side, NANOGPT)
+        row = {"data": f"{len(corpus.domains)} domains of {cfg.data_dir}", "side": side, "seconds": seconds[side]}
+        row.update(tokens_per_second=speed, of_need=speed / need, faster=ratio(per_token, side, NANOGPT))
         rows.append(row)
-    return {"block_size": cfg.block_size, "need": need, "rows": rows}
+    return rows
 
 
 def loading_table(rows):
     """Markdown of tokens/s; how many A100s they would feed with 82M; the ratio to nanoGPT's way."""
-    header = ["data", "side", "tokens/s", "of one A100's need", "of eight A100s'", "to nanoGPT's way"]
     lines = []
     for row in rows:
-        needs = [f"{row['of_need']:,.0f}", f"{row['of_need'] / 8:,.0f}"]
-        lines.append([row["data"], row["side"], f"{row['tokens_per_second']:,.0f}", *needs, spread(row["faster"])])
-    return markdown(header, lines, left=2)
+        line = {"data": row["data"], "side": row["side"], "tokens/s": f"{row['tokens_per_second']:,.0f}"}
+        line["of one A100's need"] = f"{row['of_need']:,.0f}"
+        line["to nanoGPT's way"] = spread(row["faster"])
+        lines.append(line)
+    return lines_table(lines, left=2)
 
 
 # ---- preparing
@@ -168,12 +147,12 @@ def write_ids(ids, file):
     np.array(ids, "<u2").tofile(file)
 
 
-def time_preparing(cfg):
+def prepare_rows(cfg):
     """Tokens/s from a .jsonl to a token file: prepare.py as its users start it, and one document after the other in
     this process. Raises UserError if their ids differ."""
     with tempfile.TemporaryDirectory(prefix="bench_") as folder:
         text, out, plain = Path(folder, "text/text.jsonl"), Path(folder, "ours"), Path(folder, "plain.bin")
-        size = write_library(text, 1e6 * (cfg.megabytes or 300))
+        size = write_library(text, 1e6 * cfg.megabytes)
         words = ["files", f"--input_dir={text.parent}", f"--out_dir={out}", "--val_fraction=0"]
         words += [f"--tokenizer={cfg.tokenizer}", f"--tokenizer_file={cfg.tokenizer_file}"]
         settings = load_settings(prepare.PrepareConfig, words)
@@ -200,29 +179,29 @@ def time_preparing(cfg):
         row = dict(side=side, processes=processes, bytes=size, tokens=len(ids), seconds=seconds[side])
         row["faster"] = ratio(seconds, "prepare.py", side)
         rows.append(row)
-    return {"text": "the standard library's", "tokenizer": tokenizer.name, "rows": rows}
+    return rows
 
 
 def prepare_table(rows):
     """Markdown of MB/s of text and tokens/s, and how many times as fast prepare.py is."""
-    header = ["side", "processes", "MB/s", "tokens/s", "prepare.py's speed to its"]
     lines = []
     for row in rows:
         took = statistics.median(row["seconds"])
-        speeds = [f"{row['bytes'] / took / 1e6:,.1f}", f"{row['tokens'] / took:,.0f}"]
+        line = {"side": row["side"], "processes": row["processes"], "MB/s": f"{row['bytes'] / took / 1e6:,.1f}"}
+        line["tokens/s"] = f"{row['tokens'] / took:,.0f}"
         per_core = " per core" if row["side"] == "tokenizers" else ""  # a side of the committed results
-        lines.append([row["side"], row["processes"], *speeds, spread(row["faster"]) + per_core])
-    return markdown(header, lines)
+        line["prepare.py's speed to its"] = spread(row["faster"]) + per_core
+        lines.append(line)
+    return lines_table(lines)
 
 
 def main(cfg: LoadingConfig):
-    if cfg.what == "load":
-        result = time_loading(cfg)
-        print(loading_table(result["rows"]))
-    else:
-        result = time_preparing(cfg)
-        print(prepare_table(result["rows"]))
-    write_results(cfg.what, result, CPU, cfg.out_file)
+    measure, table = loading_rows, loading_table
+    if cfg.what == "prepare":
+        measure, table = prepare_rows, prepare_table
+    rows = measure(cfg)
+    print(table(rows))
+    write_results(cfg.what, {"rows": rows}, CPU, cfg.out_file)
 
 
 if __name__ == "__main__":

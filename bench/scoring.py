@@ -9,28 +9,23 @@ each of batch_sizes, of which the fastest is taken. Read next: loading.py.
 from dataclasses import dataclass
 from typing import Literal
 
-from bench import Dtype
-from configurator import UserError, check_ranges, command_line, need, run_main, setting
+from bench import BenchConfig
+from configurator import UserError, command_line, need, run_main, setting
 from tasks import TABLE1, TASKS
 
 
 @dataclass(frozen=True)
-class ScoringConfig:
+class ScoringConfig(BenchConfig):
     """Every setting of this benchmark."""
 
-    run: str = setting("out/vanilla", "a run of mode vanilla, or a checkpoint's file", positional=True)
+    run: str = setting("out/vanilla", "a run of mode vanilla, or a checkpoint's file", positional=True, group="Work")
     task: tuple[Literal[*TASKS], ...] = setting(TABLE1, "tasks, with commas")
     data_dir: str = setting("", "folder of local task files; empty = from the hub")
     limit: int = setting(200, "documents of each task, spread over all of it; 0 = all", least=0)
-    rounds: int = setting(3, "times that each side runs", least=1)
     batch_tokens: int = setting(0, "eval.py's setting; 0 = its own choice", least=0)
     batch_sizes: tuple[int, ...] = setting((4, 16, 64), "of HFLM, of which the fastest is taken", least=1)
-    dtype: Dtype = setting("float32", "of weights")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of weights")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1")
-    out_file: str = setting("", "JSON to write; empty = results/bench_eval_<machine>.json")
-
-    def __post_init__(self):
-        check_ranges(self)
 
 
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
@@ -44,10 +39,9 @@ from types import SimpleNamespace
 import torch
 
 import checkpoint
-from bench.common import in_turn, only_process, ratio, spread, write_results
+from bench.common import in_turn, lines_table, only_process, ratio, spread, write_results
 from eval import EvalConfig, questions, rows_of, score
 from hf import to_llama
-from report import markdown
 
 
 def harness_model(model, tokenizer):
@@ -110,14 +104,15 @@ def time_task(cfg, name, model, tokenizer, lm, settings, world):
 
 def scoring_table(rows):
     """Markdown of documents/s by task, with the ratios (median, least–greatest of a round) to HFLM."""
-    header = ["task", "documents", "eval.py, documents/s", "to HFLM, batch 1", "to HFLM, best batch", "largest gap"]
     lines = []
     for row in rows:
         speed = row["documents"] / statistics.median(row["seconds"]["eval.py"])
-        best = f"{spread(row['to_best'])}, batch {row['batch_size']}"
-        gap = f"{row['largest_gap']:.0e}"
-        lines.append([row["task"], f"{row['documents']:,}", f"{speed:,.1f}", spread(row["to_batch_1"]), best, gap])
-    return markdown(header, lines)
+        line = {"task": row["task"], "documents": f"{row['documents']:,}", "eval.py, documents/s": f"{speed:,.1f}"}
+        line["to HFLM, batch 1"] = spread(row["to_batch_1"])
+        line["to HFLM, best batch"] = f"{spread(row['to_best'])}, batch {row['batch_size']}"
+        line["largest gap"] = f"{row['largest_gap']:.0e}"
+        lines.append(line)
+    return lines_table(lines)
 
 
 def main(cfg: ScoringConfig):

@@ -29,8 +29,8 @@ class TablesConfig:
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
     SETTINGS = command_line(TablesConfig, __doc__)
 
-from bench import LLAMA, PEERS
-from bench.common import spread
+from bench import LLAMA
+from bench.common import lines_table, spread
 from bench.decoding import decoding_table
 from bench.loading import loading_table, prepare_table
 from bench.scoring import scoring_table
@@ -53,7 +53,7 @@ def bench_rows(name, key="rows"):
 def is_current(name):
     """Whether a side of a benchmark still exists: a mode of the table, or a peer. Older files hold others too."""
     mode = name.partition(", attn=")[0]
-    return mode in TABLE or name in PEERS.values()
+    return mode in TABLE or name == LLAMA
 
 
 def current_training_table(name):
@@ -62,14 +62,15 @@ def current_training_table(name):
 
 def llama_table():
     """Vanilla's speed relative to transformers' Llama; a line for each file, a column for each way to run it."""
-    ways = {("float32", "off"): "float32", ("float32", "on"): "float32, compiled"}
-    ways |= {("bfloat16", "off"): "bfloat16", ("bfloat16", "on"): "bfloat16, compiled"}
     lines = []
     for name in ("x1_tiny", "x2_82m", "x1_eager"):
         rows = [row for row in bench_rows(f"train_intel_xeon_{name}") if row["name"] == "vanilla"]
-        found = {(row["dtype"], row["compile"]): spread(row[f"to {LLAMA}"]) for row in rows}
-        lines.append([rows[0]["shape"], *(found.get(way, "") for way in ways)])
-    return markdown(["shape", *ways.values()], lines)
+        line = {"shape": rows[0]["shape"]}
+        for row in rows:
+            way = f"{row['dtype']}, compiled" if row["compile"] == "on" else row["dtype"]
+            line[way] = spread(row[f"to {LLAMA}"])
+        lines.append(line)
+    return lines_table(lines)
 
 
 def claims_text(scale):
