@@ -66,17 +66,36 @@ def axis_values(mode):
     return found
 
 
-def cover(modes):
+def branches(mode):
+    """The branches of the model's code that a mode takes, each for itself."""
+    found = {f"dense {mode.dense is not None}", f"kv_group {mode.kv_group == 1}"}
+    found |= {f"share_{t} {getattr(mode, f'share_{t}') != 1}" for t in "qkv"}
+    for r in mode.residuals:
+        found |= {f"of {r.of}", f"map {r.map}", f"learn {r.learn}", f"source {r.source}"}
+    return found
+
+
+def cover(modes, values):
     """A small set of modes that has every value of every axis (greedy): enough for slow tests. A new row with a new
     value enters by itself."""
-    missing = set().union(*map(axis_values, modes.values()))
+    missing = set().union(*map(values, modes.values()))
     chosen = ["vanilla"]
-    while missing := missing - set().union(*(axis_values(modes[name]) for name in chosen)):
-        chosen.append(max(modes, key=lambda name: len(axis_values(modes[name]) & missing)))
+    while missing := missing - set().union(*(values(modes[name]) for name in chosen)):
+        chosen.append(max(modes, key=lambda name: len(values(modes[name]) & missing)))
     return chosen
 
 
-COVER = cover(MODES)
+COVER = cover(MODES, axis_values)
+COMPILED = cover(MODES, branches)  # for tests that trace a graph, which takes seconds
+
+
+def fewest_layers(mode):
+    """2, a layer that gives and one that takes, or 4 where the mode names more."""
+    try:
+        config(mode, n_layer=2)
+    except ValueError:
+        return 4
+    return 2
 
 
 def widths(*modes):
