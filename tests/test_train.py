@@ -80,10 +80,10 @@ def test_what_a_run_leaves(base, data_dir):
     assert json.loads((base / "config.json").read_text())["learning_rate"] == 3e-3
     assert json.loads((base / "env.json").read_text())["torch"] == torch.__version__
     assert (base / "tokenizer.json").read_bytes() == (data_dir / "tokenizer.json").read_bytes()
-    assert [p.name for p in checkpoint.steps(base).values()] == [
-        "step_00000006.safetensors",
-        "step_00000012.safetensors",
-    ]
+    files = [p.name for p in checkpoint.steps(base).values()]
+    assert files == ["step_00000006.safetensors", "step_00000012.safetensors"]
+    stored = load_file(checkpoint.find(base))
+    assert all(torch.equal(stored[name], p) for name, p in checkpoint.load(base).state_dict().items())
 
 
 def test_same_seed_same_bytes(base, data_dir, tmp_path):
@@ -152,8 +152,8 @@ def interrupted(data_dir, out, number, **kw):
 LONG = dict(max_steps=160, save_every=20, eval_every=80, keep=0)
 
 
-@pytest.mark.parametrize("kw", [{}, dict(dtype="float16", value_mode="denseformer")])
-def test_resumed_run_equals_an_uninterrupted_one(data_dir, tmp_path, kw):
+def test_resumed_run_equals_an_uninterrupted_one(data_dir, tmp_path):
+    kw = dict(dtype="float16", value_mode="denseformer")  # with a scaler, and with weights that are learned
     trained(data_dir, tmp_path / "whole", **LONG, **kw)
     for name, number in (("term", signal.SIGTERM), ("kill", signal.SIGKILL)):
         out = tmp_path / name
@@ -177,19 +177,19 @@ def torchrun(n, *words, of="train.py"):
     return finished([*command, str(ROOT / of), *map(str, words)], env=env)
 
 
-@pytest.mark.parametrize("mode", ["resformer", "svformer", "denseformer"])
-def test_two_ranks_equal_one(data_dir, tmp_path, mode):
-    trained(data_dir, tmp_path / "one", value_mode=mode)
-    result = torchrun(2, *flags(data_dir, tmp_path / "two", value_mode=mode, micro_batch=2))  # and accumulation of 2
+def test_two_ranks_equal_one(data_dir, tmp_path):
+    """With accumulation, and also where both go on from step 6."""
+    kw = dict(value_mode="resformer_denseformer")
+    trained(data_dir, tmp_path / "one", **kw)
+    result = torchrun(2, *flags(data_dir, tmp_path / "two", **kw, micro_batch=2))
     assert result.returncode == 0, result.stderr
     assert "= 2 x 2 x 2 x 16" in result.stdout
     compare(tmp_path / "one", tmp_path / "two")
-    if mode == "resformer":  # and so it is when both ranks go on from step 6
-        for path in (tmp_path / "two").glob("step_00000012.*"):
-            path.unlink()
-        again = torchrun(2, *flags(data_dir, tmp_path / "two", value_mode=mode, micro_batch=2, resume="auto"))
-        assert again.returncode == 0, again.stderr
-        compare(tmp_path / "one", tmp_path / "two")
+    for path in (tmp_path / "two").glob("step_00000012.*"):
+        path.unlink()
+    again = torchrun(2, *flags(data_dir, tmp_path / "two", **kw, micro_batch=2, resume="auto"))
+    assert again.returncode == 0, again.stderr
+    compare(tmp_path / "one", tmp_path / "two")
 
 
 def test_batches_are_read_ahead(data_dir, tmp_path):
@@ -224,16 +224,17 @@ def test_accumulation_equals_the_big_batch(base, data_dir, tmp_path):
     compare(base, tmp_path / "two")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_follows_fp32(base, data_dir, tmp_path, dtype):
-    trained(data_dir, tmp_path / "half", dtype=dtype)
-    for a, b in zip(steps_of(base), steps_of(tmp_path / "half"), strict=True):
-        assert abs(a["loss"] - b["loss"]) < 0.02
-    state = checkpoint.read_metadata(checkpoint.state_file(checkpoint.find(tmp_path / "half")))
-    assert state["scaler"].get("scale") == (65536 if dtype == "float16" else None)
+def test_half_precision_follows_fp32(base, data_dir, tmp_path):
+    for dtype in ("bfloat16", "float16"):
+        trained(data_dir, tmp_path / dtype, dtype=dtype)
+        for a, b in zip(steps_of(base), steps_of(tmp_path / dtype), strict=True):
+            assert abs(a["loss"] - b["loss"]) < 0.02, dtype
+        state = checkpoint.read_metadata(checkpoint.state_file(checkpoint.find(tmp_path / dtype)))
+        assert state["scaler"].get("scale") == (65536 if dtype == "float16" else None)
 
 
-def test_fp16_overflow_skips_the_step_and_says_so(data_dir, tmp_path):
+def test_fp16_overflow_skips_the_step(data_dir, tmp_path):
+    """And says so. AdamW has no state to resume from when all steps so far were skipped."""
     cfg = TrainConfig(**SMALL | dict(data_dir=str(data_dir), out_dir=str(tmp_path), dtype="float16"))
     run = build(cfg, Distributed("cpu"))
     run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
@@ -241,6 +242,9 @@ def test_fp16_overflow_skips_the_step_and_says_so(data_dir, tmp_path):
     loss, norm, _ = train.train_step(run, run.model, 0, train.training_batches(run, 0))
     assert math.isfinite(loss) and norm is None and run.scaler.get_scale() == 2.0**39
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+    checkpoint.save(tmp_path, 1, run.model, run.corpus.tokenizer.hash, optimizer=run.optimizer, scaler=run.scaler)
+    again = build(TrainConfig(**vars(cfg) | dict(resume="auto")), Distributed("cpu"))
+    assert train.steps_done(again) == 1 and again.scaler.get_scale() == 2.0**39
 
 
 def test_a_loss_that_explodes_stops_the_run(data_dir, tmp_path):
@@ -249,7 +253,7 @@ def test_a_loss_that_explodes_stops_the_run(data_dir, tmp_path):
     good = weights(out, 4)
     kw = dict(resume="auto", max_steps=400, learning_rate=1e6, save_every=400, eval_every=400, grad_clip=0)
     kw |= dict(weight_decay=1e6)
-    refused(script("train.py", *flags(data_dir, out, **kw)), "is nan; nothing of this step is saved")
+    refused(in_process(train, *flags(data_dir, out, **kw)), "is nan; nothing of this step is saved")
     assert weights(out, 4) == good and list(checkpoint.steps(out)) == [4]
 
 
@@ -274,11 +278,6 @@ def test_going_back_needs_another_folder(data_dir, tmp_path):
     assert max(checkpoint.steps(tmp_path / "back")) == 7 and max(checkpoint.steps(out)) == 12
 
 
-def test_finished_run_with_other_settings_is_another_run(base, data_dir):
-    refused(in_process(train, *flags(data_dir, base, resume="auto", learning_rate=1e-4)), "learning_rate (was 0.003)")
-    refused(in_process(train, *flags(data_dir, base, resume="auto", max_steps=20, seed=2)), "seed (was 1)")
-
-
 def test_old_metrics_without_a_checkpoint_are_kept(data_dir, tmp_path):
     out = tmp_path / "run"
     trained(data_dir, out, max_steps=2)
@@ -288,17 +287,6 @@ def test_old_metrics_without_a_checkpoint_are_kept(data_dir, tmp_path):
     trained(data_dir, out, max_steps=3)
     assert len(steps_of(out)) == 3 and len(read_records(out / "metrics.old.jsonl")) == 4
     assert not list(out.glob(".*.tmp"))
-
-
-def test_resume_after_steps_that_fp16_skipped(data_dir, tmp_path):
-    """AdamW has no state yet when the scaler has skipped all steps so far."""
-    cfg = TrainConfig(**SMALL | dict(data_dir=str(data_dir), out_dir=str(tmp_path), dtype="float16"))
-    run = build(cfg, Distributed("cpu"))
-    run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
-    train.train_step(run, run.model, 0, train.training_batches(run, 0))
-    checkpoint.save(tmp_path, 1, run.model, run.corpus.tokenizer.hash, optimizer=run.optimizer, scaler=run.scaler)
-    again = build(TrainConfig(**vars(cfg) | dict(resume="auto")), Distributed("cpu"))
-    assert train.steps_done(again) == 1 and again.scaler.get_scale() == 2.0**39
 
 
 def test_evaluation_equals_the_naive_one(data_dir, tmp_path):
@@ -387,6 +375,8 @@ def test_resume_refuses_another_model_or_tokenizer(base, data_dir, tmp_path):
 
     refused(resume(value_mode="resformer"), "is a vanilla model, not resformer")
     refused(resume(n_embd=64), "n_embd 32 instead of 64")
+    refused(resume(learning_rate=1e-4), "learning_rate (was 0.003)")  # a finished run with other settings is another
+    refused(resume(max_steps=20, seed=2), "seed (was 1)")
     folder = make_data(tmp_path / "data")
     spec = json.loads((folder / "tokenizer.json").read_text()) | {"pattern": "(?s:..?)"}
     (folder / "tokenizer.json").write_text(json.dumps(spec))
@@ -405,9 +395,8 @@ def test_changed_settings_are_named_on_resume(data_dir, tmp_path):
     assert [r["step"] for r in steps_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(
-    "kw,says",
-    [
+def test_bad_input(data_dir, tmp_path):
+    for kw, says in (
         (dict(data_dir="nowhere"), "no data folder nowhere"),
         (dict(batch_tokens=100), "nearest: 96 or 112"),
         (dict(attn="flash"), "attn=flash needs a GPU"),
@@ -418,62 +407,50 @@ def test_changed_settings_are_named_on_resume(data_dir, tmp_path):
         (dict(mixture="{'code': 'x'}"), "weights are numbers"),
         (dict(resume="nowhere"), "holds no checkpoint"),
         (dict(block_size=4000, batch_tokens=32_000), "less than one window"),
-    ],
-)
-def test_bad_input(data_dir, tmp_path, kw, says):
-    refused(in_process(train, *flags(data_dir, tmp_path / "run", **kw)), says)
-
-
-def test_a_logger_that_is_not_installed(data_dir, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    refused(in_process(train, *flags(data_dir, tmp_path / "run", log="wandb")), "pip install wandb")
+    ):
+        kw = dict(data_dir=data_dir) | kw
+        refused(in_process(train, *flags(out=tmp_path / "run", data=kw.pop("data_dir"), **kw)), says)
 
 
 def test_wandb_gets_every_number(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refused(in_process(train, *flags(data_dir, tmp_path / "run", log="wandb")), "pip install wandb")
     logged = []
     fake = SimpleNamespace(init=lambda **kw: None, log=lambda r, step: logged.append((step, r)), finish=lambda: None)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    cfg = TrainConfig(
-        **SMALL | dict(data_dir=str(data_dir), out_dir=str(tmp_path), log="wandb", value_mode="resformer_lerp")
-    )
-    train.train(build(cfg, Distributed("cpu")))
+    trained(data_dir, tmp_path / "run", log="wandb", value_mode="resformer_lerp")
     assert [step for step, r in logged if "loss" in r] == list(range(1, 13))
     evaluation = next(r for _, r in logged if "val_mean" in r)
     assert {"val/prose", "val/code", "bpb/code", "lam/0/1/0", "lam/0/1/1"} <= evaluation.keys()
 
 
-def test_loaded_checkpoint_is_the_trained_model(base):
-    path = checkpoint.find(base)
-    assert path.name == "step_00000012.safetensors"
-    stored, model = load_file(path), checkpoint.load(base)
-    assert all(torch.equal(stored[k], v) for k, v in model.state_dict().items())
-
-
 # ---- every mode
 
 
-@pytest.mark.parametrize("mode", COVER)
-def test_every_mode_trains(mode, data_dir, tmp_path, monkeypatch):
+def test_every_mode_trains(data_dir, tmp_path):
     """Two steps in bf16, accumulated and recomputed: no dtypes that clash, and the weights that mix are on record."""
-    more = dict(value_mode=MODES[mode], n_layer=4, n_head=8, micro_batch=4, dtype="bfloat16", recompute=True)
-    cfg = TrainConfig(**SMALL | more | dict(data_dir=str(data_dir), out_dir=str(tmp_path), max_steps=2))
-    run = build(cfg, Distributed("cpu"))
-    assert run.model.recompute
-    train.train(run)
-    assert [math.isfinite(r["loss"]) for r in steps_of(tmp_path)] == [True, True]
-    (evaluation,) = [r for r in read_records(tmp_path / "metrics.jsonl") if r.get("event") == "eval"]
-    learns = any(r.learn in ("scalar", "lerp", "softmax") for r in MODES[mode].residuals)
-    assert ("lam" in evaluation) == learns
-    if learns:
-        assert evaluation["lam"] == run.model.mixing_weights() and len(evaluation["lam"]) == len(MODES[mode].residuals)
+    more = dict(n_layer=4, n_head=8, micro_batch=4, dtype="bfloat16", recompute=True, max_steps=2)
+    for mode in COVER:
+        out = tmp_path / mode
+        cfg = TrainConfig(**SMALL | more | dict(data_dir=str(data_dir), out_dir=str(out), value_mode=MODES[mode]))
+        run = build(cfg, Distributed("cpu"))
+        assert run.model.recompute
+        train.train(run)
+        assert [math.isfinite(r["loss"]) for r in steps_of(out)] == [True, True], mode
+        (evaluation,) = [r for r in read_records(out / "metrics.jsonl") if r.get("event") == "eval"]
+        learns = any(r.learn in ("scalar", "lerp", "softmax") for r in MODES[mode].residuals)
+        assert ("lam" in evaluation) == learns, mode
+        if learns:
+            assert evaluation["lam"] == run.model.mixing_weights(), mode
+            assert len(evaluation["lam"]) == len(MODES[mode].residuals), mode
 
 
-@pytest.mark.parametrize("size", ["tiny", "small", "size_2m", "size_82m", "size_180m", "size_468m"])
-def test_every_mode_fits_the_demo_and_the_papers_sizes(size):
-    for name in VALUE_MODES:
-        if (name, size) != ("gqa8", "size_180m"):  # 12 heads are no groups of 8
-            cfg = load_settings(TrainConfig, [str(ROOT / f"config/{size}.py"), f"--value_mode={name}"])
-            assert cfg.out_dir == f"out/{name}", name
+def test_every_mode_fits_the_demo_and_the_papers_sizes():
+    for size in ("tiny", "small", "size_2m", "size_82m", "size_180m", "size_468m"):
+        for name in VALUE_MODES:
+            if (name, size) != ("gqa8", "size_180m"):  # 12 heads are no groups of 8
+                cfg = load_settings(TrainConfig, [str(ROOT / f"config/{size}.py"), f"--value_mode={name}"])
+                assert cfg.out_dir == f"out/{name}", name
 
 
 def test_recomputing_gives_the_same_run(base, data_dir, tmp_path):
