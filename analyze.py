@@ -13,7 +13,6 @@ Read model.py first; `python plot.py analysis` draws the results.
 
 import functools
 import math
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -66,7 +65,7 @@ from describe import count_parameters
 from files import read_json, write_atomic, write_json
 from model import GPT, attend, repeat_heads, to_fp32
 from report import markdown, plus_minus, progress
-from runtime import Distributed, environment, peak_bytes
+from runtime import Distributed, environment
 from train import TrainConfig
 
 FORMAT = "nanoresformer-analysis/1"
@@ -91,7 +90,7 @@ BY_POSITION = ["importance", "value_norm", "raw_value_norm", "key_norm", "hidden
 SPECTRA = ["value_spectrum", "raw_value_spectrum"]
 
 HEADER = ["layer", "entropy", "above uniform", "importance of the first token"]
-HEADER += [f"norm of its {what}, relative to other tokens" for what in ("value", "hidden state")]
+HEADER += ["norm of its value, relative to other tokens", "norm of its hidden state, relative to other tokens"]
 HEADER += ["token similarity", "effective rank of values", "flags"]
 
 
@@ -110,15 +109,13 @@ def entropy(p):
     return -torch.xlogy(p, p).sum(dim=-1)
 
 
-def received(q, keys, scale, rows=0):
+def received(q, keys, scale):
     """Attention that each position gets: column sums of softmax(q [k_1; k_2; …]^T * scale), each part causal. A
     position's columns in all parts count together. q (B, H, T, D), each k (B, G, T, D) -> (B, H, T), fp32 or float64.
-
-    The probabilities exist for `rows` queries at a time only; 0 = as many as BLOCK allows.
     """
     B, H, T, _ = q.shape
     keys = [repeat_heads(to_fp32(k), H) for k in keys]  # (B, H, T, D)
-    rows = rows or max(1, BLOCK // (B * H * T * len(keys)))
+    rows = max(1, BLOCK // (B * H * T * len(keys)))  # queries whose probabilities exist at a time
     total = torch.zeros(B, H, T, dtype=to_fp32(q).dtype, device=q.device)
     for first in range(0, T, rows):
         last = min(T, first + rows)
@@ -169,20 +166,16 @@ def importance(attn, now, attended, lambdas):
 
 def measure_importance(heads):
     """{name: (B, …)} of token importance by head (B, H, T): its mean a' over heads, the entropy of a' (Eq 11), a' of
-    the first token, the largest a' (see `ranks`), and the share of heads in which the first token is a sink."""
+    the first token, the largest a' (Figure 21), and the share of heads in which the first token is a sink."""
     a = heads.mean(dim=1)  # (B, T)
     found = {"importance": a, "entropy": entropy(a), "first": a[:, 0]}
     found["sink_heads"] = (heads[:, :, 0] > SINK).double().mean(dim=1)
     largest = a.sort(dim=1, descending=True).values
-    for name, rank in ranks(a.size(1)).items():
-        found[name] = largest[:, rank - 1]
+    T = a.size(1)
+    for name, rank in {"top_1": 1, "top_2": 2, "top_3": 3, "top_10": 10, "top_1%": math.ceil(0.01 * T)}.items():
+        if rank <= T:
+            found[name] = largest[:, rank - 1]
     return found
-
-
-def ranks(T):
-    """{name: rank} of the importances in Figure 21, counted from 1 at the largest, as far as T tokens have them."""
-    found = {"top_1": 1, "top_2": 2, "top_3": 3, "top_10": 10, "top_1%": math.ceil(0.01 * T)}
-    return {name: rank for name, rank in found.items() if rank <= T}
 
 
 def join_heads(t):
@@ -314,7 +307,6 @@ class Recorder:
     def state(self, n, block, args):
         """Before a block, and before the final norm."""
         x = to_fp32(args[0])  # (B, T, C)
-        check_finite(x, f"the residual stream after {n} layers")
         self.averages.add(n, measure_vectors(x), "hidden_")
         size = x.abs().flatten(1)
         top, median = size.amax(dim=1), size.median(dim=1).values
@@ -384,39 +376,40 @@ class Subject:
     """A model to analyse, and the source of its chunks."""
 
     model: GPT
-    label: str
     out_dir: Path
     data_dir: str
     mixture: dict | None  # None = the data's own
     first_token: int
     tokenizer: object  # a data.Tokenizer, whose ids the data must have, or a tokenizers.Tokenizer, which reads its text
-    about: dict  # what analysis.json says about it: mode, step, checkpoint
+    step: int | None = None
+    checkpoint: str | None = None
+
+    @property
+    def label(self):
+        return self.out_dir.name
 
 
 def open_run(name, cfg, device):
     """The Subject of a run's folder, which must be finished, or of a checkpoint file."""
     path = checkpoint.find(name)
-    header, tokenizer = checkpoint.read_header(path), checkpoint.load_tokenizer(path)
-    config = path.parent / "config.json"
-    if Path(name).is_dir() and config.exists():
-        max_steps = read_json(config, "the config of a run").get("max_steps", 0)
-        if header["step"] < max_steps:
+    folder, step, tokenizer = path.parent, checkpoint.read_header(path)["step"], checkpoint.load_tokenizer(path)
+    if Path(name).is_dir() and (folder / "config.json").exists():
+        max_steps = read_json(folder / "config.json", "the config of a run").get("max_steps", 0)
+        if step < max_steps:
             way_out = f"finish it with --resume=auto, or name {path} itself"
-            raise UserError(f"{path.parent} is at step {header['step']} of {max_steps}; {way_out}")
-    data_dir, mixture = checkpoint.trained_on(path.parent, cfg.data_dir, "the prepared data by --data_dir")
+            raise UserError(f"{folder} is at step {step} of {max_steps}; {way_out}")
+    data_dir, mixture = checkpoint.trained_on(folder, cfg.data_dir, "the prepared data by --data_dir")
     model = checkpoint.load(path, device=device).to(getattr(torch, cfg.dtype))
-    about = {"mode": header["mode"], "step": header["step"], "checkpoint": path.name}
-    return Subject(model, path.parent.name, path.parent, data_dir, mixture, tokenizer.eot, tokenizer, about)
+    return Subject(model, folder, data_dir, mixture, tokenizer.eot, tokenizer, step, path.name)
 
 
 def open_hugging_face(name, cfg, device):
     """The Subject of a Llama or Mistral folder; it reads the text of prepared data in its own tokens."""
     if not cfg.data_dir:
         raise UserError(f"{name} does not say what it was trained on; name prepared data, for its text, by --data_dir")
-    tokenizer, first_token = hf.hf_tokenizer(name), hf.hf_first_token(name)
+    folder, tokenizer, first_token = Path(name), hf.hf_tokenizer(name), hf.hf_first_token(name)
     model = hf.load_hf(name, device=device, dtype=getattr(torch, cfg.dtype))
-    about = {"mode": model.cfg.value_mode.name, "step": None, "checkpoint": Path(name).name}
-    return Subject(model, Path(name).name, Path(name), cfg.data_dir, None, first_token, tokenizer, about)
+    return Subject(model, folder, cfg.data_dir, None, first_token, tokenizer, checkpoint=folder.name)
 
 
 def open_initial(cfg, device):
@@ -427,10 +420,8 @@ def open_initial(cfg, device):
     trained = load_settings(TrainConfig, words)
     tokenizer = Tokenizer.load(Path(trained.data_dir) / "tokenizer.json")
     model = GPT(trained.model_config(tokenizer.n_vocab), trained.seed).to(device, getattr(torch, cfg.dtype)).eval()
-    label = "-".join(["init", *(Path(file).stem for file in cfg.init)])
-    about = {"mode": model.cfg.value_mode.name, "step": 0, "checkpoint": None}
-    mixture = trained.mixture or None
-    return Subject(model, label, Path("out", label), trained.data_dir, mixture, tokenizer.eot, tokenizer, about)
+    folder = Path("out", "-".join(["init", *(Path(file).stem for file in cfg.init)]))
+    return Subject(model, folder, trained.data_dir, trained.mixture, tokenizer.eot, tokenizer, step=0)
 
 
 def choose_windows(corpus, n, seed):
@@ -477,33 +468,37 @@ def by_layer(averages, names, n):
     """{name: {mean: a number for each of n layers, std: over chunks}}."""
     found = {}
     for name in names:
-        means = [short(averages.mean(name, i)) for i in range(n)]
-        deviations = [short(averages.std(name, i)) for i in range(n)]
-        found[name] = {"mean": means, "std": deviations}
+        found[name] = {
+            "mean": [short(averages.mean(name, i)) for i in range(n)],
+            "std": [short(averages.std(name, i)) for i in range(n)],
+        }
     return found
 
 
 def stack_rows(averages, name, n, most=None):
     """The mean of an array for each of n layers, its first `most` numbers; NaN where it was not measured."""
+    unknown = np.full_like(averages.mean(name, 0), np.nan)  # layer 0 owns all of its tensors
     rows = [averages.mean(name, i) for i in range(n)]
-    rows = [np.full_like(rows[0], np.nan) if row is None else row for row in rows]  # layer 0 owns all of its tensors
-    return np.stack(rows)[:, :most].astype(np.float32)
+    return np.stack([unknown if row is None else row for row in rows])[:, :most].astype(np.float32)
 
 
 def find_flags(averages, L, T):
     """What passes the thresholds at the top of this file, by layer (sinks, drains) and by state (peaks, massive)."""
-    found = {"sinks": [], "value_drains": [], "hidden_peaks": [], "massive": []}
     seen_by = T - np.arange(T // 2)  # queries that see a position; too few see the later ones to judge them
+    sinks = []
     for n in range(L):
         share = averages.mean("importance", n)[: T // 2] * T / seen_by
-        found["sinks"].append(np.flatnonzero(share > SINK).tolist())
-        is_drain = averages.mean("value_norm_first", n) < DRAIN * averages.mean("value_norm_rest", n)
-        found["value_drains"].append(is_drain)
-    for n in range(L + 1):
-        is_peak = averages.mean("hidden_norm_first", n) > PEAK * averages.mean("hidden_norm_rest", n)
-        found["hidden_peaks"].append(is_peak)
-        found["massive"].append(averages.mean("massive", n))
-    return found
+        sinks.append(np.flatnonzero(share > SINK).tolist())
+
+    def ratios(name, n):
+        return [averages.mean(f"{name}_norm_first", i) / averages.mean(f"{name}_norm_rest", i) for i in range(n)]
+
+    return {
+        "sinks": sinks,
+        "value_drains": [ratio < DRAIN for ratio in ratios("value", L)],
+        "hidden_peaks": [ratio > PEAK for ratio in ratios("hidden", L + 1)],
+        "massive": [averages.mean("massive", n) for n in range(L + 1)],
+    }
 
 
 def learned_weights(model, averages):
@@ -553,13 +548,17 @@ def layer_table(numbers):
     rows = []
     for n in range(len(columns["entropy"]["mean"])):
         mean = {name: column["mean"][n] for name, column in columns.items()}
-        row = [n + 1, plus_minus(mean["entropy"]), plus_minus(mean["entropy_minus_uniform"], sign=True)]
-        row.append(plus_minus(mean["first"]))
-        row.append(plus_minus(mean["value_norm_first"] / mean["value_norm_rest"], digits=3))
-        row.append(plus_minus(mean["hidden_norm_first"] / mean["hidden_norm_rest"], digits=3))
-        row.append(plus_minus(mean["hidden_similarity"]))
-        row.append(plus_minus(mean["value_rank"], digits=1))
-        row.append(flag_words(numbers["flags"], n))
+        row = [
+            n + 1,
+            plus_minus(mean["entropy"]),
+            plus_minus(mean["entropy_minus_uniform"], sign=True),
+            plus_minus(mean["first"]),
+            plus_minus(mean["value_norm_first"] / mean["value_norm_rest"], digits=3),
+            plus_minus(mean["hidden_norm_first"] / mean["hidden_norm_rest"], digits=3),
+            plus_minus(mean["hidden_similarity"]),
+            plus_minus(mean["value_rank"], digits=1),
+            flag_words(numbers["flags"], n),
+        ]
         rows.append(row)
     return markdown(HEADER, rows)
 
@@ -596,16 +595,16 @@ def choose_text(subject, cfg):
 
 def analyze_subject(subject, cfg, device):
     """Measure a Subject, write analysis.json and analysis.npz, print the table."""
-    began = time.time()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     idx = choose_text(subject, cfg)
     N, T = idx.shape
     averages = record(subject.model, idx, cfg.batch_tokens, device)
     measured, arrays = summarize_layers(subject.model, averages, T)
+    mode = subject.model.cfg.value_mode.name
     numbers = {
         "format": FORMAT,
-        **subject.about,
+        "mode": mode,
+        "step": subject.step,
+        "checkpoint": subject.checkpoint,
         "parameters": count_parameters(subject.model.cfg)[0],
         "config": subject.model.cfg.to_dict(),
         "chunks": N,
@@ -615,14 +614,12 @@ def analyze_subject(subject, cfg, device):
         **measured,
         "dtype": cfg.dtype,
         "device": device.type,
-        "seconds": round(time.time() - began, 1),
-        "peak_bytes": peak_bytes(device),
         "environment": environment(),
     }
     out = Path(cfg.out_dir or subject.out_dir)
     write_arrays(out / "analysis.npz", arrays)
     write_json(out / "analysis.json", numbers)
-    print(f"{subject.label} ({subject.about['mode']}): {N} chunks of {T} tokens; wrote {out}/analysis.json and .npz")
+    print(f"{subject.label} ({mode}): {N} chunks of {T} tokens; wrote {out}/analysis.json and .npz")
     print(layer_table(numbers) + "\n", flush=True)
 
 
@@ -636,17 +633,13 @@ def write_arrays(path, arrays):
 
 def main(cfg: AnalyzeConfig):
     if not cfg.runs and not cfg.init:
-        newest = [str(run) for run in reversed(checkpoint.runs_below())][:8]
-        existing = ", ".join(newest) or "none below out/ yet"
-        raise UserError(f"name the runs to analyse, or config files with --init=FILE; runs that exist: {existing}")
-    machine = Distributed(cfg.device)
-    if machine.size > 1:
-        raise UserError("analyze.py runs in one process; leave torchrun out")
+        raise UserError("name the runs to analyse, or config files with --init=FILE")
+    device = Distributed(cfg.device).device
     if cfg.init:
-        analyze_subject(open_initial(cfg, machine.device), cfg, machine.device)
+        analyze_subject(open_initial(cfg, device), cfg, device)
     for name in cfg.runs:
         open_named = open_hugging_face if hf.is_hf_folder(name) else open_run
-        analyze_subject(open_named(name, cfg, machine.device), cfg, machine.device)
+        analyze_subject(open_named(name, cfg, device), cfg, device)
 
 
 if __name__ == "__main__":

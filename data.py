@@ -11,6 +11,7 @@ No torch here: prepare.py's worker processes import this file too. Read next: tr
 """
 
 import base64
+import functools
 import hashlib
 import json
 import math
@@ -25,10 +26,9 @@ from files import read_json, sha256, write_json
 
 EOT = "<|endoftext|>"
 _CHUNK = 2**16  # sequences whose domains are drawn together; part of the definition of the data order
-_COMMANDS = {  # what makes the folders that our config files name
+_COMMANDS = {  # what makes the folders of the defaults and of the demo
     "data/slimpajama": "python prepare.py slimpajama",
     "data/demo": "python prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6",
-    "data/small": "python prepare.py pysource --out_dir=data/small --tokenizer=bpe:2048 --tokens=12e6",
 }
 
 
@@ -75,15 +75,9 @@ class Tokenizer:
 
     def encode_document(self, text):
         """(tokens + 1,) uint16, as in a token file: the ids that `encode` gives, and end-of-text.
-
-        tiktoken returns an array here: going through a list of Python numbers would take a fifth longer.
-        Raises UnicodeEncodeError if `text` has half a surrogate pair.
-        """
-        found = self.encoding.encode_to_numpy(self._normalized(text), disallowed_special=())
-        ids = np.empty(len(found) + 1, "<u2")
-        ids[:-1] = found
-        ids[-1] = self.eot
-        return ids
+        Raises UnicodeEncodeError if `text` has half a surrogate pair."""
+        ids = self.encoding.encode_to_numpy(self._normalized(text), disallowed_special=())
+        return np.append(ids, self.eot).astype("<u2")
 
     def _normalized(self, text):
         if self.spec["normalize"] and not text.isascii():
@@ -112,44 +106,21 @@ def load_manifest(data_dir, verify=True):
     """
     data_dir = Path(data_dir)
     if not data_dir.is_dir():
-        raise UserError(f"no data folder {data_dir}; {_advice(data_dir)}")
-    if not (data_dir / "manifest.json").exists():
-        raise UserError(f"{data_dir} has no manifest.json: prepare.py has not finished there; run it again")
-    manifest = read_json(data_dir / "manifest.json", "prepare.py's manifest", keys=("tokenizer", "mixture", "splits"))
+        command = _COMMANDS.get(data_dir.as_posix(), "prepare.py")
+        existing = sorted(manifest.parent.as_posix() for manifest in Path("data").glob("*/manifest.json"))
+        those = f", or use one that exists, with --data_dir=: {', '.join(existing)}" if existing else ""
+        raise UserError(f"no data folder {data_dir}; make it with `{command}`{those}")
+    what = "prepare.py's manifest, which it writes when it has finished"
+    manifest = read_json(data_dir / "manifest.json", what, keys=("tokenizer", "mixture", "splits"))
     for split in manifest["splits"].values():
         for about in split.values():
-            check_file(data_dir / about["file"], about, verify)
-    tokenizer = Tokenizer.load(data_dir / "tokenizer.json")
-    if tokenizer.hash != manifest["tokenizer"]["hash"]:
-        raise UserError(
-            f"{data_dir}/tokenizer.json ({tokenizer.name}) is not the tokenizer the data was made with "
-            f"({manifest['tokenizer']['name']}); prepare the data again or restore that file"
-        )
+            path = data_dir / about["file"]
+            size = path.stat().st_size if path.exists() else 0
+            if size != 2 * about["tokens"]:
+                raise UserError(f"{path} has {size} bytes instead of {2 * about['tokens']}; prepare the data again")
+            if verify and sha256(path) != about["sha256"]:
+                raise UserError(f"{path} was altered: its sha256 is not the manifest's; prepare the data again")
     return manifest
-
-
-def _advice(missing):
-    """How to get the data of a folder that does not exist: the command that makes it, or the folders that exist."""
-    advice = []
-    if missing.as_posix() in _COMMANDS:
-        advice.append(f"make it with `{_COMMANDS[missing.as_posix()]}`")
-    existing = sorted(manifest.parent.as_posix() for manifest in Path("data").glob("*/manifest.json"))
-    if existing:
-        advice.append(f"use one that exists, with --data_dir=: {', '.join(existing)}")
-    return ", or ".join(advice) or "name a folder made by prepare.py with --data_dir="
-
-
-def check_file(path, about, verify):
-    """Raise UserError unless file `path` has the size, and with `verify` the sha256, in its manifest entry `about`."""
-    if not path.exists():
-        raise UserError(f"{path} is missing; prepare the data again")
-    size = path.stat().st_size
-    right_size = 2 * about["tokens"]
-    if size != right_size:
-        what = "truncated" if size < right_size else "changed"
-        raise UserError(f"{path} was {what}: it has {size} bytes instead of {right_size}; prepare the data again")
-    if verify and sha256(path) != about["sha256"]:
-        raise UserError(f"{path} was altered: its sha256 is not the manifest's; prepare the data again")
 
 
 def raw_bits(seed, *names, start=0, n=0):
@@ -178,13 +149,15 @@ class Corpus:
         self.seed = seed
         self.manifest = load_manifest(data_dir, verify)
         self.tokenizer = Tokenizer.load(self.dir / "tokenizer.json")
+        if self.tokenizer.hash != self.manifest["tokenizer"]["hash"]:
+            raise UserError(f"{self.dir}/tokenizer.json is not the one that the data was made with; prepare it again")
         self.mixture = self._normalized_weights(mixture or self.manifest["mixture"])  # {domain: weight}, sum 1
         self.domains = list(self.mixture)
         self._tokens = {split: self._open(split) for split in ("train", "val")}  # split -> domain -> all its ids
         self._bounds = np.cumsum(list(self.mixture.values()))[:-1]  # (domains - 1,): where [0, 1) is cut
         self._counts = [np.zeros(len(self.domains), np.int64)]  # (domains,): sequences of each before chunk 0, 1, …
-        self._drawn = None  # the last chunk drawn: its number, and the domain and k of each of its sequences
-        self._orders = {}  # domain -> (epoch, order of its windows)
+        self._draw = functools.lru_cache(maxsize=1)(self._draw)
+        self._order = functools.lru_cache(maxsize=len(self.domains))(self._order)
 
     @property
     def hash(self):
@@ -203,24 +176,20 @@ class Corpus:
         for domain, weight in mixture.items():
             if domain not in known:
                 raise UserError(f"mixture names domain {domain!r}; {self.dir} has {', '.join(known)}")
-            if not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
-                raise UserError(f"mixture gives {domain} the weight {weight!r}; weights are numbers of at least 0")
-        weights = {d: float(w) for d, w in mixture.items() if w > 0}
-        if not weights:
+            if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+                raise UserError(f"mixture gives {domain} the weight {weight!r}; it must be a number of at least 0")
+        total = sum(mixture.values())
+        if total == 0:
             raise UserError(f"mixture {mixture} must have a weight above 0")
-        total = sum(weights.values())
-        return {d: w / total for d, w in weights.items()}
+        return {d: w / total for d, w in mixture.items() if w > 0}
 
     def _open(self, split):
         tokens = {}
         for domain in self.domains:
             about = self.manifest["splits"][split].get(domain, {"tokens": 0})
             if about["tokens"] <= self.block_size:
-                raise UserError(
-                    f"{split} data of domain {domain!r} in {self.dir} has {about['tokens']} tokens, less than one "
-                    f"window of block_size + 1 = {self.block_size + 1}; prepare more, or lower block_size "
-                    "(analyze.py: --length)"
-                )
+                short = f"{split} data of domain {domain!r} in {self.dir} has {about['tokens']} tokens"
+                raise UserError(f"{short}, less than one window; prepare more, or set a smaller block_size or --length")
             tokens[domain] = np.memmap(self.dir / about["file"], "<u2", "r")
             if split == "train" and hasattr(mmap, "MADV_RANDOM"):  # else the system reads far around each window
                 tokens[domain]._mmap.madvise(mmap.MADV_RANDOM)
@@ -239,37 +208,36 @@ class Corpus:
             rows[row] = self._tokens[split][domain][start : start + T + 1]
         return rows[:, :-1].copy(), rows[:, 1:].copy()  # contiguous, so that a compiled model sees one layout
 
-    def _draw(self, chunk):
-        """Domain index, and running number k within the domain, of each sequence of a chunk: two (_CHUNK,) arrays."""
+    def _draw_domains(self, chunk):
+        """The domain, by its index, of each sequence of a chunk: (_CHUNK,) array."""
         bits = raw_bits(self.seed, "domain", start=chunk * _CHUNK, n=_CHUNK)
         uniform = (bits >> 11) * 2.0**-53  # in [0, 1)
-        domain = np.searchsorted(self._bounds, uniform, side="right")
+        return np.searchsorted(self._bounds, uniform, side="right")
+
+    def _draw(self, chunk):
+        """Domain index, and running number k within the domain, of each sequence of a chunk: two (_CHUNK,) arrays."""
+        while len(self._counts) <= chunk:
+            earlier = self._draw_domains(len(self._counts) - 1)
+            self._counts.append(self._counts[-1] + np.bincount(earlier, minlength=len(self.domains)))
+        domain = self._draw_domains(chunk)
         k = np.empty(_CHUNK, np.int64)
-        counts = self._counts[chunk].copy()
-        for d in range(len(self.domains)):
+        for d, count in enumerate(self._counts[chunk]):
             mine = np.flatnonzero(domain == d)
-            k[mine] = counts[d] + np.arange(len(mine))
-            counts[d] += len(mine)
-        if len(self._counts) == chunk + 1:
-            self._counts.append(counts)
+            k[mine] = count + np.arange(len(mine))
         return domain, k
+
+    def _order(self, domain, epoch):
+        """The windows of a domain in the order of an epoch."""
+        bits = raw_bits(self.seed, "order", domain, epoch, n=self.windows("train", domain))
+        return np.argsort(bits, kind="stable")
 
     def place(self, s):
         """(domain, window) of training sequence s."""
         chunk, i = divmod(s, _CHUNK)
-        if self._drawn is None or self._drawn[0] != chunk:
-            for earlier in range(len(self._counts) - 1, chunk):
-                self._draw(earlier)
-            self._drawn = (chunk, *self._draw(chunk))
-        _, domains, ks = self._drawn
+        domains, ks = self._draw(chunk)
         domain = self.domains[domains[i]]
-        n_windows = self.windows("train", domain)
-        epoch, position = divmod(int(ks[i]), n_windows)
-        if domain not in self._orders or self._orders[domain][0] != epoch:
-            bits = raw_bits(self.seed, "order", domain, epoch, n=n_windows)
-            self._orders[domain] = epoch, np.argsort(bits, kind="stable")
-        _, order = self._orders[domain]
-        return domain, int(order[position])
+        epoch, position = divmod(int(ks[i]), self.windows("train", domain))
+        return domain, int(self._order(domain, epoch)[position])
 
     def batch(self, step, size, first=0, last=None):
         """Rows first..last-1 of the global batch of `size` sequences of a step: x, y (rows, block_size) int64.

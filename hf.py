@@ -4,7 +4,6 @@ Reading a folder needs no transformers package. Read model.py first.
 """
 
 import dataclasses
-import functools
 from pathlib import Path
 
 import torch
@@ -75,12 +74,12 @@ def hf_config(folder):
     try:
         kind = c.get("model_type", c.get("architecture"))
         require(kind in ("llama", "mistral"), f"model_type={kind!r} is not supported, only 'llama' and 'mistral'")
-        for field in ("attention_bias", "mlp_bias", "quantization_config"):
-            require(not c.get(field), f"{field}={c.get(field)!r} is not supported")
-        require(c.get("hidden_act", "silu") == "silu", f"hidden_act={c.get('hidden_act')!r} is not supported")
         fields = {ours: c[theirs] for ours, theirs in FIELDS.items()}
-        width = fields["n_embd"] // fields["n_head"]
-        require(c.get("head_dim") in (None, width), f"head_dim={c.get('head_dim')!r} is not supported, only {width}")
+        supported = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None}
+        supported["head_dim"] = fields["n_embd"] // fields["n_head"]
+        for field, value in supported.items():
+            found = c.get(field)
+            require(found in (None, value), f"{field}={found!r} is not supported, only {value!r}")
         window = c.get("sliding_window", 4096) if kind == "mistral" else None  # 4096 is transformers' default
         if window is not None:
             fields["block_size"] = min(fields["block_size"], window)  # so that no token leaves the window
@@ -89,8 +88,6 @@ def hf_config(folder):
         mode = c.get("value_mode", "vanilla")
         if mode == "neutreno_resformer":  # the authors' name
             mode = "resformer_neutreno"
-        elif isinstance(mode, dict):
-            mode = ValueMode.from_dict(mode)
         return ModelConfig(value_mode=mode, **fields)
     except KeyError as e:
         raise UserError(f"{folder}/config.json has no {e}") from None
@@ -119,19 +116,6 @@ def hf_files(folder):
     return files
 
 
-def copy_tensors(path, places, f):
-    """Copy the tensors of the open file f to their places, {name: tensor}, and take these out of the dict."""
-    for name in f.keys():
-        if name.endswith("rotary_emb.inv_freq"):  # older files have this buffer
-            continue
-        if name not in places:
-            raise UserError(f"{path}: {name} is in another file too, or has no place in the model of config.json")
-        tensor, place = f.get_tensor(name), places.pop(name)
-        if tensor.shape != place.shape:
-            raise UserError(f"{path}: {name} is {tuple(tensor.shape)}, config.json makes it {tuple(place.shape)}")
-        place.copy_(tensor)
-
-
 def load_hf(folder, device="cpu", attn="sdpa", dtype=torch.float32):
     """A Llama or Mistral folder (config.json, model.safetensors or its shards) as a model of ours, in eval mode, its
     weights in `dtype`. The peak of memory is the model and one shard.
@@ -143,11 +127,24 @@ def load_hf(folder, device="cpu", attn="sdpa", dtype=torch.float32):
         model = GPT(cfg, attn=attn, init=False)
     model.to(dtype).to_empty(device=device)
     model.rope = Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling).to(device)  # not in the files
-    missing = {name: parameter.detach()[rows] for name, parameter, rows in hf_parts(model)}
+    places = {name: parameter.detach()[rows] for name, parameter, rows in hf_parts(model)}
+    missing = set(places)
+
+    def copy_tensors(f):
+        for name in f.keys():
+            if name.endswith("rotary_emb.inv_freq"):  # older files have this buffer
+                continue
+            shape = tuple(f.get_slice(name).get_shape())
+            if name not in places or shape != tuple(places[name].shape):
+                raise UserError(f"{folder}: {name} {shape} has no place in the model of config.json")
+            places[name].copy_(f.get_tensor(name))
+            missing.discard(name)
+
     for path in hf_files(folder):
-        read_tensors(path, functools.partial(copy_tensors, path, missing))
+        read_tensors(path, copy_tensors)
     if "lm_head.weight" in missing and read_hf_config(folder).get("tie_word_embeddings"):
-        missing.pop("lm_head.weight").copy_(model.embed.weight.detach())
+        places["lm_head.weight"].copy_(model.embed.weight.detach())
+        missing.discard("lm_head.weight")
     if missing:
         raise UserError(f"{folder} has no tensor {min(missing)}: is a shard missing, or config.json another model's?")
     return model.eval()
@@ -156,8 +153,6 @@ def load_hf(folder, device="cpu", attn="sdpa", dtype=torch.float32):
 def hf_tokenizer(folder):
     """The tokenizers.Tokenizer in a folder's tokenizer.json."""
     path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise UserError(f"{path} is missing; it should be the tokenizer of a Hugging Face model")
     tokenizers = need("tokenizers")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
@@ -166,31 +161,28 @@ def hf_tokenizer(folder):
 
 
 def hf_first_token(folder):
-    """The id that each sequence starts with: config.json's bos_token_id, else its first eos_token_id."""
+    """The id that each sequence starts with: config.json's bos_token_id, else its (first) eos_token_id."""
     c = read_hf_config(folder)
-    for field in ("bos_token_id", "eos_token_id"):
-        token = c.get(field)
-        if isinstance(token, list) and token:
-            token = token[0]
-        if isinstance(token, int):
-            return token
-    raise UserError(f"{folder}/config.json has neither bos_token_id nor eos_token_id")
+    token = c.get("bos_token_id")
+    if token is None:
+        token = c.get("eos_token_id")
+    if isinstance(token, list):
+        token = token[0]
+    if token is None:
+        raise UserError(f"{folder}/config.json has neither bos_token_id nor eos_token_id")
+    return token
 
 
 def to_llama(model, eot=0):
     """transformers' LlamaForCausalLM with the weights of a vanilla model (or GQA); its save_pretrained exports them.
-    eot: the id of end-of-text. Raises UserError for a model that Llama's architecture does not have."""
+    eot: the id of end-of-text. Raises UserError for a model that is not plain Llama."""
     transformers = need("transformers")
     cfg = model.cfg
-    if cfg.arch != "llama" or dataclasses.replace(cfg.value_mode, kv_group=1) != ValueMode():
-        raise UserError(f"{cfg.value_mode.name} of arch={cfg.arch} is not Llama; give vanilla of arch=llama")
-    fields = {theirs: getattr(cfg, ours) for ours, theirs in FIELDS.items()}
-    if cfg.rope_scaling:
-        scaling = dict(zip(SCALING, cfg.rope_scaling, strict=True))
-        scaling[SCALING[-1]] = int(scaling[SCALING[-1]])
-        fields["rope_scaling"] = scaling | {"rope_type": "llama3"}
+    is_vanilla = dataclasses.replace(cfg.value_mode, kv_group=1) == ValueMode()
+    if cfg.arch != "llama" or cfg.rope_scaling or not is_vanilla:
+        raise UserError(f"{cfg.value_mode.name} of arch={cfg.arch} is not plain Llama; give vanilla of arch=llama")
     llama = transformers.LlamaConfig(
-        **fields,
+        **{theirs: getattr(cfg, ours) for ours, theirs in FIELDS.items()},
         num_key_value_heads=cfg.n_kv_head,
         rope_theta=cfg.rope_theta,
         tie_word_embeddings=False,

@@ -15,7 +15,6 @@ import base64
 import functools
 import gc
 import hashlib
-import itertools
 import json
 import math
 import multiprocessing
@@ -35,7 +34,7 @@ from configurator import UserError, check_ranges, command_line, need, run_main, 
 
 SAVE_SECONDS = 4  # of work that a kill can lose
 BATCH_BYTES = 2**20  # of raw text that a worker gets at a time
-PENDING_TOKENS = 2**27  # tokens that are held in memory at most before they are written
+MAY_DIFFER = ("out_dir", "input_dir", "skip_bad", "workers")  # settings that a run that goes on may change
 PAPER_MIXTURE = dict(CommonCrawl=0.5, C4=0.2, Github=0.1, Book=0.05, ArXiv=0.05, Wikipedia=0.05, StackExchange=0.05)
 # GPT-2's pattern with another end: it has `\s+(?!\S)|\s+` there. Ours matches the same up to 99,999 characters; the
 # regex engine's stack overflows in a million characters of whitespace.
@@ -98,7 +97,7 @@ if __name__ == "__main__":  # before the other imports, so that a typo is answer
 
 import numpy as np
 
-from data import EOT, Tokenizer, check_file
+from data import EOT, Tokenizer
 from files import read_json, sha256, write_json
 from reading import explained, find_inputs, raw_items, to_documents
 from report import progress
@@ -109,8 +108,7 @@ from report import progress
 def read_batches(cfg, inputs, position, is_done):
     """Yield batches (split, position after it, [(Input, item number, raw item)]) from `position` = [input, item] on.
 
-    is_done(split): whether the split's budget is reached. It is asked ahead of the writer, which decides for itself: a
-    yes only saves work.
+    is_done(split): whether no more is needed. It is asked ahead of the writer, so some batches are read in vain.
     """
 
     def items_of(split):
@@ -150,10 +148,10 @@ def start_worker(cfg, spec):
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def encode_batch(batch, closed):
+def encode_batch(batch):
     """What a worker makes of a batch: for each item a list of (domain, ids, bytes of text), or the message that says
-    why it cannot be read. ids: uint16 array, or without a tokenizer the text. Domains outside the mixture and those in
-    `closed` are left out."""
+    why it cannot be read. ids: uint16 array, or without a tokenizer the text. Domains outside the mixture are left out.
+    """
     results = []
     for source, number, raw in batch:
         try:
@@ -164,7 +162,7 @@ def encode_batch(batch, closed):
             continue
         encoded = []
         for domain, text in docs:
-            if domain in closed or (_cfg.mixture and domain not in _cfg.mixture):
+            if _cfg.mixture and domain not in _cfg.mixture:
                 continue
             # JSON may hold half a surrogate pair, which is no text: it becomes U+FFFD
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -174,16 +172,14 @@ def encode_batch(batch, closed):
     return results
 
 
-def encode_batches(cfg, spec, batches, closed=lambda split: set()):
+def encode_batches(cfg, spec, batches):
     """Yield (split, position, `encode_batch`'s results) of each batch, in order. Few batches are in memory at a time.
-
-    spec: of the tokenizer, or None. closed(split): the domains whose documents need no encoding.
-    """
+    spec: of the tokenizer, or None."""
     waiting = deque()
     with ProcessPoolExecutor(cfg.workers, multiprocessing.get_context("spawn"), start_worker, (cfg, spec)) as pool:
         try:
             for split, position, batch in batches:
-                waiting.append((split, position, pool.submit(encode_batch, batch, closed(split))))
+                waiting.append((split, position, pool.submit(encode_batch, batch)))
                 if len(waiting) > 2 * cfg.workers:
                     split, position, future = waiting.popleft()
                     yield split, position, future.result()
@@ -227,25 +223,13 @@ def tokenizer_spec(name, pattern, ranks, special, normalize=None):
     return dict(name=name, pattern=pattern, ranks=ranks, special=special, normalize=normalize, n_vocab=n_vocab)
 
 
-def byte_letters():
-    """{character: byte}: how byte-level vocabularies spell bytes as printable characters, in GPT-2's order of ids."""
+def vocabulary_bytes(vocab):
+    """[(bytes, id)] by rising id of a byte-level vocabulary {token: id}, which spells bytes as printable characters."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {chr(b): b for b in printable}
     others = [b for b in range(256) if b not in printable]
+    letters = {chr(b): b for b in printable}
     for n, b in enumerate(others):
         letters[chr(256 + n)] = b
-    return letters
-
-
-def byte_level(vocab, merges, path):
-    """[(bytes, id)] of a byte-level BPE vocabulary {spelled token: id}, by rising id.
-
-    tiktoken merges the pair with the lowest id first, so ids have to rise as the merges do: UserError if they do not.
-    """
-    ids = [vocab.get("".join(merge)) for merge in merges]
-    if None in ids or any(a >= b for a, b in itertools.pairwise(ids)):
-        raise UserError(f"{path} has ids that are not in the order of its merges; take the tokenizer's original file")
-    letters = byte_letters()
     by_id = sorted(vocab.items(), key=lambda item: item[1])
     return [(bytes(letters[c] for c in token), i) for token, i in by_id]
 
@@ -254,25 +238,24 @@ def neox_spec(path):
     """Spec of a GPT-NeoX style tokenizer.json, whose added tokens are special ones and runs of 2 to n spaces."""
     about = read_json(path, "a tokenizer.json")
     try:
-        model = about["model"]
-        before = about["pre_tokenizer"]
+        vocab, before, normalizer = about["model"]["vocab"], about["pre_tokenizer"], about["normalizer"]
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in about["model"]["merges"]]
+        merged = [vocab["".join(merge)] for merge in merges]
         special = {token["content"]: token["id"] for token in about["added_tokens"] if token["special"]}
         runs = sorted((token["content"], token["id"]) for token in about["added_tokens"] if not token["special"])
         is_known = (
-            model["type"] == "BPE"
-            and before["type"] == "ByteLevel"
+            before["type"] == "ByteLevel"
             and not before["add_prefix_space"]
-            and about["normalizer"] in (None, {"type": "NFC"})
+            and normalizer in (None, {"type": "NFC"})
             and EOT in special
             and [run for run, _ in runs] == [" " * n for n in range(2, len(runs) + 2)]
+            and merged == sorted(merged)  # tiktoken merges the pair with the lowest id first
         )
-        if not is_known:
-            raise KeyError
-        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-        vocab = {token: i for token, i in model["vocab"].items() if token not in special}
-        ranks = byte_level(vocab, merges, path)
-    except (KeyError, TypeError, AttributeError):
-        raise UserError(f"{path} is not a tokenizer.json like GPT-NeoX's; pass that with --tokenizer_file") from None
+    except (KeyError, TypeError):
+        is_known = False
+    if not is_known:
+        raise UserError(f"{path} is not a tokenizer.json like GPT-NeoX's; pass that with --tokenizer_file")
+    ranks = vocabulary_bytes({token: i for token, i in vocab.items() if token not in special})
     # Text has to be cut at the runs before anything else. So the pattern starts with runs of spaces, and other
     # whitespace ends where a run begins. tiktoken looks up a whole piece before it merges: it finds the added token,
     # which, listed last, hides the vocabulary's own entry for that run.
@@ -280,22 +263,19 @@ def neox_spec(path):
     if runs:
         pattern = f" {{2,{len(runs) + 1}}}|" + PATTERN.replace(r"(?:\s(?!\S))", r"(?:(?!  )\s(?!\S))")
     ranks += [(run.encode(), i) for run, i in runs]
-    return tokenizer_spec("neox", pattern, ranks, special, "NFC" if about["normalizer"] else None)
+    return tokenizer_spec("neox", pattern, ranks, special, "NFC" if normalizer else None)
 
 
 def gpt2_spec(folder):
-    """Spec of GPT-2's tokenizer, from a folder with encoder.json and vocab.bpe, or if it is "" from the network."""
+    """Spec of GPT-2's tokenizer, from a folder with OpenAI's encoder.json, or if it is "" from the network."""
     if folder:
-        merges = Path(folder, "vocab.bpe")
-        vocab = Path(folder, "encoder.json")
-        read_ranks = need("tiktoken.load").data_gym_to_mergeable_bpe_ranks
-        with explained(f"read GPT-2's tokenizer in {folder}", "it should hold OpenAI's encoder.json and vocab.bpe"):
-            # with checksums: tiktoken keeps a copy by name, which may be of an older file
-            ranks = read_ranks(str(merges), str(vocab), sha256(merges), sha256(vocab))
+        vocab = read_json(Path(folder, "encoder.json"), "OpenAI's vocabulary", keys=(EOT,))
+        del vocab[EOT]
+        ranks = vocabulary_bytes(vocab)
     else:
-        with explained("download gpt2", "pass --tokenizer_file=<a folder with encoder.json, vocab.bpe>"):
-            ranks = need("tiktoken_ext.openai_public").gpt2()["mergeable_ranks"]
-    return tokenizer_spec("gpt2", PATTERN, list(ranks.items()), {EOT: len(ranks)})
+        with explained("download gpt2", "pass --tokenizer_file=<a folder with encoder.json>"):
+            ranks = list(need("tiktoken_ext.openai_public").gpt2()["mergeable_ranks"].items())
+    return tokenizer_spec("gpt2", PATTERN, ranks, {EOT: len(ranks)})
 
 
 def train_texts(cfg, inputs):
@@ -337,40 +317,33 @@ def make_tokenizer(cfg, inputs):
 
 
 def open_output(cfg, inputs):
-    """The state of the work in out_dir, new or as a killed run left it; None if the work is finished. UserError if
-    out_dir holds anything else.
+    """The state of the work in out_dir: new, as a killed run left it, or the manifest if the work is finished.
+    UserError if out_dir holds anything else.
 
     state: settings, inputs (hash of their names and sizes), position ([input, item] to go on from), skipped (number of
     unreadable items), seen {domain: train items}, splits {split: {domain: {file, tokens, documents, bytes}}}.
     """
     out = Path(cfg.out_dir)
-    settings = asdict(cfg)
-    for name in ("out_dir", "input_dir", "skip_bad", "workers"):  # these may differ
-        del settings[name]
+    settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_DIFFER}
     listing = hashlib.sha256(json.dumps([[source.name, source.size] for source in inputs]).encode()).hexdigest()
-    if (out / "manifest.json").exists():
-        read_state(out / "manifest.json", settings, listing)
-        return None
-    if (out / "progress.json").exists():
-        return read_state(out / "progress.json", settings, listing)
-    if any((out / name).exists() for name in ("train", "val", "tokenizer.json")):
+    for path in (out / "manifest.json", out / "progress.json"):
+        if not path.exists():
+            continue
+        state = read_json(path, "a file that prepare.py wrote", keys=("settings", "inputs"))
+        differ = []
+        for name, value in settings.items():
+            before = state["settings"].get(name)
+            if before != value:
+                differ.append(f"{name} {before!r} there, {value!r} now")
+        if state["inputs"] != listing:
+            differ.append("other input files")
+        if differ:
+            way_out = "choose another --out_dir, or delete that folder"
+            raise UserError(f"{out} holds other data ({'; '.join(differ)}); {way_out}")
+        return state
+    if (out / "tokenizer.json").exists() or (out / "train").exists():
         raise UserError(f"{out} holds files that prepare.py did not write; choose another --out_dir, or delete them")
     return dict(settings=settings, inputs=listing, position=[0, 0], skipped=0, seen={}, splits=dict(train={}, val={}))
-
-
-def read_state(path, settings, listing):
-    """The state in a manifest.json or progress.json; raises UserError if it is of other settings or inputs."""
-    state = read_json(path, "a file that prepare.py wrote", keys=("settings", "inputs"))
-    differences = []
-    for name, value in settings.items():
-        old = state["settings"].get(name)
-        if old != value:
-            differences.append(f"{name} {old!r} there, {value!r} now")
-    if not differences and state["inputs"] == listing:
-        return state
-    kind = "half-finished" if path.name == "progress.json" else "finished"
-    what = f"other settings ({'; '.join(differences)})" if differences else "other input files"
-    raise UserError(f"{path.parent} holds a {kind} corpus of {what}; choose another --out_dir, or delete that folder")
 
 
 def is_full(cfg, state, split, domain):
@@ -392,18 +365,6 @@ def is_split_done(cfg, state, split):
     return split == "train" and is_full(cfg, state, split, None)
 
 
-def closed_domains(cfg, state, split):
-    """The domains of which no document is needed any more."""
-    if cfg.val_fraction > 0:
-        return set()  # even if its train budget is reached, a document may be held out
-    return {domain for domain in cfg.mixture if is_full(cfg, state, split, domain)}
-
-
-def total_of(state, key):
-    """The sum of "tokens", "documents" or "bytes" over all files."""
-    return sum(about[key] for domains in state["splits"].values() for about in domains.values())
-
-
 def place_documents(cfg, state, pending, split, docs, held_out):
     """Add an item's documents to `pending` {(split, domain): [ids]} and to the counts, unless their budget is reached.
     Those held out go to val until its budget is reached, then to `split`."""
@@ -422,20 +383,14 @@ def place_documents(cfg, state, pending, split, docs, held_out):
 
 
 def append_tokens(path, start, ids):
-    """Write ids at token `start` of a token file, through to the disk, and cut off what a killed run wrote after it."""
+    """Write ids at token `start` of a token file, through to the disk, over what a killed run wrote there."""
     path.parent.mkdir(exist_ok=True)
-    try:
-        with open(path, "r+b" if path.exists() else "wb") as file:
-            if file.seek(0, os.SEEK_END) < 2 * start:
-                raise UserError(f"{path} was cut since prepare.py stopped; delete {path.parents[1]} and start over")
-            file.seek(2 * start)
-            file.write(ids.tobytes())
-            file.truncate()
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as e:
-        e.filename = path  # a full disk does not name the file
-        raise
+    with open(path, "r+b" if start else "wb") as file:
+        file.truncate(2 * start)
+        file.seek(2 * start)
+        file.write(ids.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def save_state(out, state, pending):
@@ -452,61 +407,53 @@ def save_state(out, state, pending):
 
 
 def write_corpus(cfg, inputs, state, tokenizer):
-    """Do the work that `state` says is left; returns the bytes of text per second."""
+    """Do the work that `state` says is left."""
     out = Path(cfg.out_dir)
     pending = defaultdict(list)
-    bytes_before = total_of(state, "bytes")
-    started = saved = time.monotonic()
+    saved = time.monotonic()
     is_done = functools.partial(is_split_done, cfg, state)
-    closed = functools.partial(closed_domains, cfg, state)
     batches = read_batches(cfg, inputs, state["position"], is_done)
     with progress("prepare", cfg.tokens or math.inf, "tok") as bar:
-        for split, position, results in encode_batches(cfg, tokenizer.spec, batches, closed):
+        for split, position, results in encode_batches(cfg, tokenizer.spec, batches):
             if not is_done(split):  # otherwise this was read ahead
                 for docs in readable_items(cfg, results, state):
                     held_out = split == "train" and is_held_out(cfg, state["seen"], docs)
                     place_documents(cfg, state, pending, split, docs, held_out)
             state["position"] = position
-            bar.update(total_of(state, "tokens") - bar.n)
-            n_pending = sum(len(ids) for arrays in pending.values() for ids in arrays)
-            if time.monotonic() - saved > SAVE_SECONDS or n_pending > PENDING_TOKENS:
+            tokens = sum(about["tokens"] for domains in state["splits"].values() for about in domains.values())
+            bar.update(tokens - bar.n)
+            if time.monotonic() - saved > SAVE_SECONDS:
                 save_state(out, state, pending)
                 saved = time.monotonic()
     save_state(out, state, pending)
-    return (total_of(state, "bytes") - bytes_before) / (time.monotonic() - started)
 
 
-def remarks(cfg, state):
-    """Yield what the user may not expect of a finished corpus."""
+def print_result(cfg, state):
+    """Say what was written, and what the user may not expect of it."""
     train, val = state["splits"]["train"], state["splits"]["val"]
-    for domain in cfg.mixture or sorted(train):
+    for about in [*train.values(), *val.values()]:
+        size = f"{about['tokens']:,} tokens, {about['documents']:,} documents, {about['bytes']:,} bytes of text"
+        print(f"{about['file']}: {size}")
+    for domain, weight in cfg.mixture.items():
         if domain not in train:
-            yield f"no text of domain {domain}; the mixture goes without it"
-            continue
-        if cfg.mixture and cfg.tokens and not is_full(cfg, state, "train", domain):
-            budget = cfg.tokens * cfg.mixture[domain]
-            yield f"the input ended at {train[domain]['tokens']:,} of {domain}'s {budget:,.0f} tokens"
-        if domain not in val:
-            yield f"no validation text of domain {domain}; raise --val_fraction or prepare more"
+            print(f"note: no text of domain {domain}; the mixture goes without it")
+        elif cfg.tokens and not is_full(cfg, state, "train", domain):
+            print(f"note: the input ended before {domain}'s {cfg.tokens * weight:,.0f} tokens")
+    for domain in sorted(train.keys() - val.keys()):
+        print(f"note: no validation text of domain {domain}; raise --val_fraction or prepare more")
     if state["skipped"]:
-        yield f"{state['skipped']} unreadable documents were left out"
+        print(f"note: {state['skipped']} unreadable documents were left out")
 
 
 def write_manifest(cfg, state, tokenizer):
-    """Check and describe what was written. The manifest comes last, because it says that everything is there."""
+    """Describe what was written. The manifest comes last, because it says that everything is there."""
     out = Path(cfg.out_dir)
     train = state["splits"]["train"]
     if not train:
-        domains = f" of {', '.join(cfg.mixture)}" if cfg.mixture else ""
-        raise UserError(f"no train text in the input{domains}")
+        raise UserError("no train text in the input" + (f" of {', '.join(cfg.mixture)}" if cfg.mixture else ""))
     for split in state["splits"].values():
-        for _, about in sorted(split.items()):
-            check_file(out / about["file"], about, verify=False)
+        for about in split.values():
             about["sha256"] = sha256(out / about["file"])
-            size = f"{about['tokens']:,} tokens, {about['documents']:,} documents, {about['bytes']:,} bytes of text"
-            print(f"{about['file']}: {size}")
-    for remark in remarks(cfg, state):
-        print("note:", remark)
     weights = {domain: weight for domain, weight in cfg.mixture.items() if domain in train}
     if not weights:
         weights = {domain: about["tokens"] for domain, about in sorted(train.items())}
@@ -527,26 +474,22 @@ def write_manifest(cfg, state, tokenizer):
 
 def main(cfg: PrepareConfig):
     out = Path(cfg.out_dir)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"out_dir={out} is a file; name a folder")
     inputs = find_inputs(cfg)
     if any(source.split == "val" for source in inputs):
         cfg.val_fraction = 0.0  # the source has a validation split of its own
     state = open_output(cfg, inputs)
-    if state is None:
+    if (out / "manifest.json").exists():
         print(f"{out} is finished: this very corpus was prepared before")
         return
-    try:
-        if not (out / "tokenizer.json").exists():
-            tokenizer = make_tokenizer(cfg, inputs)
-            write_json(out / "progress.json", state)  # from here on out_dir is ours
-            tokenizer.save(out / "tokenizer.json")
-        tokenizer = Tokenizer.load(out / "tokenizer.json")
-        rate = write_corpus(cfg, inputs, state, tokenizer)
-    except KeyboardInterrupt:
-        raise UserError(f"stopped; what {out} has so far is kept, run again to go on") from None
+    if not (out / "tokenizer.json").exists():
+        tokenizer = make_tokenizer(cfg, inputs)
+        write_json(out / "progress.json", state)  # from here on out_dir is ours
+        tokenizer.save(out / "tokenizer.json")
+    tokenizer = Tokenizer.load(out / "tokenizer.json")
+    write_corpus(cfg, inputs, state, tokenizer)
     write_manifest(cfg, state, tokenizer)
-    print(f"{out} is ready: {rate / 1e6:.1f} MB/s with {cfg.workers} processes, reading and writing included")
+    print_result(cfg, state)
+    print(f"{out} is ready")
 
 
 if __name__ == "__main__":

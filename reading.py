@@ -30,6 +30,8 @@ from configurator import UserError, need
 PIECE_BYTES = 2**16  # of a .txt file that make a document
 SUFFIXES = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
 OWN_DOMAIN = ("torch", "sympy", "numpy", "networkx", "pandas", "matplotlib")
+VENDORED = {"_vendor", "_vendored"}
+NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
 class Input(NamedTuple):
@@ -44,18 +46,16 @@ class Input(NamedTuple):
 
 def python_files():
     """Yield the Inputs of pysource: the standard library, then the installed packages, without duplicates."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    packages = [Path(folder) for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
+    roots = {Path(sysconfig.get_path("stdlib")): "stdlib"}
+    for folder in map(Path, sys.path):
+        if folder.name in ("site-packages", "dist-packages"):
+            roots[folder] = "packages"
     seen = {hashlib.sha256(b"").digest()}  # empty files are left out as well
-    for root in [stdlib, *packages]:
-        domain = "packages"
-        skipped_folders = {"_vendor", "_vendored"}
-        if root == stdlib:
-            domain = "stdlib"
-            skipped_folders |= {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+    for root, domain in roots.items():
+        left_out = VENDORED | NOT_STDLIB if domain == "stdlib" else VENDORED
         for path in sorted(root.rglob("*.py")):
             parts = path.relative_to(root).parts
-            if skipped_folders.intersection(parts) or not path.is_file() or path.stat().st_size > 1_000_000:
+            if left_out.intersection(parts) or not path.is_file() or path.stat().st_size > 1_000_000:
                 continue
             content = path.read_bytes()
             digest = hashlib.sha256(content).digest()
@@ -66,10 +66,8 @@ def python_files():
 
 
 def text_files(cfg):
-    """Yield the Inputs of `files`, or of slimpajama from a folder. UserError if input_dir does not exist."""
+    """Yield the Inputs of `files`, or of slimpajama from a folder."""
     root = Path(cfg.input_dir)
-    if not root.exists():
-        raise UserError(f"no folder {root}; --input_dir is where the texts are")
     paths = sorted(root.rglob("*"))
     if root.is_file():
         paths = [root]
@@ -95,7 +93,7 @@ def find_inputs(cfg):
     inputs = list(python_files() if cfg.source == "pysource" else text_files(cfg))
     if not any(source.split == "train" for source in inputs):
         layout = "train/ and validation/ folders with " if cfg.source == "slimpajama" else ""
-        raise UserError(f"nothing to read in {cfg.input_dir}: there should be {layout}files {', '.join(SUFFIXES)}")
+        raise UserError(f"no texts in {cfg.input_dir}: there should be {layout}files {', '.join(SUFFIXES)}")
 
     def order(source):
         return source.split == "train", hashlib.sha256(f"{cfg.seed}/{source.name}".encode()).digest()
@@ -105,7 +103,7 @@ def find_inputs(cfg):
 
 @contextlib.contextmanager
 def explained(action, remedy):
-    """Turn any error into one sentence. For calls that reach the network or several packages, which raise anything."""
+    """Turn any error into one sentence: what reaches the network or decodes files raises anything."""
     try:
         yield
     except UserError:
@@ -119,8 +117,6 @@ def open_file(source):
     """An Input's file, open for reading bytes. Through pyarrow, because zstandard takes a file cut short for whole."""
     if not source.name.endswith(".zst"):
         return open(source.path, "rb")
-    if source.size == 0:
-        raise EOFError("Truncated: it is empty")
     return io.BufferedReader(need("pyarrow").input_stream(source.path, compression="zstd"), 2**17)
 
 
@@ -130,37 +126,34 @@ def text_pieces(file):
         yield b"".join(lines)
 
 
-def read_input(source, cfg, skip):
-    """Yield raw items of an Input from number `skip` on: a path (.py), a row (dict), a JSON line or a piece of text."""
+def read_input(source, cfg):
+    """Yield the raw items of an Input: a path (.py), rows (dict), JSON lines or pieces of text (bytes)."""
     columns = [cfg.text_field]
     if source.domain is None:
         columns.append("meta")
     if source.path is None:
         split = "validation" if source.split == "val" else "train"
         data = need("datasets").load_dataset(cfg.hub_id, split=split, streaming=True, revision=cfg.revision or None)
-        for row in data.skip(skip):
+        for row in data:
             yield {column: row.get(column) for column in columns}
     elif source.name.endswith(".py"):
-        yield from [source.path][skip:]
+        yield source.path
     elif source.name.endswith(".parquet"):
-        groups = need("pyarrow.parquet").ParquetFile(source.path).iter_batches(64, columns=columns)
-        rows = itertools.chain.from_iterable(group.to_pylist() for group in groups)
-        yield from itertools.islice(rows, skip, None)
+        for group in need("pyarrow.parquet").ParquetFile(source.path).iter_batches(64, columns=columns):
+            yield from group.to_pylist()
     else:
         with open_file(source) as file:
-            parts = text_pieces(file) if source.name.endswith(".txt") else file
-            yield from itertools.islice(parts, skip, None)
+            yield from text_pieces(file) if source.name.endswith(".txt") else file
 
 
 def raw_items(source, cfg, skip):
-    """Yield (number, raw item, its rough size in bytes) of an Input; raises UserError if it cannot be read."""
-    action = f"read {source.path}"
+    """Yield (number, raw item, its rough size in bytes) of an Input from item number `skip` on; raises UserError if it
+    cannot be read."""
     remedy = "get it again, or remove it and start over"
     if source.path is None:
-        action = f"read {source.name} of the hub"
         remedy = "run again to go on, or download the data and pass --input_dir=<folder>"
-    with explained(action, remedy):
-        for number, raw in enumerate(read_input(source, cfg, skip), skip):
+    with explained(f"read {source.path or source.name}", remedy):
+        for number, raw in enumerate(itertools.islice(read_input(source, cfg), skip, None), skip):
             text = raw.get(cfg.text_field) if isinstance(raw, dict) else raw
             yield number, raw, len(text) if isinstance(text, (str, bytes)) else source.size
 
@@ -215,12 +208,11 @@ def to_documents(source, raw, cfg):
         raise ValueError("it is no JSON object")
     text = raw.get(cfg.text_field)
     if not isinstance(text, str):
-        fields = f" (it has {', '.join(raw)})" if raw else ""
-        raise ValueError(f"no text in field {cfg.text_field!r}{fields}; name the right one with --text_field")
+        raise ValueError(f"no text in field {cfg.text_field!r}, only {list(raw)}; name another with --text_field")
     domain = source.domain
     if domain is None:
-        meta = raw.get("meta")
-        if not isinstance(meta, dict) or not isinstance(meta.get("redpajama_set_name"), str):
-            raise ValueError("no meta.redpajama_set_name, as SlimPajama's documents have; for other texts use `files`")
-        domain = meta["redpajama_set_name"].removeprefix("RedPajama")
+        try:
+            domain = raw["meta"]["redpajama_set_name"].removeprefix("RedPajama")
+        except (KeyError, TypeError):
+            raise ValueError("no meta.redpajama_set_name as in SlimPajama; for other texts use `files`") from None
     return [(domain, text)] if text else []

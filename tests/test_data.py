@@ -25,13 +25,9 @@ def test_batch_is_a_function_of_seed_and_step(data_dir):
         np.testing.assert_array_equal(x, y)
     assert not np.array_equal(later[0], Corpus(data_dir, 16, seed=2).batch(70, 8)[0])
     np.testing.assert_array_equal(later[0][:, 1:], later[1][:, :-1])
-
-
-def test_ranks_and_micro_batches_cut_one_batch(data_dir):
-    whole = Corpus(data_dir, 16, seed=1).batch(5, 8)[0]
-    for cuts in ([0, 8], [0, 4, 8], [0, 1, 3, 8]):
-        parts = [Corpus(data_dir, 16, seed=1).batch(5, 8, *rows)[0] for rows in itertools.pairwise(cuts)]
-        np.testing.assert_array_equal(np.concatenate(parts), whole)
+    for cuts in ([0, 4, 8], [0, 1, 3, 8]):  # ranks and micro-batches
+        parts = [Corpus(data_dir, 16, seed=1).batch(70, 8, *rows)[0] for rows in itertools.pairwise(cuts)]
+        np.testing.assert_array_equal(np.concatenate(parts), later[0])
 
 
 def test_each_window_once_per_epoch(data_dir):
@@ -85,15 +81,11 @@ def test_hashes_name_the_data(data_dir):
     assert corpus.val_hash == other.val_hash != Corpus(data_dir, 16, mixture={"code": 1}).val_hash
 
 
-def without(key, file):
-    value = json.loads(file.read_text())
-    del value[key]
+def change(file, without="", **changes):
+    """Change keys of a JSON file, or take one out."""
+    value = json.loads(file.read_text()) | changes
+    value.pop(without, None)
     file.write_text(json.dumps(value))
-
-
-def other_vocabulary(folder):
-    value = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(value | {"n_vocab": 300}))
 
 
 def flip_a_token(folder):
@@ -103,62 +95,53 @@ def flip_a_token(folder):
 
 
 DAMAGES = {
-    "code.bin was truncated": lambda f: os.truncate(f / "train/code.bin", 39_998),
-    "code.bin was changed": lambda f: os.truncate(f / "train/code.bin", 40_002),
-    "prose.bin is missing": lambda f: (f / "val/prose.bin").unlink(),
-    "code.bin was altered": flip_a_token,
-    "prepare.py has not finished": lambda f: (f / "manifest.json").unlink(),
+    "code.bin has 39998 bytes instead of 40000": lambda f: os.truncate(f / "train/code.bin", 39_998),
+    "code.bin has 40002 bytes instead of 40000": lambda f: os.truncate(f / "train/code.bin", 40_002),
+    "prose.bin has 0 bytes": lambda f: (f / "val/prose.bin").unlink(),
+    "manifest.json is missing; it should be prepare.py": lambda f: (f / "manifest.json").unlink(),
     "is not prepare.py's manifest": lambda f: (f / "manifest.json").write_text("{"),
-    "manifest: it lacks": lambda f: without("splits", f / "manifest.json"),
+    "finished: it lacks": lambda f: change(f / "manifest.json", "splits"),
     "tokenizer.json is missing": lambda f: (f / "tokenizer.json").unlink(),
-    "is not the tokenizer the data was made with": other_vocabulary,
-    "is not a vocabulary": lambda f: without("ranks", f / "tokenizer.json"),
+    "is not the one that the data was made with": lambda f: change(f / "tokenizer.json", n_vocab=300),
+    "is not a vocabulary": lambda f: change(f / "tokenizer.json", "ranks"),
+    "code.bin was altered": flip_a_token,
 }
 
 
-@pytest.mark.parametrize("message", DAMAGES)
-def test_damaged_folders_are_refused(data_dir, tmp_path, message):
-    folder = shutil.copytree(data_dir, tmp_path / "copy")
-    DAMAGES[message](folder)
-    with pytest.raises(UserError, match=message):
-        Corpus(folder, 16)
-    if message == "code.bin was altered":  # the one damage that takes reading everything to find
-        assert Corpus(folder, 16, verify=False).windows("train", "code")
+def test_damaged_folders_are_refused(data_dir, tmp_path):
+    for i, (message, damage) in enumerate(DAMAGES.items()):
+        folder = shutil.copytree(data_dir, tmp_path / str(i))
+        damage(folder)
+        with pytest.raises(UserError, match=message):
+            Corpus(folder, 16)
+    assert Corpus(folder, 16, verify=False).windows("train", "code")  # to find the last one takes reading everything
 
 
 def test_impossible_settings_are_refused(data_dir):
-    with pytest.raises(UserError, match="less than one window"):
-        Corpus(data_dir, 5000)
-    with pytest.raises(UserError, match="mixture names domain 'C4'"):
-        Corpus(data_dir, 16, mixture={"C4": 1.0})
-    with pytest.raises(UserError, match="at least 0"):
-        Corpus(data_dir, 16, mixture={"code": -1.0})
-    with pytest.raises(UserError, match="a weight above 0"):
-        Corpus(data_dir, 16, mixture={"code": 0})
+    for block_size, mixture, message in (
+        (5000, None, "less than one window"),
+        (16, {"C4": 1.0}, "mixture names domain 'C4'"),
+        (16, {"code": -1.0}, "at least 0"),
+        (16, {"code": 0}, "a weight above 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Corpus(data_dir, block_size, mixture=mixture)
 
 
 def test_a_missing_folder_is_made_or_replaced(tmp_path, monkeypatch):
     """The hint fits the folder asked for, and the folders that exist are listed."""
     monkeypatch.chdir(tmp_path)
-
-    def message(folder):
-        with pytest.raises(UserError, match=f"^no data folder {folder}; ") as e:
-            Corpus(folder, 16)
-        return str(e.value)
-
-    assert message("data/mine").endswith("; name a folder made by prepare.py with --data_dir=")
-    assert message("data/slimpajama").endswith("; make it with `python prepare.py slimpajama`")
-    assert "`python prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096" in message("data/demo")
     make_data(tmp_path / "data/mine", {"a": 3000})
     (tmp_path / "data/unfinished").mkdir()
-    assert message("data/slimpajama").endswith(" slimpajama`, or use one that exists, with --data_dir=: data/mine")
-    assert message("nowhere").endswith("; use one that exists, with --data_dir=: data/mine")
+    for folder, hint in (("nowhere", "prepare.py"), ("data/slimpajama", "python prepare.py slimpajama")):
+        with pytest.raises(UserError) as e:
+            Corpus(folder, 16)
+        there = "or use one that exists, with --data_dir=: data/mine"
+        assert str(e.value) == f"no data folder {folder}; make it with `{hint}`, {there}"
 
 
 def test_commands_for_missing_data_are_those_that_we_use():
-    makefile = (ROOT / "Makefile").read_text().replace("$(PY)", "python")
-    for folder, text in {"data/demo": makefile, "data/small": (ROOT / "config/small.py").read_text()}.items():
-        assert data._COMMANDS[folder] + "\n" in text
+    assert data._COMMANDS["data/demo"] + "\n" in (ROOT / "Makefile").read_text().replace("$(PY)", "python")
     for folder, command in data._COMMANDS.items():
         assert load_settings(prepare.PrepareConfig, command.split()[2:]).out_dir == folder
 

@@ -87,40 +87,38 @@ def reference(name):
     return Pair(theirs, Tokenizer(prepare.gpt2_spec(folder)), folder)
 
 
-@needs_shared
-@pytest.mark.parametrize("name, size, every", [("neox", 50277, 1), ("gpt2", 50257, 3)])  # theirs takes its time
-def test_equal_to_tokenizers_on_real_text(name, size, every):
-    theirs, ours, _ = reference(name)
-    assert ours.n_vocab == size
-    texts, differ = list(documents())[::every], 0
-    for i in range(0, len(texts), 256):
-        for text, right in zip(texts[i : i + 256], theirs.encode_batch_fast(texts[i : i + 256]), strict=True):
-            differ += ours.encode(text) != right.ids
-    assert differ == 0 and len(texts) > 1000
-    for text in texts[::50]:
-        assert ours.decode(ours.encode(text)) == (unicodedata.normalize("NFC", text) if name == "neox" else text)
-
-
-def check_hostile_text(pair, seed):
-    for text in hostile(seed, 4000):
+def check_texts(pair, texts):
+    """Ours gives their ids, as a list and as prepare.py does it (uint16, with end-of-text), and the text again."""
+    theirs = pair.theirs.encode_batch_fast(texts)
+    for text, right in zip(texts, theirs, strict=True):
         ids = pair.ours.encode(text)
-        assert ids == pair.theirs.encode(text).ids, ascii(text)
-        document = pair.ours.encode_document(text)  # as prepare.py does it: uint16, and end-of-text
-        assert document.dtype == "<u2" and document.tolist() == [*ids, pair.ours.eot], ascii(text)
+        assert ids == right.ids, ascii(text[:1000])
+        document = pair.ours.encode_document(text)
+        assert document.dtype == "<u2" and document.tolist() == [*ids, pair.ours.eot], ascii(text[:1000])
         form = pair.ours.spec["normalize"]
-        assert pair.ours.decode(ids) == (unicodedata.normalize(form, text) if form else text), ascii(text)
+        assert pair.ours.decode(ids) == (unicodedata.normalize(form, text) if form else text), ascii(text[:1000])
 
 
 @needs_shared
-@pytest.mark.parametrize("name", ["neox", "gpt2"])
-def test_equal_to_tokenizers_on_hostile_text(name):
-    check_hostile_text(reference(name), seed=1)
+def test_equal_to_tokenizers():
+    """On hostile text, on every 30th real document, and around the first long run of spaces, combining accent or odd
+    whitespace of each document that has one."""
+    real = list(documents())
+    odd = re.compile("[\\u0300-\\u036f\\u00a0\\u2000-\\u200b\\u2028\\u3000\\x0b\\x0c]| {25}")
+    found = [(text, odd.search(text)) for text in real]
+    sample = [text[max(0, m.start() - 500) :][:2000] for text, m in found if m]
+    sample += [text[:20_000] for text in real[::30]]
+    assert len(sample) > 250
+    for name, size in (("neox", 50277), ("gpt2", 50257)):
+        pair = reference(name)
+        assert pair.ours.n_vocab == size
+        check_texts(pair, [*sample, *hostile(1, 4000)])
 
 
 def test_documents_are_encoded_alike(small):
     ours = small.ours
     assert ours.n_vocab == small.theirs.get_vocab_size() and ours.spec["normalize"] == "NFC" and ours.eot == 0
-    check_hostile_text(small, seed=2)
+    check_texts(small, list(hostile(2, 4000)))
     for text in ("", "a" + EOT):
         assert ours.encode_document(text).tolist() == [*ours.encode(text), ours.eot]
 
@@ -155,11 +153,11 @@ def test_million_whitespaces():
     """tiktoken's regex engine runs out of stack on GPT-2's pattern as published."""
     ranks = [(bytes([i]), i) for i in range(256)]
     ours = Tokenizer(prepare.tokenizer_spec("bytes", prepare.PATTERN, ranks, {EOT: 256}))
-    for text in (" " * 2_000_000 + "x", "\n" * 2_000_000, "\t\u3000" * 1_000_000 + "x"):
+    for text in (" " * 2_000_000 + "x", "\t\u3000" * 500_000):
         assert ours.decode(ours.encode(text)) == text
 
 
-def test_vocabulary_has_to_fit_uint16(tmp_path):
+def test_vocabulary_has_to_fit_uint16():
     ranks = [(b"%d" % i, i) for i in range(2**16)]
     with pytest.raises(UserError, match="65,537 entries.*uint16.*65,536"):
         prepare.tokenizer_spec("large", prepare.PATTERN, ranks, {EOT: 2**16})
@@ -183,19 +181,7 @@ def test_bad_tokenizer_files(small, tmp_path):
     for tokenizer, file, fragments in (
         ("neox", tmp_path / "changed.json", ["changed.json", "--tokenizer_file"]),
         ("neox", "no.json", ["no.json is missing"]),
-        ("gpt2", tmp_path, ["encoder.json"]),
+        ("gpt2", tmp_path, ["encoder.json is missing"]),
     ):
         result = in_process(prepare, *words, f"--tokenizer={tokenizer}", f"--tokenizer_file={file}")
         refused(result, *fragments)
-
-
-def test_gpt2_folder_is_read_anew(tmp_path):
-    """tiktoken keeps copies of what it read by name: a file that was replaced must not be answered with the old one."""
-    letters = prepare.byte_letters()
-    for pair in ("a b", "a c"):
-        tokens = [*letters, pair.replace(" ", ""), EOT]
-        (tmp_path / "vocab.bpe").write_text(f"#version: 0.2\n{pair}\n", encoding="utf-8")
-        (tmp_path / "encoder.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}), encoding="utf-8")
-        spec = prepare.gpt2_spec(tmp_path)
-        assert spec["ranks"][256] == [base64.b64encode(pair.replace(" ", "").encode()).decode(), 256]
-        assert Tokenizer(spec).eot == 257
