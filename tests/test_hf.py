@@ -17,9 +17,8 @@ import checkpoint
 import hf
 from configurator import UserError
 from model import GPT, Rope
-from value_modes import ModelConfig, ValueMode
 
-LLAMA31, LLAMA32 = (8.0, 1.0, 4.0, 8192.0), (32.0, 1.0, 4.0, 8192.0)
+LLAMA31 = (8.0, 1.0, 4.0, 8192.0)
 SMALL = (8.0, 1.0, 4.0, 32.0)  # at theta 10000 and width 16: one pair is unchanged, one between, six slowed in full
 SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=112, num_hidden_layers=4, num_attention_heads=8)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-5)
@@ -74,6 +73,8 @@ def peer(kind, dtype=torch.float32, **settings):
 def old_style(folder):
     """Rewrite config.json as before transformers 5: the theta at the top, the scaling in rope_scaling."""
     c = json.loads((folder / "config.json").read_text())
+    if "rope_parameters" not in c:
+        return
     rope = c.pop("rope_parameters")
     c["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
     c |= {"rope_scaling": None if kind == "default" else rope | {"type": kind}}
@@ -82,56 +83,48 @@ def old_style(folder):
 
 
 LONG = dict(max_position_embeddings=128, rope_theta=10000.0, rope_scaling=scaled(SMALL))
-PEERS = {
-    "llama": ("Llama", {}),
-    "llama3, four times its original length": ("Llama", LONG),
-    "llama3, grouped": ("Llama", LONG | dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=64)),
-    "llama tied": ("Llama", dict(tie_word_embeddings=True, rope_theta=500000.0)),
-    "llama3 tied": ("Llama", LONG | dict(tie_word_embeddings=True)),
-    "mistral": ("Mistral", dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=None)),
-    "mistral, windowed": ("Mistral", dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=12)),
-    "mistral, wide window": ("Mistral", dict(sliding_window=4096, rope_theta=1000000.0)),
-}
+GROUPED = dict(num_attention_heads=4, num_key_value_heads=2)
+PEERS = (
+    ("Llama", LONG | GROUPED | dict(hidden_size=64)),
+    ("Llama", dict(tie_word_embeddings=True, rope_theta=500000.0)),
+    ("Mistral", GROUPED | dict(sliding_window=None)),
+    ("Mistral", GROUPED | dict(sliding_window=12)),
+    ("Mistral", dict(sliding_window=4096, rope_theta=1000000.0)),
+)
 
 
-@pytest.mark.parametrize("name", PEERS)
-def test_logits_are_those_of_transformers(name, tmp_path):
-    kind, settings = PEERS[name]
-    right = peer(kind, **settings)
-    length = min(settings.get("sliding_window") or 1000, settings.get("max_position_embeddings", 32))
-    idx = tokens((2, length))
-    with torch.no_grad():
-        expected = right(idx).logits
-    assert expected.std() > 0.5
-    for shards in (False, True):
-        folder = tmp_path / str(shards)
-        right.save_pretrained(folder, **(dict(max_shard_size="15KB") if shards else {}))
-        assert (len(list(folder.glob("*.safetensors"))) >= 3) == shards
-        for attn, rewrite in (("eager", None), ("sdpa", old_style)):
-            if rewrite:
-                rewrite(folder)
-            model = hf.load_hf(folder, attn=attn)
-            assert model.cfg.block_size == length and not model.training
-            torch.testing.assert_close(model(idx)[0].detach(), expected, rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match=f"block_size={length}"):
-        model(tokens((1, length + 1)))
+def test_logits_are_those_of_transformers(tmp_path):
+    for i, (kind, settings) in enumerate(PEERS):
+        right = peer(kind, **settings)
+        length = min(settings.get("sliding_window") or 1000, settings.get("max_position_embeddings", 32))
+        idx = tokens((2, length))
+        with torch.no_grad():
+            expected = right(idx).logits
+        assert expected.std() > 0.5
+        for shards in (False, True):
+            folder = tmp_path / f"{i}{shards}"
+            right.save_pretrained(folder, **(dict(max_shard_size="15KB") if shards else {}))
+            assert (len(list(folder.glob("*.safetensors"))) >= 3) == shards
+            for attn in ("eager", "sdpa"):
+                model = hf.load_hf(folder, attn=attn)
+                assert model.cfg.block_size == length and not model.training
+                torch.testing.assert_close(model(idx)[0].detach(), expected, rtol=0, atol=1e-5)
+                old_style(folder)  # for the second
+        with pytest.raises(ValueError, match=f"block_size={length}"):
+            model(tokens((1, length + 1)))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_files(dtype, tmp_path):
+def test_half_precision_files(tmp_path):
     """Weights in half precision are computed with in fp32, as transformers does on demand; or stay in half."""
-    peer("Llama", dtype, **LONG).save_pretrained(tmp_path)
+    peer("Llama", torch.bfloat16, **LONG).save_pretrained(tmp_path)
     right = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    model, idx = hf.load_hf(tmp_path, attn="eager"), tokens((2, 128))
+    model, half, idx = hf.load_hf(tmp_path), hf.load_hf(tmp_path, dtype=torch.bfloat16), tokens((2, 128))
     with torch.no_grad():
-        expected = right(idx).logits
-        torch.testing.assert_close(model(idx)[0], expected, rtol=0, atol=1e-5)
-        half = hf.load_hf(tmp_path, dtype=dtype)
-        found = half(idx)[0]
+        torch.testing.assert_close(model(idx)[0], right(idx).logits, rtol=0, atol=1e-5)
+        assert (half(idx)[0].float() - right(idx).logits).abs().mean() < 0.03
     for (name, p), q in zip(model.named_parameters(), half.parameters(), strict=True):
-        assert q.dtype == dtype and torch.equal(p, q.float()), name
+        assert q.dtype == torch.bfloat16 and torch.equal(p, q.float()), name
     assert half.rope.cos.dtype == torch.float32 and torch.equal(half.rope.cos, model.rope.cos)
-    assert found.dtype == dtype and (found.float() - expected).abs().mean() < 0.03
 
 
 def test_a_head_in_the_file_is_not_tied(tmp_path):
@@ -154,11 +147,7 @@ def test_to_llama_and_back(tmp_path):
     """Logits of transformers, and the exported folder gives our weights bit for bit."""
     pytest.importorskip("transformers")
     idx = tokens((2, 32))
-    for mode, shape in (
-        ("vanilla", {}),
-        ("vanilla", dict(n_kv_head=2, norm_eps=1e-3, rope_theta=5e5, rope_scaling=(8.0, 1.0, 4.0, 8.0))),
-        ("gqa2", {}),
-    ):
+    for mode, shape in (("vanilla", dict(n_kv_head=2, norm_eps=1e-3, rope_theta=5e5)), ("gqa2", {})):
         model = tiny(mode, **shape).float()
         peer = hf.to_llama(model, eot=7)
         torch.testing.assert_close(peer(idx).logits, model(idx)[0], rtol=0, atol=1e-5)
@@ -169,8 +158,8 @@ def test_to_llama_and_back(tmp_path):
         assert hf.hf_first_token(tmp_path / mode) == 7
         for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):
             assert torch.equal(p, q), (mode, name)
-    for other in (tiny("resformer"), tiny("svformer"), tiny("denseformer"), tiny(arch="gpt2")):
-        with pytest.raises(UserError, match="is not Llama; give vanilla"):
+    for other in (tiny("resformer"), tiny("svformer"), tiny(arch="gpt2"), tiny(rope_scaling=SMALL)):
+        with pytest.raises(UserError, match="is not plain Llama; give vanilla"):
             hf.to_llama(other)
 
 
@@ -200,36 +189,6 @@ def test_every_parameter_has_a_name_or_is_refused():
 # ---- Llama 3.1's scaling
 
 
-def llama31_rate(rate, factor, low, high, original):
-    """Meta's rule for one frequency, in words of wavelengths."""
-    wavelength = 2 * math.pi / rate
-    if wavelength < original / high:
-        return rate
-    if wavelength > original / low:
-        return rate / factor
-    smooth = (original / wavelength - low) / (high - low)
-    return (1 - smooth) * rate / factor + smooth * rate
-
-
-def test_scaling_formula():
-    kinds = {}
-    more = [(4.0, 2.0, 2.5, 4096.0), (1.0, 1.0, 4.0, 8192.0), (8.0, 1.0, 64.0, 131072.0)]
-    for scaling in [LLAMA31, LLAMA32, *more]:
-        for head_dim, theta in ((64, 500000.0), (128, 500000.0), (128, 10000.0)):
-            rope = Rope(head_dim, 2, theta, scaling)
-            for i, rate in enumerate(torch.atan2(rope.sin[1], rope.cos[1]).tolist()):  # the angle at position 1
-                plain = theta ** (-2 * i / head_dim)
-                right = llama31_rate(plain, *scaling)
-                assert abs(rate / right - 1) < 2e-6, (scaling, head_dim, theta, i)
-                kind = "unchanged" if right == plain else "slowed" if right == plain / scaling[0] else "between"
-                kinds[kind] = kinds.get(kind, 0) + 1
-    assert len(kinds) == 3 and min(kinds.values()) > 50, kinds
-    plain = Rope(64, 100, 10000.0)
-    for same in (Rope(64, 100, 10000.0, ()), Rope(64, 100, 10000.0, (1.0, 1.0, 4.0, 10.0))):
-        torch.testing.assert_close(same.cos, plain.cos, rtol=0, atol=1e-5)
-    assert (Rope(64, 100, 10000.0, SMALL).cos - plain.cos).abs().max() > 0.5
-
-
 def test_tables_are_those_of_transformers():
     """Bit for bit, at far positions too: there one bit of a rate would be 1e-3 of an angle."""
     how = dict(max_position_embeddings=131072, rope_theta=500000.0, rope_scaling=scaled(LLAMA31))
@@ -242,14 +201,11 @@ def test_tables_are_those_of_transformers():
 def test_bad_scaling_is_refused():
     for scaling, says in (
         ((8.0, 1.0, 4.0), "four positive numbers"),
-        ((8.0, 1.0, 4.0, 8192.0, 1.0), "four positive numbers"),
         ((0.0, 1.0, 4.0, 8192.0), "four positive numbers"),
-        ((8.0, 1.0, 4.0, -1.0), "four positive numbers"),
         ((8.0, 1.0, math.inf, 8192.0), "four positive numbers"),
         ((math.nan, 1.0, 4.0, 8192.0), "four positive numbers"),
         ((8.0, 4.0, 4.0, 8192.0), "low factor must be below"),
         ((8.0, "1", 4.0, 8192.0), "rope_scaling takes tuple of float"),
-        (8.0, "rope_scaling takes tuple of float"),
     ):
         with pytest.raises(ValueError, match=says):
             config(rope_scaling=scaling)
@@ -258,8 +214,6 @@ def test_bad_scaling_is_refused():
 
 
 def test_scaling_survives_our_checkpoints(tmp_path):
-    cfg = config("resformer", rope_scaling=(8, 1, 4, 8))
-    assert ModelConfig.from_dict(json.loads(json.dumps(cfg.to_dict()))) == cfg and cfg.rope_scaling == (8.0, 1, 4, 8)
     model, idx = tiny("resformer", rope_scaling=[8, 1, 4, 8], block_size=64).float(), tokens((1, 64))
     checkpoint.save(tmp_path, 1, model, "hash")
     again = checkpoint.load(tmp_path)
@@ -274,15 +228,11 @@ def test_headers_older_than_the_field(tmp_path):
     model = GPT(config())
     optimizer = torch.optim.AdamW(model.parameters())
     path = checkpoint.save(tmp_path, 1, model, "hash", optimizer=optimizer)
-    old = model.cfg.to_dict()
-    assert old.pop("rope_scaling") == ()
-    altered(path, config=old)
-    assert "rope_scaling" not in checkpoint.read_header(path)["config"]
+    altered(path, config={key: value for key, value in model.cfg.to_dict().items() if key != "rope_scaling"})
     assert checkpoint.load(path).cfg == model.cfg
     checkpoint.resume(path, model, optimizer, None, "hash")
-    other = GPT(config(rope_scaling=SMALL))
     with pytest.raises(UserError, match=r"rope_scaling \(\) instead of \(8.0, 1.0, 4.0, 32.0\)"):
-        checkpoint.resume(path, other, optimizer, None, "hash")
+        checkpoint.resume(path, GPT(config(rope_scaling=SMALL)), optimizer, None, "hash")
 
 
 # ---- files
@@ -307,14 +257,14 @@ def test_whole_and_in_shards(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells the peak of a process's memory")
 def test_peak_memory(tmp_path):
-    """The model in the dtype asked for, and one shard: 118 and 17 MB, not twice that for fp32 or for all shards."""
-    cfg = config(n_layer=8, n_head=8, n_embd=1024, n_hidden=1024, vocab_size=64)
+    """The model in the dtype asked for, and one shard: 59 and 17 MB, not twice that for fp32 or for all shards."""
+    cfg = config(n_layer=4, n_head=8, n_embd=1024, n_hidden=1024, vocab_size=64)
     with torch.device("meta"):
         sizes = {name: p[rows].shape for name, p, rows in hf.hf_parts(GPT(cfg))}
     where = {name: f"model-{i // 8}.safetensors" for i, name in enumerate(sizes)}
     for file in set(where.values()):
         save_file({n: torch.zeros(sizes[n], dtype=torch.bfloat16) for n in where if where[n] == file}, tmp_path / file)
-    about = dict(SHAPE, hidden_size=1024, num_hidden_layers=8, num_key_value_heads=8, intermediate_size=1024)
+    about = dict(SHAPE, hidden_size=1024, num_hidden_layers=4, num_key_value_heads=8, intermediate_size=1024)
     (tmp_path / "config.json").write_text(json.dumps(about | dict(model_type="llama", vocab_size=64)))
     small = hf_folder(tmp_path / "small", tiny(n_kv_head=2).float())
     code = f"""
@@ -339,32 +289,25 @@ def drop(folder, tensor):
         save_file({k: v for k, v in load_file(file).items() if k != tensor}, file)
 
 
-def add(folder, tensor):
-    save_file({tensor: torch.ones(32)}, folder / "model-4.safetensors")
-
-
 def pickled(folder):
     for file in folder.glob("*.safetensors"):
-        file.unlink()
-    (folder / "pytorch_model-00001-of-00002.bin").write_bytes(b"\x80\x02}q\x00.")
+        file.rename(file.with_suffix(".bin"))
 
 
 def test_damaged_folders_are_refused(tmp_path):
     model, first = tiny(n_kv_head=2).float(), SHARDS[0]
+    extra = {"score.weight": torch.ones(32)}
     damages = [
         (lambda d: (d / first).unlink(), ["has no tensor", "is a shard missing"]),
         (lambda d: (d / first).write_bytes((d / first).read_bytes()[:-100]), [first, "is truncated"]),
-        (lambda d: (d / first).write_bytes(b"\x80\x02}q\x00."), [first, "is truncated or not a safetensors file"]),
         (lambda d: drop(d, "model.norm.weight"), ["has no tensor model.norm.weight"]),
-        (lambda d: add(d, "model.norm.weight"), ["model-4.safetensors: model.norm.weight is in another file too"]),
-        (lambda d: add(d, "score.weight"), ["score.weight", "has no place in the model"]),
+        (lambda d: save_file(extra, d / "model-4.safetensors"), ["score.weight", "has no place in the model"]),
         (pickled, ["no model.safetensors", "pickle (.bin) is never loaded"]),
-        (lambda d: change(d / "config.json", vocab_size=60), ["(61, 32)", "(60, 32)"]),
+        (lambda d: change(d / "config.json", vocab_size=60), ["(61, 32) has no place in the model"]),
         (lambda d: change(d / "config.json", num_hidden_layers=3), ["model.layers.3.", "has no place in the model"]),
         (lambda d: change(d / "config.json", value_mode="svformer"), ["v_proj.weight", "has no place in the model"]),
         (lambda d: change(d / "config.json", value_mode="resformer_lerp"), ["no names for the weights"]),
         (lambda d: (d / "config.json").unlink(), ["config.json is missing"]),
-        (lambda d: (d / "config.json").write_text("{"), ["config.json is not the config of a Hugging Face model"]),
     ]
     for i, (damage, says) in enumerate(damages):
         folder = hf_folder(tmp_path / str(i), model, shards=True)
@@ -375,86 +318,65 @@ def test_damaged_folders_are_refused(tmp_path):
 def test_configs_of_other_models_are_refused(tmp_path):
     for fields, says in (
         (dict(model_type="mamba"), "model_type='mamba'"),
-        (dict(model_type=None), "model_type=None"),
         (dict(head_dim=8), "head_dim=8 is not supported, only 4"),
-        (dict(head_dim="4"), "head_dim='4'"),
         (dict(attention_bias=True), "attention_bias=True"),
         (dict(mlp_bias=True), "mlp_bias=True"),
         (dict(hidden_act="gelu"), "hidden_act='gelu'"),
         (dict(quantization_config={"quant_method": "fp8"}), "quantization_config="),
         (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "rope_scaling of type 'yarn'"),
-        (dict(rope_scaling={"type": "linear", "factor": 4.0}), "rope_scaling of type 'linear'"),
         (dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), "rope_scaling of type 'longrope'"),
         (dict(rope_scaling={"factor": 4.0}), "rope_scaling of type None"),
         (dict(rope_scaling={"rope_type": "llama3", "factor": 4.0}), "has no 'low_freq_factor'"),
-        (dict(rope_scaling=scaled(LLAMA31, factor="8")), "rope_scaling takes tuple of float"),
         (dict(rope_scaling=scaled(LLAMA31, low_freq_factor=4.0)), "low factor must be below"),
-        (dict(rope_theta="1e4"), "rope_theta takes float"),
-        (dict(model_type="mistral", sliding_window=0), "block_size=0"),
         (dict(hidden_size=None), "has no 'hidden_size'"),
         (dict(max_position_embeddings="32"), "block_size takes int"),
         (dict(value_mode="svfomer"), "did you mean 'svformer'"),
-        (dict(value_mode=5), "config.json: "),
-        (dict(value_mode={"residuals": 3}), "config.json: "),
     ):
         refuses(hf_folder(tmp_path, tiny(n_kv_head=2).float(), **fields), "config.json", says)
 
 
 def test_fields_of_config(tmp_path):
-    model = tiny(n_kv_head=2).float()
     for fields, changed in (
         (dict(head_dim=4), {}),
         (dict(rope_scaling={"type": "default"}), {}),
         (dict(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, rope_theta=1.0), dict(rope_theta=5e5)),
-        (dict(rope_parameters={"rope_theta": 5e5}), dict(rope_theta=5e5)),
-        (dict(rope_theta=500000), dict(rope_theta=5e5)),
-        (dict(rope_scaling=scaled(LLAMA31), rope_theta=5e5), dict(rope_theta=5e5, rope_scaling=LLAMA31)),
+        (dict(rope_scaling=scaled(LLAMA31), rope_theta=500000), dict(rope_theta=5e5, rope_scaling=LLAMA31)),
         (dict(rope_scaling=scaled(LLAMA31, rope_type="llama3", type="llama3")), dict(rope_scaling=LLAMA31)),
-        (dict(rope_parameters=scaled(LLAMA32, rope_theta=5e5)), dict(rope_theta=5e5, rope_scaling=LLAMA32)),
+        (dict(rope_parameters=scaled(LLAMA31, rope_theta=5e5)), dict(rope_theta=5e5, rope_scaling=LLAMA31)),
         (dict(sliding_window=8), {}),  # transformers' Llama does not read it
         (dict(model_type="mistral", sliding_window=8), dict(block_size=8)),
-        (dict(model_type="mistral", sliding_window=4096), {}),
         (dict(model_type="mistral", max_position_embeddings=8192), dict(block_size=4096)),  # the default of the field
     ):
-        assert hf.load_hf(hf_folder(tmp_path, model, **fields)).cfg == config(**dict(n_kv_head=2) | changed), fields
+        folder = hf_folder(tmp_path, tiny(n_kv_head=2).float(), **fields)
+        assert hf.load_hf(folder).cfg == config(n_kv_head=2, **changed), fields
     nulls = dict(sliding_window=None, num_key_value_heads=None, head_dim=None, rope_scaling=None)
     hf_folder(tmp_path, tiny().float(), model_type="mistral", max_position_embeddings=8192)
     change(tmp_path / "config.json", **nulls)  # fields that are there, and null
     assert hf.load_hf(tmp_path).cfg == config(block_size=8192)
-    mode = json.loads(json.dumps(dataclasses.asdict(ValueMode(share_k=2, share_v=2))))  # a mode by its fields
-    hf_folder(tmp_path, tiny("cla2", n_kv_head=2).float(), value_mode=mode)
-    assert hf.load_hf(tmp_path).cfg.value_mode.name == "cla2"
 
 
 # ---- tokenizer
 
 
 @needs_shared
-def test_tokenizer(tmp_path, monkeypatch):
+def test_tokenizer(tmp_path):
     pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
     path.write_bytes((SHARED / "data" / "tokenizers" / "gpt-neox-20b.tokenizer.json").read_bytes())
-    tokenizer = hf.hf_tokenizer(tmp_path)
-    assert tokenizer.encode("Hello world").ids == [12092, 1533] and tokenizer.token_to_id("<|endoftext|>") == 0
-    for damaged in (path.read_bytes()[:-100], b"{}", b"[]", b"", b"\xff\xfe"):
-        path.write_bytes(damaged)
-        refuses(tmp_path, "tokenizer.json is not the tokenizer of a Hugging Face model", read=hf.hf_tokenizer)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refuses(tmp_path, "the package tokenizers is not installed", read=hf.hf_tokenizer)
+    assert hf.hf_tokenizer(tmp_path).encode("Hello world").ids == [12092, 1533]
+    path.write_bytes(path.read_bytes()[:-100])
+    refuses(tmp_path, "tokenizer.json is not the tokenizer of a Hugging Face model", read=hf.hf_tokenizer)
     path.unlink()
-    refuses(tmp_path, "tokenizer.json is missing", read=hf.hf_tokenizer)
+    refuses(tmp_path, "tokenizer.json", "No such file", read=hf.hf_tokenizer)
 
 
 def test_first_token(tmp_path):
     for fields, first in (
-        (dict(bos_token_id=1, eos_token_id=2), 1),
         (dict(bos_token_id=0, eos_token_id=2), 0),
-        (dict(bos_token_id=128000, eos_token_id=[128001, 128009]), 128000),
         (dict(bos_token_id=None, eos_token_id=2), 2),
         (dict(eos_token_id=[128001, 128009]), 128001),
     ):
         (tmp_path / "config.json").write_text(json.dumps(fields))
         assert hf.hf_first_token(tmp_path) == first, fields
-    for fields in ({}, dict(bos_token_id=None, eos_token_id=[]), dict(bos_token_id="<s>")):
-        (tmp_path / "config.json").write_text(json.dumps(fields))
-        refuses(tmp_path, "config.json", "bos_token_id", "eos_token_id", read=hf.hf_first_token)
+    (tmp_path / "config.json").write_text("{}")
+    refuses(tmp_path, "config.json", "bos_token_id", "eos_token_id", read=hf.hf_first_token)
