@@ -177,7 +177,7 @@ class Corpus:
             if domain not in known:
                 raise UserError(f"mixture names domain {domain!r}; {self.dir} has {', '.join(known)}")
             if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-                raise UserError(f"mixture gives {domain} the weight {weight!r}; it must be a number of at least 0")
+                raise UserError(f"mixture gives {domain} the weight {weight!r}; weights are numbers of at least 0")
         total = sum(mixture.values())
         if total == 0:
             raise UserError(f"mixture {mixture} must have a weight above 0")

@@ -77,31 +77,31 @@ def check_importance(mode, n_kv_head, kind):
         what = f"{mode}, {n_kv_head} key heads, {kind}, layer {attn.n}"
         given = output[2], args[4], args[2]  # now, attended, lambdas
         sums = attention(attn, args, output).sum(dim=2)  # over queries: (B, H, T)
-        for rows in (1, 3, 9, 0):
-            found = sum(w * received(q, keys, 4**-0.5, rows) for w, q, keys in softmaxes(attn, *given))
-            assert torch.allclose(found, sums, **EXACT), (what, rows)
+        found = sum(w * received(q, keys, 4**-0.5) for w, q, keys in softmaxes(attn, *given))
+        assert torch.allclose(found, sums, **EXACT), what
         share = importance(attn, *given)
         assert share.shape == (2, 8, 9), what
         assert torch.allclose(share, sums / sums.sum(dim=-1, keepdim=True), **EXACT), what
-        assert torch.allclose(share.sum(dim=-1), torch.ones(2, 8).double(), **EXACT), what
 
 
-def test_importance_is_the_column_sums_of_the_attention_applied():
+def test_importance_is_the_column_sums_of_the_attention_applied(monkeypatch):
+    monkeypatch.setattr(analyze, "BLOCK", 600)  # up to 4 queries at a time
     for mode, n_kv_head in [*widths(*COVER), *((mode, n) for mode in COMBINED for n in (8, 2))]:
         check_importance(mode, n_kv_head, "sdpa")
     for mode in ("vanilla", "cross_all", "scores_twice", "probs_twice"):
         check_importance(mode, 2, "eager")
 
 
-def test_received_by_hand():
+def test_received_by_hand(monkeypatch):
     """Two parts: query i sees keys up to i of both, and a position's columns of both count."""
     q, *keys = (torch.randn(t, generator=torch.Generator().manual_seed(0)).double() for t in [(1, 1, 5, 3)] * 3)
     wanted = torch.zeros(5).double()
     for i in range(5):
         scores = torch.cat([k[0, 0, : i + 1] for k in keys]) @ q[0, 0, i] * 0.7
         wanted[: i + 1] += scores.softmax(0)[: i + 1] + scores.softmax(0)[i + 1 :]
-    for rows in (1, 2, 5, 0):
-        torch.testing.assert_close(received(q, keys, 0.7, rows)[0, 0], wanted, **EXACT)
+    for block in (1, 20, 2**24):  # 1, 2 and all queries at a time
+        monkeypatch.setattr(analyze, "BLOCK", block)
+        torch.testing.assert_close(received(q, keys, 0.7)[0, 0], wanted, **EXACT)
 
 
 def test_the_weight_of_attention_does_not_change_where_it_goes():
@@ -114,7 +114,7 @@ def test_the_weight_of_attention_does_not_change_where_it_goes():
 
 def test_half_precision_is_summed_in_fp32():
     q, k = (t.bfloat16() for t in torch.randn(2, 1, 2, 300, 8, generator=torch.Generator().manual_seed(0)))
-    found = received(q, [k], 0.3, 7)
+    found = received(q, [k], 0.3)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), received(q.double(), [k.double()], 0.3), rtol=1e-5, atol=1e-5)
 
@@ -260,30 +260,28 @@ def compare(averages, chunks, what):
         np.testing.assert_allclose(averages.mean(name, n), wanted, rtol=1e-9, atol=1e-10, err_msg=message)
 
 
-@pytest.mark.parametrize("T,sink", [(9, 0.314), (21, 0.174)])  # fewer and more tokens than a value has dimensions
-def test_a_pass_equals_the_definitions(monkeypatch, T, sink):
-    monkeypatch.setattr(analyze, "SINK", sink)  # about half of these models' heads give the first token more
-    monkeypatch.setattr(analyze, "BLOCK", 10 * T)  # 5 queries at a time in attend_to_both, 1 in received
-    for mode, n_kv_head in [*widths(*VALUES, *UNMIXED), ("resformer", 1)]:
+def test_a_pass_equals_the_definitions(monkeypatch):
+    """With fewer and with more tokens than a value has dimensions."""
+    cases = [(9, 0.314, mode, n) for mode, n in widths(*VALUES, *UNMIXED)]
+    cases += [(21, 0.174, mode, n) for mode in ("vanilla", "resformer", "share_v2", "cross") for n in (8, 1)]
+    for T, sink, mode, n_kv_head in cases:
+        monkeypatch.setattr(analyze, "SINK", sink)  # about half of these models' heads give the first token more
+        monkeypatch.setattr(analyze, "BLOCK", 10 * T)  # 5 queries at a time in attend_to_both, 1 in received
         model, idx = tiny(mode, n_kv_head=n_kv_head), tokens((2, T))
         chunks = [naive(model, mode, row[None], sink) for row in idx]
         assert 0 < np.mean([chunk["sink_heads", n] for chunk in chunks for n in range(4)]) < 1, mode
-        compare(recorded(model, idx), chunks, f"{mode} {n_kv_head}")
-
-
-def test_a_pass_over_gpt2():
+        compare(recorded(model, idx), chunks, f"{mode} {n_kv_head} {T}")
     for mode, n_kv_head in (("vanilla", 8), ("resformer", 2)):
         model, idx = tiny(mode, n_kv_head=n_kv_head, arch="gpt2", attn="eager"), tokens((2, 12))
-        compare(recorded(model, idx), [naive(model, mode, row[None], analyze.SINK) for row in idx], mode)
+        compare(recorded(model, idx), [naive(model, mode, row[None], sink) for row in idx], f"gpt2 {mode}")
 
 
 def test_one_percent_is_a_rank():
-    model, idx = tiny(n_layer=1, n_head=2, n_embd=8, block_size=250), tokens((1, 250))
-    found = recorded(model, idx)
-    total = np.sort(found.mean("importance", 0))
-    assert found.mean("top_1%", 0) == total[-3] and found.mean("top_10", 0) == total[-10]
-    assert [analyze.ranks(T)["top_1%"] for T in (2, 100, 101, 1000, 2048)] == [1, 1, 2, 10, 21]
-    assert list(analyze.ranks(2)) == ["top_1", "top_2", "top_1%"]
+    model = tiny(n_layer=1, n_head=2, n_embd=8, block_size=250)
+    for T, rank in ((2, 1), (100, 1), (101, 2), (250, 3)):
+        found = recorded(model, tokens((1, T)))
+        assert found.mean("top_1%", 0) == np.sort(found.mean("importance", 0))[-rank], T
+        assert (found.mean("top_10", 0) is None) == (T < 10), T
 
 
 def test_every_mode():
@@ -326,16 +324,13 @@ def test_a_recorder_leaves_nothing_behind():
 
 
 def test_averages_over_uneven_batches():
-    rng = np.random.default_rng(0)
-    numbers, rows, averages = rng.normal(3, 2, 7), rng.normal(3, 2, (7, 4)), Averages()
+    numbers, averages = np.random.default_rng(0).normal(3, 2, (7, 4)), Averages()
     for batch in ([0], [1, 2, 3], [4, 5], [6]):
-        found = {"number": torch.from_numpy(numbers[batch]).float(), "row": torch.from_numpy(rows[batch])}
-        averages.add(1, found, "a_")
-    numbers = numbers.astype(np.float32).astype(np.float64)
-    assert averages.mean("a_number", 1) == pytest.approx(numbers.mean(), rel=1e-12)
-    assert averages.std("a_number", 1) == pytest.approx(numbers.std(ddof=1), rel=1e-12)
-    np.testing.assert_allclose(averages.mean("a_row", 1), rows.mean(axis=0), rtol=1e-12)
-    assert isinstance(averages.mean("a_number", 1), float) and averages.mean("a_row", 1).dtype == np.float64
+        rows = torch.from_numpy(numbers[batch])
+        averages.add(1, {"number": rows[:, 0], "row": rows}, "a_")
+    assert averages.mean("a_number", 1) == pytest.approx(numbers[:, 0].mean(), rel=1e-12)
+    assert averages.std("a_number", 1) == pytest.approx(numbers[:, 0].std(ddof=1), rel=1e-12)
+    np.testing.assert_allclose(averages.mean("a_row", 1), numbers.mean(axis=0), rtol=1e-12)
     assert averages.mean("a_number", 0) is averages.std("a_number", 0) is averages.mean("other", 1) is None
     averages.add(0, {"one": torch.ones(1)})
     assert averages.mean("one", 0) == 1 and averages.std("one", 0) is None
@@ -394,41 +389,13 @@ def test_learned_weights():
 
 
 def test_uniform_entropy():
-    for T, wanted in ((20, 2.623), (100, 4.194), (500, 5.794), (512, 5.818), (1024, 6.510), (2048, 7.2025)):
-        rows = np.tril(np.ones((T, T))) / np.arange(1, T + 1)[:, None]
-        share = rows.sum(axis=0) / T
+    for T, wanted in ((20, 2.623), (512, 5.818), (1024, 6.510), (2048, 7.2025)):
+        share = (np.tril(np.ones((T, T))) / np.arange(1, T + 1)[:, None]).sum(axis=0) / T
         assert uniform_entropy(T) == pytest.approx(-(share * np.log(share)).sum(), rel=1e-12)
         assert abs(uniform_entropy(T) - wanted) < 6e-4
-    assert round(uniform_entropy(2048), 4) == 7.2025
-
-
-def test_queries_of_zero_attend_alike():
     model = tiny(n_layer=1, n_head=2, n_embd=8, block_size=2048)
-    model.blocks[0].attn.proj.weight.data[:8] = 0
-    entropy = recorded(model, tokens((1, 2048))).mean("entropy", 0)
-    assert entropy == pytest.approx(uniform_entropy(2048), rel=1e-12) and round(entropy, 4) == 7.2025
-
-
-def test_similarity_of_equal_and_of_orthogonal_states():
-    model = tiny(n_layer=1)
-    model.embed.weight.data[:32] = torch.diag(torch.arange(1, 33.0))
-    found = recorded(model, torch.full((1, 12), 5)), recorded(model, torch.arange(12)[None])
-    equal, orthogonal = (averages.mean("hidden_similarity", 0) for averages in found)
-    assert equal == pytest.approx(1, abs=1e-12) and orthogonal == pytest.approx(0, abs=1e-12)
-    model.embed.weight.data[7] = -model.embed.weight[3]
-    assert recorded(model, torch.tensor([[3, 7]])).mean("hidden_similarity", 0) == pytest.approx(-1, abs=1e-12)
-
-
-@pytest.mark.parametrize("T", [9, 32])
-def test_values_along_one_direction_have_one_eigenvalue(T):
-    model = tiny(n_layer=1, n_head=4, n_embd=16)
-    weight = model.blocks[0].attn.proj.weight.data
-    weight[-16:] = torch.outer(torch.arange(1, 17.0), weight[-1])
-    found = recorded(model, tokens((1, T)))
-    values, norms = found.mean("value_spectrum", 0), found.mean("value_norm", 0)
-    assert values.shape == (16,) and values[0] == pytest.approx((norms**2).mean(), rel=1e-10)
-    assert abs(values[1:]).max() < 1e-10 * values[0] and found.mean("value_largest", 0) == values[0]
-    assert found.mean("value_rank", 0) == pytest.approx(1, abs=1e-9)
+    model.blocks[0].attn.proj.weight.data[:8] = 0  # queries of zero attend alike
+    assert recorded(model, tokens((1, 2048))).mean("entropy", 0) == pytest.approx(uniform_entropy(2048), rel=1e-12)
 
 
 def test_eigenvalues_are_exact_from_single_precision():
@@ -438,90 +405,19 @@ def test_eigenvalues_are_exact_from_single_precision():
     assert analyze.spectrum(x).dtype == torch.float64
 
 
-def planted(position, T=24):
-    """A model without positions whose queries all want the key of token 60, and ids that have it there alone."""
-    model = tiny(arch="gpt2", n_layer=1, n_head=2, n_embd=8)
-    P = dict(model.named_parameters())
-    P["positions.weight"].data.zero_()
-    idx = torch.full((1, T), 1)
-    idx[0, position] = 60
-    x = norm(P["embed.weight"].detach(), P, "blocks.0.norm1", True)
-    W, b, differ = P["blocks.0.attn.proj.weight"].data, P["blocks.0.attn.proj.bias"].data, x[60] - x[1]
-    W[:16], b[:16] = 0, 0
-    b[[0, 4]], W[[8, 12]] = 1.0, 100 * differ / differ.dot(differ)  # scores of token 60 are 50 above the others'
-    return model, idx
-
-
-@pytest.mark.parametrize("position", [0, 3, 11, 12, 23])
-def test_a_planted_sink_is_found(position):
-    model, idx = planted(position)
-    found = recorded(model, idx)
-    wanted = [[position]] if position < 12 else [[]]  # only positions that half of the queries see can be sinks
-    assert analyze.find_flags(found, 1, 24)["sinks"] == wanted
-    assert found.mean("sink_heads", 0) == (position == 0)
-    assert found.mean("top_1", 0) >= (24 - position) / 24 - 1e-9
-    if position == 0:
-        assert found.mean("first", 0) == pytest.approx(1, abs=1e-9) and found.mean("entropy", 0) < 1e-6
-
-
 def test_the_table_says_what_was_found():
-    model, idx = planted(0)
-    model.blocks[0].attn.proj.weight.data[16:] *= torch.arange(1.0, 9)  # the norms of two values are not alike
+    model, idx = tiny(n_layer=1), tokens((2, 24))
     averages = recorded(model, idx)
     numbers, _ = analyze.summarize_layers(model, averages, 24)
     cells = analyze.layer_table(numbers).splitlines()[2].strip("| ").split(" | ")
     ratios = [averages.mean(f"{t}_norm_first", 0) / averages.mean(f"{t}_norm_rest", 0) for t in ("value", "hidden")]
-    right = [averages.mean("hidden_similarity", 0), averages.mean("value_rank", 0)]
-    assert cells[0] == "1" and [float(c) for c in cells[3:8]] == pytest.approx([1.0, *ratios, *right], abs=0.05)
-    assert cells[8] == "sinks at [0]"
+    right = [averages.mean(name, 0) for name in ("first", "hidden_similarity", "value_rank")]
+    right[1:1] = ratios
+    assert cells[0] == "1" and [float(c) for c in cells[3:8]] == pytest.approx(right, abs=0.05)
+    numbers["flags"]["sinks"][0] = [0, 2]
     for name, says in {"value_drains": "value drain", "hidden_peaks": "value drain, hidden peak"}.items():
         numbers["flags"][name][0] = True
-        assert analyze.layer_table(numbers).endswith(f"| sinks at [0], {says} |")
-
-
-def test_a_sink_of_one_head_is_one():
-    model, idx = planted(0)
-    model.blocks[0].attn.proj.bias.data[4] = 0  # the other head attends to all alike
-    found = recorded(model, idx)
-    assert found.mean("sink_heads", 0) == 0.5
-    assert found.mean("first", 0) == pytest.approx((1 + 3.776 / 24) / 2, abs=1e-4)
-    heads = np.stack([np.eye(24)[0], (1 / np.arange(1, 25))[::-1].cumsum()[::-1] / 24])
-    mean = heads.mean(axis=0)  # before the entropy, which of the heads' own entropies would be another
-    assert found.mean("entropy", 0) == pytest.approx(-(mean * np.log(mean)).sum(), rel=1e-9)
-
-
-def nothing(model, idx):
-    pass
-
-
-def no_values(model, idx):  # of tokens 59 and 60: what they project is taken out of W_v
-    W = model.blocks[0].attn.proj.weight.data[64:]
-    x = model.blocks[0].norm1(model.embed.weight[59:61]).detach()
-    W -= 0.9 * W @ torch.linalg.pinv(x) @ x
-
-
-def long_states(model, idx):
-    model.embed.weight.data[59:61] *= 60
-
-
-def huge_activation(model, idx):
-    model.embed.weight.data[60, 3] = 5000.0
-    idx[0, [0, 20]] = idx[0, [20, 0]]
-
-
-def test_what_is_planted_raises_its_flag_alone():
-    """In a model of one layer, on two chunks; the first begins with token 60, the second with 59."""
-    quiet = dict(sinks=[[]], value_drains=[False], hidden_peaks=[False, False], massive=[0, 0])
-    for plant, raised in (
-        (nothing, {}),
-        (no_values, dict(value_drains=[True])),
-        (long_states, dict(hidden_peaks=[True, True])),
-        (huge_activation, dict(massive=[0.5, 0.5])),
-    ):
-        model, idx = tiny(n_layer=1), tokens((2, 24), vocab=40)
-        idx[0, 0], idx[1, 0] = 60, 59
-        plant(model, idx)
-        assert analyze.find_flags(recorded(model, idx), 1, 24) == quiet | raised, plant
+        assert analyze.layer_table(numbers).endswith(f"| sinks at [0, 2], {says} |")
 
 
 def test_flags_at_their_thresholds():
@@ -549,18 +445,15 @@ def test_flags_at_their_thresholds():
 
 def test_massive_activations():
     """Above 100, and above 1000 times the median of their sizes."""
-    cases = [(99.0, 0.01, 0), (101.0, 0.1, 1), (101.0, 0.102, 0)]
-    cases += [(-101.0, 0.1, 1), (150.0, -0.1, 1), (5000.0, 5.1, 0)]
-    for top, rest, massive in cases:
-        x = torch.full((3, 6, 5), 0.01)
+    for top, rest, massive in ((99, 0.01, 0), (101, 0.1, 1), (101, 0.102, 0), (-101, 0.1, 1), (150, -0.1, 1)):
+        x = torch.full((3, 6, 5), 0.01).double()
         x[1] = rest
         x[1, 4, 2] = top
         recorder = Recorder(tiny(n_layer=1))
-        recorder.state(0, None, (x.double(),))
-        averages = recorder.averages
-        assert averages.mean("massive", 0) == pytest.approx(massive / 3), (top, rest)
-        assert averages.mean("activation_max", 0) == pytest.approx((abs(top) + 0.02) / 3)
-        assert averages.mean("activation_median", 0) == pytest.approx((abs(rest) + 0.02) / 3)
+        recorder.state(0, None, (x,))
+        found = {name: recorder.averages.mean(name, 0) for name in ("massive", "activation_max", "activation_median")}
+        wanted = {"massive": massive, "activation_max": abs(top) + 0.02, "activation_median": abs(rest) + 0.02}
+        assert found == pytest.approx({name: x / 3 for name, x in wanted.items()}), (top, rest)
 
 
 # ---- chunks
@@ -575,7 +468,7 @@ def three(tmp_path_factory):
 
 
 def subject(data_dir, mixture=None, first_token=256, tokenizer=None):
-    return Subject(None, "it", None, data_dir, mixture, first_token, tokenizer or byte_tokenizer(), {})
+    return Subject(None, analyze.Path("it"), data_dir, mixture, first_token, tokenizer or byte_tokenizer())
 
 
 def places(data_dir, idx, T):
@@ -607,19 +500,13 @@ def test_chunks_are_drawn_as_the_mixture_says(three):
 
 def test_chunks_follow_from_the_seed(three):
     a, same, other = (analyze.read_chunks(subject(three), 20, 33, seed) for seed in (1, 1, 2))
-    assert torch.equal(a, same) and not torch.equal(a, other)
-    assert set(places(three, a, 33)) != set(places(three, other, 33))
-    more = analyze.read_chunks(subject(three), 40, 33, 1)
-    assert set(places(three, a, 33)) < set(places(three, more, 33))
+    assert torch.equal(a, same) and set(places(three, a, 33)) != set(places(three, other, 33))
+    more = places(three, analyze.read_chunks(subject(three), 40, 33, 1), 33)
+    assert set(places(three, a, 33)) < set(more)
     assert {domain for domain, _ in places(three, a[:12], 33)} == THREE.keys()  # each batch has text of all domains
-    assert (analyze.read_chunks(subject(three, first_token=7), 3, 33, 1)[:, 0] == 7).all()
-
-
-def test_fewer_chunks_than_asked(three):
-    """93 windows of 32 in each domain's 3,000 tokens: none comes twice, and another domain does not stand in."""
-    found = places(three, analyze.read_chunks(subject(three), 200, 33, 1), 33)
-    assert len(set(found)) == len(found) == 93 + 60 + 40
-    assert len({w for d, w in found if d == "prose"}) == 93
+    # 93 windows of 32 in each domain's 3,000 tokens: none comes twice, and another domain does not stand in
+    most = places(three, analyze.read_chunks(subject(three), 200, 33, 1), 33)
+    assert len(set(most)) == len(most) == 93 + 60 + 40
 
 
 def other_tokenizer():
@@ -649,11 +536,9 @@ def test_chunks_that_are_too_short_in_another_models_tokens(three):
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 5}, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    other, windows = subject(three, None, 3, words), analyze.choose_windows(data.Corpus(three, 6), 300, 1)
-    texts = {d: np.fromfile(three / "val" / f"{d}.bin", "<u2") for d in THREE}
-    inside = [256 in texts[d][w * 6 + 1 : w * 6 + 5] for d, w in windows]
-    assert 0 < sum(inside) < 100
-    assert analyze.read_chunks(other, 300, 3, 1).tolist() == [[3, 5, 5]] * sum(inside)
+    other = subject(three, None, 3, words)
+    found = analyze.read_chunks(other, 300, 3, 1).tolist()
+    assert 0 < len(found) < 100 and found == [[3, 5, 5]] * len(found)
     with pytest.raises(configurator.UserError, match="has no chunk of 9 tokens; set a smaller --length"):
         analyze.read_chunks(other, 100, 9, 1)
 
@@ -703,22 +588,19 @@ def written(folder):
         return json.loads((folder / "analysis.json").read_text()), dict(arrays)
 
 
-def near(found, wanted, **how):
-    """Numbers agree, and where one is missing the other is too."""
-    pairs = list(zip(found, wanted, strict=True))
-    missing = [(a is None) == (b is None) for a, b in pairs]
-    return all(missing) and all(a is None or a == pytest.approx(b, **how) for a, b in pairs)
+def near(found, wanted, rtol, name):
+    """Numbers agree, and where one is None the other is too."""
+    np.testing.assert_allclose(np.array(found, float), np.array(wanted, float), rtol, atol=1e-6, err_msg=name)
 
 
 KEYS = set("format mode step checkpoint parameters config chunks chunks_asked length first_token dtype device".split())
-KEYS |= set("entropy_uniform layers states normed flags thresholds learned seconds peak_bytes environment".split())
+KEYS |= set("entropy_uniform layers states normed flags thresholds learned environment".split())
 LAYERS = set("entropy entropy_minus_uniform first top_1 top_2 top_3 top_10 top_1% sink_heads eq4 eq6".split())
 LAYERS |= {f"{t}_{x}" for t in ("key", "value", "raw_value") for x in ("norm_first", "norm_rest", "similarity")}
 LAYERS |= {f"{t}_{x}" for t in ("value", "raw_value") for x in ("largest", "rank")}
 STATES = {"hidden_norm_first", "hidden_norm_rest", "hidden_similarity", "activation_max", "activation_median"}
 ARRAYS = dict(importance=(2, 24), value_norm=(2, 24), raw_value_norm=(2, 24), key_norm=(2, 24), hidden_norm=(3, 24))
 ARRAYS |= dict(value_spectrum=(2, 32), raw_value_spectrum=(2, 32))
-TIMES = ("seconds", "peak_bytes", "environment")
 
 
 def test_two_runs_as_a_user_does_it(runs):
@@ -737,7 +619,7 @@ def test_two_runs_as_a_user_does_it(runs):
         for columns, n in ((found["layers"], 2), (found["states"], 3), (found["normed"], 1)):
             assert all(len(column[key]) == n for column in columns.values() for key in ("mean", "std"))
         assert f"{name} ({mode}): 10 chunks of 24 tokens; wrote {runs / name}/analysis.json" in result.stdout
-        assert "note:" not in result.stdout and found["peak_bytes"] > 2**20
+        assert "note:" not in result.stdout
         for n in range(2):
             number = found["layers"]["entropy"]["mean"][n]
             assert f"| {n + 1} | {number:.4f} | {number - uniform_entropy(24):+.4f} |" in result.stdout
@@ -749,35 +631,29 @@ def test_two_runs_as_a_user_does_it(runs):
 
 def test_what_is_written_is_what_was_measured(runs, tmp_path):
     words = (runs / "b", "--chunks=7", "--length=24", "--seed=3")
-    found, arrays = analysis_of(tmp_path / "x", *words)
-    assert [p.name for p in tmp_path.glob("*")] == ["x"] and len(list((tmp_path / "x").iterdir())) == 2
+    found, arrays = analysis_of(tmp_path, *words)
     _, others = analysis_of(tmp_path / "again", *words, "--batch_tokens=50")
     idx = analyze.read_chunks(subject(runs / "data", {"prose": 1, "code": 3}), 7, 24, 3)
     averages = recorded(checkpoint.load(runs / "b"), idx)
-    layers, states = (found["layers"], LAYERS - {"entropy_minus_uniform"}, 2), (found["states"], STATES, 3)
-    for columns, names, n_of in (layers, states):
-        for name in names:
+    names = {"layers": LAYERS - {"entropy_minus_uniform"}, "states": STATES, "normed": set(analyze.NORMED)}
+    for part, n_of in {"layers": 2, "states": 3, "normed": 1}.items():
+        for name in names[part]:
             means, deviations = ([f(name, n) for n in range(n_of)] for f in (averages.mean, averages.std))
-            assert near(columns[name]["mean"], means, rel=1e-4, abs=1e-6), name
-            assert near(columns[name]["std"], deviations, rel=1e-2, abs=1e-5), name
-    for name in ("norm_first", "norm_rest", "similarity"):
-        wanted = averages.mean(f"normed_{name}", 0)
-        assert found["normed"][f"normed_{name}"]["mean"] == [pytest.approx(wanted, rel=1e-4)]
+            near(found[part][name]["mean"], means, 1e-4, name)
+            near(found[part][name]["std"], deviations, 1e-2, name)
     for name, array in arrays.items():
         for n, row in enumerate(array):
             wanted = averages.mean(name, n)
             wanted = np.full_like(row, np.nan) if wanted is None else wanted
             np.testing.assert_allclose(row, wanted, rtol=1e-3, atol=1e-6)
         np.testing.assert_allclose(array, others[name], rtol=1e-3, atol=1e-6)
-    ratio = [found["layers"][name]["mean"][1] for name in ("value_norm_first", "value_norm_rest")]
-    assert f"| {ratio[0] / ratio[1]:.3f} |" in call(*words, f"--out_dir={tmp_path / 'x'}").stdout
 
 
 def test_settings_change_what_they_should_alone(runs, tmp_path):
     words = (runs / "a", "--chunks=5", "--length=24")
     a, arrays = analysis_of(tmp_path, *words)
     again, others = analysis_of(tmp_path, *words)
-    assert {k: v for k, v in a.items() if k not in TIMES} == {k: v for k, v in again.items() if k not in TIMES}
+    assert a | {"environment": 0} == again | {"environment": 0}
     assert all(np.array_equal(arrays[k], others[k]) for k in ARRAYS)
     found, _ = analysis_of(tmp_path, *words, "--seed=1")
     assert found["layers"]["entropy"] != a["layers"]["entropy"]
@@ -837,15 +713,14 @@ def test_a_hugging_face_folder(runs, tmp_path):
     idx = analyze.read_chunks(subject(runs / "data", None, 3, other_tokenizer()), 6, 33, 42)
     averages = recorded(model, idx)
     for name in ("entropy", "first", "value_rank", "eq4", "eq6"):
-        assert near(found["layers"][name]["mean"], [averages.mean(name, n) for n in range(2)], rel=1e-5), name
+        wanted = [averages.mean(name, n) for n in range(2)]
+        near(found["layers"][name]["mean"], wanted, 1e-5, name)
     assert arrays["value_spectrum"].shape == (2, 8)
     narrow, _ = analysis_of(tmp_path / "narrow", folder, data_dir, "--chunks=6", "--dtype=bfloat16")
     narrow, wide = narrow["layers"]["entropy"]["mean"], found["layers"]["entropy"]["mean"]
     assert narrow != wide and narrow == pytest.approx(wide, abs=0.05)
     refused(call(folder), "does not say what it was trained on", "--data_dir")
     refused(call(folder, data_dir, "--length=34"), "length=34", "block_size=33", "--length=33")
-    (folder / "tokenizer.json").unlink()
-    refused(call(folder, data_dir), "tokenizer.json is missing")
     few = GPT(config(vocab_size=100, n_layer=2, n_kv_head=2, block_size=33))
     other_tokenizer().save(str(hf_folder(tmp_path / "few", few, **about | {"vocab_size": 100}) / "tokenizer.json"))
     refused(call(tmp_path / "few", data_dir, "--chunks=6"), "has 100 token ids")
@@ -866,24 +741,14 @@ def test_data_is_verified(runs, tmp_path):
     assert call(*words, "--verify=false").returncode == 0
 
 
-def test_without_a_run_those_that_exist_are_named(runs, tmp_path):
-    refused(call(cwd=tmp_path), "name the runs to analyse", "--init=FILE", "none below out/ yet")
-    shutil.copytree(runs, tmp_path / "out")
-    refused(call(cwd=tmp_path), "runs that exist: ", "out/a", "out/b", "out/stopped")
-
-
-def test_bad_calls(runs, tmp_path, monkeypatch):
+def test_bad_calls(runs, tmp_path):
     a, b = runs / "a", runs / "b"
     for words, says in (
+        ((), ["name the runs to analyse", "--init=FILE"]),
         ((a, "--init=config/tiny.py"), ["runs and --init exclude each other"]),
         ((a, "--length=1"), ["length=1", "at least 2"]),
         ((a, "--length=65"), ["length=65", "block_size=64", "--length=64"]),
-        ((a, "--length=-1"), ["length=-1 must be at least 0"]),
-        ((a, "--chunks=0"), ["chunks=0 must be at least 1"]),
-        ((a, "--batch_tokens=0"), ["batch_tokens=0 must be at least 1"]),
         ((a, "--first_token=257"), ["first_token=257", "257 token ids"]),
-        ((a, "--first_token=-2"), ["first_token=-2 must be at least -1"]),
-        ((a, "--lenght=5"), ["unknown setting 'lenght'", "'length'"]),
         ((a, "--dtype=float16"), ["dtype takes 'float32' or 'bfloat16'"]),
         ((a, b, f"--out_dir={tmp_path}"), [f"out_dir={tmp_path}", "2 runs"]),
         ((runs / "none",), ["none holds no checkpoint"]),
@@ -903,16 +768,13 @@ def test_bad_calls(runs, tmp_path, monkeypatch):
     checkpoint.save(tmp_path / "long", 1, GPT(config(vocab_size=257, block_size=4096)), byte_tokenizer().hash)
     byte_tokenizer().save(tmp_path / "long" / "tokenizer.json")
     refused(call(tmp_path / "long", f"--data_dir={runs / 'data'}"), "3000 tokens", str(runs / "data"), "--length")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_: None)  # waits for the others
-    refused(call(a), "one process", "torchrun")
 
 
-@pytest.mark.parametrize("where", ["embed", "blocks.1.attn.proj", "blocks.1.mlp.down", "norm"])
-def test_a_model_that_is_not_finite(runs, tmp_path, where):
-    model = checkpoint.load(runs / "a")
-    model.get_submodule(where).weight.data.fill_(math.nan)
-    checkpoint.save(tmp_path, 1, model, byte_tokenizer().hash)
+def test_a_model_that_is_not_finite(runs, tmp_path):
     byte_tokenizer().save(tmp_path / "tokenizer.json")
-    refused(call(tmp_path, f"--data_dir={runs / 'data'}", "--chunks=2"), "NaN")
+    for where in ("embed", "blocks.1.attn.proj", "blocks.1.mlp.down", "norm"):
+        model = checkpoint.load(runs / "a")
+        model.get_submodule(where).weight.data.fill_(math.nan)
+        checkpoint.save(tmp_path, 1, model, byte_tokenizer().hash)
+        refused(call(tmp_path, f"--data_dir={runs / 'data'}", "--chunks=2"), "NaN")
     assert not list(tmp_path.glob("analysis.*"))
