@@ -356,15 +356,11 @@ def check_finite(x, what):
 def record(model, idx, batch_tokens, device):
     """Averages over all chunks idx (N, T), from passes of `batch_tokens` tokens."""
     recorder = Recorder(model)
-    bar = progress("analysis", idx.numel(), "token")
-    try:
-        with torch.inference_mode():
-            for rows in idx.split(max(1, batch_tokens // idx.size(1))):
-                model.hidden(rows.to(device))
-                bar.update(rows.numel())
-    finally:
-        recorder.close()
-        bar.close()
+    with torch.inference_mode(), progress("analysis", idx.numel(), "token") as bar:
+        for rows in idx.split(max(1, batch_tokens // idx.size(1))):
+            model.hidden(rows.to(device))
+            bar.update(rows.numel())
+    recorder.close()
     return recorder.averages
 
 

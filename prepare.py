@@ -54,7 +54,7 @@ class PrepareConfig:
     tokenizer: str = setting(
         "", "bpe:<vocabulary size>, gpt2 or neox; if empty bpe:4096, or neox for slimpajama", group="Tokenizer"
     )
-    tokenizer_file: str = setting("", "neox: a tokenizer.json; gpt2: a folder with encoder.json and vocab.bpe")
+    tokenizer_file: str = setting("", "neox: a tokenizer.json; gpt2: a folder with encoder.json")
     bpe_bytes: int = setting(16_000_000, "bytes of train text that bpe is trained on", least=0)
     tokens: int | None = setting(
         None, "train tokens over all domains, 0 for all there is; 20e9 for slimpajama", least=0, group="Amounts"
@@ -383,10 +383,9 @@ def place_documents(cfg, state, pending, split, docs, held_out):
 
 
 def append_tokens(path, start, ids):
-    """Write ids at token `start` of a token file, through to the disk, over what a killed run wrote there."""
+    """Write ids at token `start` of a token file, through to the disk. A killed run may have written the same there."""
     path.parent.mkdir(exist_ok=True)
     with open(path, "r+b" if start else "wb") as file:
-        file.truncate(2 * start)
         file.seek(2 * start)
         file.write(ids.tobytes())
         file.flush()
