@@ -9,7 +9,7 @@
 Tasks: loss (validation loss by domain), hellaswag openbookqa winogrande arc_challenge arc_easy piqa, lambada;
 table1 = the six multiple-choice tasks, table5 = loss, all = everything. Prints Markdown tables and writes them to
 out_file; writes eval.json and the score of every choice (samples_*.jsonl) beside each checkpoint. A call that was
-interrupted goes on from what these hold. Read next: tasks.py, for what is asked.
+interrupted goes on from these samples. Read next: tasks.py, for what is asked.
 """
 
 from dataclasses import dataclass, field
@@ -40,8 +40,6 @@ class EvalConfig:
 
     def __post_init__(self):
         check_ranges(self)
-        if not self.runs or not self.task:
-            raise ValueError("name at least one run and one task")
         names = [name for group in self.task for name in GROUPS.get(group, (group,))]
         object.__setattr__(self, "task", tuple(dict.fromkeys(names)))  # each once
         if self.backend == "native":
@@ -61,10 +59,10 @@ class EvalConfig:
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
     SETTINGS = command_line(EvalConfig, __doc__)
 
-import contextlib
 import hashlib
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -76,7 +74,7 @@ import torch
 import checkpoint
 from checkpoint import load_tokenizer, trained_on
 from data import Corpus, Tokenizer, domain_losses
-from files import read_json, sha256, write_json, write_text
+from files import read_json, read_records, sha256, write_json, write_text
 from model import to_fp32
 from report import markdown, plus_minus, progress
 from runtime import Distributed, environment
@@ -137,9 +135,7 @@ def bundles_of(documents):
     for i, rows in enumerate(documents):
         inputs = [row.ids[:-1] for row in rows]
         slots = [(i, j) for j in range(len(rows))]
-        low, high = min(inputs), max(inputs)  # in the order of lists: these two have the least in common
-        equal = [a == b for a, b in zip(low, high, strict=False)]
-        shared = equal.index(False) if False in equal else len(equal)
+        shared = len(os.path.commonprefix(inputs))  # of any lists, not only of paths
         if 8 * shared >= max(len(ids) for ids in inputs):
             for k in range(0, len(rows), MAX_BRANCHES):
                 bundles.append(Bundle(shared, rows[k : k + MAX_BRANCHES], slots[k : k + MAX_BRANCHES]))
@@ -193,32 +189,28 @@ def log_probs(model, x, places, targets):
     as arrays (n,). x: (N, C). The head is computed once for each place that is needed, some places at a time."""
     device = x.device
     places, place_of_target = np.unique(places, return_inverse=True)
-    order = np.argsort(place_of_target, kind="stable")
-    place_of_target = place_of_target[order]
     x = x[torch.from_numpy(places).to(device)]
     size = max(1, 2 ** (26 if device.type == "cpu" else 28) // model.cfg.vocab_size)  # 256 MiB or 1 GiB of fp32
-    parts = []
+    found = np.empty(len(targets))  # float64: sums of hundreds of nats are compared
+    greedy = np.empty(len(targets), bool)
     for first in range(0, len(places), size):
         z = to_fp32(model.head(x[first : first + size]))  # (size, V)
-        mine = slice(*np.searchsorted(place_of_target, (first, first + size)))
+        mine = np.flatnonzero((first <= place_of_target) & (place_of_target < first + size))
         rows = torch.from_numpy(place_of_target[mine] - first).to(device)
-        ids = torch.from_numpy(targets[order[mine]]).to(device)
-        top = z.amax(dim=1)
+        ids = torch.from_numpy(targets[mine]).to(device)
+        top, likeliest = z.max(dim=1)
         picked = z[rows, ids]
-        greedy = (picked == top[rows]).to(z.dtype)
-        tied = greedy.nonzero()[:, 0]  # few; of equally likely tokens the first is the likeliest
-        greedy[tied] = (z[rows[tied]].argmax(dim=1) == ids[tied]).to(z.dtype)
         total = z.sub_(top[:, None]).exp_().sum(dim=1)
-        parts.append(torch.stack((picked, top[rows], total[rows], greedy)))
-    found = np.empty((4, len(targets)))  # float64: sums of hundreds of nats are compared
-    found[:, order] = torch.cat(parts, dim=1).cpu().numpy()
-    picked, top, total, greedy = found
-    return picked - top - np.log(total), greedy > 0
+        picked, top_here, total = torch.stack((picked, top[rows], total[rows])).cpu().double().numpy()
+        found[mine] = picked - top_here - np.log(total)
+        greedy[mine] = (likeliest[rows] == ids).cpu().numpy()
+    return found, greedy
 
 
 @torch.inference_mode()
 def score_batch(model, batch):
-    """[((document, choice), sum of log-probabilities in nats, all tokens likeliest)] of a list of Bundles."""
+    """[((document, choice), sum of log-probabilities in nats, all tokens likeliest)] of a list of Bundles, in fp32 or
+    better; sums are float64."""
     *inputs, places, targets, owners = lay_out(batch)
     idx, positions, branches = (torch.from_numpy(a).to(model.head.weight.device) for a in inputs)
     has_branches = any(len(bundle.rows) > 1 for bundle in batch)
@@ -231,93 +223,42 @@ def score_batch(model, batch):
 
 
 def score(model, documents, batch_tokens):
-    """Yields lists of (document, [(sum of log-probabilities in nats, all tokens likeliest) of each choice]) as they are
-    done, the longest first. documents: a list of Rows for each."""
-    parts = [{} for _ in documents]
+    """Yields what `score_batch` returns of each forward pass, the widest first. documents: a list of Rows for each."""
     for batch in pack(bundles_of(documents), batch_tokens):
-        changed = {}
-        for (i, j), total, greedy in score_batch(model, batch):
-            parts[i][j] = (total, greedy)
-            changed[i] = len(parts[i]) == len(documents[i])
-        yield [(i, [parts[i][j] for j in range(len(parts[i]))]) for i, is_done in changed.items() if is_done]
+        yield score_batch(model, batch)
 
 
 # ---- samples: scores on disk
 
 
-class Samples:
-    """The scores of a checkpoint in a task: JSON lines beside it, one for each choice, in the order of scoring.
-
-    They are for readers and for a rerun, which does not score again what they hold. The first line is a hash of
-    `facts`, all that the scores follow from; a file with another hash is replaced. Rank 0 writes `path`, each other
-    rank a file with its number in the name; all ranks read all of them.
-    """
-
-    def __init__(self, path, facts, world):
-        self.world = world
-        self.header = json.dumps({"scores_follow_from": hashlib.sha256(json.dumps(facts).encode()).hexdigest()})
-        self.known = {}  # {(document, choice): (sum of log-probabilities, greedy)}
-        last_lines = {file: self.read(file) for file in path.parent.glob(f"{path.stem}*.jsonl")}
-        if world.sum([len(self.known)]).item() != len(self.known) * world.size:  # here all ranks have read
-            raise UserError(f"the ranks see different files in {path.parent}; use a disk that all of them share")
-        mine = path if world.rank == 0 else path.with_suffix(f".{world.rank}.jsonl")
-        last_line = last_lines.get(mine)
-        self.file = open(mine, "w" if last_line is None else "a", encoding="utf-8", errors="backslashreplace")
-        if last_line is None:
-            self.file.write(self.header + "\n")
-        elif last_line:  # it was cut off in writing
-            self.file.write("\n")
-
-    def read(self, path):
-        """Take the scores from a file. Returns what follows its last end of line, or None if it has another hash."""
-        header, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-        if header != self.header or not lines:
-            return None
-        for line in lines:
-            with contextlib.suppress(ValueError):  # cut off in writing, or empty
-                record = json.loads(line)
-                self.known[record["document"], record["choice"]] = (record["log_prob"], record["greedy"])
-        return lines[-1]
-
-    def complete(self, what, documents, sizes, score_some, records_of):
-        """The scores of all documents, on all ranks: [[(sum of log-probabilities, greedy) of each choice] of each].
-
-        documents: the choices of each; sizes: their tokens. Documents that are not known are dealt out to the ranks by
-        size. score_some([document]) yields (document, scores); records_of(document, scores) is what is kept.
-        """
-        results = {}
-        for i, choices in enumerate(documents):
-            scores = [self.known.get((i, j)) for j in range(len(choices))]
-            if None not in scores:
-                results[i] = scores
-        left = sorted((i for i in range(len(documents)) if i not in results), key=lambda i: sizes[i])
-        mine = left[self.world.rank :: self.world.size]
-        is_first = self.world.rank == 0
-        if is_first:
-            print(f"{what}: {sum(sizes[i] for i in left):,} of {sum(sizes):,} tokens to score", file=sys.stderr)
-        else:
-            results = {}  # each document is on one rank alone
-        with progress(what, sum(sizes[i] for i in mine), "tok", is_first) as bar, self.file:
-            for i, scores in score_some(mine):
-                results[i] = scores
-                self.file.write(json_lines(records_of(i, scores)))
-                self.file.flush()
-                bar.update(sizes[i])
-        return gather(self.world, results, documents)
-
-
-def gather(world, results, documents):
-    """The scores of all documents on every rank, from {document: scores} of which each is on one rank alone."""
-    ends = np.cumsum([len(choices) for choices in documents])
-    flat = np.zeros((ends[-1], 2))
-    for i, scores in results.items():
-        flat[ends[i] - len(scores) : ends[i]] = scores
-    flat = [(total, bool(greedy)) for total, greedy in world.sum(flat).tolist()]
-    return [flat[end - len(choices) : end] for end, choices in zip(ends, documents, strict=True)]
-
-
 def json_lines(records):
-    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def collect_samples(path, header):
+    """The records in a task's sample files, now all in `path`: those of other ranks are moved there. Files with another
+    header do not count, and `path` is replaced if it is one."""
+    records = []
+    merged = []
+    for file in path.parent.glob(f"{path.stem}.*"):
+        found = read_records(file)
+        if found and found[0] == header:
+            records += found[1:]
+            merged.append(file)
+    write_text(path, json_lines([header, *records]))
+    for file in set(merged) - {path}:
+        file.unlink()
+    return records
+
+
+def score_table(world, records, documents):
+    """The scores of all ranks' sample records on all ranks: (documents, choices, 3) of log-probability, whether greedy,
+    and 1; zeros where nothing is scored."""
+    table = np.zeros((len(documents), max(map(len, documents)), 3))
+    for record in records:
+        if record["document"] < len(documents):  # a call before this one may have had no limit
+            table[record["document"], record["choice"]] = record["log_prob"], record["greedy"], 1
+    return world.sum(table).numpy()
 
 
 # ---- tasks
@@ -338,63 +279,73 @@ class Entry:
     correct: dict = field(default_factory=dict)
     samples: list = field(default_factory=list)
 
-    def open_samples(self, name, data, cfg, world):
-        code = [sha256(Path(__file__).with_name(file)) for file in CODE]
-        facts = [self.digest, data, cfg.dtype, world.kind, code]
-        return Samples(self.path.with_name(f"samples_{name}.{self.path.stem}.jsonl"), facts, world)
-
 
 def run_task(entry, model, name, asked, where, cfg, world):
     """Score a task for an Entry: its record, correct answers and samples."""
     documents = rows_of(name, asked, entry.tokenizer, model.cfg.block_size)
-
-    def score_some(mine):
-        for done in score(model, [documents[i] for i in mine], cfg.tokens_per_pass(world)):
-            for k, scores in done:
-                yield mine[k], scores
-
-    def records_of(i, scores):
-        return sample_records(entry.label, name, i, asked[i], documents[i], scores)
-
-    sizes = [sum(len(row.ids) for row in rows) for rows in documents]
-    samples = entry.open_samples(name, where, cfg, world)
-    results = samples.complete(f"{entry.label}, {name}", documents, sizes, score_some, records_of)
+    results = task_scores(entry, model, name, asked, documents, where, cfg, world)
     if not all(math.isfinite(total) for scores in results for total, _ in scores):
         raise UserError(f"{name}: the model's log-probabilities are not finite; its training failed, or use float32")
     if cfg.log_samples:
-        entry.samples += [record for i, scores in enumerate(results) for record in records_of(i, scores)]
+        for i, scores in enumerate(results):
+            for j, found in enumerate(scores):
+                entry.samples.append(sample_record(entry.label, name, (i, j), asked[i], documents[i][j], *found))
     entry.correct[name] = per_document(name, asked, results)
     entry.records[name] = task_record(asked, documents, entry.correct[name]) | {"data": where, "limit": cfg.limit}
 
 
-def sample_records(label, name, i, q, rows, scores):
-    """One record for each choice of document i."""
+def task_scores(entry, model, name, asked, documents, where, cfg, world):
+    """[(sum of log-probabilities in nats, greedy) of each choice] of each document, on all ranks.
+
+    Scores are kept beside the checkpoint as JSON lines, one for each choice, after a hash of all that they follow from.
+    What is there is not scored again. Each rank has its own file; rank 0 of the next call collects them.
+    """
+    code = [sha256(Path(__file__).with_name(file)) for file in CODE]
+    facts = json.dumps([entry.digest, where, cfg.dtype, world.kind, code])
+    header = {"scores_follow_from": hashlib.sha256(facts.encode()).hexdigest()}
+    path = entry.path.with_name(f"samples_{name}.{entry.path.stem}.jsonl")
+    known = score_table(world, collect_samples(path, header) if world.rank == 0 else [], documents)
+    if world.rank > 0:
+        path = path.with_suffix(f".{world.rank}.jsonl")
+        write_text(path, json_lines([header]))
+    sizes = [sum(len(row.ids) for row in rows) for rows in documents]
+    left = [i for i, rows in enumerate(documents) if not known[i, : len(rows), 2].all()]
+    mine = sorted(left, key=lambda i: sizes[i])[world.rank :: world.size]
+    what = f"{entry.label}, {name}"
+    if world.rank == 0:
+        print(f"{what}: {sum(sizes[i] for i in left):,} of {sum(sizes):,} tokens to score", file=sys.stderr)
     records = []
-    for j, (row, (total, greedy)) in enumerate(zip(rows, scores, strict=True)):
-        record = {"checkpoint": label, "task": name, "document": i, "choice": j, "context": q.contexts[j]}
-        record["continuation"] = q.delimiter + q.choices[j]
-        record.update(ids=row.ids[-row.n :], log_prob=total, greedy=greedy, gold=q.gold)
-        records.append(record)
-    return records
+    with progress(what, sum(sizes[i] for i in mine), "tok", world.rank == 0) as bar, open(path, "a") as file:
+        for done in score(model, [documents[i] for i in mine], cfg.tokens_per_pass(world)):
+            for (k, j), total, greedy in done:
+                i = mine[k]
+                record = sample_record(entry.label, name, (i, j), asked[i], documents[i][j], total, greedy)
+                records.append(record)
+                file.write(json_lines([record]))
+                bar.update(len(documents[i][j].ids))
+            file.flush()
+    table = np.where(known[..., 2:] > 0, known, score_table(world, records, documents)).tolist()
+    return [[(total, greedy > 0) for total, greedy, _ in table[i][: len(rows)]] for i, rows in enumerate(documents)]
+
+
+def sample_record(label, name, slot, q, row, total, greedy):
+    """What is kept of one choice; slot: (document, choice)."""
+    i, j = slot
+    return {
+        "checkpoint": label,
+        "task": name,
+        "document": i,
+        "choice": j,
+        "context": q.contexts[j],
+        "continuation": q.delimiter + q.choices[j],
+        "ids": row.ids[-row.n :],
+        "log_prob": total,
+        "greedy": greedy,
+        "gold": q.gold,
+    }
 
 
 # ---- loss
-
-
-def loss_parts(corpus, batch_tokens):
-    """[(domain, first window, last, tokens)]: the validation split in parts of one forward pass each. last is None for
-    the tokens that a domain's windows leave over."""
-    step = max(1, batch_tokens // corpus.block_size)
-    parts = []
-    for domain in corpus.domains:
-        n = corpus.windows("val", domain)
-        for first in range(0, n, step):
-            last = min(n, first + step)
-            parts.append((domain, first, last, (last - first) * corpus.block_size))
-        rest = corpus.val_rest(domain)[1].size
-        if rest:
-            parts.append((domain, n, None, rest))
-    return parts
 
 
 @torch.inference_mode()
@@ -404,29 +355,24 @@ def run_loss(entry, model, cfg, world):
     Its record is what `domain_losses` returns, and perplexity: {domain: exp(val)}, tokens: {domain: number}.
     """
     corpus = entry.corpus
-    parts = loss_parts(corpus, cfg.tokens_per_pass(world))
-
-    def read(domain, first, last, n):
-        return corpus.val_rest(domain) if last is None else corpus.val_batch(domain, first, last)
-
-    def score_some(mine):
-        for i in mine:
-            x, y = read(*parts[i])
-            loss = model(*world.to_device(world.pin_memory((x, y))))[1]
-            yield i, [(-loss.item() * y.size, False)]
-
-    def records_of(i, scores):
-        record = {"checkpoint": entry.label, "task": "loss", "document": i, "choice": 0, "part": parts[i]}
-        return [record | {"log_prob": scores[0][0], "greedy": False}]
-
-    samples = entry.open_samples("loss", [corpus.val_hash, parts], cfg, world)
-    sizes = [n for *_, n in parts]
-    results = samples.complete(f"{entry.label}, loss", [[part] for part in parts], sizes, score_some, records_of)
+    step = max(1, cfg.tokens_per_pass(world) // corpus.block_size)
+    parts = []  # (number of the domain, first window, last): a forward pass each
+    for d, domain in enumerate(corpus.domains):
+        n = corpus.windows("val", domain)
+        parts += [(d, first, min(n, first + step)) for first in range(0, n, step)]
+        if corpus.val_rest(domain)[1].size:
+            parts.append((d, n, None))  # the tokens after the last window
+    parts = parts[world.rank :: world.size]
     n_bytes = corpus.tokenizer.token_bytes()
-    sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes
-    for part, [(log_prob, _)] in zip(parts, results, strict=True):
-        _, y = read(*part)
-        sums[corpus.domains.index(part[0])] += -log_prob, y.size, n_bytes[y].sum()
+    sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes of text
+    with progress(f"{entry.label}, loss", len(parts), "batch", world.rank == 0) as bar:
+        for d, first, last in parts:
+            domain = corpus.domains[d]
+            x, y = corpus.val_rest(domain) if last is None else corpus.val_batch(domain, first, last)
+            loss = model(*world.to_device(world.pin_memory((x, y))))[1]
+            sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()
+            bar.update(1)
+    sums = world.sum(sums).numpy()
     if not np.isfinite(sums).all():
         raise UserError("loss: the model's loss is not finite; its training failed, or use --dtype=float32")
     record = domain_losses(corpus, sums)
@@ -464,12 +410,11 @@ def open_entries(cfg, world):
 
 
 def short_labels(entries):
-    """Names for the tables, the shortest that differ: modes, folders, files, or files with their numbers."""
-    files = [f"{e.path.parent.name}/{e.path.stem}" for e in entries]
-    for labels in ([e.header["mode"] for e in entries], [e.path.parent.name for e in entries], files):
+    """Names for the tables, the shortest that differ: modes, folders or paths."""
+    for labels in ([e.header["mode"] for e in entries], [e.path.parent.name for e in entries]):
         if len(set(labels)) == len(labels):
             return labels
-    return [f"{file} ({i})" for i, file in enumerate(files, 1)]
+    return [str(e.path) for e in entries]
 
 
 # ---- tables
@@ -499,46 +444,48 @@ def task_table(entries, metric, names):
         add("chance", {t: (first.records[t]["chance"], None) for t in names})
     extra = ["Avg"] if averaged else []
     rows.append(["documents", *(f"{first.records[t]['n']:,}" for t in names), *("" for _ in extra)])
-    return [markdown([metric, *names, *extra], rows), ""]
+    return markdown([metric, *names, *extra], rows)
 
 
-def loss_table(entries, title, columns):
-    """The paper's Table 5: checkpoints, then differences from the first. columns(record): {column: value}."""
-    found = [columns(e.records["loss"]) for e in entries]
+def loss_table(labels, title, found):
+    """A table of losses: checkpoints, then differences from the first. found: {column: value} of each."""
     names = list(found[0])  # in the order of the first, whatever another mixture's is
-    rows = [[e.label, *(plus_minus(values[c]) for c in names)] for e, values in zip(entries, found, strict=True)]
-    for e, values in zip(entries[1:], found[1:], strict=True):
+    rows = [[label, *(plus_minus(values[c]) for c in names)] for label, values in zip(labels, found, strict=True)]
+    for label, values in zip(labels[1:], found[1:], strict=True):
         gaps = [plus_minus(values[c] - found[0][c], sign=True) for c in names]
-        rows.append([f"{e.label} − {entries[0].label}", *gaps])
-    return [markdown([title, *names], rows), ""]
+        rows.append([f"{label} − {labels[0]}", *gaps])
+    return markdown([title, *names], rows)
 
 
-def loss_columns(record):
-    return record["val"] | {"Avg": record["val_mean"], "mixture": record["val_mixture"]}
-
-
-def perplexity_columns(record):
-    means = {"exp(Avg)": math.exp(record["val_mean"]), "exp(mixture)": math.exp(record["val_mixture"])}
-    return record["perplexity"] | means
+def loss_tables(entries):
+    """The paper's Table 5, then the same as perplexity and as bits per byte."""
+    nats, perplexity, bits = [], [], []
+    for e in entries:
+        loss = e.records["loss"]
+        nats.append(loss["val"] | {"Avg": loss["val_mean"], "mixture": loss["val_mixture"]})
+        means = {"exp(Avg)": math.exp(loss["val_mean"]), "exp(mixture)": math.exp(loss["val_mixture"])}
+        perplexity.append(loss["perplexity"] | means)
+        bits.append(loss["bpb"] | {"Avg": loss["bpb_mean"]})
+    labels = [e.label for e in entries]
+    titles = ("loss (nats per token)", "perplexity", "bits per byte")
+    return [loss_table(labels, *table) for table in zip(titles, (nats, perplexity, bits), strict=True)]
 
 
 def all_tables(entries, names):
-    """All tables, as lines of Markdown."""
-    lines = []
+    """All tables, as Markdown."""
+    tables = []
     tasks = [t for t in TASKS if t in names]
     for metric in ("acc", "acc_norm", "perplexity"):
         having = [t for t in tasks if metric in TASKS[t].metrics]
         if having:
-            lines += task_table(entries, metric, having)
+            tables.append(task_table(entries, metric, having))
     if "loss" in names:
-        lines += loss_table(entries, "loss (nats per token)", loss_columns)
-        lines += loss_table(entries, "perplexity", perplexity_columns)
-        lines += loss_table(entries, "bits per byte", lambda record: record["bpb"] | {"Avg": record["bpb_mean"]})
+        tables += loss_tables(entries)
     for e in entries:
         cut = [f"{e.records[t]['cut']:,} of {t}" for t in tasks if e.records[t]["cut"]]
         if cut:
-            lines += [f"{e.label}: longer than the block and cut on the left: {', '.join(cut)}", ""]
-    return lines
+            tables.append(f"{e.label}: longer than the block and cut on the left: {', '.join(cut)}")
+    return "".join(table + "\n\n" for table in tables)
 
 
 # ---- eval.json
@@ -547,8 +494,10 @@ def all_tables(entries, names):
 def record_key(name, record):
     """The name of a task's record in eval.json, with every setting that is not the default: no result replaces one of
     another kind."""
-    usual = {"limit": 0, "dtype": "float32", "backend": "native"}
-    return " ".join([name, *(f"{k}={record[k]}" for k in usual if record.get(k, usual[k]) != usual[k])])
+    for word, usual in {"limit": 0, "dtype": "float32", "backend": "native"}.items():
+        if record.get(word, usual) != usual:
+            name += f" {word}={record[word]}"
+    return name
 
 
 def read_results(folder):
@@ -615,9 +564,9 @@ def native(cfg, world):
         if world.rank == 0:
             write_results(entry)
     if world.rank == 0:
-        lines = all_tables(entries, cfg.task)
-        print("\n".join(lines))
-        write_text(out_path(cfg, entries), "".join(line + "\n" for line in lines))
+        tables = all_tables(entries, cfg.task)
+        print(tables, end="")
+        write_text(out_path(cfg, entries), tables)
         if cfg.log_samples:
             write_text(cfg.log_samples, json_lines(record for e in entries for record in e.samples))
 

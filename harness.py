@@ -53,10 +53,9 @@ class Adapter(TemplateLM):
         results = [None] * len(requests)
         with progress("lm_eval", len(requests), "request", not disable_tqdm) as bar:
             for done in self.score(self.model, documents, self.batch_tokens):
-                for k, scores in done:
-                    for i, found in zip(groups[k], scores, strict=True):
-                        results[i] = found
-                    bar.update(len(scores))
+                for (k, j), total, greedy in done:
+                    results[groups[k][j]] = (total, greedy)
+                bar.update(len(done))
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -73,22 +72,19 @@ class Adapter(TemplateLM):
         texts = []
         with progress("lm_eval", len(requests), "request", not disable_tqdm) as bar:
             for request in requests:
-                texts.append(self.continue_text(*request.args))
+                context, settings = request.args
+                settings = normalize_gen_kwargs(settings, min(256, self.block_size // 2))
+                n = min(settings["max_gen_toks"], self.block_size - 1)
+                ids = self.tokenizer.encode(context) or [self.tokenizer.eot]
+                ids = ids[n - self.block_size :]  # so that all new tokens have a place
+                temperature = settings.get("temperature", 1.0) if settings["do_sample"] else 0
+                rows, *_ = generate(self.model, ids, n, eot=self.tokenizer.eot, temperature=temperature)
+                text = self.tokenizer.decode(rows[0])
+                for stop in filter(None, settings["until"]):
+                    text = text.split(stop)[0]
+                texts.append(text)
                 bar.update(1)
         return texts
-
-    def continue_text(self, context, settings):
-        settings = normalize_gen_kwargs(settings, min(256, self.block_size // 2))
-        n = min(settings["max_gen_toks"], self.block_size - 1)
-        ids = self.tokenizer.encode(context) or [self.tokenizer.eot]
-        ids = ids[n - self.block_size :]  # so that all new tokens have a place
-        temperature = settings.get("temperature", 1.0) if settings["do_sample"] else 0
-        rows, *_ = generate(self.model, ids, n, eot=self.tokenizer.eot, temperature=temperature)
-        text = self.tokenizer.decode(rows[0])
-        for stop in settings["until"]:
-            if stop:
-                text = text.split(stop)[0]
-        return text
 
 
 def known_names(tasks):

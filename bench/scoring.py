@@ -72,7 +72,7 @@ def harness_scores(lm, requests, batch_size):
 def our_scores(model, documents, batch_tokens):
     """The scores of all choices, in the order of the documents; documents: the Rows of each one's choices."""
     done = [found for part in score(model, documents, batch_tokens) for found in part]
-    return [choice for _, choices in sorted(done) for choice in choices]
+    return [(total, greedy) for _, total, greedy in sorted(done)]
 
 
 def time_task(cfg, name, model, tokenizer, lm, settings, world):
