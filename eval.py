@@ -79,7 +79,6 @@ from model import to_fp32
 from report import markdown, plus_minus, progress
 from runtime import Distributed, environment
 
-FORMAT = "nanoresformer-eval/1"
 CODE = ("data.py", "eval.py", "model.py", "tasks.py", "value_modes.py")  # what scores follow from, besides weights
 MAX_BRANCHES = 8  # of a bundle: the mask of each token spans the whole of it
 
@@ -134,14 +133,11 @@ def bundles_of(documents):
     bundles = []
     for i, rows in enumerate(documents):
         inputs = [row.ids[:-1] for row in rows]
-        slots = [(i, j) for j in range(len(rows))]
         shared = len(os.path.commonprefix(inputs))  # of any lists, not only of paths
-        if 8 * shared >= max(len(ids) for ids in inputs):
-            for k in range(0, len(rows), MAX_BRANCHES):
-                bundles.append(Bundle(shared, rows[k : k + MAX_BRANCHES], slots[k : k + MAX_BRANCHES]))
-        else:
-            for row, slot in zip(rows, slots, strict=True):
-                bundles.append(Bundle(len(row.ids) - 1, [row], [slot]))
+        size = MAX_BRANCHES if 8 * shared >= max(map(len, inputs)) else 1
+        for k in range(0, len(rows), size):
+            some = rows[k : k + size]
+            bundles.append(Bundle(shared, some, [(i, k + j) for j in range(len(some))]))
     return bundles
 
 
@@ -424,13 +420,12 @@ def task_table(entries, metric, names):
     """The paper's Table 1 for one metric: checkpoints, differences from the first (paired by document), chance. "Avg"
     is the mean of the six tasks, or of those that have the metric, where all of them were asked for."""
     averaged = [t for t in TABLE1 if metric in TASKS[t].metrics]
-    if not set(averaged) <= set(names):
-        averaged = []
+    has_average = metric != "perplexity" and set(averaged) <= set(names)
     rows = []
 
     def add(label, pairs, sign=False):  # {task: (mean, standard error)}
-        shown = [pairs[t] for t in names]
-        if averaged:
+        shown = list(pairs.values())
+        if has_average:
             shown.append(average([pairs[t] for t in averaged]))
         rows.append([label, *(plus_minus(*pair, sign=sign) for pair in shown)])
 
@@ -442,9 +437,12 @@ def task_table(entries, metric, names):
             gaps = {t: e.correct[t][metric] - first.correct[t][metric] for t in names}
             add(f"{e.label} − {first.label}", {t: (gap.mean(), standard_error(gap)) for t, gap in gaps.items()}, True)
         add("chance", {t: (first.records[t]["chance"], None) for t in names})
-    extra = ["Avg"] if averaged else []
-    rows.append(["documents", *(f"{first.records[t]['n']:,}" for t in names), *("" for _ in extra)])
-    return markdown([metric, *names, *extra], rows)
+    header = [metric, *names]
+    rows.append(["documents", *(f"{first.records[t]['n']:,}" for t in names)])
+    if has_average:
+        header.append("Avg")
+        rows[-1].append("")
+    return markdown(header, rows)
 
 
 def loss_table(labels, title, found):
@@ -520,7 +518,7 @@ def write_results(entry):
         results[key] = record
     about = {"mode": entry.header["mode"], "step": entry.header["step"], "sha256": entry.digest, "results": results}
     known[entry.path.name] = about | {"env": environment()}
-    write_json(entry.path.parent / "eval.json", {"format": FORMAT, "checkpoints": known})
+    write_json(entry.path.parent / "eval.json", {"format": "nanoresformer-eval/1", "checkpoints": known})
 
 
 def out_path(cfg, entries):
@@ -548,9 +546,8 @@ def evaluate_checkpoint(entry, asked, cfg, world):
         entry.records[name] |= {"dtype": cfg.dtype, "seconds": round(time.time() - began, 3)}
 
 
-def native(cfg, world):
-    """Everything by our own code."""
-    entries = open_entries(cfg, world)
+def native(entries, cfg, world):
+    """Everything by our own code; returns the tables."""
     if not world.is_first_of_node:
         world.wait()  # until the first rank of each node has downloaded what all will read
     asked = {name: questions(name, cfg) for name in cfg.task if name != "loss"}
@@ -563,44 +560,39 @@ def native(cfg, world):
             raise UserError(f"out of the GPU's memory; set --batch_tokens below {cfg.tokens_per_pass(world)}") from None
         if world.rank == 0:
             write_results(entry)
-    if world.rank == 0:
-        tables = all_tables(entries, cfg.task)
-        print(tables, end="")
-        write_text(out_path(cfg, entries), tables)
-        if cfg.log_samples:
-            write_text(cfg.log_samples, json_lines(record for e in entries for record in e.samples))
+    if cfg.log_samples and world.rank == 0:
+        write_text(cfg.log_samples, json_lines(record for e in entries for record in e.samples))
+    return all_tables(entries, cfg.task)
 
 
-def by_harness(cfg, world):
-    """Everything by lm-eval, but the model."""
+def by_harness(entries, cfg, world):
+    """Everything by lm-eval, but the model; returns the tables."""
     try:
         import harness
     except ImportError:
         raise UserError("--backend=lm_eval needs the harness: pip install lm-eval==0.4.13 transformers") from None
     if world.size > 1:
         raise UserError("--backend=lm_eval runs in one process; leave torchrun out, or use --backend=native")
-    entries = open_entries(cfg, world)
     names = harness.known_names(cfg.task)
-    tables = []
+    settings = {"limit": cfg.limit, "dtype": cfg.dtype, "backend": "lm_eval", "data": "hub"}
+    tables = ""
     for entry in entries:
         model = checkpoint.load(entry.path, device=world.device).to(getattr(torch, cfg.dtype))
         adapter = harness.Adapter(model, entry.tokenizer, score, cfg.tokens_per_pass(world))
         results, table = harness.results_of(adapter, names, cfg.limit)
-        tables.append(f"{entry.label}\n{table}\n")
-        print(tables[-1])
-        for name, record in results.items():
-            settings = {"limit": cfg.limit, "dtype": cfg.dtype, "backend": "lm_eval", "data": "hub"}
-            entry.records[name] = record | settings
+        entry.records = {name: record | settings for name, record in results.items()}
         write_results(entry)
-    write_text(out_path(cfg, entries), "".join(tables))
+        tables += f"{entry.label}\n{table}\n"
+    return tables
 
 
 def main(cfg: EvalConfig):
     world = Distributed(cfg.device)
-    if cfg.backend == "native":
-        native(cfg, world)
-    else:
-        by_harness(cfg, world)
+    entries = open_entries(cfg, world)
+    tables = native(entries, cfg, world) if cfg.backend == "native" else by_harness(entries, cfg, world)
+    if world.rank == 0:
+        print(tables, end="")
+        write_text(out_path(cfg, entries), tables)
     world.close()
 
 

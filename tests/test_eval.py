@@ -512,7 +512,7 @@ def test_beginnings_that_are_worth_it():
     rows = [tasks.Row([1] * 9 + [k] * 9, 9) for k in range(2, 22)]
     assert [(u.shared, len(u.rows), u.width) for u in e.bundles_of([rows])] == [(9, 8, 73), (9, 8, 73), (9, 4, 41)]
     rows = [tasks.Row([1] + [k] * 20, 20) for k in range(2, 22)]
-    assert [(u.shared, len(u.rows), u.width) for u in e.bundles_of([rows])] == [(20, 1, 20)] * 20
+    assert [(u.shared, len(u.rows), u.width) for u in e.bundles_of([rows])] == [(1, 1, 20)] * 20
 
 
 def test_two_ranks_equal_one(runs, tmp_path):
@@ -550,7 +550,7 @@ def interrupted(monkeypatch, cfg, after=math.inf):
 
     with monkeypatch.context() as patch, contextlib.suppress(Stopped):
         patch.setattr(e, "score_batch", counted)
-        e.native(cfg, Distributed("cpu"))
+        e.main(cfg)
     return len(done)
 
 
