@@ -42,12 +42,11 @@ class EvalConfig:
         check_ranges(self)
         names = [name for group in self.task for name in GROUPS.get(group, (group,))]
         object.__setattr__(self, "task", tuple(dict.fromkeys(names)))  # each once
-        if self.backend == "native":
-            for name in names:
-                if name not in GROUPS["all"]:
-                    known = ", ".join((*GROUPS["all"], *GROUPS))
-                    raise ValueError(f"unknown task {name!r}; choose from {known}, or any with --backend=lm_eval")
-        elif "loss" in names or self.log_samples or self.data_dir:
+        unknown = [name for name in names if name not in GROUPS["all"]]
+        if self.backend == "native" and unknown:
+            known = ", ".join((*GROUPS["all"], *GROUPS))
+            raise ValueError(f"unknown task {unknown[0]!r}; choose from {known}, or any with --backend=lm_eval")
+        if self.backend == "lm_eval" and ("loss" in names or self.log_samples or self.data_dir):
             raise ValueError("the task loss, log_samples and data_dir need --backend=native")
 
     def tokens_per_pass(self, world):
@@ -327,18 +326,10 @@ def task_scores(entry, model, name, asked, documents, where, cfg, world):
 def sample_record(label, name, slot, q, row, total, greedy):
     """What is kept of one choice; slot: (document, choice)."""
     i, j = slot
-    return {
-        "checkpoint": label,
-        "task": name,
-        "document": i,
-        "choice": j,
-        "context": q.contexts[j],
-        "continuation": q.delimiter + q.choices[j],
-        "ids": row.ids[-row.n :],
-        "log_prob": total,
-        "greedy": greedy,
-        "gold": q.gold,
-    }
+    record = {"checkpoint": label, "task": name, "document": i, "choice": j, "context": q.contexts[j]}
+    record["continuation"] = q.delimiter + q.choices[j]
+    record.update(ids=row.ids[-row.n :], log_prob=total, greedy=greedy, gold=q.gold)
+    return record
 
 
 # ---- loss
@@ -523,12 +514,10 @@ def write_results(entry):
 
 def out_path(cfg, entries):
     """Where the tables go."""
-    if cfg.out_file:
-        return cfg.out_file
     folder = entries[0].path.parent
     if any(e.path.parent != folder for e in entries):
         folder = folder.parent
-    return folder / "eval.md"
+    return cfg.out_file or folder / "eval.md"
 
 
 # ---- a whole call

@@ -563,18 +563,15 @@ def test_an_interrupted_call_goes_on(runs, monkeypatch, capsys):
     assert interrupted(monkeypatch, cfg) == 0 and capsys.readouterr().out == printed
     assert interrupted(monkeypatch, dataclasses.replace(cfg, limit=1)) == 0  # scores of a document do not depend on it
     capsys.readouterr()
-    for after in (5, whole - 5):
-        forget(run)
-        assert interrupted(monkeypatch, cfg, after) == after
-        for path in run.glob("samples_*"):
-            with open(path, "a", encoding="utf-8") as f:
-                f.write('{"checkpoint": "vanilla", "cut off in wri')
-        left = interrupted(monkeypatch, cfg)
-        assert whole - after <= left <= whole - after + 1, after  # a batch of another make-up
-        assert capsys.readouterr().out == printed
-        same(results(run), wanted)
-        assert interrupted(monkeypatch, cfg) == 0
-        capsys.readouterr()
+    forget(run)
+    assert interrupted(monkeypatch, cfg, after=5) == 5
+    for path in run.glob("samples_*"):
+        with open(path, "a", encoding="utf-8") as f:
+            f.write('{"checkpoint": "vanilla", "cut off in wri')
+    assert whole - 5 <= interrupted(monkeypatch, cfg) <= whole - 4  # the left documents may need one batch more
+    assert capsys.readouterr().out == printed
+    same(results(run), wanted)
+    assert interrupted(monkeypatch, cfg) == 0
     assert interrupted(monkeypatch, dataclasses.replace(cfg, dtype="bfloat16")) == whole
     assert interrupted(monkeypatch, cfg) == whole
     monkeypatch.setattr(e, "CODE", ("eval.py",))  # as if a file of ours had changed

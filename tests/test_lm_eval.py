@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import random
-import re
 import shutil
 import textwrap
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import COVER, SHARED, byte_tokenizer, in_process, needs_shared, tiny
+from conftest import SHARED, byte_tokenizer, in_process, needs_shared, tiny
 
 import checkpoint
 import eval as ours
@@ -32,7 +31,6 @@ with mock.patch.dict(os.environ, OFFLINE):  # read as they are imported
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
     from lm_eval.tasks import TaskManager
-    from lm_eval.tasks.hellaswag.utils import preprocess
 
     importlib.import_module("lm_eval.evaluator")  # which `lm_eval` itself puts off
 
@@ -42,7 +40,7 @@ pytestmark = needs_shared
 EVAL = SHARED / "data/eval"
 SHAKESPEARE = SHARED / "data/text/tinyshakespeare.txt"
 CASES = {  # name of ours: task, file
-    "hellaswag": ("hellaswag", "hellaswag/hellaswag_val_lmeval1000.jsonl"),
+    "hellaswag": ("hellaswag", "hellaswag/hellaswag_val_10042.normalized.jsonl"),  # scored on the first 1,000
     "hellaswag_head10": ("hellaswag", "hellaswag/hellaswag_val_head10.jsonl"),
     "hellaswag_tagged10": ("hellaswag", "hellaswag/hellaswag_val_wikihow_tagged10.jsonl"),
     "piqa": ("piqa", "piqa/hf_piqa_validation.jsonl"),
@@ -53,7 +51,6 @@ CASES = {  # name of ours: task, file
     "lambada": ("lambada", None),
     "lambada_odd": ("lambada", None),
 }
-WHOLE = {"hellaswag_10042": ("hellaswag", "hellaswag/hellaswag_val_10042.normalized.jsonl")}  # too long to score here
 YAML = {name: f"{name}/{name}.yaml" for name in tasks.TASKS}  # in the harness's folder of tasks
 YAML |= {name: f"arc/{name}.yaml" for name in ("arc_easy", "arc_challenge")}
 YAML |= dict(winogrande="winogrande/default.yaml", lambada="lambada/lambada_openai.yaml")
@@ -80,31 +77,7 @@ LAMBADA = [
 ]
 
 
-# ---------------------------------------------------------------------------------------------------- documents
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
-def untidy(text):
-    """A text that the harness's cleaning turns into `text`, also where it would change that once more."""
-    if preprocess(text) == text:
-        return text
-    tag = ["[x]" if ends.isspace() else "" for ends in (text[:1], text[-1:])]
-    return tag[0] + re.sub(" {2,}", lambda run: 2 * run[0], text) + tag[1]
-
-
-def hellaswag_rows(prepared):
-    """Documents whose query and choices, once prepared, are those that the harness itself has prepared."""
-    whole = read(EVAL / WHOLE["hellaswag_10042"][1])
-    for row in prepared:
-        yield whole[row["row"]] | {"endings": [untidy(choice) for choice in row["choices"]]}
+# ---- documents
 
 
 def play():
@@ -120,19 +93,20 @@ def passages(n, length=25):
 
 @functools.cache
 def rows_of_case(case):
-    task, file = (CASES | WHOLE)[case]
-    if task == "lambada":  # the last of the many is longer than the block
-        texts = LAMBADA if case == "lambada_odd" else [*passages(2000), *passages(1, 1000)]
-        return [{"text": text} for text in texts]
-    rows = read(EVAL / file)
-    return list(hellaswag_rows(rows)) if case == "hellaswag" else rows
+    _, file = CASES[case]
+    if file:
+        return tasks.jsonl_rows(EVAL / file)
+    texts = LAMBADA if case == "lambada_odd" else [*passages(2000), *passages(1, 1000)]  # that one exceeds the block
+    return [{"text": text} for text in texts]
 
 
-def lay(folder, case):
-    """The rows of a case in a folder for --data_dir; {split: file}."""
-    name = (CASES | WHOLE)[case][0]
+def lay(folder, case, limit=None):
+    """The rows of a case in a folder for --data_dir. Returns {split: file}, as harness_tasks takes it."""
+    task, _ = CASES[case]
     folder.mkdir(exist_ok=True)
-    return {tasks.TASKS[name].split: write(folder / f"{name}.jsonl", rows_of_case(case))}
+    path = folder / f"{task}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of_case(case)[:limit]), encoding="utf-8")
+    return {tasks.TASKS[task].split: str(path)}
 
 
 def harness_tasks(folder, cases):
@@ -140,17 +114,18 @@ def harness_tasks(folder, cases):
     folder.mkdir(exist_ok=True)
     packaged = importlib.import_module("lm_eval.tasks").__path__[0]
     for case, files in cases.items():
-        about = {"include": f"{packaged}/{YAML[(CASES | WHOLE)[case][0]]}", "task": case, "dataset_path": "json"}
+        about = {"include": f"{packaged}/{YAML[CASES[case][0]]}", "task": case, "dataset_path": "json"}
         about |= {"dataset_name": None, "dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")}}
-        for key, split in (("training_split", "train"), ("validation_split", "validation"), ("test_split", "test")):
-            about |= {} if split in files else {key: None}
+        for split in ("training", "validation", "test"):
+            if split not in files:
+                about[f"{split}_split"] = None
         (folder / f"{case}.yaml").write_text(json.dumps(about))  # JSON is YAML
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 
-def questions(folder, case, limit=0):
-    name = (CASES | WHOLE)[case][0]
-    return tasks.questions(name, ours.EvalConfig(task=(name,), data_dir=str(folder), limit=limit))[0]
+def questions(folder, case):
+    task, _ = CASES[case]
+    return tasks.questions(task, ours.EvalConfig(task=(task,), data_dir=str(folder)))[0]
 
 
 def pairs_of(asked):
@@ -160,10 +135,10 @@ def pairs_of(asked):
             yield i, j, context, q.delimiter + choice
 
 
-# ---------------------------------------------------------------------------------------------------- questions
+# ---- questions
 
 
-@pytest.mark.parametrize("case", [*CASES, *WHOLE])
+@pytest.mark.parametrize("case", CASES)
 def test_questions(tmp_path, case):
     files = lay(tmp_path / "rows", case)
     asked = questions(tmp_path / "rows", case)
@@ -180,15 +155,7 @@ def test_questions(tmp_path, case):
             assert task.process_results(docs[i], only)["acc"] == 1.0, i
 
 
-def test_hellaswag_as_the_harness_prepared_it(tmp_path):
-    lay(tmp_path, "hellaswag")
-    published, asked = read(EVAL / CASES["hellaswag"][1]), questions(tmp_path, "hellaswag")
-    assert len(asked) == len(published) == 1000
-    for q, row in zip(asked, published, strict=True):
-        assert (set(q.contexts), list(q.choices), q.gold) == ({row["query"]}, row["choices"], row["gold"])
-
-
-# ---------------------------------------------------------------------------------------------------- token ids
+# ---- token ids
 
 
 def request(*args, kind="loglikelihood"):
@@ -202,7 +169,7 @@ def tokenizer(request):
     return Tokenizer(prepare.neox_spec(str(SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json")))
 
 
-@pytest.mark.parametrize("case", [*CASES, *WHOLE])
+@pytest.mark.parametrize("case", CASES)
 def test_token_ids(tmp_path, tokenizer, case):
     lay(tmp_path, case)
     pairs, found = [pair[2:] for pair in pairs_of(questions(tmp_path, case))], []
@@ -215,7 +182,7 @@ def test_token_ids(tmp_path, tokenizer, case):
         assert context and scored, pair
 
 
-# ---------------------------------------------------------------------------------------------------- models
+# ---- models
 
 
 @pytest.fixture(scope="module")
@@ -243,54 +210,22 @@ def vocabulary(run):
     return load_tokenizer(checkpoint.find(run))
 
 
-class Plain(torch.nn.Module):
-    """A model of ours, one forward pass for each row, with what HFLM asks of a module of transformers."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.device = model, torch.device("cpu")
-        self.config = SimpleNamespace(model_type="ours", vocab_size=model.cfg.vocab_size)
-
-    def tie_weights(self):
-        pass
-
-    def forward(self, ids):
-        return SimpleNamespace(logits=self.model(ids)[0])
-
-
-def hflm(module, tokenizer, block_size):
-    """The harness's own class over a module that returns logits, with a tokenizer of ours."""
-    pytest.importorskip("accelerate")
-    huggingface = pytest.importorskip("lm_eval.models.huggingface")
-
-    class Reference(huggingface.HFLM):
-        def _create_tokenizer(self, *args, **kw):
-            ids = dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id"), tokenizer.eot)
-            self.tokenizer = SimpleNamespace(**ids, vocab_size=self._model.config.vocab_size, chat_template=None)
-            self.tokenizer.pad_token = self.tokenizer.eos_token = self.tokenizer.name_or_path = "ours"
-
-        def tok_encode(self, string, add_special_tokens=None, **kw):
-            return tokenizer.encode(string)
-
-    # its cache of logits takes the wrong ones where rows with equal ids score different numbers of them
-    return Reference(module, backend="causal", batch_size=16, max_length=block_size, logits_cache=False)
-
-
-# ---------------------------------------------------------------------------------------------------- scores
+# ---- scores
 
 
 def native(model, tokenizer, name, asked):
     """(Questions, Rows, results) as eval.py has them."""
     documents = tasks.rows_of(name, asked, tokenizer, model.cfg.block_size)
-    results = dict(pair for done in ours.score(model, documents, 2048) for pair in done)
-    return asked, documents, [results[i] for i in range(len(asked))]
+    found = {}
+    for done in ours.score(model, documents, 2048):
+        found |= {slot: scores for slot, *scores in done}
+    return asked, documents, [[found[i, j] for j in range(len(rows))] for i, rows in enumerate(documents)]
 
 
-def evaluate(lm, manager, names, **kw):
+def evaluate(lm, manager, names):
     """{case: (samples in the order of documents, metrics)} of the harness's simple_evaluate."""
     with mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"):  # of the bootstrap
-        how = dict(tasks=names, task_manager=manager, bootstrap_iters=10_000, log_samples=True, **kw)
-        found = lm_eval.simple_evaluate(lm, **how)
+        found = lm_eval.simple_evaluate(lm, tasks=names, task_manager=manager, bootstrap_iters=10_000)
     ordered = {case: sorted(samples, key=lambda s: s["doc_id"]) for case, samples in found["samples"].items()}
     return {case: (samples, found["results"][case]) for case, samples in ordered.items()}
 
@@ -305,27 +240,38 @@ def mine(folder, model, vocabulary):
     """What eval.py finds, of each case."""
     found = {}
     for case, (name, _) in CASES.items():
-        lay(folder / case, case)
+        lay(folder / case, case, 1000 if case == "hellaswag" else None)
         found[case] = native(model, vocabulary, name, questions(folder / case, case))
     return found
-
-
-@pytest.fixture(scope="module")
-def manager(folder):
-    return harness_tasks(folder / "tasks", {case: lay(folder / case, case) for case in CASES})
-
-
-def llama_lm(model, vocabulary):
-    return hflm(hf.to_llama(model).eval(), vocabulary, model.cfg.block_size)
 
 
 def our_lm(model, vocabulary):
     return harness.Adapter(model, vocabulary, ours.score, 2048)
 
 
+def llama_lm(model, vocabulary):
+    """The harness's own class over transformers' Llama with our weights and our tokenizer."""
+    pytest.importorskip("accelerate")
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+
+    class Reference(huggingface.HFLM):
+        def _create_tokenizer(self, *args, **kw):
+            ids = dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id"), vocabulary.eot)
+            self.tokenizer = SimpleNamespace(**ids, vocab_size=model.cfg.vocab_size, chat_template=None)
+            self.tokenizer.pad_token = self.tokenizer.eos_token = self.tokenizer.name_or_path = "ours"
+
+        def tok_encode(self, string, add_special_tokens=None, **kw):
+            return vocabulary.encode(string)
+
+    # its cache of logits takes the wrong ones where rows with equal ids score different numbers of them
+    how = dict(backend="causal", batch_size=16, max_length=model.cfg.block_size, logits_cache=False)
+    return Reference(hf.to_llama(model).eval(), **how)
+
+
 @pytest.fixture(scope="module", params=[our_lm, llama_lm], ids=["ours in the harness", "transformers' in the harness"])
-def theirs(request, mine, manager, model, vocabulary):
-    return evaluate(request.param(model, vocabulary), manager, list(CASES))
+def theirs(request, mine, folder, model, vocabulary):
+    files = {case: {tasks.TASKS[name].split: str(folder / case / f"{name}.jsonl")} for case, (name, _) in CASES.items()}
+    return evaluate(request.param(model, vocabulary), harness_tasks(folder / "tasks", files), list(CASES))
 
 
 def same_scores(results, samples):
@@ -352,72 +298,36 @@ def same_predictions(asked, results, samples, found):
     return agreed
 
 
-def same_metrics(name, mine, theirs):
-    (asked, documents, results), (samples, reference) = mine, theirs
+@pytest.mark.parametrize("case", CASES)
+def test_scores_and_metrics(mine, theirs, case):
+    name, _ = CASES[case]
+    asked, documents, results = mine[case]
+    samples, reference = theirs[case]
     same_scores(results, samples)
     found = tasks.per_document(name, asked, results)
     accuracies = {metric: values for metric, values in found.items() if metric != "perplexity"}
     agreed = same_predictions(asked, results, samples, accuracies)
     record = tasks.task_record(asked, documents, found | agreed)
-    assert record["n"] == len(samples) and accuracies
-    for key in (key for metric in accuracies for key in (metric, f"{metric}_stderr")):
-        assert abs(record[key] - reference[f"{key},none"]) < 1e-12, key
-    return record
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_scores_and_metrics(mine, theirs, case):
-    record = same_metrics(CASES[case][0], mine[case], theirs[case])
-    assert (record["cut"] > 0) == (case in ("piqa", "lambada"))
-    totals = [total for scores in mine[case][2] for total, _ in scores]
-    assert record["n"] < 20 or len({round(total, 4) for total in totals}) > 0.9 * len(totals)  # nothing degenerate
-
-
-@pytest.mark.parametrize("case", ["lambada", "lambada_odd"])
-def test_lambada(mine, theirs, case):
-    record, reference = same_metrics("lambada", mine[case], theirs[case]), theirs[case][1]
-    assert abs(record["perplexity"] / reference["perplexity,none"] - 1) < 1e-5
+    for metric in accuracies:
+        for key in (metric, f"{metric}_stderr"):
+            assert abs(record[key] - reference[f"{key},none"]) < 1e-12, key
+    assert record["n"] == len(samples) and (record["cut"] > 0) == (case in ("piqa", "lambada"))
+    totals = {round(total, 4) for scores in results for total, _ in scores}
+    assert record["n"] < 20 or len(totals) > 0.9 * sum(map(len, results))  # nothing degenerate
+    if name == "lambada":
+        assert abs(record["perplexity"] / reference["perplexity,none"] - 1) < 1e-5
     if case == "lambada":  # of fewer documents, the two methods' errors differ more
         assert 0 < record["acc"] < 1
         assert abs(record["perplexity_stderr"] / reference["perplexity_stderr,none"] - 1) < 0.05
 
 
-def test_modes(tmp_path):
-    """float64, in which nothing but an error is larger than 1e-9."""
-    cases = {
-        case: questions_of(tmp_path / case, case) for case in ("hellaswag_tagged10", "arc_challenge", "winogrande")
-    }
-    requests = [request(*pair[2:]) for asked in cases.values() for pair in pairs_of(asked)]
-    for mode in COVER:
-        model, tokenizer, totals = tiny(mode, vocab_size=257, block_size=512), byte_tokenizer(), []
-        for case, asked in cases.items():
-            totals += [total for scores in native(model, tokenizer, CASES[case][0], asked)[2] for total in scores]
-        found = hflm(Plain(model), tokenizer, 512).loglikelihood(requests, disable_tqdm=True)
-        assert len(found) == len(totals) > 10
-        for (total, greedy), (reference, right) in zip(totals, found, strict=True):
-            assert abs(total - reference) < 1e-9 * abs(reference) and greedy == right, mode
-
-
-def questions_of(folder, case):
-    lay(folder, case)
-    return questions(folder, case, limit=2)
-
-
-# ---------------------------------------------------------------------------------------------------- the rest
-
-
-def local_manager(folder, data_dir, names):
-    """The harness's own task definitions, told to read the local files that eval.py reads."""
-    files = {name: {tasks.TASKS[name].split: str(data_dir / f"{name}.jsonl")} for name in names}
-    return harness_tasks(folder, files)
+# ---- the rest
 
 
 def test_command(tmp_path, run, monkeypatch):
     shutil.copytree(run, tmp_path / "run")
     names = ("piqa", "winogrande", "lambada")
-    for name in names:
-        lay(tmp_path / "evals", name)
-    manager = local_manager(tmp_path / "tasks", tmp_path / "evals", names)
+    manager = harness_tasks(tmp_path / "tasks", {name: lay(tmp_path / "evals", name) for name in names})
     simple_evaluate = lm_eval.simple_evaluate
     monkeypatch.setitem(os.environ, "DISABLE_MULTIPROC", "1")  # of the bootstrap
     monkeypatch.setattr(harness, "NAMES", {})
@@ -460,21 +370,6 @@ def test_rolling(model, vocabulary):
     np.testing.assert_allclose(found, reference, rtol=1e-6, atol=1e-5)
 
 
-def test_rolling_over_nothing(model, vocabulary):
-    """As HFLM: a text without tokens has log-probability 0."""
-    lm = our_lm(model, vocabulary)
-    assert lm.loglikelihood_rolling([request("", kind="loglikelihood_rolling")], disable_tqdm=True) == [0.0]
-
-
-@torch.inference_mode()
-def likeliest(model, ids, n):
-    """n tokens after ids, each the likeliest, by full forward passes."""
-    ids = list(ids)
-    for _ in range(n):
-        ids.append(model(torch.tensor([ids]))[0][0, -1].argmax().item())
-    return ids[-n:]
-
-
 class Letters:
     """A tokenizer of 61 characters, for a model whose text does not repeat itself."""
 
@@ -494,8 +389,14 @@ def generated(context, tokenizer=None, **how):
     return text
 
 
+@torch.inference_mode()
 def greedy(ids, n):
-    return Letters().decode(likeliest(tiny(block_size=64).float(), ids, n))
+    """n tokens after ids as text, each the likeliest, by full forward passes."""
+    model = tiny(block_size=64).float()
+    ids = list(ids)
+    for _ in range(n):
+        ids.append(model(torch.tensor([ids]))[0][0, -1].argmax().item())
+    return Letters().decode(ids[-n:])
 
 
 HELLO = Letters().encode("HELLO")
@@ -511,30 +412,18 @@ def test_generation():
     for until in ([late, early], [early, late], ["", early, "never there"]):
         assert generated("HELLO", max_gen_toks=24, until=until) == text.split(early)[0]
     assert generated("HELLO", max_gen_toks=24, until=[late]) == text.split(late)[0] != text
-
-
-def test_generation_ends_with_the_document():
-    text = greedy(HELLO, 24)
     (eot,) = Letters().encode(text[12])
     assert generated("HELLO", Letters(eot), max_gen_toks=24) == text.split(text[12])[0]
+    for name in ("max_new_tokens", "max_tokens", "max_completion_tokens"):  # other names of the limit
+        assert generated("HELLO", **{name: 7}) == text[:7], name
+    hot = dict(max_gen_toks=24, temperature=5.0)
+    assert generated("HELLO", **hot, do_sample=False) == text
+    assert generated("HELLO", **hot, do_sample=True) != text
+    assert generated("HELLO", **hot) != text  # as the harness reads it: do_sample follows from the temperature
 
 
 def test_generation_after_long_and_no_contexts():
-    """What is too much on the left goes, so that all new tokens have a place."""
+    """A context that is too long loses its beginning, so that all new tokens have a place."""
     ids = torch.randint(60, (100,), generator=torch.Generator().manual_seed(0)).tolist()
     assert generated(Letters().decode(ids), max_gen_toks=20) == greedy(ids[-44:], 20)
     assert generated("", max_gen_toks=20) == greedy([Letters().eot], 20)
-
-
-@pytest.mark.parametrize("name", ["max_new_tokens", "max_tokens", "max_completion_tokens"])
-def test_other_names_of_the_limit(name):
-    """The harness's models read them all as max_gen_toks (lm_eval.models.utils.normalize_gen_kwargs)."""
-    assert generated("HELLO", **{name: 7}) == greedy(HELLO, 7)
-
-
-def test_sampling_where_only_a_temperature_is_asked_for():
-    """As the harness reads a task's settings: do_sample follows from the temperature."""
-    text = greedy(HELLO, 24)
-    assert generated("HELLO", max_gen_toks=24, temperature=5.0, do_sample=False) == text
-    assert generated("HELLO", max_gen_toks=24, temperature=5.0, do_sample=True) != text
-    assert generated("HELLO", max_gen_toks=24, temperature=5.0) != text
