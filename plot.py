@@ -7,30 +7,29 @@
     python plot.py analysis out/demo/vanilla out/demo/resformer   attention concentration, sinks and drains by layer
 
 Runs are named by their folders, and grouped by value_mode. The seeds of a mode become one line with a band: from the
-lowest to the highest of two seeds, mean ± standard deviation (n - 1) of three or more. The figure is written into the
-folder that holds the runs, or where --out_file says.
+lowest to the highest of two seeds, mean ± standard deviation (n - 1) of three or more. The figure is written beside
+the first run, or where --out_file says.
 
-How lines look is in looks.py, for all figures of this repository. The paper's figures are in paper/.
+paper/ draws the paper's figures and bench/ its measurements with the styles and the page of this file.
 """
 
+import contextlib
 import functools
 import json
-import os
+import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from configurator import UserError, check_ranges, command_line, run_main, setting
-from files import read_json, read_records, write_json
-from looks import COLORS, DASHES, MARKERS, count_range, legend, page, short_count, style_of, styles_of  # noqa: F401  bench/ takes them from here
+from configurator import UserError, check_ranges, command_line, need, run_main, setting
+from files import read_json, read_records, write_atomic
 from report import markdown, mean_std, plus_minus
 from tasks import TASKS
+from value_modes import TABLE
 
-# What is read of the start record and of each step's record in metrics.jsonl.
-START = ("value_mode", "seed", "parameters", "kv_bytes_per_token", "data", "block_size", "dtype", "device", "max_steps")
-STEP = ("step", "loss", "tokens", "tokens_per_s")
 EARLY = 0.1  # share of the steps that may leave the y axis: the first losses would squash all others
 
 
@@ -44,23 +43,129 @@ class PlotConfig:
     baseline: str = setting("vanilla", "value_mode that the others are compared with")
     window: int = setting(0, "steps of the moving average; 0 = 100, or 10 if a run has fewer than 200 steps", least=0)
     metric: Literal["acc", "acc_norm"] = setting("acc", "eval: the accuracy to draw, see eval.py")
-    out_file: str = setting("", "PNG to write; empty = <what is drawn>.png in the folder that holds the runs")
-    json_file: str = setting("", "compare: also write the numbers of the table here")
+    out_file: str = setting("", "PNG to write; empty = <what is drawn>.png in the folder that holds the first run")
 
     def __post_init__(self):
         check_ranges(self)
-        if not self.words:
-            raise ValueError("say what to draw and of which runs, as in `python plot.py relative out/demo/*`")
-        kind = self.words[0]
-        known = [*KINDS, *FROM_FILES]
-        if kind not in known:
-            raise ValueError(f"cannot draw {kind!r}; the first word is one of {', '.join(known)}, the others are runs")
-        if not self.words[1:]:
-            raise ValueError(f"no runs are named, as in `python plot.py {kind} out/demo/*`")
-        if self.json_file and kind != "compare":
-            raise ValueError(f"json_file is for the table of compare, and {kind} has none")
+        known = ", ".join([*KINDS, *FROM_FILES])
+        if len(self.words) < 2:
+            raise ValueError(f"say what to draw ({known}), then of which runs: `python plot.py relative out/demo/*`")
+        if self.words[0] not in known.split(", "):
+            raise ValueError(f"cannot draw {self.words[0]!r}; the first word is one of {known}, the others are runs")
         if self.out_file and not self.out_file.endswith(".png"):
             raise ValueError(f"out_file={self.out_file} must end in .png")
+
+
+# -- looks: one colour, dash and marker for each value mode, and the page
+
+# Okabe and Ito's colours, which colour-blind readers tell apart, without yellow, which is lost on white.
+COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+GAPS = (None, (6, 3), (8, 2.5, 1.5, 2.5), (1.5, 1.5), (14, 3), (8, 2, 1.5, 2, 1.5, 2))
+DASHES = [(0, gaps) for gaps in GAPS]
+MARKERS = "os^Dv"
+HEADLINE = ("vanilla", "resformer", "svformer", "neutreno", "denseformer", "resformer_neutreno", "cross")
+NEXT = (*HEADLINE, "identity", "gqa2")  # early, so that modes of one figure of the paper differ in colour
+ORDER = [*NEXT, *(name for name in TABLE if name not in NEXT)]  # in which modes get their looks
+LEVEL = {"color": "0.5", "linewidth": 0.8, "linestyle": (0, (3, 2)), "zorder": 0}  # a height to compare with
+LOOK = {
+    "font.size": 9,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 5,
+    "lines.markeredgewidth": 0.9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def family(mode):
+    """The row of the table that a mode belongs to: neutreno for neutreno_0.6."""
+    base, _, weight = mode.rpartition("_")
+    is_number = weight.replace(".", "", 1).isdigit()
+    return base if is_number and base in TABLE and mode not in TABLE else mode
+
+
+def style_of(mode):
+    """Colour, dash and marker of a mode's line, the same in every figure: keywords of matplotlib's `plot`.
+
+    Black is the baseline's alone. A mode that the table does not have gets a look by its name.
+    """
+    name = family(mode)
+    place = ORDER.index(name) if name in ORDER else len(ORDER) + zlib.crc32(name.encode()) % 180
+    if place == 0:
+        color, dash = COLORS[0], DASHES[0]
+    else:
+        turn, i = divmod(place - 1, len(COLORS) - 1)  # each turn through the colours shifts them against the dashes
+        color, dash = COLORS[1 + (i + turn) % (len(COLORS) - 1)], DASHES[(1 + i) % len(DASHES)]
+    return {"color": color, "linestyle": dash, "marker": MARKERS[place % len(MARKERS)], "markerfacecolor": "none"}
+
+
+def lighten(color, share):
+    """A colour "#rrggbb" mixed with that share of white."""
+    channels = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(c + share * (255 - c)):02X}" for c in channels)
+
+
+def styles_of(modes):
+    """{label: mode} -> {label: style}. Several lines of one mode keep its colour, from light to full, and differ in
+    dash and marker."""
+    styles = {}
+    for label, mode in modes.items():
+        same = [other for other in modes if family(modes[other]) == family(mode)]
+        styles[label] = style_of(mode)
+        if len(same) > 1:
+            i = same.index(label)
+            styles[label]["color"] = lighten(style_of(mode)["color"], 0.6 * (1 - i / (len(same) - 1)))
+            styles[label]["linestyle"] = DASHES[i % len(DASHES)]
+            styles[label]["marker"] = MARKERS[i % len(MARKERS)]
+    return styles
+
+
+@contextlib.contextmanager
+def page(path, size):
+    """An empty matplotlib figure of `size` inches to draw on, written as a PNG at the end.
+
+    The same lines give the same bytes: no date, no version, nothing from the user's matplotlibrc.
+    """
+    style, figure = need("matplotlib.style"), need("matplotlib.figure")
+    with style.context(["default", LOOK]):
+        paper = figure.Figure(figsize=size, dpi=150, layout="constrained")
+        yield paper
+        write_atomic(path, lambda temporary: paper.savefig(temporary, format="png", metadata={"Software": None}))
+    print(f"wrote {path}")
+
+
+def legend(ax):
+    """The legend of `ax`, above it, where it hides nothing. The title at the left becomes the legend's, with the seeds
+    if they are the same for all lines."""
+    handles, labels = ax.get_legend_handles_labels()
+    title = ax.get_title(loc="left")
+    seeds = {found[0] for found in (re.search(r", (1 seed|\d+ seeds.*)$", label) for label in labels) if found}
+    if len(seeds) == 1:
+        (suffix,) = seeds
+        labels = [label.removesuffix(suffix) for label in labels]
+        title = (title + suffix).removeprefix(", ")
+    longest = max(map(len, labels), default=0)
+    columns = 2 if longest <= 24 and len(labels) > 2 else 1
+    look = {"handlelength": 3.2, "fontsize": 7, "labelspacing": 0.3, "columnspacing": 1.2, "borderaxespad": 0.2}
+    look |= {"title": title, "title_fontsize": 9, "alignment": "left"}
+    ax.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, **look)
+    ax.set_title("", loc="left")
+
+
+def short_count(n):
+    """A number of parameters or tokens in three digits: 738k, 2.95M, 468M."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if n >= 0.9995 * unit:
+            return f"{n / unit:.3g}{name}"
+    return f"{n:,.0f}"
+
+
+def count_range(numbers, text=short_count):
+    """The numbers' common value, or their range: 738k, 706k–738k."""
+    low, high = text(min(numbers)), text(max(numbers))
+    return low if low == high else f"{low}–{high}"
 
 
 # -- runs
@@ -74,8 +179,8 @@ class Curves:
     mode: str
     seed: int
     max_steps: int
-    start: dict  # what START lists, from the last start record: a resumed run has several
-    steps: dict[str, np.ndarray]  # what STEP lists, for each step: loss in nats per token, tokens so far
+    start: dict  # the last start record: a resumed run has several
+    steps: dict[str, np.ndarray]  # for each step: its number, loss in nats per token, tokens so far, tokens_per_s
     val: dict[int, float]  # step -> validation loss, mean over the domains, nats per token
 
     @property
@@ -92,32 +197,32 @@ class Curves:
         return self.last >= self.max_steps and self.last in self.val
 
     @property
+    def final_loss(self):
+        """The validation loss of a finished run."""
+        return self.val[self.last]
+
+    @property
     def progress(self):
         """Where an unfinished run is."""
         text = f"step {self.last}/{self.max_steps}"
         return text + ", not evaluated" if self.last >= self.max_steps else text
 
 
-def read_run(name):
-    """The Curves of a folder or metrics.jsonl; raises UserError if there is none, or no step in it yet."""
-    path = Path(name, "metrics.jsonl") if Path(name).is_dir() else Path(name)
+def read_run(folder):
+    """The Curves of a run; raises UserError if its folder has no metrics.jsonl, or no step in it yet."""
+    path = Path(folder, "metrics.jsonl")
     if not path.exists():
-        what = "has no metrics.jsonl" if Path(name).exists() else "does not exist"
-        raise UserError(f"{name} {what}; name the folder of a run of train.py")
+        raise UserError(f"{path} does not exist; name the folder of a run of train.py")
     records = {"start": [], "eval": [], "step": []}
-    try:
-        for record in read_records(path):
-            records[record.get("event", "step")].append(record)
-        start = {key: record[key] for record in records["start"] for key in START}
-        steps = {key: np.array([record[key] for record in records["step"]], float) for key in STEP}
-        val = {record["step"]: record["val_mean"] for record in records["eval"]}
-    except (KeyError, TypeError, AttributeError) as e:
-        raise UserError(f"{path} is not a metrics.jsonl of train.py: {type(e).__name__} {e}") from None
-    if not start or not records["step"]:
+    for record in read_records(path):
+        records[record.get("event", "step")].append(record)
+    if not records["step"]:
         raise UserError(f"{path} has no steps yet; wait until the run has made some")
-    if (np.diff(steps["step"]) != 1).any():
-        raise UserError(f"{path} is not a metrics.jsonl of train.py: steps are missing or repeated")
-    return Curves(name, start["value_mode"], start["seed"], start["max_steps"], start, steps, val)
+    start = records["start"][-1]
+    names = ("step", "loss", "tokens", "tokens_per_s")
+    steps = {key: np.array([record[key] for record in records["step"]], float) for key in names}
+    val = {record["step"]: record["val_mean"] for record in records["eval"]}
+    return Curves(str(folder), start["value_mode"], start["seed"], start["max_steps"], start, steps, val)
 
 
 def read_runs(names):
@@ -125,17 +230,14 @@ def read_runs(names):
     beside the runs. Raises UserError if no run is left."""
     runs = []
     for name in names:
-        path = Path(name)
-        is_run = (path / "metrics.jsonl").exists() or path.suffix == ".jsonl"
-        if is_run or not path.exists():
-            runs.append(read_run(name))
-        else:
+        if Path(name).exists() and not Path(name, "metrics.jsonl").exists():
             print(f"note: {name} is left out: it has no metrics.jsonl, so it is not a run")
+            continue
+        runs.append(read_run(name))
+        if not runs[-1].finished:
+            print(f"note: {name} is not finished: {runs[-1].progress}")
     if not runs:
         raise UserError(f"none of {', '.join(names)} is a run; name folders that train.py has written")
-    for run in runs:
-        if not run.finished:
-            print(f"note: {run.name} is not finished: {run.progress}")
     return runs
 
 
@@ -144,10 +246,8 @@ def by_mode(runs, baseline):
     groups = {}
     for run in sorted(runs, key=lambda run: run.mode != baseline):
         for other in groups.setdefault(run.mode, []):
-            if other.seed == run.seed:
-                raise UserError(f"{other.name} and {run.name} are both {run.mode}, with seed {run.seed}; name one")
-            if other.start["parameters"] != run.start["parameters"]:
-                raise UserError(f"{other.name} and {run.name} are both {run.mode}, but differ in size; name one")
+            if other.seed == run.seed or other.start["parameters"] != run.start["parameters"]:
+                raise UserError(f"{other.name} and {run.name} are both {run.mode}, but not two seeds of one model")
         groups[run.mode].append(run)
     return groups
 
@@ -164,11 +264,11 @@ def pair(groups, baseline):
     Raises UserError if there is no such partner, or it was trained differently.
     """
     partners = {run.seed: run for run in groups.get(baseline, [])}
-    pairs = {}
-    for mode, runs in groups.items():
-        if mode == baseline:
-            continue
-        for run in runs:
+    pairs = {mode: [] for mode in groups if mode != baseline}
+    if not pairs:
+        raise UserError(f"all runs are {baseline}; name runs of other modes to compare with them")
+    for mode in pairs:
+        for run in groups[mode]:
             base = partners.get(run.seed)
             if base is None:
                 raise UserError(
@@ -176,13 +276,8 @@ def pair(groups, baseline):
                     f"train it with --value_mode={baseline} and all other settings of {run.name}"
                 )
             if plan_of(run) != plan_of(base):
-                raise UserError(
-                    f"{run.name} was set to {plan_of(run)}, {base.name} to {plan_of(base)}: their losses say nothing "
-                    "about the modes"
-                )
-            pairs.setdefault(mode, []).append((run, base))
-    if not pairs:
-        raise UserError(f"all runs are {baseline}; name runs of other modes to compare with them")
+                raise UserError(f"{run.name} had {plan_of(run)}, {base.name} had {plan_of(base)}: not comparable")
+            pairs[mode].append((run, base))
     return pairs
 
 
@@ -234,8 +329,6 @@ def band(y):
 
 def draw_line(ax, x, y, label, style, points=None):
     """A line and band of y (seeds, n) over x (n,), and `points` (x, y) as markers, in a style of `style_of`."""
-    if not len(x):
-        raise UserError(f"the runs of {label} and what they are compared with have no steps in common")
     mean, low, high, seeds = band(y)
     line = dict(style)
     if points is None:
@@ -248,7 +341,7 @@ def draw_line(ax, x, y, label, style, points=None):
 
 def fit_axes(ax, zero):
     """End the x axis with the data, and fit the y axis to it, and to 0 if `zero`. The first EARLY steps may leave the y
-    axis if they would squash the rest to less than half of it; then it says so."""
+    axis if they would squash the rest to less than half of it."""
     shapes = [line.get_xydata() for line in ax.lines]
     for collection in ax.collections:
         shapes += [path.vertices for path in collection.get_paths()]
@@ -258,7 +351,6 @@ def fit_axes(ax, zero):
         late = np.append(late, 0.0)
         y = np.append(y, 0.0)
     if np.ptp(y) > 2 * np.ptp(late):
-        print(f"the y axis fits what follows the first {EARLY:.0%} of the steps; what comes earlier may leave it")
         y = late
     pad = 0.05 * np.ptp(y) or 1
     ax.set(xlim=(0, x.max()), ylim=(y.min() - pad, y.max() + pad))
@@ -287,7 +379,7 @@ def layer_panel(ax, lines, styles, ylabel, first=1, level=None):
         x, y = (first + np.arange(y.shape[1]))[there], y[:, there]
         draw_line(ax, x, y, label, styles[label], points=(x, y.mean(0)))
     if level:
-        ax.axhline(level[0], color="0.5", linewidth=0.8, linestyle=(0, (3, 2)), zorder=0, label=level[1])
+        ax.axhline(level[0], label=level[1], **LEVEL)
     ax.set(xlabel="layer" if first else "state (0 = embedding)", ylabel=ylabel)
     ax.xaxis.get_major_locator().set_params(integer=True)
     legend(ax)
@@ -321,80 +413,48 @@ def loss(path, cfg, groups, window):
         legend(ax)
 
 
-def spread(values):
-    """Mean, standard deviation (n - 1; None for one value) and n of a list of numbers, or None if it is empty."""
-    if not values:
-        return None
-    mean, std = mean_std(values)
-    return {"mean": mean, "std": std, "n": len(values)}
-
-
-def mode_numbers(groups, baseline):
-    """A dict of numbers for each mode; losses are of finished runs only, as those on the way are no results."""
-    pairs, numbers = pair(groups, baseline), []
+def losses_by_mode(groups, baseline):
+    """For each mode: (its runs, (mean, standard deviation) of the losses of those that are finished, and of their
+    losses minus the baseline's with the same seed)."""
+    pairs = pair(groups, baseline)
     for mode, runs in groups.items():
-        gaps = []
-        for run, base in pairs.get(mode, []):
-            if run.finished and base.finished:
-                gaps.append(run.val[run.last] - base.val[base.last])
-        row = {
-            "mode": mode,
-            "parameters": runs[0].start["parameters"],
-            "kv_bytes_per_token": runs[0].start["kv_bytes_per_token"],
-            "tokens_per_s": float(np.mean([np.median(run.steps["tokens_per_s"]) for run in runs])),
-            "val_loss": spread([run.val[run.last] for run in runs if run.finished]),
-            "difference": spread(gaps),
-            "runs": len(runs),
-            "unfinished": [run.progress for run in runs if not run.finished],
-        }
-        numbers.append(row)
-    return numbers
-
-
-def mode_cells(row):
-    """The texts of a mode's row in the table of `compare`."""
-    empty = {"mean": None, "std": None}
-    val, gap, late = row["val_loss"] or empty, row["difference"] or empty, row["unfinished"]
-    runs = str(row["runs"])
-    if late:
-        runs = f"{row['runs'] - len(late)} of {row['runs']} ({'; '.join(late)})"
-    return [
-        row["mode"],
-        f"{row['parameters']:,}",
-        plus_minus(val["mean"], val["std"]),
-        plus_minus(gap["mean"], gap["std"], sign=True),
-        f"{row['tokens_per_s']:,.0f}",
-        f"{row['kv_bytes_per_token']:,}",
-        runs,
-    ]
+        losses = [run.final_loss for run in runs if run.finished]
+        both = [two for two in pairs.get(mode, []) if two[0].finished and two[1].finished]
+        yield runs, mean_std(losses), mean_std([run.final_loss - base.final_loss for run, base in both])
 
 
 def compare(path, cfg, groups, window):
-    """Print the table of modes, write it as JSON if asked to, and draw the relative losses."""
-    numbers = mode_numbers(groups, cfg.baseline)
+    """Print the table of modes, and draw the relative losses."""
+    rows = []
+    for runs, losses, gaps in losses_by_mode(groups, cfg.baseline):
+        start, late = runs[0].start, [run.progress for run in runs if not run.finished]
+        speed = np.mean([np.median(run.steps["tokens_per_s"]) for run in runs])
+        row = [runs[0].mode, f"{start['parameters']:,}", plus_minus(*losses), plus_minus(*gaps, sign=True)]
+        row += [f"{speed:,.0f}", f"{start['kv_bytes_per_token']:,}", str(len(runs))]
+        if late:
+            row[-1] = f"{len(runs) - len(late)} of {len(runs)} ({'; '.join(late)})"
+        rows.append(row)
     header = ["mode", "parameters", "val loss", f"vs {cfg.baseline}", "tokens/s", "KV bytes/token", "runs"]
-    print(markdown(header, map(mode_cells, numbers)))
+    print(markdown(header, rows))
     places = {f"{run.start['device']} {run.start['dtype']}" for runs in groups.values() for run in runs}
     print(f"losses: nats per token, of finished runs, ± standard deviation; tokens/s: {', '.join(sorted(places))}")
-    if cfg.json_file:
-        write_json(cfg.json_file, {"baseline": cfg.baseline, "modes": numbers})
     relative(path, cfg, groups, window)
 
 
 # -- what is drawn of eval.py's and analyze.py's files
 
 
-def read_eval(name):
-    """(mode, {task: record}, step) of the last checkpoint in a run's eval.json; raises UserError if there is none."""
-    path = Path(name, "eval.json") if Path(name).is_dir() else Path(name)
-    if not path.exists():
-        raise UserError(f"{path} does not exist; make it: `python eval.py {name} --task=table1,table5`")
-    found = read_json(path, "a file of eval.py", ("checkpoints",))
-    try:
-        last = max(found["checkpoints"].values(), key=lambda checkpoint: checkpoint["step"])
-        return last["mode"], last["results"], last["step"]
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise UserError(f"{path} is not a file of eval.py: {type(e).__name__} {e}") from None
+def short_names(modes):
+    """{run: its mode, or the run's own name where several have that mode}; modes: {run: mode}."""
+    every = list(modes.values())
+    return {name: mode if every.count(mode) == 1 else name for name, mode in modes.items()}
+
+
+def read_eval(folder):
+    """The record of the last checkpoint in a run's eval.json; raises UserError if there is none."""
+    make = f"what `python eval.py {folder} --task=table1,table5` writes"
+    found = read_json(Path(folder, "eval.json"), make, ("checkpoints",))
+    return max(found["checkpoints"].values(), key=lambda checkpoint: checkpoint["step"])
 
 
 def side_by_side(n):
@@ -438,25 +498,24 @@ def losses_by_domain(ax, runs, styles):
 def evaluation(path, cfg, names):
     """Draw what eval.py found of several runs: tasks on the left, losses on the right, as far as there are any."""
     found = {name: read_eval(name) for name in names}
-    modes = [mode for mode, *_ in found.values()]
-    labels = {name: mode if modes.count(mode) == 1 else name for name, (mode, *_) in found.items()}
-    styles = styles_of({labels[name]: mode for name, (mode, *_) in found.items()})
-    runs = {labels[name]: results for name, (_, results, _) in found.items()}
+    labels = short_names({name: record["mode"] for name, record in found.items()})
+    styles = styles_of({labels[name]: record["mode"] for name, record in found.items()})
+    runs = {labels[name]: record["results"] for name, record in found.items()}
     tasks = [task for task in TASKS if any(cfg.metric in results.get(task, ()) for results in runs.values())]
-    has_loss = any("loss" in results for results in runs.values())
-    if not tasks and not has_loss:
-        raise UserError(
-            f"{names[0]} has no result of a whole task; make one: `python eval.py {names[0]}`, without --limit"
-        )
-    title = f"step {count_range([step for *_, step in found.values()], '{:,}'.format)}"
-    sizes = [read_run(name).start["parameters"] for name in names if Path(name, "metrics.jsonl").exists()]
-    if sizes:
-        title = f"{count_range(sizes)} parameters, {title}"
     widths = []
     if tasks:
         widths.append(1.2 + 0.8 * len(tasks))
+    has_loss = any("loss" in results for results in runs.values())
     if has_loss:
         widths.append(4.0)
+    if not widths:
+        raise UserError(
+            f"{names[0]} has no result of a whole task; make one: `python eval.py {names[0]}`, without --limit"
+        )
+    title = f"step {count_range([record['step'] for record in found.values()], '{:,}'.format)}"
+    sizes = [read_run(name).start["parameters"] for name in names if Path(name, "metrics.jsonl").exists()]
+    if sizes:
+        title = f"{count_range(sizes)} parameters, {title}"
     with page(path, (sum(widths), 4)) as paper:
         axes = list(np.atleast_1d(paper.subplots(1, len(widths), width_ratios=widths)))
         if has_loss:
@@ -481,49 +540,41 @@ ANALYSIS = (
 
 def read_analysis(folder, make=""):
     """The analysis.json of a folder; raises UserError, which names the command that makes it, if there is none."""
-    path = Path(folder, "analysis.json")
     make = make or f"python analyze.py {folder}"
-    if not path.exists():
-        raise UserError(f"{path} is missing; make it: `{make}`")
-    return read_json(path, f"a file of analyze.py (remove it, then `{make}`)", ("layers", "states", "length"))
+    return read_json(Path(folder, "analysis.json"), f"what `{make}` writes", ("layers", "states", "length"))
 
 
 def analysis_groups(names):
-    """{(mode, length, settings but the seed): [(name, what analyze.py found)]}: runs that differ in their seed alone
-    are together, all others apart."""
+    """{name of the first: [what analyze.py found]}: runs that differ in their seed alone are together, others apart."""
     groups = {}
-    for name in dict.fromkeys(names):
+    for name in names:
         found, config = read_analysis(name), Path(name, "config.json")
         settings = read_json(config, "the config of a model") if config.exists() else {}
         same = name
-        if "max_steps" in settings:
+        if "seed" in settings:  # it is a run of train.py
             same = json.dumps({key: value for key, value in settings.items() if key not in ("seed", "out_dir")})
         groups.setdefault((found["mode"], found["length"], same), []).append((name, found))
-    return groups
+    return {runs[0][0]: [found for _, found in runs] for runs in groups.values()}
 
 
 def analysis(path, cfg, names):
     """Draw what analyze.py found of several models, by layer. Runs that differ in their seed alone become a band."""
     groups = analysis_groups(names)
-    modes = [mode for mode, *_ in groups]
-    labels, panels = {}, {panel: {} for panel in ANALYSIS}
-    for (mode, length, _), runs in groups.items():
-        name, first = runs[0]
+    modes = {name: runs[0]["mode"] for name, runs in groups.items()}
+    labels = {}
+    for name, short in short_names(modes).items():
+        first = groups[name][0]
         size = f"{short_count(first['parameters'])}, " if "parameters" in first else ""
-        label = f"{mode if modes.count(mode) == 1 else name} ({size}length {length:,})"
-        labels[label] = mode
-        for panel in ANALYSIS:
-            _, part, key, over = panel
-            try:
-                lines = [np.array(found[part][key]["mean"], float) for _, found in runs]
-                if over:
-                    lines = [line / found[part][over]["mean"] for line, (_, found) in zip(lines, runs, strict=True)]
-            except (KeyError, TypeError):
-                raise UserError(f"{name}/analysis.json has no {key}; make it again with analyze.py") from None
-            panels[panel][label] = lines
-    styles = styles_of(labels)
+        labels[name] = f"{short} ({size}length {first['length']:,})"
+    styles = styles_of({labels[name]: mode for name, mode in modes.items()})
     with page(path, (12.5, 7.5)) as paper:
-        for ax, ((title, part, *_), lines) in zip(paper.subplots(2, 3).flat, panels.items(), strict=True):
+        for ax, (title, part, key, over) in zip(paper.subplots(2, 3).flat, ANALYSIS, strict=True):
+            lines = {}
+            for name, runs in groups.items():
+                y = np.array([found[part][key]["mean"] for found in runs], float)
+                if over:
+                    y /= [found[part][over]["mean"] for found in runs]
+                lines[labels[name]] = y
             layer_panel(ax, lines, styles, title, 0 if part == "states" else 1)
 
 
@@ -531,25 +582,14 @@ KINDS = {"relative": relative, "loss": loss, "compare": compare}
 FROM_FILES = {"eval": evaluation, "analysis": analysis}
 
 
-def default_file(kind, names):
-    """<kind>.png in the folder that holds what is drawn: in out/demo for out/demo/vanilla and out/demo/resformer."""
-    folders = []
-    for name in names:
-        folder = Path(name) if Path(name).is_dir() else Path(name).parent
-        is_run = (folder / "metrics.jsonl").exists() or (folder / "analysis.json").exists()
-        folders.append(os.path.abspath(folder.parent if is_run else folder))
-    return Path(os.path.relpath(os.path.commonpath(folders)), f"{kind}.png")
-
-
 def main(cfg: PlotConfig):
     kind, *names = cfg.words
-    path = cfg.out_file or default_file(kind, names)
+    path = cfg.out_file or Path(names[0]).parent / f"{kind}.png"
     if kind in FROM_FILES:
-        FROM_FILES[kind](path, cfg, names)
-        return
-    runs = read_runs(names)
-    path = cfg.out_file or default_file(kind, [run.name for run in runs])
-    KINDS[kind](path, cfg, by_mode(runs, cfg.baseline), pick_window(runs, cfg.window))
+        FROM_FILES[kind](path, cfg, list(dict.fromkeys(names)))
+    else:
+        runs = read_runs(names)
+        KINDS[kind](path, cfg, by_mode(runs, cfg.baseline), pick_window(runs, cfg.window))
 
 
 if __name__ == "__main__":

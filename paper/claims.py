@@ -9,30 +9,22 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 
 import numpy as np
 
 import plot
-from paper.runs import Job, NoSeed
-from report import plus_minus
+from paper.runs import SCALES, Job, NoSeed
+from report import mean_std, plus_minus
 from tasks import TABLE1
 
 LABELS = {
-    "vanilla": "Transformer",
-    "resformer": "ResFormer",
-    "svformer": "SVFormer",
-    "neutreno": "NeuTRENO",
-    "denseformer": "DenseFormer",
-    "resformer_neutreno": "ResFormer+NeuTRENO",
-    "cross": "Cross Layer Attention",
-    "cla2": "CLA2",
-    "gqa2": "GQA2",
-    "gqa8": "GQA8",
-    "svformer_gqa4": "SVFormer+GQA4",
-    "cla2_gqa4": "CLA2+GQA4",
-}
-LENGTHS = (512, 2048, 8192, 32000, 64000)
+    "vanilla": "Transformer", "resformer": "ResFormer", "svformer": "SVFormer", "neutreno": "NeuTRENO",
+    "denseformer": "DenseFormer", "resformer_neutreno": "ResFormer+NeuTRENO", "cross": "Cross Layer Attention",
+    "cla2": "CLA2", "gqa2": "GQA2", "gqa8": "GQA8", "svformer_gqa4": "SVFormer+GQA4", "cla2_gqa4": "CLA2+GQA4",
+}  # fmt: skip
+LENGTHS = tuple(SCALES["paper"].lengths)
 HEADER = ["claim", "the paper", "which way", "ours", "seeds"]  # three of texts, two of numbers
 
 
@@ -70,11 +62,8 @@ def mode_claims(paper, pairs):
 
 def gap_change(a, b):
     """How much more Job a's loss is above its baseline's than Job b's."""
-
-    def value(found, seed):
-        return loss_gap(a, a.baseline)(found, seed) - loss_gap(b, b.baseline)(found, seed)
-
-    return value
+    gap_a, gap_b = loss_gap(a, a.baseline), loss_gap(b, b.baseline)
+    return lambda found, seed: gap_a(found, seed) - gap_b(found, seed)
 
 
 def semi_log(points):
@@ -102,13 +91,13 @@ def saving(points, others):
 def saved_parameters(mode, sizes):
     """The share of parameters that `mode` saves at vanilla's losses, mean over `sizes`, see `saving`."""
 
-    def points(found, seed, mode):
-        jobs = [Job(mode, size) for size in sizes]
-        return [(found.run(job, seed).start["parameters"], found.loss(job, seed)) for job in jobs]
-
     def value(found, seed):
-        saved = saving(points(found, seed, mode), points(found, seed, "vanilla"))
-        return None if None in saved else float(np.mean(saved))
+        points = {}
+        for name in (mode, "vanilla"):
+            jobs = [Job(name, size) for size in sizes]
+            points[name] = [(found.parameters(job), found.loss(job, seed)) for job in jobs]
+        saved = saving(points[mode], points["vanilla"])
+        return None if None in saved else np.mean(saved)
 
     return value
 
@@ -161,7 +150,7 @@ def critical(found, job, seed):
     """critical_point of a Job's relative loss, a pair (step, extrapolated?)."""
     two = [found.run(job, seed), found.run(job.baseline, seed)]
     x, y = plot.align([(run.steps["step"], run.steps["loss"]) for run in two])
-    return critical_point(*plot.smooth(x, y[0] - y[1], found.window))
+    return critical_point(*plot.smooth(x, y[0] - y[1], found.scale.window))
 
 
 def later_when_longer(found, seed):
@@ -170,53 +159,49 @@ def later_when_longer(found, seed):
     points = [critical(found, Job("svformer", length=n), seed)[0] for n in LENGTHS]
     if not any(0 < point < math.inf for point in points):
         return None
-    return float(np.mean([a < b for a, b in combinations(points, 2) if a != b]))
+    return np.mean([a < b for a, b in combinations(points, 2) if a != b])
 
 
-# -- what analyze.py measured
+# -- what analyze.py measured: quantities (job, found, seed) -> number
 
 
-def minus(a, b, quantity):
-    """quantity(found, Job a, seed) - quantity(found, Job b, seed)."""
-    return lambda found, seed: float(quantity(found, a, seed) - quantity(found, b, seed))
+def minus(quantity, a, b):
+    """The quantity of Job a minus that of Job b."""
+    return lambda found, seed: quantity(a, found, seed) - quantity(b, found, seed)
 
 
-def of_job(job, quantity):
-    return lambda found, seed: float(quantity(found, job, seed))
-
-
-def deep_entropy(found, job, seed):
+def deep_entropy(job, found, seed):
     """Mean entropy of token importance in the deeper half of the layers."""
     values = found.by_layer(job, seed, "entropy")
-    return float(np.mean(values[len(values) // 2 :]))
+    return np.mean(values[len(values) // 2 :])
 
 
-def mean_over_layers(key):
-    return lambda found, job, seed: float(np.mean([x for x in found.by_layer(job, seed, key) if x is not None]))
+def layer_mean(key, job, found, seed):
+    return np.mean([x for x in found.by_layer(job, seed, key) if x is not None])
 
 
-def most_importance(found, job, seed):
+def most_importance(job, found, seed):
     """The first token's greatest importance over layers."""
     return max(found.by_layer(job, seed, "first"))
 
 
-def norm_ratios(found, job, seed, of):
+def norm_ratios(job, found, seed, of):
     """The first token's norm relative to other tokens', over layers (of="value") or states ("hidden")."""
     first, rest = (np.array(found.by_layer(job, seed, f"{of}_norm_{part}"), float) for part in ("first", "rest"))
     return first / rest
 
 
-def least_value(found, job, seed):
+def least_value(job, found, seed):
     """The first token's least value norm over layers, relative to other tokens."""
-    return norm_ratios(found, job, seed, "value").min()
+    return norm_ratios(job, found, seed, "value").min()
 
 
-def most_hidden(found, job, seed):
+def most_hidden(job, found, seed):
     """The first token's greatest hidden norm over states, relative to other tokens."""
-    return norm_ratios(found, job, seed, "hidden").max()
+    return norm_ratios(job, found, seed, "hidden").max()
 
 
-def importance_ratio(found, job, seed):
+def importance_ratio(job, found, seed):
     """The first token's importance over the mean of the next 99 tokens' (later ones are seen by few), the greatest over
     layers."""
     importance = found.arrays(job, seed)["importance"][:, :100]
@@ -226,38 +211,41 @@ def importance_ratio(found, job, seed):
 def start_token(mode):
     """Claims on how far the first token stands out: the paper's A.2 bounds it for ResFormer; vanilla's is for
     comparison."""
-    job = Job(mode, "468M")
-    name = f"{LABELS[mode]}: {{}} of the first token, relative to other tokens"
-    quantities = (
+    claims = []
+    for what, paper, quantity, bound in (
         ("greatest importance", "below 10", importance_ratio, {"below": 10.0}),
         ("least value norm", "above 0.5", least_value, {"above": 0.5}),
         ("greatest hidden norm", "below 3", most_hidden, {"below": 3.0}),
-    )
-    claims = []
-    for what, paper, quantity, bound in quantities:
+    ):
         if mode != "resformer":
             paper, bound = "", {}
-        claims.append(Claim(name.format(what), paper, of_job(job, quantity), **bound))
+        what = f"{LABELS[mode]}: {what} of the first token, relative to other tokens"
+        claims.append(Claim(what, paper, partial(quantity, Job(mode, "468M")), **bound))
     return tuple(claims)
 
 
 def over_vanilla(mode, size, what, paper, quantity, **bound):
     """The claim on how a quantity of `mode` differs from vanilla's."""
-    difference = minus(Job(mode, size), Job("vanilla", size), quantity)
+    difference = minus(quantity, Job(mode, size), Job("vanilla", size))
     return Claim(f"{LABELS[mode]} − Transformer: {what}", paper, difference, **bound)
 
 
-def concentration(mode, size):
-    """Claims on how `mode` differs from vanilla in what the paper calls attention concentration."""
-    rows = (
-        ("entropy", "entropy in the deeper half of the layers (nats)", "higher", deep_entropy, {"above": 0.0}),
-        ("first", "first token's greatest importance over layers", "lower", most_importance, {"below": 0.0}),
-        ("value_norm_first", "first token's least value norm over layers, relative to other tokens",
-         "higher: no value-state drain", least_value, {"above": 0.0}),
-        ("hidden_norm_first", "first token's greatest hidden norm over states, relative to other tokens",
-         "lower: no hidden-state peak", most_hidden, {"below": 0.0}),
+def more_entropy(mode, size):
+    """The claim that `mode` concentrates its attention less than vanilla."""
+    what = "entropy in the deeper half of the layers (nats)"
+    return over_vanilla(mode, size, what, "higher", deep_entropy, above=0.0)
+
+
+def fewer_extremes(mode, size):
+    """Claims that the first token stands out less in `mode` than in vanilla."""
+    claim = partial(over_vanilla, mode, size)
+    return (
+        claim("first token's greatest importance over layers", "lower", most_importance, below=0.0),
+        claim("first token's least value norm over layers, relative to other tokens",
+              "higher: no value-state drain", least_value, above=0.0),
+        claim("first token's greatest hidden norm over states, relative to other tokens",
+              "lower: no hidden-state peak", most_hidden, below=0.0),
     )  # fmt: skip
-    return {key: over_vanilla(mode, size, what, paper, f, **bound) for key, what, paper, f, bound in rows}
 
 
 def larger_eigenvalue(size):
@@ -265,7 +253,7 @@ def larger_eigenvalue(size):
 
     def value(found, seed):
         a, b = (found.by_layer(Job(mode, size), seed, "value_largest") for mode in ("resformer", "vanilla"))
-        return float(np.mean(np.array(a) > np.array(b)))
+        return np.mean(np.array(a) > np.array(b))
 
     return value
 
@@ -312,19 +300,19 @@ def claim_row(claim, found, seeds):
         with suppress(NoSeed):  # a run that this claim needs has fewer seeds
             value = claim.value(found, seed)
             values[seed] = None if value is None or not math.isfinite(value) else float(value)
-    row = {"what": claim.what, "paper": claim.paper, "seeds": list(values), "values": list(values.values())}
-    numbers = plot.spread([value for value in values.values() if value is not None])
-    row |= numbers or {"mean": None, "std": None, "n": 0}
-    row |= {"same": None, "within": None}
+    known = [value for value in values.values() if value is not None]
+    mean, std = mean_std(known)
     margins = []
-    if numbers and claim.above is not None:
-        margins.append(row["mean"] - claim.above)
-    if numbers and claim.below is not None:
-        margins.append(claim.below - row["mean"])
+    if known and claim.above is not None:
+        margins.append(mean - claim.above)
+    if known and claim.below is not None:
+        margins.append(claim.below - mean)
+    same = within = None
     if margins:
-        row["same"] = min(margins) > 0
-        row["within"] = None if row["std"] is None else abs(min(margins)) <= row["std"]
-    return row
+        same = min(margins) > 0
+        within = None if std is None else abs(min(margins)) <= std
+    row = {"what": claim.what, "paper": claim.paper, "seeds": list(values), "values": list(values.values())}
+    return row | {"mean": mean, "std": std, "n": len(known), "same": same, "within": within}
 
 
 def claim_rows(figure, found):
@@ -352,20 +340,16 @@ def claim_cells(row):
 
 def tally(figures):
     """A sentence that counts which claims go the paper's way; what one seed says is counted apart."""
-    decided = {}  # by text, as some claims stand in two figures
-    for record in figures.values():
-        for row in record["rows"]:
-            if row["same"] is not None:
-                decided[row["what"]] = row
-    several = [row for row in decided.values() if row["n"] > 1]
-    one = [row for row in decided.values() if row["n"] == 1]
+    rows = [row for record in figures.values() for row in record["rows"] if row["same"] is not None]
+    decided = {row["what"]: row for row in rows}.values()  # some claims stand in two figures
+    several = [row for row in decided if row["n"] > 1]
+    alone = [row["same"] for row in decided if row["n"] == 1]
     clear = [row["same"] for row in several if not row["within"]]
-    alone = [row["same"] for row in one]
     text = (
         f"These runs can speak to {len(decided)} claims of the paper. {len(several)} are backed by several seeds: "
         f"{clear.count(True)} go the same way here, {clear.count(False)} go the other way, and "
         f"{len(several) - len(clear)} are within the spread of the seeds."
     )
-    if one:
-        text += f" {len(one)} rest on one seed: {alone.count(True)} go the same way, {alone.count(False)} the other."
+    if alone:
+        text += f" {len(alone)} rest on one seed: {alone.count(True)} go the same way, {alone.count(False)} the other."
     return text

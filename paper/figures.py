@@ -6,42 +6,13 @@ Read next: tables.py, panels.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from paper.claims import (
-    LABELS,
-    LENGTHS,
-    Claim,
-    accuracy_gap,
-    concentration,
-    domain_gap,
-    gap_change,
-    larger_eigenvalue,
-    later_when_longer,
-    least_value,
-    lower_loss,
-    mean_over_layers,
-    minus,
-    mode_claims,
-    over_vanilla,
-    saved_parameters,
-    saved_tokens,
-    saving,
-    start_token,
-)
+from paper import claims, tables
+from paper.claims import LABELS, LENGTHS, Claim, gap_change, lower_loss, minus, mode_claims, over_vanilla
 from paper.runs import Job
-from paper.tables import (
-    PAPER_ACCURACIES,
-    PAPER_LOSSES,
-    PARAMETERS,
-    size_and_loss,
-    table1,
-    table2,
-    table3,
-    table4,
-    table5,
-)
 
 
 @dataclass(frozen=True)
@@ -64,7 +35,7 @@ class Panel:
 @dataclass(frozen=True)
 class Figure:
     """A figure or table: what it shows, in one sentence; its panels; or for a table its rows, table(found), the runs
-    that these read, the tasks of eval.py that they need, and whether they read the prepared data."""
+    that these read, and the tasks of eval.py that they need."""
 
     caption: str
     panels: tuple[Panel, ...] = ()
@@ -72,15 +43,12 @@ class Figure:
     table: Callable | None = None
     runs: tuple[Job, ...] = ()
     tasks: str = ""
-    reads_data: bool = False
     one_scale: bool = False  # of the y axes, where panels are to be compared
 
     @property
     def jobs(self):
         """All runs that it needs."""
-        jobs = list(self.runs)
-        for panel in self.panels:
-            jobs += panel.jobs
+        jobs = [*self.runs, *(job for panel in self.panels for job in panel.jobs)]
         for panel in self.panels:
             if panel.kind in ("relative", "critical", "dots"):
                 jobs += [job.baseline for job in panel.jobs]
@@ -148,10 +116,10 @@ def sweep_claims(sweep, best, paper):
 
 def nearer_than_identity(found, seed):
     """How much nearer Eq 4 is to Eq 2 than Eq 6 is: difference of cosine similarities, mean over layers."""
-    return mean_over_layers("eq4")(found, Job(), seed) - mean_over_layers("eq6")(found, Job(), seed)
+    return claims.layer_mean("eq4", Job(), found, seed) - claims.layer_mean("eq6", Job(), found, seed)
 
 
-SAVED = np.mean(saving(size_and_loss("resformer"), size_and_loss("vanilla")))
+SAVED = np.mean(claims.saving(tables.size_and_loss("resformer"), tables.size_and_loss("vanilla")))
 # fmt: off
 FIGURES = {
     "fig1": Figure(
@@ -169,14 +137,14 @@ FIGURES = {
                   above=7.1935),
             Claim("468M before training: highest of a layer (nats)", "7.204", lambda f, s: f.initial(max, s),
                   below=7.2045),
-            concentration("resformer", "468M")["entropy"],
-            concentration("svformer", "468M")["entropy"],
+            claims.more_entropy("resformer", "468M"),
+            claims.more_entropy("svformer", "468M"),
         ),
     ),
     "fig2": Figure(
         "The first token by layer: what attention it gets, and how long its value and its hidden state are.",
         tuple(over_layers("", named(*FOUR, size="468M"), key, label) for key, label in FIRST.items()),
-        tuple(concentration("resformer", "468M")[key] for key in FIRST),
+        claims.fewer_extremes("resformer", "468M"),
     ),
     "fig4": Figure(
         "How near two cheap substitutes come to true cross-layer attention (Eq 2) in a trained Transformer.",
@@ -200,8 +168,9 @@ FIGURES = {
             Panel("paper", f"the paper's Table 5:\nResFormer needs {SAVED:.1%} fewer parameters"),
         ),
         (
-            Claim("share of parameters that ResFormer saves", "0.104", saved_parameters("resformer", SIZES), above=0.0),
-            Claim("share of tokens that ResFormer saves at 468M", "0.136", saved_tokens, above=0.0),
+            Claim("share of parameters that ResFormer saves", "0.104",
+                  claims.saved_parameters("resformer", SIZES), above=0.0),
+            Claim("share of tokens that ResFormer saves at 468M", "0.136", claims.saved_tokens, above=0.0),
         ),
     ),
     "fig7": Figure(
@@ -249,13 +218,13 @@ FIGURES = {
     "fig12": Figure(
         "Spectra of value states: eigenvalues of layer 1, and the largest one of each layer.",
         (
-            Panel("spectrum", "eigenvalues of layer 1", by_size("vanilla", "resformer", sizes=PARAMETERS)),
+            Panel("spectrum", "eigenvalues of layer 1", by_size("vanilla", "resformer", sizes=tables.PARAMETERS)),
             over_layers("largest eigenvalue of each layer", by_size("vanilla", "resformer", sizes=("180M", "468M")),
                         "value_largest", "largest eigenvalue"),
         ),
         tuple(
             Claim(f"share of {size}'s layers whose largest eigenvalue is larger in ResFormer", "most",
-                  larger_eigenvalue(size), above=0.5)
+                  claims.larger_eigenvalue(size), above=0.5)
             for size in ("180M", "468M")
         ),
     ),
@@ -279,8 +248,8 @@ FIGURES = {
             Panel("critical", "the step at which vanilla overtakes it", by_length("svformer", lengths=LENGTHS)),
         ),
         (
-            Claim("share of pairs of lengths whose longer one has the later critical point", "all", later_when_longer,
-                  above=0.5),
+            Claim("share of pairs of lengths whose longer one has the later critical point", "all",
+                  claims.later_when_longer, above=0.5),
             Claim("SVFormer − Transformer, at length 64,000 minus at 512", "lower",
                   gap_change(Job("svformer", length=64000), Job("svformer", length=512)), below=0.0),
         ),
@@ -294,7 +263,7 @@ FIGURES = {
                             tuple(("{warmup} steps", Job("svformer", warmup=n)) for n in (120, 1200))),
             relative_losses("SVFormer by architecture", {"Llama": SV, "GPT2": Job("svformer", arch="gpt2")}),
             Panel("scaling", "by size\n(in the paper SVFormer needs 12.2 % more parameters)",
-                  by_size("vanilla", "svformer", sizes=("2M", *PARAMETERS))),
+                  by_size("vanilla", "svformer", sizes=("2M", *tables.PARAMETERS))),
         ),
         (
             Claim("SVFormer − Transformer, at rate 1e-4 minus at 6e-4", "lower",
@@ -303,8 +272,8 @@ FIGURES = {
                   gap_change(Job("svformer", warmup=1200), SV)),
             Claim("SVFormer − Transformer, GPT2's minus Llama's", "about 0",
                   gap_change(Job("svformer", arch="gpt2"), SV)),
-            Claim("share of parameters that SVFormer saves", "-0.122", saved_parameters("svformer", tuple(PARAMETERS)),
-                  below=0.0),
+            Claim("share of parameters that SVFormer saves", "-0.122",
+                  claims.saved_parameters("svformer", tuple(tables.PARAMETERS)), below=0.0),
         ),
     ),
     "fig16": Figure(
@@ -330,7 +299,7 @@ FIGURES = {
     "fig19": Figure(
         "Importance, value norm and hidden norm of the first hundred tokens, by layer.",
         (Panel("heat", "", named(*FOUR, size="468M")),),
-        (*start_token("resformer"), *start_token("vanilla")),
+        (*claims.start_token("resformer"), *claims.start_token("vanilla")),
     ),
     "fig20": Figure(
         "The quantities of Figures 1 and 2 at 82M, with cross-layer attention.",
@@ -339,10 +308,11 @@ FIGURES = {
             for key, label in ({"entropy": ENTROPY} | FIRST).items()
         ),
         (
-            *concentration("resformer", "82M").values(),
-            concentration("cross", "82M")["entropy"],
+            claims.more_entropy("resformer", "82M"),
+            *claims.fewer_extremes("resformer", "82M"),
+            claims.more_entropy("cross", "82M"),
             Claim("Cross Layer Attention − ResFormer: first token's least value norm over layers, relative to other "
-                  "tokens", "lower: drains stay", minus(Job("cross"), Job("resformer"), least_value), below=0.0),
+                  "tokens", "lower: drains stay", minus(claims.least_value, Job("cross"), Job("resformer")), below=0.0),
         ),
     ),
     "fig21": Figure(
@@ -352,8 +322,8 @@ FIGURES = {
             for mode in FOUR
         ),
         tuple(
-            over_vanilla(mode, "468M", "largest importance, mean over layers", "lower", mean_over_layers("top_1"),
-                         below=0.0)
+            over_vanilla(mode, "468M", "largest importance, mean over layers", "lower",
+                         partial(claims.layer_mean, "top_1"), below=0.0)
             for mode in ("resformer", "svformer")
         ),
         one_scale=True,
@@ -367,24 +337,24 @@ FIGURES = {
         "Zero-shot accuracy on six tasks.",
         claims=tuple(
             Claim(f"ResFormer − Transformer at length {n:,}, mean accuracy of the tasks that both are scored on",
-                  "+0.022", accuracy_gap(n), above=0.0)
+                  "+0.022", claims.accuracy_gap(n), above=0.0)
             for n in (2048, 64000)
         ),
-        table=table1,
-        runs=tuple(Job(mode, length=length) for mode, length in PAPER_ACCURACIES),
+        table=tables.table1,
+        runs=tuple(Job(mode, length=length) for mode, length in tables.PAPER_ACCURACIES),
         tasks="table1",
     ),
-    "tab2": Figure("What the training data consists of.", table=table2, reads_data=True),
-    "tab3": Figure("Batches by sequence length.", table=table3),
-    "tab4": Figure("Models by size.", table=table4, reads_data=True),
+    "tab2": Figure("What the training data consists of.", table=tables.table2),
+    "tab3": Figure("Batches by sequence length.", table=tables.table3),
+    "tab4": Figure("Models by size.", table=tables.table4),
     "tab5": Figure(
         "Validation loss by domain (nats per token).",
         claims=tuple(
-            Claim(f"ResFormer − Transformer at {size}, mean over domains", gap, domain_gap(size), below=0.0)
+            Claim(f"ResFormer − Transformer at {size}, mean over domains", gap, claims.domain_gap(size), below=0.0)
             for size, gap in {"82M": "-0.0272", "180M": "-0.0323", "468M": "-0.0269"}.items()
         ),
-        table=table5,
-        runs=tuple(Job(mode, size) for mode, size in PAPER_LOSSES),
+        table=tables.table5,
+        runs=tuple(Job(mode, size) for mode, size in tables.PAPER_LOSSES),
         tasks="table5",
     ),
 }
@@ -413,32 +383,28 @@ MODE_GROUPS = {
         "resformer_lerp", "resformer_head", "resformer_relu", "hidden_learned", "value_embed", "value_embed_unet",
         "value_embed_cycle", "value_embed_gated", "value_embed_gated2"),
 }
+V5 = mode_claims("v5: Plus < Sparse < Constant < Learnable < ResFormer; on hidden states or A it hurts", [
+    ("resformer_plus", "resformer_sparse"), ("resformer_sparse", "resformer_lambda"),
+    ("resformer_lambda", "resformer_learned"), ("resformer_learned", "resformer"), ("vanilla", "hidden"),
+    ("vanilla", "probs"),
+])
 # fmt: on
-V5 = mode_claims(
-    "v5: Plus < Sparse < Constant < Learnable < ResFormer; on hidden states or A it hurts",
-    [
-        ("resformer_plus", "resformer_sparse"),
-        ("resformer_sparse", "resformer_lambda"),
-        ("resformer_lambda", "resformer_learned"),
-        ("resformer_learned", "resformer"),
-        ("vanilla", "hidden"),
-        ("vanilla", "probs"),
-    ],
-)
 
 
 def claims_on_modes():
     """All claims of the paper's figures that compare two modes at 82M and length 2,048, each once."""
-    claims = {}
+    found = {}
     for figure in FIGURES.values():
         for claim in figure.claims:
             if claim.jobs and all(job == Job(job.mode) for job in claim.jobs):
-                claims.setdefault(claim.what, claim)
-    return (*claims.values(), *V5)
+                found.setdefault(claim.what, claim)
+    return (*found.values(), *V5)
 
 
+MODES = dict.fromkeys(mode for modes in MODE_GROUPS.values() for mode in ("vanilla", *modes))
 FIGURES["modes"] = Figure(
     "Every mode's validation loss minus vanilla's, in the groups in which the paper compares them.",
     tuple(Panel("dots", title, tuple((mode, Job(mode)) for mode in modes)) for title, modes in MODE_GROUPS.items()),
     claims_on_modes(),
+    table=lambda found: tables.modes_table(found, [Job(mode) for mode in MODES]),
 )

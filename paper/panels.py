@@ -9,21 +9,17 @@ import math
 import numpy as np
 
 import plot
-from looks import COLORS, HEADLINE, count_range, legend, page, short_count, style_of, styles_of
-from paper.claims import LABELS, critical, semi_log
+from paper.claims import LABELS, critical, loss_gap, semi_log
 from paper.runs import INITIAL
 from paper.tables import size_and_loss
+from plot import COLORS, HEADLINE, LEVEL, count_range, legend, page, short_count, style_of, styles_of
+from report import mean_std
 
 HEAT = {"importance": "importance", "value_norm": "norm of the value", "hidden_norm": "norm of the hidden state"}
-LEVEL = {"color": "0.5", "linewidth": 0.8, "linestyle": (0, (3, 2)), "zorder": 0}
 KEY = {"color": "0.35", "markersize": 9, "markeredgewidth": 1.6}
 
 
 # -- what is drawn, in words
-
-
-def parameters_of(job, found):
-    return found.run(job, found.seeds(job)[0]).start["parameters"]
 
 
 def line_labels(panel, found):
@@ -32,7 +28,7 @@ def line_labels(panel, found):
     for label, job in panel.lines:
         filled = label.format(
             length=f"{scale.lengths[job.length][0]:,}",
-            size=short_count(parameters_of(job, found)),
+            size=short_count(found.parameters(job)),
             rate=f"{job.lr * scale.rate:.4g}",
             warmup=scale.warmups[job.warmup],
         )
@@ -43,13 +39,7 @@ def line_labels(panel, found):
 def real_size(jobs, found):
     """Parameters and length of what is drawn: 706k–738k parameters, length 128."""
     lengths = count_range([found.scale.lengths[job.length][0] for job in jobs], "{:,}".format)
-    return f"{count_range([parameters_of(job, found) for job in jobs])} parameters, length {lengths}"
-
-
-def set_title(ax, panel, found):
-    """The panel's title, and under it the size of what it shows."""
-    parts = [panel.title, real_size(panel.jobs, found) if panel.lines else ""]
-    ax.set_title("\n".join(part for part in parts if part), loc="left")
+    return f"{count_range([found.parameters(job) for job in jobs])} parameters, length {lengths}"
 
 
 # -- kinds of panels
@@ -67,27 +57,25 @@ def by_label(panel, found, get):
 def draw_relative(ax, panel, found):
     """Training loss minus that of vanilla with the same settings and seed, over steps."""
     pairs, styles = by_label(panel, found, lambda job, seed: (found.run(job, seed), found.run(job.baseline, seed)))
-    plot.relative_panel(ax, pairs, styles, found.window)
+    plot.relative_panel(ax, pairs, styles, found.scale.window)
 
 
 def draw_layers(ax, panel, found):
     """A quantity of the analysis over layers; with several quantities of one run, those that are equal are one line."""
-    lines, modes = {}, {}
+    equal = {}  # at length 128 the token at 1 % of the length is the second
     for label, job in line_labels(panel, found):
         key = panel.key[label] if isinstance(panel.key, dict) else panel.key
         values = [found.by_layer(job, seed, key) for seed in found.seeds(job)]
-        for twin in [other for other in lines if lines[other] == values and modes[other] == job.mode]:
-            label = f"{twin} = {label}"  # at length 128 the token at 1 % of the length is the second
-            lines = {label if other == twin else other: of for other, of in lines.items()}
-        lines[label], modes[label] = values, job.mode
-    first_key = next(iter(panel.key.values())) if isinstance(panel.key, dict) else panel.key
+        labels, _ = equal.setdefault((job.mode, str(values)), ([], values))
+        labels.append(label)
+    lines = {" = ".join(labels): values for labels, values in equal.values()}
+    styles = styles_of(dict(zip(lines, (mode for mode, _ in equal), strict=True)))
     level = None
     if panel.key == "entropy":
         job = panel.jobs[0]
         numbers, _ = found.analysis(found.folder(job, found.seeds(job)[0]))
         level = numbers["entropy_uniform"], "uniform causal attention"
-    styles = styles_of({label: modes[label] for label in lines})
-    plot.layer_panel(ax, lines, styles, panel.label, 0 if first_key.startswith("hidden") else 1, level)
+    plot.layer_panel(ax, lines, styles, panel.label, 0 if "hidden" in str(panel.key) else 1, level)
 
 
 def draw_public(ax, panel, found):
@@ -97,7 +85,7 @@ def draw_public(ax, panel, found):
         return
     lines = {folder.name: [found.mean(folder, panel.key)] for folder in found.public}
     styles = styles_of({name: "vanilla" for name in lines})
-    plot.layer_panel(ax, lines, styles, panel.label, 0 if panel.key.startswith("hidden") else 1)
+    plot.layer_panel(ax, lines, styles, panel.label, 0 if "hidden" in panel.key else 1)
 
 
 def draw_initial(ax, panel, found):
@@ -138,10 +126,10 @@ def draw_scaling(ax, panel, found):
     for _, job in panel.lines:
         label = LABELS[job.mode]
         losses = [found.loss(job, seed) for seed in found.seeds(job)]
-        lines.setdefault(label, []).append((parameters_of(job, found), losses))
+        lines.setdefault(label, []).append((found.parameters(job), losses))
         modes[label] = job.mode
         if job.size != "2M":
-            least = min(least, parameters_of(job, found))
+            least = min(least, found.parameters(job))
     scaling_panel(ax, lines, styles_of(modes), least)
 
 
@@ -183,16 +171,11 @@ def draw_tokens(ax, panel, found):
 
 
 def draw_critical(ax, panel, found):
-    points = {}
+    """Critical points over lengths. Lengths without one are named in the legend, not drawn."""
+    points, color = {}, style_of(panel.jobs[0].mode)["color"]
     for job in panel.jobs:
         length = found.scale.lengths[job.length][0]
         points[length] = [critical(found, job, seed) for seed in found.seeds(job)]
-    critical_panel(ax, points, style_of(panel.jobs[0].mode)["color"])
-
-
-def critical_panel(ax, points, color):
-    """points: {length: [what critical_point found of each seed]}. Lengths without a critical point are named in the
-    legend, not drawn."""
     for kind, name, face in ((False, "crossed", color), (True, "extrapolated from the last tenth", "none")):
         there = []
         for n, seeds in points.items():
@@ -200,7 +183,7 @@ def critical_panel(ax, points, color):
         if there:
             ax.plot(*zip(*there, strict=True), "o", color=color, markerfacecolor=face, label=name)
     for at, name in ((math.inf, "the lead does not shrink"), (0.0, "never ahead")):
-        without = [f"{n:,}" for n, seeds in points.items() if any(found[0] == at for found in seeds)]
+        without = [f"{n:,}" for n, seeds in points.items() if at in [step for step, _ in seeds]]
         if without:
             ax.plot([], [], " ", label=f"none at length {', '.join(without)}: {name}")
     lengths = list(points)
@@ -227,18 +210,12 @@ PANEL_KINDS = {
 
 
 def draw_figure(path, figure, found):
-    """Draw a figure's panels into a PNG."""
-    kind = figure.panels[0].kind
-    if kind == "heat":
-        heat_figure(path, figure.panels[0], found)
-    elif kind == "dots":
-        dots_figure(path, figure.panels, found)
-    else:
-        grid_figure(path, figure, found)
-
-
-def grid_figure(path, figure, found):
-    """Panels side by side, up to three in a row. A panel of public models is left out where it would be empty."""
+    """Draw a figure's panels into a PNG, up to three in a row. Heat maps and dots have a layout of their own."""
+    whole = {"heat": heat_figure, "dots": dots_figure}.get(figure.panels[0].kind)
+    if whole:
+        whole(path, figure, found)
+        return
+    # a panel of public models is left out where it would be empty
     panels = [panel for panel in figure.panels if panel.kind != "public" or panel.jobs or found.public]
     columns = len(panels) if len(panels) < 4 else 2
     rows = -(-len(panels) // columns)
@@ -246,13 +223,14 @@ def grid_figure(path, figure, found):
     with page(path, size) as paper:
         axes = paper.subplots(rows, columns, squeeze=False, sharey=figure.one_scale)
         for ax, panel in zip(axes.flat, panels, strict=True):
-            set_title(ax, panel, found)
+            size = real_size(panel.jobs, found) if panel.lines else ""
+            ax.set_title(f"{panel.title}\n{size}".strip(), loc="left")
             PANEL_KINDS[panel.kind](ax, panel, found)
 
 
-def heat_figure(path, panel, found):
+def heat_figure(path, figure, found):
     """Maps over the first hundred tokens and the layers: a row for each model, a column for each quantity."""
-    models = {}
+    (panel,), models = figure.panels, {}
     for label, job in panel.lines:
         arrays = [found.arrays(job, seed) for seed in found.seeds(job)]
         models[label] = {name: np.mean([of[key][:, :100] for of in arrays], 0) for key, name in HEAT.items()}
@@ -288,32 +266,22 @@ def heat_maps(paper, models):
         ax.set_ylabel("layer")
 
 
-def dots_figure(path, panels, found):
+def dots_figure(path, figure, found):
     """Losses of modes minus vanilla's, in two columns of panels, all on one scale of losses."""
-    groups = {panel.title: gaps_of(panel, found) for panel in panels}
-    groups = {title: gaps for title, gaps in groups.items() if gaps}
-    sizes = [len(gaps) + 1 for gaps in groups.values()]
+    panels = figure.panels
+    sizes = [len(panel.lines) + 1 for panel in panels]
     heights = [max(sizes[i : i + 2]) for i in range(0, len(sizes), 2)]
+    title = f"{real_size(figure.jobs, found)}, {found.scale.steps:,} steps"
     with page(path, (9.5, 0.19 * sum(heights) + 0.9)) as paper:
-        axes = paper.subplots(len(heights), 2, height_ratios=heights, sharex=True, squeeze=False)
-        for ax, (title, gaps) in zip(axes.flat, groups.items(), strict=False):
-            dots_panel(ax, title, gaps)
-        for ax in axes.flat[len(groups) :]:
+        axes = paper.subplots(len(heights), 2, height_ratios=heights, sharex=True, squeeze=False).flat
+        for ax, panel in zip(axes, panels, strict=False):
+            dots_panel(ax, panel, found)
+        for ax in axes[len(panels) :]:
             ax.set_axis_off()
-        for ax in axes.flat[len(groups) - 2 : len(groups)]:
+        for ax in axes[len(panels) - 2 : len(panels)]:
             ax.tick_params(labelbottom=True)
             ax.set_xlabel("validation loss minus vanilla's (nats per token)")
-        paper.legend(handles=dots_key(), loc="outside upper left", ncols=4, title=found.size, alignment="left")
-
-
-def gaps_of(panel, found):
-    """{mode: [loss minus vanilla's with that seed]} of a panel's modes that have runs, the lowest mean last."""
-    gaps = {}
-    for _, job in panel.lines:
-        seeds = [seed for seed in found.seeds(job) if seed in found.seeds(job.baseline)]
-        if seeds:
-            gaps[job.mode] = [found.loss(job, seed) - found.loss(job.baseline, seed) for seed in seeds]
-    return dict(sorted(gaps.items(), key=lambda item: -np.mean(item[1])))
+        paper.legend(handles=dots_key(), loc="outside upper left", ncols=4, title=title, alignment="left")
 
 
 def dots_key():
@@ -328,15 +296,17 @@ def dots_key():
     ]
 
 
-def dots_panel(ax, title, gaps):
+def dots_panel(ax, panel, found):
     """One group of modes: seeds as grey dots, mean and standard deviation as tick and bar, the lowest loss on top."""
+    gaps = {job.mode: [loss_gap(job, job.baseline)(found, seed) for seed in found.seeds(job)] for job in panel.jobs}
+    gaps = dict(sorted(gaps.items(), key=lambda item: -np.mean(item[1])))
     for y, (mode, seeds) in enumerate(gaps.items()):
-        numbers = plot.spread(seeds)
+        mean, std = mean_std(seeds)
         look = KEY | {"color": style_of(mode)["color"]} if mode in HEADLINE else KEY
         ax.plot(seeds, [y] * len(seeds), "o", color="0.65", markersize=4, markeredgewidth=0)
-        ax.errorbar(numbers["mean"], y, xerr=numbers["std"], fmt="|", **look)
+        ax.errorbar(mean, y, xerr=std, fmt="|", **look)
     ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
     ax.set(yticks=range(len(gaps)), yticklabels=list(gaps), ylim=(-0.6, len(gaps) - 0.4))
-    ax.set_title(title, loc="left", fontsize=9)
+    ax.set_title(panel.title, loc="left", fontsize=9)
     ax.grid(axis="x", color="0.9", linewidth=0.6)
     ax.set_axisbelow(True)

@@ -18,7 +18,6 @@ import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,18 +28,8 @@ from files import read_json, write_json, write_text
 from paper.claims import HEADER, claim_cells, claim_rows, tally
 from paper.figures import FIGURES, PAPER
 from paper.panels import draw_figure
-from paper.runs import (
-    INITIAL,
-    SCALES,
-    SEEDS,
-    Found,
-    Job,
-    RecordedLosses,
-    model_of,
-    train_settings,
-    units_in_words,
-)
-from report import markdown, plus_minus
+from paper.runs import INITIAL, SCALES, SEEDS, Found, Job, is_finished, model_of, train_settings, units_in_words
+from report import markdown
 from tasks import TABLE1
 
 MFU = 0.4  # the share of an A100's bf16 peak that GPU-hours are computed with
@@ -69,12 +58,11 @@ class ReproduceConfig:
 
     def __post_init__(self):
         check_ranges(self)
-        known = [*FIGURES, "all", "report"]
         if not self.words:
             raise ValueError("say which figure, as in `python -m paper.reproduce fig7 --dry_run`")
         for word in self.words:
-            if word not in known:
-                raise ValueError(f"cannot reproduce {word!r}; there are {', '.join(known)}")
+            if word not in (*FIGURES, "all", "report"):
+                raise ValueError(f"cannot reproduce {word!r}; there are {', '.join(FIGURES)}, all, report")
         if "report" in self.words and len(self.words) > 1:
             raise ValueError("report stands alone: it shows all that has been drawn")
         if not self.scale:
@@ -83,6 +71,8 @@ class ReproduceConfig:
             raise ValueError("scale=modes has one size and length, enough for the figure of modes only; name another")
         if self.jobs > 1 and self.units.gpus:
             raise ValueError(f"jobs={self.jobs} would share the GPUs of one run; leave it out at scale={self.scale}")
+        if len(self.public_folders) < len(self.public):
+            raise ValueError("two folders of --public have the same name, which figures call them by")
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.scale}")
 
     @property
@@ -107,22 +97,13 @@ class ReproduceConfig:
 
     @property
     def public_folders(self):
-        """{public model's folder: that of its analysis}; models of one name get the whole path as their name."""
-        names = [Path(folder).name for folder in self.public]
-        if len(set(names)) < len(names):
-            names = [folder.strip("/").replace("/", "-") for folder in self.public]
-        return {folder: Path(self.out_dir, "public", name) for folder, name in zip(self.public, names, strict=True)}
+        """{folder of a public model's analysis: the model's folder}"""
+        return {Path(self.out_dir, "public", Path(folder).name): folder for folder in self.public}
 
     def seeds_of(self, job):
         """The seeds of a Job: of ablations as many as the scale says."""
         is_ablation = (job.size, job.length) == ("82M", 2048)
         return SEEDS[: self.seeds or (self.units.seeds if is_ablation else 1)]
-
-    @property
-    def command(self):
-        """This call without --run=false and --dry_run, for messages."""
-        given = [word for word in sys.argv[1:] if not word.startswith(("--run", "--dry_run"))]
-        return shlex.join(["python", "-m", "paper.reproduce", *given])
 
 
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
@@ -150,12 +131,8 @@ class Plan:
     tasks: set
 
     @property
-    def state(self):
-        """done, begun or new."""
-        with suppress(UserError):
-            if plot.read_run(self.folder).finished:
-                return "done"
-        return "begun" if (self.folder / "metrics.jsonl").exists() else "new"
+    def done(self):
+        return is_finished(self.folder)
 
     @property
     def tokens(self):
@@ -165,6 +142,12 @@ class Plan:
         """Bytes: the last checkpoint, with several evaluations the best too, weights and optimizer in fp32."""
         several = self.values["eval_every"] < self.values["max_steps"]
         return 12 * (1 + several) * parameters
+
+    def hours(self, model):
+        """GPU-hours of training that are left, by FLOPs."""
+        if self.done:
+            return 0.0
+        return flops_per_token(model) * self.tokens / (PEAK_FLOPS["A100"] * MFU) / 3600
 
 
 def make_plans(cfg):
@@ -183,49 +166,42 @@ def make_plans(cfg):
 
 
 def show_plan(plans, cfg):
-    """Print runs, their sizes and states, disk, and at a scale with GPUs the hours that training takes."""
+    """Print runs, their sizes and whether they are done, disk, and at a scale with GPUs the hours of training."""
     scale, path = cfg.units, Path(cfg.units.data_dir, "tokenizer.json")
     vocab = Tokenizer.load(path).n_vocab if path.exists() else scale.vocab
-    models, rows, hours, disk, done = {}, [], 0.0, 0, 0
+    models = {plan.job: model_of(plan.job, scale, vocab) for plan in plans}
+    sizes = {job: count_parameters(model)[0] for job, model in models.items()}
+    rows, hours = [], 0.0
     for plan in plans:
-        if plan.job not in models:
-            model = model_of(plan.job, scale, vocab)
-            models[plan.job] = model, count_parameters(model)[0]
-        (model, parameters), state = models[plan.job], plan.state
-        row = [f"{plan.job.name}-{plan.seed}", state, f"{parameters:,}", f"{plan.tokens:,}"]
-        row.append(f"{plan.disk(parameters) / 1e9:.2f}")
-        disk += plan.disk(parameters)
-        done += state == "done"
-        if scale.gpus:
-            cost = 0.0
-            if state != "done":
-                cost = flops_per_token(model) * plan.tokens / (PEAK_FLOPS["A100"] * MFU) / 3600
-            hours += cost
-            row.append(f"{cost:,.2f}")
-        rows.append(row)
+        size, cost = sizes[plan.job], plan.hours(models[plan.job])
+        hours += cost
+        state = "done" if plan.done else "to do"
+        row = [plan.folder.name, state, f"{size:,}", f"{plan.tokens:,}", f"{plan.disk(size) / 1e9:.2f}"]
+        rows.append([*row, f"{cost:,.2f}"] if scale.gpus else row)
     header = ["run", "state", "parameters", "tokens", "disk (GB)"]
     print(f"scale {cfg.scale}: {scale.what}\n")
     print(markdown([*header, "GPU-hours"] if scale.gpus else header, rows))
     if cfg.dry_run:
-        print(*commands(plans, cfg), "", sep="\n")
-    said = [f"{len(plans)} runs, {done} of them done"]
+        print(*map(shlex.join, commands(plans, cfg)), "", sep="\n")
+    said = [f"{len(plans)} runs, {sum(plan.done for plan in plans)} of them done"]
     if scale.gpus:
         said.append(f"training takes {hours:,.1f} GPU-hours at {MFU:.0%} of an A100's bf16 peak")
-    analyses = sum(plan.analyse and is_stale(plan.folder, scale.chunks) for plan in plans) + len(other_analyses(cfg))
-    said.append(f"{analyses} analyses and the tasks of {sum(bool(plan.tasks) for plan in plans)} runs come on top")
-    said.append(f"disk {disk / 1e9:,.1f} GB")
+    said.append("analyses and tasks come on top")
+    said.append(f"disk {sum(plan.disk(sizes[plan.job]) for plan in plans) / 1e9:,.1f} GB")
     if not Path(scale.data_dir, "manifest.json").exists():
-        said[-1] += f" and {scale.tokens * 2 / 1e9:.2g} GB of data"
+        said.append(f"{scale.tokens * 2 / 1e9:.2g} GB of data")
     print("; ".join(said), flush=True)
 
 
-# -- commands
+# -- commands, as lists of words
 
 
-def train_words(values):
-    """Settings as the words of a command, those that are train.py's defaults left out."""
+def train_command(plan, cfg):
+    """Of train.py: settings that are its defaults are left out."""
+    launcher = ["torchrun", f"--nproc_per_node={cfg.units.gpus}"] if cfg.units.gpus > 1 else ["python"]
     defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
-    return [f"--{key}={value}" for key, value in values.items() if value != defaults[key]] + ["--resume=auto"]
+    words = [f"--{key}={value}" for key, value in plan.values.items() if value != defaults[key]]
+    return [*launcher, "train.py", *words, "--resume=auto"]
 
 
 def device_words(cfg):
@@ -233,118 +209,118 @@ def device_words(cfg):
     return [] if cfg.units.gpus else ["--device=cpu"]
 
 
-def chunk_words(cfg):
-    return [f"--chunks={cfg.units.chunks}", f"--data_dir={cfg.units.data_dir}", *device_words(cfg)]
+def analyze_command(cfg, *words):
+    """Of analyze.py; words: which model, and how many chunks."""
+    return ["python", "analyze.py", *words, f"--data_dir={cfg.units.data_dir}", *device_words(cfg)]
 
 
-def task_words(tasks, cfg):
+def analyze_run(plan, cfg):
+    return analyze_command(cfg, str(plan.folder), f"--chunks={cfg.units.chunks}")
+
+
+def eval_command(plan, tasks, cfg):
     """Of eval.py: which tasks, a table's or one, on which data, and where."""
     words = [f"--task={tasks}"]
     if tasks in ("loss", "table5"):
         words.append(f"--corpus={cfg.units.data_dir}")
     elif cfg.eval_dir:
         words.append(f"--data_dir={cfg.eval_dir}")
-    return words + device_words(cfg)
+    return ["python", "eval.py", str(plan.folder), *words, *device_words(cfg)]
 
 
 def other_analyses(cfg):
     """[(command, folder)] of analyses that are missing of models that are not trained here: a new one, public ones."""
     kinds = {panel.kind for figure in cfg.figures.values() for panel in figure.panels}
-    out, found = Path(cfg.out_dir, INITIAL), []
-    if "initial" in kinds and not (out / "analysis.json").exists():
+    asked = []
+    if "initial" in kinds:
         # the paper's own size and length at any scale: before training few chunks show the entropy
-        words = ["--length=2048", "--chunks=16", f"--data_dir={cfg.units.data_dir}", f"--out_dir={out}"]
-        found.append((["analyze.py", "--init=config/size_468m.py", *words, *device_words(cfg)], out))
+        words = ["--init=config/size_468m.py", "--length=2048", "--chunks=16"]
+        asked.append((Path(cfg.out_dir, INITIAL), words))
     if "public" in kinds:
-        for folder, out in cfg.public_folders.items():
-            if is_stale(out, cfg.units.chunks):
-                words = ["--length=2048", *chunk_words(cfg), "--dtype=bfloat16", f"--out_dir={out}"]
-                found.append((["analyze.py", folder, *words], out))
-    return found
+        for out, folder in cfg.public_folders.items():
+            words = [folder, "--length=2048", f"--chunks={cfg.units.chunks}", "--dtype=bfloat16"]
+            asked.append((out, words))
+    missing = [(out, words) for out, words in asked if not (out / "analysis.json").exists()]
+    return [([*analyze_command(cfg, *words), f"--out_dir={out}"], out) for out, words in missing]
 
 
 def commands(plans, cfg):
-    """What would be run, as lines of a shell: runs whether done or not, data and other models where they are not."""
-    launcher = ["torchrun", f"--nproc_per_node={cfg.units.gpus}"] if cfg.units.gpus > 1 else ["python"]
+    """What would be run: runs whether done or not, data and other models where they are not."""
     if not Path(cfg.units.data_dir, "manifest.json").exists():
-        yield cfg.units.prepare
+        yield cfg.units.prepare.split()
     for plan in plans:
-        yield shlex.join([*launcher, "train.py", *train_words(plan.values)])
+        yield train_command(plan, cfg)
     for command, _ in other_analyses(cfg):
-        yield shlex.join(["python", *command])
+        yield command
     for plan in plans:
         if plan.analyse:
-            yield shlex.join(["python", "analyze.py", str(plan.folder), *chunk_words(cfg)])
+            yield analyze_run(plan, cfg)
         for tasks in sorted(plan.tasks):
-            yield shlex.join(["python", "eval.py", str(plan.folder), *task_words(tasks, cfg)])
+            yield eval_command(plan, tasks, cfg)
 
 
 # -- running
 
 
-def script_words(name, *given):
-    return [sys.executable, str(HERE / name), *map(str, given)]
-
-
-def run_logged(command, log, threads=""):
+def run_logged(words, log, threads=""):
     """Run a command with its output added to file `log`; raises UserError with its last line if it fails.
     threads: OMP_NUM_THREADS, where several commands share the cores."""
     log.parent.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"OMP_NUM_THREADS": threads} if threads else None
     with open(log, "a", encoding="utf-8") as out:
-        code = subprocess.run(command, stdout=out, stderr=out, env=env).returncode
+        code = subprocess.run(of_any_folder(words), stdout=out, stderr=out, env=env).returncode
     if code:
         last = (log.read_text(encoding="utf-8").strip().splitlines() or ["nothing"])[-1]
-        raise UserError(f"`{shlex.join(command)}` failed ({code}): {last}; all of it is in {log}")
+        raise UserError(f"`{shlex.join(words)}` failed ({code}): {last}; all of it is in {log}")
+
+
+def of_any_folder(words):
+    """A command as it is shown -> as it runs from any folder, by this Python."""
+    python = [sys.executable, "-m", "torch.distributed.run"] if words[0] == "torchrun" else [sys.executable]
+    scripts = {"train.py", "analyze.py", "eval.py", "prepare.py"}
+    words = [str(HERE / word) if word in scripts else word for word in words[1:]]
+    return [*python, *(word.replace("=config/", f"={HERE}/config/") for word in words)]
 
 
 def make_run(plan, cfg, threads):
     """Train, analyse and evaluate one Plan, as far as that is not done. Returns its validation loss."""
-    if plan.state != "done":
-        command = script_words("train.py", *train_words(plan.values))
-        if cfg.units.gpus > 1:
-            command[1:1] = ["-m", "torch.distributed.run", f"--nproc_per_node={cfg.units.gpus}"]
-        run_logged(command, plan.folder / "train.log", threads)
-    if plan.analyse and is_stale(plan.folder, cfg.units.chunks):
-        words = script_words("analyze.py", plan.folder, *chunk_words(cfg))
-        run_logged(words, plan.folder / "analyze.log", threads)
+    if not plan.done:
+        run_logged(train_command(plan, cfg), plan.folder / "train.log", threads)
+    if plan.analyse and is_stale(plan.folder):
+        run_logged(analyze_run(plan, cfg), plan.folder / "analyze.log", threads)
     for tasks in sorted(plan.tasks):
         score_tables(plan, tasks, cfg, threads)
-    run = plot.read_run(plan.folder)
-    return run.val[run.last]
+    return plot.read_run(plan.folder).final_loss
 
 
-def is_stale(folder, chunks):
-    """Whether a folder's analysis is missing, older than its weights, or of fewer chunks."""
+def is_stale(folder):
+    """Whether a folder's analysis is missing or older than its weights."""
     path = folder / "analysis.json"
     weights = max((p.stat().st_mtime for p in folder.glob("step_*.safetensors")), default=0)
-    if not path.exists() or path.stat().st_mtime < weights:
-        return True
-    return read_json(path, "a file of analyze.py").get("chunks_asked", 0) < chunks
+    return not path.exists() or path.stat().st_mtime < weights
 
 
 def score_tables(plan, tasks, cfg, threads):
     """Run the tasks of a table that a run has no result of, one by one: a model too short for a task leaves it out;
     without the files, all the rest."""
-    known = plot.read_eval(plan.folder)[1] if (plan.folder / "eval.json").exists() else {}
+    known = plot.read_eval(plan.folder)["results"] if (plan.folder / "eval.json").exists() else {}
     for name in ["loss"] if tasks == "table5" else TABLE1:
         if name in known:
             continue
-        words = script_words("eval.py", plan.folder, *task_words(name, cfg))
         try:
-            run_logged(words, plan.folder / "eval.log", threads)
+            run_logged(eval_command(plan, name, cfg), plan.folder / "eval.log", threads)
         except UserError as e:
             print(f"note: {plan.folder.name} has no {name}: {e}", flush=True)
             if "longer" not in str(e):
                 break
 
 
-def make_all(plans, cfg, at_once):
-    """Make all runs, `at_once` of them side by side, then the other analyses. Returns the errors of those that failed,
+def make_all(plans, cfg):
+    """Make all runs, some of them side by side, then the other analyses. Returns the errors of those that failed,
     which does not keep the others from being made."""
-    threads = ""
-    if not cfg.units.gpus and at_once > 1:
-        threads = str(max(1, (os.cpu_count() or 1) // at_once))
+    cores = os.cpu_count() or 1
+    at_once = cfg.jobs or (1 if cfg.units.gpus else cores)
+    threads = "" if cfg.units.gpus else str(max(1, cores // at_once))
     failed = []
     with ThreadPoolExecutor(at_once) as pool:
         futures = {pool.submit(make_run, plan, cfg, threads): plan for plan in plans}
@@ -358,11 +334,10 @@ def make_all(plans, cfg, at_once):
                 print(f"{done} of {len(plans)}, {said}", flush=True)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-    for (name, *words), folder in other_analyses(cfg):  # these have the machine to themselves
-        print(f"{folder}: {name} {words[0]}", flush=True)
-        words = [word.replace("=config/", f"={HERE}/config/") for word in words]
+    for words, folder in other_analyses(cfg):  # these have the machine to themselves
+        print(shlex.join(words), flush=True)
         try:
-            run_logged(script_words(name, *words), folder / "analyze.log")
+            run_logged(words, folder / "analyze.log")
         except UserError as e:
             print(f"note: {e}", flush=True)
             failed.append(e)
@@ -377,20 +352,12 @@ def make_data(cfg):
     if cfg.units.gpus or cfg.data_dir:
         raise UserError(f"{folder} has no manifest.json; make the data: `{cfg.units.prepare}`")
     print(f"making the data: {cfg.units.prepare}", flush=True)
-    code = subprocess.run(script_words(*cfg.units.prepare.split()[1:])).returncode
+    code = subprocess.run(of_any_folder(cfg.units.prepare.split())).returncode
     if code:
         raise UserError(f"`{cfg.units.prepare}` failed ({code})")
 
 
 # -- results
-
-
-def read_numbers(cfg):
-    """What results/<scale>.json holds; raises UserError if nothing is drawn yet."""
-    path = Path(cfg.results_dir, f"{cfg.scale}.json")
-    if not path.exists():
-        raise UserError(f"{path} is missing: nothing is drawn yet at scale={cfg.scale}; name a figure instead")
-    return read_json(path, "results of paper.reproduce")
 
 
 def trained_by(folders):
@@ -399,30 +366,13 @@ def trained_by(folders):
     return sorted({str(read_json(path, "of train.py").get("commit")) for path in files if path.exists()})
 
 
-def modes_of_runs(figure, found):
-    """A dict of numbers for each mode of a figure, with the losses of each seed."""
-    runs = [found.run(job, seed) for job in figure.jobs for seed in found.seeds(job)]
-    groups = plot.by_mode(runs, "vanilla")
-    modes = plot.mode_numbers(groups, "vanilla")
-    for row in modes:
-        row["losses"] = {str(run.seed): run.val[run.last] for run in groups[row["mode"]]}
-    return modes
-
-
 def publish(name, figure, cfg, found):
     """Draw a figure or print a table, and write its numbers into the results of the scale."""
-    path = Path(cfg.results_dir, f"{cfg.scale}.json")
-    results = read_numbers(cfg) if path.exists() else {"figures": {}}
     print(f"{name}: {figure.caption}")
     record = {"caption": figure.caption, "out_dir": cfg.out_dir}
-    record["runs"] = [f"{job.name}-{seed}" for job in figure.jobs for seed in cfg.seeds_of(job)]
+    runs = [(job, seed) for job in figure.jobs for seed in cfg.seeds_of(job)]
+    record["runs"] = {found.folder(job, seed).name: found.loss(job, seed) for job, seed in runs}
     record["commits"] = trained_by(Path(cfg.out_dir, run) for run in record["runs"])
-    if name == "modes":
-        if cfg.run or "modes" not in results:
-            results |= {"baseline": "vanilla", "modes": modes_of_runs(figure, found)}
-        found = RecordedLosses(results["modes"], cfg.units)
-        if not record["commits"] and "commit" in results:
-            record["commits"] = [results["commit"]]
     if figure.panels:
         draw_figure(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)
         record["png"] = f"{cfg.scale}/{name}.png"
@@ -433,26 +383,14 @@ def publish(name, figure, cfg, found):
     if record["rows"]:
         print(markdown(HEADER, map(claim_cells, record["rows"]), left=3), flush=True)
     record["environment"] = environment()
-    figures = results.setdefault("figures", {}) | {name: record}
-    results |= {"scale": cfg.units.what, "units": units_in_words(cfg.units)}
-    results["figures"] = {key: figures[key] for key in FIGURES if key in figures}
-    write_json(path, results)
+    path = Path(cfg.results_dir, f"{cfg.scale}.json")
+    figures = read_json(path, "results of paper.reproduce")["figures"] if path.exists() else {}
+    figures[name] = record
+    figures = {key: figures[key] for key in FIGURES if key in figures}
+    write_json(path, {"scale": cfg.units.what, "units": units_in_words(cfg.units), "figures": figures})
 
 
 # -- results/<scale>/README.md
-
-
-def losses_table(modes):
-    """Markdown of every mode's losses, the lowest first."""
-    rows = []
-    shown = {job.mode for job in FIGURES["modes"].jobs}
-    modes = [row for row in modes if row["mode"] in shown]
-    for row in sorted(modes, key=lambda row: row["val_loss"]["mean"]):
-        gap = row["difference"] or {"mean": None, "std": None}
-        loss = plus_minus(row["val_loss"]["mean"], row["val_loss"]["std"])
-        cells = [f"`{row['mode']}`", loss, plus_minus(gap["mean"], gap["std"], sign=True)]
-        rows.append([*cells, f"{row['parameters']:,}", f"{row['kv_bytes_per_token']:,}"])
-    return markdown(["mode", "validation loss", "minus vanilla's", "parameters", "KV bytes per token"], rows)
 
 
 def section(name, record):
@@ -484,15 +422,14 @@ def report_text(results, scale):
         f"{tally(figures)} A difference within one standard deviation of the seeds is within their spread.",
     ]
     parts += [section(name, record) for name, record in figures.items()]
-    if "modes" in results:
-        parts += ["## Losses of all modes", losses_table(results["modes"])]
     return "\n\n".join(parts) + "\n"
 
 
 def write_report(cfg):
     """Write results/<scale>/README.md."""
     path = Path(cfg.results_dir, cfg.scale, "README.md")
-    results = read_numbers(cfg)
+    what = f"what a figure at scale={cfg.scale} writes"
+    results = read_json(Path(cfg.results_dir, f"{cfg.scale}.json"), what, ("figures",))
     write_text(path, report_text(results, cfg.scale))
     print(f"wrote {path}: {len(results['figures'])} figures and tables")
 
@@ -500,7 +437,7 @@ def write_report(cfg):
 def publish_all(cfg):
     """Publish every figure that was asked for. Returns {name: error} of those whose runs are missing, which does not
     keep the others from being drawn."""
-    found = Found(cfg.out_dir, cfg.units, cfg.seeds_of, cfg.public_folders.values(), cfg.command)
+    found = Found(cfg.out_dir, cfg.units, cfg.seeds_of, tuple(cfg.public_folders))
     missing = {}
     for name, figure in cfg.figures.items():
         try:
@@ -515,22 +452,19 @@ def main(cfg: ReproduceConfig):
     if cfg.words == ("report",):
         write_report(cfg)
         return
-    figures = cfg.figures.values()
-    if not cfg.dry_run and any(figure.panels for figure in figures):
-        need("matplotlib")  # before hours of training
-    if cfg.run and cfg.units.gpus and not cfg.dry_run and not torch.cuda.is_available():
-        raise UserError(f"scale={cfg.scale} needs GPUs, and there is none; add --dry_run, or set --scale=cpu")
-    if cfg.run and not cfg.dry_run:
-        if any(figure.jobs or figure.reads_data for figure in figures) or other_analyses(cfg):
-            make_data(cfg)
-    failed = []
-    if cfg.run or cfg.dry_run:
-        plans = make_plans(cfg)
+    plans = make_plans(cfg)
+    if cfg.dry_run:
         show_plan(plans, cfg)
-        if cfg.dry_run:
-            return
-        at_once = cfg.jobs or (1 if cfg.units.gpus else os.cpu_count() or 1)
-        failed = make_all(plans, cfg, at_once)
+        return
+    if any(figure.panels for figure in cfg.figures.values()):
+        need("matplotlib")  # before hours of training
+    failed = []
+    if cfg.run:
+        if cfg.units.gpus and not torch.cuda.is_available():
+            raise UserError(f"scale={cfg.scale} needs GPUs, and there is none; add --dry_run, or set --scale=cpu")
+        make_data(cfg)
+        show_plan(plans, cfg)
+        failed = make_all(plans, cfg)
     missing = publish_all(cfg)
     said = []
     if missing:

@@ -1,7 +1,7 @@
 """Runs in the paper's units, what these units are at each scale, and what finished runs have left on disk.
 
 A Job says "ResFormer, 82M, length 64,000"; a Scale says that this is a model of 738k parameters at length 1,024 on two
-cores. `Found` reads the losses, curves, analyses and scores of the runs. Read next: claims.py.
+cores. `Found` reads what the runs have left. Read next: claims.py.
 """
 
 import dataclasses
@@ -170,16 +170,11 @@ class NoSeed(KeyError):
 
 
 class Found:
-    """What the runs of a scale have left, read when it is asked for.
+    """What the runs of a scale have left, read when it is asked for. root: folder of the runs; seeds: function Job ->
+    its seeds; public: folders of analyses of public models."""
 
-    root: folder of the runs; scale: a Scale; seeds: function Job -> its seeds; public: folders of analyses of public
-    models. A run that is missing or not finished is a UserError that names the command `make`, which makes it.
-    """
-
-    def __init__(self, root, scale, seeds, public=(), make="python -m paper.reproduce"):
-        self.root, self.scale, self.seeds, self.make = Path(root), scale, seeds, make
-        self.public = [Path(folder) for folder in public]
-        self.window = scale.window
+    def __init__(self, root, scale, seeds, public=()):
+        self.root, self.scale, self.seeds, self.public = Path(root), scale, seeds, public
         self.curves, self.analyses = {}, {}  # what has been read, by folder
 
     def folder(self, job, seed):
@@ -188,35 +183,29 @@ class Found:
         return self.root / f"{job.name}-{seed}"
 
     def run(self, job, seed):
-        """The plot.Curves of a finished run."""
+        """The plot.Curves of a run. Raises UserError if it is not finished, or of other settings or data."""
         folder = self.folder(job, seed)
         if folder not in self.curves:
-            self.curves[folder] = self.checked(job, seed, folder)
+            if not is_finished(folder):
+                raise UserError(f"{folder} is missing or not finished; without --run=false it is trained")
+            run = plot.read_run(folder)
+            first = next(iter(self.curves.values()), run)
+            made = (run.max_steps, run.start["block_size"], run.start["data"])
+            asked = (self.scale.steps, self.scale.lengths[job.length][0], first.start["data"])
+            if made != asked:
+                raise UserError(
+                    f"{folder} has (steps, length, data) = {made} instead of {asked}; remove it, or set another "
+                    "--out_dir"
+                )
+            self.curves[folder] = run
         return self.curves[folder]
 
-    def checked(self, job, seed, folder):
-        """The plot.Curves of a folder. Raises UserError if it is missing, unfinished, or of other settings or data."""
-        if not folder.exists():
-            raise UserError(f"{folder} is missing; make it: `{self.make}`")
-        run = plot.read_run(folder)
-        if not run.finished:
-            raise UserError(f"{folder} is not finished ({run.progress}); go on with it: `{self.make}`")
-        made = (run.mode, run.seed, run.max_steps, run.start["block_size"])
-        asked = (job.mode, seed, self.scale.steps, self.scale.lengths[job.length][0])
-        if made != asked:
-            raise UserError(
-                f"{folder} has (mode, seed, steps, length) = {made} instead of {asked}; set another --out_dir, or "
-                "remove it"
-            )
-        first = next(iter(self.curves.values()), run)
-        if first.start["data"] != run.start["data"]:
-            raise UserError(f"{folder} was trained on other data than {first.name}; remove one of them")
-        return run
+    def parameters(self, job):
+        return self.run(job, self.seeds(job)[0]).start["parameters"]
 
     def loss(self, job, seed):
         """Validation loss at the end of a run."""
-        run = self.run(job, seed)
-        return run.val[run.last]
+        return self.run(job, seed).final_loss
 
     def validation(self, job, seed):
         """(tokens, validation losses) of a run's evaluations."""
@@ -226,17 +215,14 @@ class Found:
     def analysis(self, folder):
         """(analysis.json, arrays of analysis.npz) of a folder."""
         if folder not in self.analyses:
-            numbers = plot.read_analysis(folder, self.make)
-            self.analyses[folder] = numbers, dict(np.load(folder / "analysis.npz"))
+            self.analyses[folder] = plot.read_analysis(folder), dict(np.load(folder / "analysis.npz"))
         return self.analyses[folder]
 
     def mean(self, folder, key):
-        """Means of a quantity of `layers` or `states` in a folder's analysis.json; None in layers without it."""
+        """Means of a quantity over layers or states, from a folder's analysis.json; None in layers without it."""
         numbers, _ = self.analysis(folder)
-        found = numbers["states"].get(key) or numbers["layers"].get(key)
-        if not found:
-            raise UserError(f"{folder}/analysis.json has no {key}; remove it, then `{self.make}`")
-        return found["mean"]
+        part = "states" if key in numbers["states"] else "layers"
+        return numbers[part][key]["mean"]
 
     def by_layer(self, job, seed, key):
         return self.mean(self.folder(job, seed), key)
@@ -253,24 +239,13 @@ class Found:
 
     def evaluation(self, job, seed, task):
         """The record of a task in a run's eval.json, or None."""
-        path = self.folder(job, seed) / "eval.json"
-        return plot.read_eval(path)[1].get(task) if path.exists() else None
+        folder = self.folder(job, seed)
+        return plot.read_eval(folder)["results"].get(task) if (folder / "eval.json").exists() else None
 
 
-class RecordedLosses:
-    """Losses of modes from a results file, where the runs are gone: what claims and panels on losses need of Found."""
-
-    def __init__(self, modes, scale):
-        sizes = plot.count_range([row["parameters"] for row in modes])
-        self.size = f"{sizes} parameters, length {scale.lengths[2048][0]:,}, {scale.steps:,} steps"
-        self.losses = {}
-        for row in modes:
-            self.losses[row["mode"]] = {int(seed): loss for seed, loss in row["losses"].items()}
-
-    def seeds(self, job):
-        return tuple(self.losses.get(job.mode, ()))
-
-    def loss(self, job, seed):
-        if job != Job(job.mode) or seed not in self.seeds(job):
-            raise NoSeed(f"{job.name} has no seed {seed}")
-        return self.losses[job.mode][seed]
+def is_finished(folder):
+    """Whether a run is there and has made all its steps."""
+    try:
+        return plot.read_run(folder).finished
+    except UserError:
+        return False

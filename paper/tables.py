@@ -1,4 +1,5 @@
-"""The paper's five tables, ours beside its numbers: functions (found: runs.Found) -> rows of texts, the header first.
+"""The paper's five tables, ours beside its numbers, and that of all modes: functions (found: runs.Found) -> rows of
+texts, the header first.
 
 Read next: panels.py.
 """
@@ -7,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
+import plot
 from configurator import UserError
 from data import Tokenizer
 from files import read_json
 from paper.claims import LABELS, scored
-from paper.runs import Job, model_of
+from paper.runs import SCALES, Job, model_of, train_settings
+from report import plus_minus
 from tasks import TABLE1
 
-# Numbers that the paper prints: Table 1 (accuracies), 3, 4, 5 (validation losses); domains and tasks in its order.
+# Numbers that the paper prints: Tables 1 (accuracies) and 5 (validation losses); domains and tasks in its order.
 PAPER_ACCURACIES = {
     ("vanilla", 2048): (0.263, 0.142, 0.492, 0.199, 0.331, 0.572, 0.333),
     ("resformer", 2048): (0.273, 0.148, 0.512, 0.182, 0.414, 0.604, 0.355),
@@ -30,15 +33,6 @@ PAPER_LOSSES = {
     ("resformer", "180M"): (3.0631, 3.2504, 1.2200, 2.1350, 2.5435, 3.0994, 1.9732, 2.4692),
     ("resformer", "468M"): (2.8214, 3.0115, 1.0730, 1.9388, 2.2477, 2.8696, 1.8142, 2.2537),
 }
-PAPER_BATCHES = {
-    512: (4096, 128),
-    2048: (1024, 32),
-    8192: (256, 8),
-    32000: (64, 2),
-    64000: (32, 1),
-}  # sequences, per GPU
-SHAPE = ("layers", "heads", "width")
-PAPER_SHAPES = {"2M": (4, 2, 16), "82M": (8, 8, 512), "180M": (12, 12, 768), "468M": (24, 16, 1024)}
 PARAMETERS = {"82M": 81_901_056, "180M": 179_874_048, "468M": 467_921_920}
 
 
@@ -47,36 +41,30 @@ def size_and_loss(mode):
     return [(PARAMETERS[size], losses[-1]) for (name, size), losses in PAPER_LOSSES.items() if name == mode]
 
 
-def setting_text(x):
-    """A number of a table: whole ones with commas."""
-    if isinstance(x, str):
-        return x
-    return f"{x:,}" if isinstance(x, int) else f"{x:g}"
-
-
 def beside(ours, paper):
     """A cell: our number, and the paper's in brackets."""
     text = "-" if ours is None else f"{ours:.4f}"
     return text if paper is None else f"{text} ({paper})"
 
 
-def both(ours, paper):
-    """A cell of two settings: ours, and the paper's in brackets."""
-    return f"{setting_text(ours)} ({setting_text(paper)})"
+def settings_row(ours, paper):
+    """Cells of settings, whole numbers with commas: ours, and the paper's in brackets."""
+    texts = []
+    for pair in zip(ours, paper, strict=True):
+        our, theirs = (f"{x:,}" if isinstance(x, int) else str(x) for x in pair)
+        texts.append(f"{our} ({theirs})")
+    return texts
 
 
 def table1(found):
     """Accuracies, the paper's in brackets; Avg is over the tasks that both models of a length can be scored on."""
     yield ["", *TABLE1, "Avg"]
     for (mode, length), paper in PAPER_ACCURACIES.items():
-        accuracies, common = [], []
-        for seed in found.seeds(Job(mode, length=length)):
-            accuracy, together = scored(found, length, seed)
-            if together:
-                accuracies.append(accuracy[mode])
-                common = common or together
+        scores = [scored(found, length, seed) for seed in found.seeds(Job(mode, length=length))]
+        accuracies = [accuracy[mode] for accuracy, common in scores if common]
         if not accuracies:
-            raise UserError(f"no task is scored at length {length:,}; `{found.make}`, if need be with --eval_dir")
+            raise UserError(f"no task is scored at length {length:,}; without the hub, set --eval_dir")
+        common = scores[0][1]
         columns = [[of[task] for of in accuracies if task in of] for task in TABLE1]
         columns.append([of[task] for of in accuracies for task in common])
         cells = []
@@ -96,11 +84,9 @@ def table2(found):
     for domain in dict.fromkeys([*PAPER_MIXTURE, *manifest["mixture"]]):
         row = [domain, "-", "-", "-", "-"]
         if domain in manifest["mixture"]:
-            row[1] = f"{manifest['mixture'][domain]:.1%}"
-        if domain in manifest["splits"]["train"]:
-            row[2] = f"{manifest['splits']['train'][domain]['tokens']:,}"
+            row[1:3] = f"{manifest['mixture'][domain]:.1%}", f"{manifest['splits']['train'][domain]['tokens']:,}"
         if domain in PAPER_MIXTURE:
-            row[3:] = [f"{PAPER_MIXTURE[domain]:.0%}", f"{20 * PAPER_MIXTURE[domain]:.0f}B"]
+            row[3:] = f"{PAPER_MIXTURE[domain]:.0%}", f"{20 * PAPER_MIXTURE[domain]:.0f}B"
         yield row
 
 
@@ -108,56 +94,58 @@ def table3(found):
     """Batches by length, the paper's in brackets. Its 32 steps of accumulation are a slip: its own numbers give 4."""
     yield ["length", "tokens", "sequences per step", "per GPU", "accumulation", "tokens per step"]
     for length, (tokens, batch, micro) in found.scale.lengths.items():
-        sequences, each = PAPER_BATCHES[length]
-        accumulation = batch // (micro * max(1, found.scale.gpus))
-        ours = (tokens, batch, micro, accumulation, tokens * batch)
-        paper = (length, sequences, each, 32, length * sequences)
-        yield [f"{length:,}", *map(both, ours, paper)]
+        _, sequences, each = SCALES["paper"].lengths[length]
+        ours = (tokens, batch, micro, batch // (micro * max(1, found.scale.gpus)), tokens * batch)
+        yield [f"{length:,}", *settings_row(ours, (length, sequences, each, 32, length * sequences))]
 
 
 def table4(found):
     """Shapes and recipe by size, the paper's in brackets; it does not give the shape of its 320M."""
     from describe import count_parameters  # imports torch
 
-    scale = found.scale
-    vocab = Tokenizer.load(Path(scale.data_dir) / "tokenizer.json").n_vocab
-    models = {size: model_of(Job(size=size), scale, vocab) for size in scale.sizes}
-    unknown = ("-", "-", "-")
-    yield ["", *scale.sizes]
-    for i, name in enumerate(SHAPE):
-        yield [name, *(both(scale.sizes[size][i], PAPER_SHAPES.get(size, unknown)[i]) for size in models)]
-    hidden = {size: width * 7 // 2 for size, (_, _, width) in PAPER_SHAPES.items()}
-    yield ["FFN width", *(both(model.n_hidden, hidden.get(size, "-")) for size, model in models.items())]
-    tokens, batch, _ = scale.lengths[2048]
-    for name, ours, paper in (
-        ("vocabulary", vocab, 50277),
-        ("peak learning rate", 6e-4 * scale.rate, 6e-4),
-        ("warmup steps", scale.warmups[120], 120),
-        ("steps", scale.steps, 10_000),
-        ("tokens per step", tokens * batch, 2048 * 1024),
-    ):
-        yield [name, *[both(ours, paper) for _ in models]]
-    yield ["parameters", *(f"{count_parameters(model)[0]:,}" for model in models.values())]
+    vocab = Tokenizer.load(Path(found.scale.data_dir) / "tokenizer.json").n_vocab
+    columns = []
+    for size in found.scale.sizes:
+        ours, theirs = recipe(found.scale, size, vocab), recipe(SCALES["paper"], size, 50277)
+        if size == "320M":
+            theirs = ["-"] * 4 + theirs[4:]
+        parameters = count_parameters(model_of(Job(size=size), found.scale, vocab))[0]
+        columns.append([size, *settings_row(ours, theirs), f"{parameters:,}"])
+    names = ["", "layers", "heads", "width", "FFN width"]
+    names += ["vocabulary", "peak learning rate", "warmup steps", "steps", "tokens per step", "parameters"]
+    yield from map(list, zip(names, *columns, strict=True))
 
 
-def mean_results(found, job):
-    """({domain: validation loss}, their mean) over the seeds of a Job that have them; UserError if none has."""
-    records = [found.evaluation(job, seed, "loss") for seed in found.seeds(job)]
-    records = [record for record in records if record]
-    if not records:
-        raise UserError(f"{job.name} has no losses by domain; make them: `{found.make}`")
-    domains = {name: float(np.mean([record["val"][name] for record in records])) for name in records[0]["val"]}
-    return domains, float(np.mean([record["val_mean"] for record in records]))
+def recipe(scale, size, vocab):
+    """What Table 4 says of a model: shape, vocabulary, learning rate, warmup, steps, tokens of a step."""
+    values = train_settings(Job(size=size), scale, 0, "")
+    shape = [*scale.sizes[size], values["n_embd"] * 7 // 2]
+    names = ("learning_rate", "warmup_steps", "max_steps", "batch_tokens")
+    return [*shape, vocab, *(values[name] for name in names)]
 
 
 def table5(found):
     """Validation losses by domain; the paper's in brackets where the domain is one of its own."""
-    header = None
-    for (mode, size), paper in PAPER_LOSSES.items():
-        losses, mean = mean_results(found, Job(mode, size))
-        if header is None:
-            header = ["", *losses, "Avg"]
-            yield header
+    for i, ((mode, size), paper) in enumerate(PAPER_LOSSES.items()):
+        job = Job(mode, size)
+        records = [found.evaluation(job, seed, "loss") for seed in found.seeds(job)]
+        records = [record for record in records if record]
+        if not records:
+            raise UserError(f"{job.name} has no losses by domain; without --run=false they are made")
+        domains = list(records[0]["val"])
+        if i == 0:
+            yield ["", *domains, "Avg"]
         theirs = dict(zip(DOMAINS, paper, strict=False))
-        cells = [beside(loss, theirs.get(domain)) for domain, loss in losses.items()]
+        cells = [beside(np.mean([record["val"][name] for record in records]), theirs.get(name)) for name in domains]
+        mean = np.mean([record["val_mean"] for record in records])
         yield [f"{LABELS[mode]} {size}", *cells, beside(mean, paper[-1])]
+
+
+def modes_table(found, jobs):
+    """Validation losses of runs, the lowest first."""
+    yield ["mode", "validation loss", "minus vanilla's", "parameters", "KV bytes per token"]
+    groups = plot.by_mode([found.run(job, seed) for job in jobs for seed in found.seeds(job)], "vanilla")
+    for runs, losses, gaps in sorted(plot.losses_by_mode(groups, "vanilla"), key=lambda row: row[1][0]):
+        start = runs[0].start
+        cells = [f"`{runs[0].mode}`", plus_minus(*losses), plus_minus(*gaps, sign=True)]
+        yield [*cells, f"{start['parameters']:,}", f"{start['kv_bytes_per_token']:,}"]
