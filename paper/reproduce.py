@@ -12,7 +12,9 @@ is an ordinary run of train.py in out/<scale>/<its name>-<seed>. Figures go to r
 paper's to results/<scale>.json. After a kill the same command goes on.
 """
 
+import contextlib
 import dataclasses
+import functools
 import os
 import shlex
 import subprocess
@@ -28,7 +30,7 @@ from files import read_json, write_json, write_text
 from paper.claims import HEADER, claim_cells, claim_rows, tally
 from paper.figures import FIGURES, PAPER
 from paper.panels import draw_figure
-from paper.runs import INITIAL, SCALES, SEEDS, Found, Job, is_finished, model_of, train_settings, units_in_words
+from paper.runs import INITIAL, SCALES, SEEDS, Found, Job, model_of, train_settings, units_in_words
 from report import markdown
 from tasks import TABLE1
 
@@ -130,9 +132,11 @@ class Plan:
     analyse: bool
     tasks: set
 
-    @property
+    @functools.cached_property
     def done(self):
-        return is_finished(self.folder)
+        with contextlib.suppress(UserError):  # there is no such run, or it has no steps yet
+            return plot.read_run(self.folder).finished
+        return False
 
     @property
     def tokens(self):
@@ -175,22 +179,17 @@ def show_plan(plans, cfg):
     for plan in plans:
         size, cost = sizes[plan.job], plan.hours(models[plan.job])
         hours += cost
-        state = "done" if plan.done else "to do"
-        row = [plan.folder.name, state, f"{size:,}", f"{plan.tokens:,}", f"{plan.disk(size) / 1e9:.2f}"]
-        rows.append([*row, f"{cost:,.2f}"] if scale.gpus else row)
-    header = ["run", "state", "parameters", "tokens", "disk (GB)"]
+        row = [plan.folder.name, "done" if plan.done else "to do", f"{size:,}", f"{plan.tokens:,}"]
+        rows.append([*row, f"{plan.disk(size) / 1e9:.2f}", f"{cost:,.2f}" if scale.gpus else "-"])
     print(f"scale {cfg.scale}: {scale.what}\n")
-    print(markdown([*header, "GPU-hours"] if scale.gpus else header, rows))
+    print(markdown(["run", "state", "parameters", "tokens", "disk (GB)", "GPU-hours"], rows))
     if cfg.dry_run:
         print(*map(shlex.join, commands(plans, cfg)), "", sep="\n")
-    said = [f"{len(plans)} runs, {sum(plan.done for plan in plans)} of them done"]
+    said = f"{len(plans)} runs, {sum(plan.done for plan in plans)} of them done; "
     if scale.gpus:
-        said.append(f"training takes {hours:,.1f} GPU-hours at {MFU:.0%} of an A100's bf16 peak")
-    said.append("analyses and tasks come on top")
-    said.append(f"disk {sum(plan.disk(sizes[plan.job]) for plan in plans) / 1e9:,.1f} GB")
-    if not Path(scale.data_dir, "manifest.json").exists():
-        said.append(f"{scale.tokens * 2 / 1e9:.2g} GB of data")
-    print("; ".join(said), flush=True)
+        said += f"training takes {hours:,.1f} GPU-hours at {MFU:.0%} of an A100's bf16 peak; "
+    disk = sum(plan.disk(sizes[plan.job]) for plan in plans) + 2 * scale.tokens
+    print(f"{said}analyses and tasks come on top; disk {disk / 1e9:,.1f} GB with the data", flush=True)
 
 
 # -- commands, as lists of words

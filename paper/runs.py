@@ -186,9 +186,9 @@ class Found:
         """The plot.Curves of a run. Raises UserError if it is not finished, or of other settings or data."""
         folder = self.folder(job, seed)
         if folder not in self.curves:
-            if not is_finished(folder):
+            run = plot.read_run(folder) if (folder / "metrics.jsonl").exists() else None
+            if not run or not run.finished:
                 raise UserError(f"{folder} is missing or not finished; without --run=false it is trained")
-            run = plot.read_run(folder)
             first = next(iter(self.curves.values()), run)
             made = (run.max_steps, run.start["block_size"], run.start["data"])
             asked = (self.scale.steps, self.scale.lengths[job.length][0], first.start["data"])
@@ -241,11 +241,3 @@ class Found:
         """The record of a task in a run's eval.json, or None."""
         folder = self.folder(job, seed)
         return plot.read_eval(folder)["results"].get(task) if (folder / "eval.json").exists() else None
-
-
-def is_finished(folder):
-    """Whether a run is there and has made all its steps."""
-    try:
-        return plot.read_run(folder).finished
-    except UserError:
-        return False

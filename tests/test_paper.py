@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT, in_process, refused
-from test_plot import axes, make_run
+from test_plot import make_run
 
 import plot
 import prepare
@@ -90,21 +90,15 @@ def test_saving_gives_the_papers_ten_percent():
     assert max(claims.saving(van, res)) < 0 and claims.saving(van, van) == pytest.approx([0, 0, 0], abs=1e-12)
 
 
-def test_saving_of_exact_lines():
+def test_saving():
     def line(factor, sizes=(1e6, 3e6, 9e6)):  # of a model as good as vanilla with `factor` times the parameters
         return [(n, 5 - 0.2 * math.log(factor * n)) for n in sizes]
 
     assert claims.saving(line(1.25), line(1)) == pytest.approx([0.2] * 3)
     assert claims.saving(line(1 / 1.122), line(1)) == pytest.approx([-0.122] * 3)  # it needs 12.2 % more
     assert claims.saving(line(1.25, sizes=(2e6, 7e7)), line(1)) == pytest.approx([0.2] * 3)  # at sizes of its own
-
-
-def test_undefined_savings():
-    """Losses that do not fall with size have no line to measure along, and a flat one has no end."""
-    flat, higher = [(1e6, 2.0), (2e6, 2.0), (3e6, 2.0)], [(1e6, 2.1), (2e6, 2.1), (3e6, 2.1)]
     rising, falling = [(1e6, 2.0), (2e6, 2.1)], [(1e6, 2.2), (2e6, 2.1)]
-    assert claims.saving(flat, higher) == [None] * 3
-    assert claims.saving(rising, falling) == claims.saving(falling, rising) == [None] * 2
+    assert claims.saving(rising, falling) == claims.saving(falling, rising) == [None] * 2  # there is no line to follow
     assert claims.saving([(1e6, 2.0), (2e6, 1.99)], falling) == [None] * 2  # 2**-20 of the parameters is no measurement
     assert claims.saving([(1e6, 2.15), (2e6, 2.05)], falling) == pytest.approx([1 - 2**-0.5] * 2)
 
@@ -134,22 +128,6 @@ def test_critical_point():
     bent = np.where(x <= 90, -50.0, (x - 120) * 1.0)  # the last tenth alone is the line
     assert claims.critical_point(x, bent) == (pytest.approx(120), True)
     assert claims.critical_point(np.array([1.0, 2]), np.array([-2.0, -1])) == (pytest.approx(3), True)
-
-
-def test_scaling_panel():
-    ax = axes()
-    points = {"a": [(100, [3.0, 5.0]), (10_000, [2.0])], "b": [(100, [3.5]), (1_000, [3.0]), (10_000, [2.5])]}
-    points["c"] = [(100, [2.0]), (10_000, [2.5])]
-    panels.scaling_panel(ax, points, plot.styles_of({"a": "vanilla", "b": "resformer", "c": "svformer"}))
-    found = lines(ax)
-    for label, first, last in (("a", 4, 2), ("b", 3.5, 2.5)):  # a's line goes through the mean of its seeds
-        x, y = found[label]
-        assert (x[0], x[-1]) == (pytest.approx(100), pytest.approx(10_000))
-        np.testing.assert_allclose(y, first + (last - first) * np.log(x / 100) / np.log(100))
-    marks = [line for line in ax.lines if line.get_linestyle() == "None"]
-    assert sum(len(line.get_xdata()) for line in marks) == 8
-    assert (100, 3) in [tuple(line.get_xydata()[0]) for line in marks] and ax.get_xscale() == "log"
-    assert legend_of(ax) == ["a", "b", "c (does not fall with size)"]
 
 
 # ---- runs: settings, scales, names
@@ -721,9 +699,7 @@ def expected_claims(made):
     step = 30 + 10 * (2.3 - 2.2806) / (2.3 - 2.2537)  # where ResFormer is at vanilla's last loss
     return {
         "fig1": [(">7.194<7.204", lambda s: np.mean(init)), (">7.1935", lambda s: min(init))]
-        + [("<7.2045", lambda s: max(init))]
-        + [entropy("resformer", "468M")]
-        + [entropy("svformer", "468M")],
+        + [("<7.2045", lambda s: max(init)), entropy("resformer", "468M"), entropy("svformer", "468M")],
         "fig2": first("resformer", "468M"),
         "fig4": [(">0", similarity)],
         "fig6": [(">0", only_42(saved)), (">0", lambda s: 1 - step / 40)],
@@ -781,16 +757,19 @@ def test_claims(made, found):
         assert next(others, None) is None, name
 
 
-@pytest.mark.parametrize(
-    "steps, share",
-    [((1, 2, 3, 4, math.inf), 1), ((5, 4, 3, 2, 1), 0), ((2, 1, math.inf, math.inf, 3), 6 / 9)]
-    + [((0, 0, 0, 0, 0), None), ((0, math.inf, math.inf, math.inf, math.inf), None)],
-)
-def test_whether_longer_ones_are_overtaken_later(monkeypatch, steps, share):
+def test_whether_longer_ones_are_overtaken_later(monkeypatch):
     """The third: of ten pairs six are in order, one level. The last two have seen no crossing, and foresee none."""
-    at = dict(zip(LENGTHS, steps, strict=True))
-    monkeypatch.setattr(claims, "critical", lambda found, job, seed: (at[job.length], False))
-    assert claims.later_when_longer(None, 42) == (share if share is None else pytest.approx(share))
+    inf = math.inf
+    for steps, share in (
+        ((1, 2, 3, 4, inf), 1),
+        ((5, 4, 3, 2, 1), 0),
+        ((2, 1, inf, inf, 3), 6 / 9),
+        ((0, 0, 0, 0, 0), None),
+        ((0, inf, inf, inf, inf), None),
+    ):
+        at = dict(zip(LENGTHS, steps, strict=True))
+        monkeypatch.setattr(claims, "critical", lambda found, job, seed, at=at: (at[job.length], False))
+        assert claims.later_when_longer(None, 42) == (share if share is None else pytest.approx(share)), steps
 
 
 def test_counts_of_claims():
@@ -827,25 +806,28 @@ def fake(values, **bounds):
 
 
 def test_rows():
-    for values, bounds, same, within in (
-        ([1.0, 2.0, 3.0], dict(above=0.0), True, False),
-        ([1.0, 2.0, 3.0], dict(below=0.0), False, False),
-        ([-1.0, 2.0, 0.5], dict(above=0.0), True, True),  # mean 0.5, std 1.5
-        ([-1.0, 2.0, 0.5], dict(above=2.1), False, False),  # 1.6 below the bound
-        ([-1.0, 2.0, 0.5], dict(below=1.9), True, True),  # 1.4 below it
-        ([0.3], dict(below=0.0), False, None),
-        ([0.3, 0.5], {}, None, None),
-        ([None, None], dict(above=1.0), None, None),
-        ([1.5, 1.6], dict(above=1.0, below=2.0), True, False),
-        ([1.0, 1.9], dict(above=1.0, below=2.0), True, True),
-        ([2.5, 2.6], dict(above=1.0, below=2.0), False, False),
-        ([0.5, 0.6], dict(above=1.0, below=2.0), False, False),
+    """Which way a claim's values go, in numbers and in words."""
+    spread = "same way, within the seeds' spread"
+    for values, bounds, same, within, said in (
+        ([1.0, 2.0, 3.0], dict(above=0.0), True, False, "same way"),
+        ([1.0, 2.0, 3.0], dict(below=0.0), False, False, "the other way"),
+        ([-1.0, 2.0, 0.5], dict(above=0.0), True, True, spread),  # mean 0.5, std 1.5
+        ([-1.0, 2.0, 0.5], dict(above=2.1), False, False, "the other way"),  # 1.6 below the bound
+        ([-1.0, 2.0, 0.5], dict(below=1.9), True, True, spread),  # 1.4 below it
+        ([0.3], dict(below=0.0), False, None, "the other way, one seed"),
+        ([0.3, 0.5], {}, None, None, ""),
+        ([None, None], dict(above=1.0), None, None, "undetermined"),
+        ([1.5, 1.6], dict(above=1.0, below=2.0), True, False, "same way"),
+        ([1.0, 1.9], dict(above=1.0, below=2.0), True, True, spread),
+        ([2.5, 2.6], dict(above=1.0, below=2.0), False, False, "the other way"),
+        ([0.5, 0.6], dict(above=1.0, below=2.0), False, False, "the other way"),
     ):
         row = fake(values, **bounds)
-        assert (row["same"], row["within"]) == (same, within), (values, bounds)
+        assert (row["same"], row["within"], which_way(row)) == (same, within, said), (values, bounds)
     row = fake([1.0, 2.0, 3.0])
     assert (row["mean"], row["std"], row["n"], row["values"]) == (2, 1, 3, [1, 2, 3])
-    assert (row["what"], row["paper"]) == ("what", "paper") and fake([None])["mean"] is None
+    assert claim_cells(row) == ["what", "paper", "", "2.0000 ± 1.0000", "3"] and claim_cells(fake([None]))[3] == "-"
+    assert claim_cells(fake([0.25, 0.75]) | {"what": "a − b"})[3] == "+0.5000 ± 0.3536"
     row = fake([0.3, NoSeed("no seed 1"), 0.5], above=0.0)
     assert row["values"] == [0.3, 0.5] and row["seeds"] == [0, 2] and row["n"] == 2 and row["same"]
     row = fake([math.inf, 0.5, math.nan], above=0.0)  # JSON has no such numbers
@@ -853,35 +835,6 @@ def test_rows():
     for e in (UserError("missing"), KeyError("eq4")):  # what is damaged is no seed that is not there
         with pytest.raises(type(e)):
             fake([e], above=0.0)
-
-
-def test_words_for_rows():
-    for values, bounds, said, ours in (
-        ([1.0, 2.0, 3.0], dict(above=0.0), "same way", "2.0000 ± 1.0000"),
-        ([1.0, 2.0, 3.0], dict(below=0.0), "the other way", "2.0000 ± 1.0000"),
-        ([-1.0, 2.0, 0.5], dict(above=0.0), "same way, within the seeds' spread", "0.5000 ± 1.5000"),
-        ([-0.25], dict(below=0.0), "same way, one seed", "-0.2500"),
-        ([0.25], {}, "", "0.2500"),
-        ([None], dict(above=0.0), "undetermined", "-"),
-    ):
-        row = fake(values, **bounds)
-        assert which_way(row) == said
-        assert claim_cells(row) == ["what", "paper", said, ours, str(row["n"])]
-    assert claim_cells(fake([0.25, 0.75]) | {"what": "a − b"})[3] == "+0.5000 ± 0.3536"
-
-
-def test_a_resformer_that_never_gets_there_is_no_success(tmp_path):
-    """Of two seeds one saves a quarter of the tokens and one ends above vanilla: that is not "same way, one seed"."""
-    curves = {("vanilla", 42): [3.0, 2.5, 2.4, 2.0], ("resformer", 42): [3.0, 2.5, 2.0, 1.9]}
-    curves |= {("vanilla", 1): [3.0, 2.5, 2.4, 2.0], ("resformer", 1): [3.5, 3.4, 3.3, 3.2]}
-    for (mode, seed), of in curves.items():
-        folder = tmp_path / f"468M-2048-{mode}-{seed}"
-        make_run(folder, mode, seed, np.ones(STEPS), dict(zip(QUARTERS, of, strict=True)), block_size=128)
-    found = Found(tmp_path, made_scale(), lambda job: (42, 1))
-    claim = FIGURES["fig6"].claims[1]
-    assert claim.value(found, 42) == pytest.approx(0.25)
-    (row,) = claim_rows(dataclasses.replace(FIGURES["fig6"], claims=(claim,)), found)
-    assert row["values"] == pytest.approx([0.25, 1 - 40 / 10]) and row["same"] is False and row["within"]
 
 
 def test_one_model_before_training_is_one_seed(made, found):
@@ -893,59 +846,18 @@ def test_one_model_before_training_is_one_seed(made, found):
 # ---- tables
 
 
-def test_tables(made, found, data_dir):
+def test_accuracies_and_losses(made, found):
+    """Tables 1 and 5: means over seeds, the paper's numbers in brackets."""
     one = list(FIGURES["tab1"].table(found))
-    assert one[0] == ["", *SIX, "Avg"] and len(one) == 5
-    for line, (mode, n, paper) in zip(
-        one[1:],
-        [("vanilla", 2048, "0.333"), ("resformer", 2048, "0.355"), ("vanilla", 64000, "0.328")]
-        + [("resformer", 64000, "0.350")],
-        strict=True,
-    ):
+    paper = {("vanilla", 2048): "0.333", ("resformer", 2048): "0.355"}
+    paper |= {("vanilla", 64000): "0.328", ("resformer", 64000): "0.350"}
+    assert one[0] == ["", *SIX, "Avg"] and one[2][5].endswith("(0.414)")
+    for line, ((mode, n), average) in zip(one[1:], paper.items(), strict=True):
         job = Job(mode, length=n)
         ours = [np.mean([made.results(job, s)[task]["acc"] for s in found.seeds(job)]) for task in SIX]
         assert line[0] == f"{dict(vanilla='Transformer', resformer='ResFormer')[mode]} {n:,}"
         assert [cell.split()[0] for cell in line[1:]] == [f"{x:.4f}" for x in [*ours, np.mean(ours)]]
-        assert line[-1].endswith(f"({paper})")
-    assert one[2][5].endswith("(0.414)")
-
-    two = list(FIGURES["tab2"].table(found))
-    shares = {line[0]: line[1:] for line in two[1:]}
-    assert shares["prose"] == ["60.0%", "30,000", "-", "-"] and shares["code"][:2] == ["40.0%", "20,000"]
-    paper = dict(CommonCrawl=50, C4=20, Github=10, Book=5, ArXiv=5, Wikipedia=5, StackExchange=5)
-    assert {k: v[2:] for k, v in shares.items() if k in paper} == {
-        k: [f"{v}%", f"{v / 5:.0f}B"] for k, v in paper.items()
-    }
-
-    found.scale = dataclasses.replace(SCALES["paper"], data_dir=str(data_dir))
-    three = list(FIGURES["tab3"].table(found))
-    paper = [
-        ["512", "512", "4,096", "128", "4", "2,097,152"],
-        ["2,048", "2,048", "1,024", "32", "4", "2,097,152"],
-        ["8,192", "8,192", "256", "8", "4", "2,097,152"],
-        ["32,000", "32,000", "64", "2", "4", "2,048,000"],
-        ["64,000", "64,000", "32", "1", "4", "2,048,000"],
-    ]
-    for line, row in zip(three[1:], paper, strict=True):  # the paper prints 32 steps of accumulation, and 4 are meant
-        assert line == [row[0], *(f"{x} ({'32' if i == 3 else x})" for i, x in enumerate(row[1:]))]
-    four = {line[0]: line[1:] for line in FIGURES["tab4"].table(found)}  # with data of 257 tokens
-    total = 2 * 257 * 512 + 8 * (4 * 512**2 + 3 * 512 * 1792 + 2 * 512) + 512
-    assert four[""] == ["2M", "82M", "180M", "320M", "468M"] and four["parameters"][1] == f"{total:,}"
-    for name, values in {
-        "layers": ("4", "8", "12", "24"),
-        "heads": ("2", "8", "12", "16"),
-        "width": ("16", "512", "768", "1,024"),
-        "FFN width": ("56", "1,792", "2,688", "3,584"),
-    }.items():
-        assert [four[name][i] for i in (0, 1, 2, 4)] == [f"{x} ({x})" for x in values] and four[name][3].endswith(
-            " (-)"
-        )
-    assert four["vocabulary"] == ["257 (50,277)"] * 5 and four["peak learning rate"] == ["0.0006 (0.0006)"] * 5
-    assert four["warmup steps"][0] == "120 (120)" and four["steps"][0] == "10,000 (10,000)"
-    assert four["tokens per step"][0] == "2,097,152 (2,097,152)"
-    found.scale = SCALES["cpu"]
-    assert list(FIGURES["tab3"].table(found))[-1][1:4] == ["1,024 (64,000)", "1 (32)", "1 (1)"]
-    found.scale = dataclasses.replace(SCALES["paper"], data_dir=str(data_dir))
+        assert line[-1].endswith(f"({average})")
 
     five = list(FIGURES["tab5"].table(found))
     assert five[0] == ["", "CommonCrawl", "ArXiv", "mine", "Avg"] and len(five) == 7
@@ -953,6 +865,25 @@ def test_tables(made, found, data_dir):
     line = next(line for line in five if line[0] == "ResFormer 180M")
     values = [f"{x:.4f}" for x in [*loss["val"].values(), loss["val_mean"]]]
     assert line[1:] == [f"{values[0]} (3.0631)", f"{values[1]} (1.9732)", values[2], f"{values[3]} (2.4692)"]
+
+
+def test_tables_of_settings(found, data_dir):
+    """Tables 2 to 4. Of the paper's own recipe ours and its numbers are equal."""
+    shares = {line[0]: line[1:] for line in FIGURES["tab2"].table(found)}
+    assert shares["prose"] == ["60.0%", "30,000", "-", "-"] and shares["code"][:2] == ["40.0%", "20,000"]
+    for name, share in dict(CommonCrawl=50, C4=20, Github=10, Book=5, ArXiv=5, Wikipedia=5, StackExchange=5).items():
+        assert shares[name] == ["-", "-", f"{share}%", f"{share / 5:.0f}B"], name
+    assert list(tables.table3(found))[-1][1:4] == ["1,024 (64,000)", "1 (32)", "1 (1)"]
+    found.scale = dataclasses.replace(SCALES["paper"], data_dir=str(data_dir))  # with data of 257 tokens
+    last = list(tables.table3(found))[-1]  # the paper prints 32 steps of accumulation, and 4 are meant
+    both = [f"{x} ({x})" for x in ("64,000", "32", "1")]
+    assert last == ["64,000", *both, "4 (32)", "2,048,000 (2,048,000)"]
+    four = {line[0]: line[1:] for line in tables.table4(found)}
+    total = 2 * 257 * 512 + 8 * (4 * 512**2 + 3 * 512 * 1792 + 2 * 512) + 512
+    assert four[""] == ["2M", "82M", "180M", "320M", "468M"] and four["parameters"][1] == f"{total:,}"
+    assert four["width"][1] == "512 (512)" and four["width"][3] == "1,024 (-)" and four["FFN width"][0] == "56 (56)"
+    assert four["vocabulary"] == ["257 (50,277)"] * 5 and four["peak learning rate"] == ["0.0006 (0.0006)"] * 5
+    assert four["warmup steps"][0] == "120 (120)" and four["tokens per step"][3] == "2,097,152 (2,097,152)"
 
 
 def test_averages_are_of_tasks_that_all_models_of_a_length_have(made, found, monkeypatch):
@@ -1035,16 +966,6 @@ def test_dry_run_prints_the_commands(scale, planned):
     assert {(plans[p].job, plans[p].seed) for p in found["eval.py"]} == {(job, 42) for job in scored}
 
 
-def test_dry_run_names_the_analyses_of_other_models(planned, monkeypatch, tmp_path):
-    (line,) = (line for line in planned["cpu"].splitlines() if "size_468m" in line)
-    given = load_settings(AnalyzeConfig, shlex.split(line)[2:])
-    assert line.startswith("python analyze.py ") and given.out_dir == "out/cpu/init-468M" and given.length == 2048
-    monkeypatch.chdir(tmp_path)
-    said = command("fig18", "--scale=paper", "--dry_run", "--public=models/a b").stdout
-    (line,) = (line for line in said.splitlines() if line.startswith("python analyze.py"))
-    assert load_settings(AnalyzeConfig, shlex.split(line)[2:]).runs == ("models/a b",)
-
-
 @pytest.mark.parametrize("scale, hours", [("paper", 3312.2), ("small", 82.8)])
 def test_sums_of_the_plan(scale, hours, planned):
     """GPU-hours by FLOPs at 40 % of an A100: those of the frozen plan. Of a 468M run the last checkpoint and the best
@@ -1063,7 +984,7 @@ def test_sums_of_the_plan(scale, hours, planned):
     expected = flops * int(tokens.replace(",", "")) / (0.4 * 312e12) / 3600
     assert float(cost) == pytest.approx(expected, abs=0.006)
     assert float(table["468M-2048-vanilla-42"][3]) == pytest.approx(24 * N["468M"] / 1e9, abs=0.006)
-    assert "GPU-hours" not in planned["cpu"]
+    assert "takes" not in planned["cpu"].splitlines()[-1]
 
 
 def test_as_a_user_types_it(tmp_path):
@@ -1189,19 +1110,15 @@ def test_a_second_call_trains_nothing(real, small, monkeypatch):
     monkeypatch.setattr(reproduce, "run_logged", nothing_runs)
     monkeypatch.chdir(real[0])
     before, image = json.loads(Path("results/cpu.json").read_text()), Path("results/cpu/fig9.png").read_bytes()
-    for words in (("all",), ("all", "--run=false")):
-        result = command(*words)
-        assert result.returncode == 0, result.stderr
-        after = json.loads(Path("results/cpu.json").read_text())
-        for name, record in after["figures"].items():
-            for key in ("caption", "rows", "runs"):
-                assert record[key] == before["figures"][name][key], (name, key)
-        assert Path("results/cpu/fig9.png").read_bytes() == image
-        if words == ("all",):
-            assert "2 runs, 2 of them done; " in result.stdout
-            assert table_of(result.stdout)["82M-2048-vanilla-42"][0] == "done"
-        else:
-            assert "2 runs" not in result.stdout
+    result = command("all")
+    assert result.returncode == 0 and "2 runs, 2 of them done; " in result.stdout
+    assert table_of(result.stdout)["82M-2048-vanilla-42"][0] == "done"
+    result = command("all", "--run=false")
+    assert result.returncode == 0 and "2 runs" not in result.stdout
+    for name, record in json.loads(Path("results/cpu.json").read_text())["figures"].items():
+        for key in ("caption", "rows", "runs"):
+            assert record[key] == before["figures"][name][key], (name, key)
+    assert Path("results/cpu/fig9.png").read_bytes() == image
 
 
 def test_modes_and_reports(real, small, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -118,6 +119,11 @@ def test_band():
     assert mean.tolist() == [3, 4] and what == "3 seeds ± std"
     np.testing.assert_allclose([low, high], [[1, 4 - 12**0.5], [5, 4 + 12**0.5]])  # n - 1: sqrt(8/2), sqrt(24/2)
     assert plot.band(y[:1])[3] == "1 seed"
+
+
+def test_window():
+    for steps, asked, window in ((199, 0, 10), (200, 0, 100), (200, 150, 150)):
+        assert plot.pick_window([SimpleNamespace(steps={"step": range(steps)})], asked) == window
 
 
 def axes():
