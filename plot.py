@@ -47,11 +47,11 @@ class PlotConfig:
 
     def __post_init__(self):
         check_ranges(self)
-        known = ", ".join([*KINDS, *FROM_FILES])
-        if len(self.words) < 2:
-            raise ValueError(f"say what to draw ({known}), then of which runs: `python plot.py relative out/demo/*`")
-        if self.words[0] not in known.split(", "):
-            raise ValueError(f"cannot draw {self.words[0]!r}; the first word is one of {known}, the others are runs")
+        known = [*KINDS, *FROM_FILES]
+        if len(self.words) < 2 or self.words[0] not in known:
+            raise ValueError(
+                f"say what to draw ({', '.join(known)}), then of which runs: `python plot.py relative out/demo/*`"
+            )
         if self.out_file and not self.out_file.endswith(".png"):
             raise ValueError(f"out_file={self.out_file} must end in .png")
 

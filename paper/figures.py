@@ -34,8 +34,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure or table: what it shows, in one sentence; its panels; or for a table its rows, table(found), the runs
-    that these read, and the tasks of eval.py that they need."""
+    """A figure or table: what it shows, in one sentence; its panels and claims; for a table its rows, table(found),
+    the runs that these read, and the tasks of eval.py that they need."""
 
     caption: str
     panels: tuple[Panel, ...] = ()
@@ -87,10 +87,6 @@ def relative_losses(title, lines):
     return Panel("relative", title, lines)
 
 
-def over_layers(title, lines, key, label):
-    return Panel("layers", title, lines, key, label)
-
-
 FOUR = ("vanilla", "neutreno", "resformer", "svformer")
 SIZES = ("82M", "180M", "320M", "468M")
 SV = Job("svformer")
@@ -128,7 +124,7 @@ FIGURES = {
         (
             Panel("initial", "before training", label=ENTROPY),
             Panel("public", "public models", key="entropy", label=ENTROPY),
-            over_layers("trained", named(*FOUR, size="468M"), "entropy", ENTROPY),
+            Panel("layers", "trained", named(*FOUR, size="468M"), "entropy", ENTROPY),
         ),
         (
             Claim("468M before training: entropy at l = 2,048, mean over layers (nats)", "7.194–7.204",
@@ -143,12 +139,12 @@ FIGURES = {
     ),
     "fig2": Figure(
         "The first token by layer: what attention it gets, and how long its value and its hidden state are.",
-        tuple(over_layers("", named(*FOUR, size="468M"), key, label) for key, label in FIRST.items()),
+        tuple(Panel("layers", "", named(*FOUR, size="468M"), key, label) for key, label in FIRST.items()),
         claims.fewer_extremes("resformer", "468M"),
     ),
     "fig4": Figure(
         "How near two cheap substitutes come to true cross-layer attention (Eq 2) in a trained Transformer.",
-        (over_layers("", tuple((label, Job()) for label in EQUATIONS), EQUATIONS, "cosine similarity to Eq 2"),),
+        (Panel("layers", "", tuple((label, Job()) for label in EQUATIONS), EQUATIONS, "cosine similarity to Eq 2"),),
         (Claim("similarity to Eq 2: Eq 4's − Eq 6's, mean over layers", "higher",
                nearer_than_identity, above=0.0),),
     ),
@@ -219,7 +215,7 @@ FIGURES = {
         "Spectra of value states: eigenvalues of layer 1, and the largest one of each layer.",
         (
             Panel("spectrum", "eigenvalues of layer 1", by_size("vanilla", "resformer", sizes=tables.PARAMETERS)),
-            over_layers("largest eigenvalue of each layer", by_size("vanilla", "resformer", sizes=("180M", "468M")),
+            Panel("layers", "largest eigenvalue of each layer", by_size("vanilla", "resformer", sizes=("180M", "468M")),
                         "value_largest", "largest eigenvalue"),
         ),
         tuple(
@@ -304,7 +300,7 @@ FIGURES = {
     "fig20": Figure(
         "The quantities of Figures 1 and 2 at 82M, with cross-layer attention.",
         tuple(
-            over_layers("", named(*FOUR, "cross"), key, label)
+            Panel("layers", "", named(*FOUR, "cross"), key, label)
             for key, label in ({"entropy": ENTROPY} | FIRST).items()
         ),
         (
@@ -318,7 +314,7 @@ FIGURES = {
     "fig21": Figure(
         "The largest token importances of a sequence, by rank and layer.",
         tuple(
-            over_layers(LABELS[mode], tuple((label, Job(mode, "468M")) for label in TOP), TOP, "importance")
+            Panel("layers", LABELS[mode], tuple((label, Job(mode, "468M")) for label in TOP), TOP, "importance")
             for mode in FOUR
         ),
         tuple(

@@ -319,7 +319,7 @@ def make_all(plans, cfg):
     which does not keep the others from being made."""
     cores = os.cpu_count() or 1
     at_once = cfg.jobs or (1 if cfg.units.gpus else cores)
-    threads = "" if cfg.units.gpus else str(max(1, cores // at_once))
+    threads = str(max(1, cores // at_once)) if at_once > 1 else ""
     failed = []
     with ThreadPoolExecutor(at_once) as pool:
         futures = {pool.submit(make_run, plan, cfg, threads): plan for plan in plans}

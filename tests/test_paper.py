@@ -78,10 +78,6 @@ def lines(ax):
     return found
 
 
-def legend_of(ax):
-    return [text.get_text() for text in ax.get_legend().get_texts()]
-
-
 def test_saving_gives_the_papers_ten_percent():
     """PAPER 2.7: straight lines over ln N through Table 5's averages give 10.5, 10.4 and 10.3 %."""
     res, van = ([(N[size], loss) for size, loss in TABLE5[mode].items()] for mode in ("resformer", "vanilla"))
