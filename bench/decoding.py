@@ -38,8 +38,8 @@ import torch
 from bench.common import in_turn, lines_table, only_process, ratio, spread, timed, write_results
 from files import read_json
 from hf import to_llama
-from looks import COLORS, MARKERS, page
 from model import GPT
+from plot import COLORS, MARKERS, page
 from sample import generate
 from value_modes import ModelConfig
 
