@@ -142,11 +142,26 @@ def download_command(name, folder):
     return f"hf download {task.hub} --repo-type=dataset --revision={task.revision} --local-dir={Path(folder) / name}"
 
 
+def hub_is_there(task):
+    """Whether the hub answers. load_dataset alone would ask six times, and say so, before it gives up after 30 s."""
+    hub = need("huggingface_hub")
+    try:
+        hub.HfApi().dataset_info(task.hub, revision=task.revision, timeout=5)
+    except hub.errors.HfHubHTTPError:
+        return True  # an answer, such as 503: load_dataset says what it means
+    except Exception:  # of the network: the library below has its own classes
+        return False
+    return True
+
+
 def hub_rows(name):
     """Rows of a task's split from the hub, or from the cache that `datasets` keeps of it."""
-    task = TASKS[name]
+    task, datasets = TASKS[name], need("datasets")
+    if not hub_is_there(task):
+        need("huggingface_hub").constants.HF_HUB_OFFLINE = True  # then the cache is read, without a request
+        datasets.config.HF_HUB_OFFLINE = True
     try:
-        return list(need("datasets").load_dataset(task.hub, task.config, revision=task.revision, split=task.split))
+        return list(datasets.load_dataset(task.hub, task.config, revision=task.revision, split=task.split))
     except Exception as e:  # network, hub, disk: each library below has its own
         raise UserError(
             f"{task.hub} cannot be read from the hub ({e}); without network, run "

@@ -148,6 +148,7 @@ def test_the_hub_is_asked_for_a_fixed_revision(monkeypatch):
     import datasets
 
     asked = []
+    monkeypatch.setattr(tasks, "hub_is_there", lambda task: True)
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **kw: asked.append((*a, kw)) or pool(2))
     found, where = tasks.questions("piqa", e.EvalConfig(task=("piqa",)))
     revision = "142f6d7367fd9877f0fb3b5734ea6a545f54cdd1"
@@ -157,6 +158,15 @@ def test_the_hub_is_asked_for_a_fixed_revision(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **kw: open("/no/network"))
     with pytest.raises(UserError, match="^baber/piqa cannot be .* --local-dir=evals/piqa` .* --data_dir=evals$"):
         tasks.hub_rows("piqa")
+
+
+def test_without_network(tmp_path):
+    """One request, no retries, one sentence: the host's name leads nowhere."""
+    env = {"HF_ENDPOINT": "http://nowhere.invalid", "HF_HOME": str(tmp_path)}
+    code = "import tasks, configurator; configurator.run_main(tasks.hub_rows, 'hellaswag')"
+    result = finished([sys.executable, "-c", code], cwd=ROOT, env=os.environ | env)
+    refused(result, "Rowan/hellaswag cannot be read from the hub", "--local-dir=evals/hellaswag", "--data_dir=evals")
+    assert len(result.stderr.splitlines()) == 1
 
 
 # ---- token ids
