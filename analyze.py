@@ -25,7 +25,7 @@ class AnalyzeConfig:
     """Every setting of analyze.py."""
 
     runs: tuple[str, ...] = setting(
-        (), "folders of runs, checkpoint files, or folders in Hugging Face layout", group="Models", positional=True
+        (), "runs' folders, checkpoints, Hugging Face folders; empty = the newest run", group="Models", positional=True
     )
     init: tuple[str, ...] = setting((), "config files of train.py: the model that training would start from")
     out_dir: str = setting("", "folder of the results; empty = the run's own, out/init-<name> with --init")
@@ -628,12 +628,13 @@ def write_arrays(path, arrays):
 
 
 def main(cfg: AnalyzeConfig):
-    if not cfg.runs and not cfg.init:
-        raise UserError("name the runs to analyse, or config files with --init=FILE")
-    device = Distributed(cfg.device).device
+    world = Distributed(cfg.device)
+    if world.size > 1:
+        raise UserError("analyze.py runs in one process; start it without torchrun")
+    device = world.device
     if cfg.init:
-        analyze_subject(open_initial(cfg, device), cfg, device)
-    for name in cfg.runs:
+        return analyze_subject(open_initial(cfg, device), cfg, device)
+    for name in cfg.runs or ("",):
         open_named = open_hugging_face if hf.is_hf_folder(name) else open_run
         analyze_subject(open_named(name, cfg, device), cfg, device)
 

@@ -383,9 +383,12 @@ def place_documents(cfg, state, pending, split, docs, held_out):
 
 
 def append_tokens(path, start, ids):
-    """Write ids at token `start` of a token file, through to the disk. A killed run may have written the same there."""
+    """Write ids at token `start` of a token file, through to the disk. A killed run may have written the same there.
+    Raises UserError if the file has lost what was written before."""
     path.parent.mkdir(exist_ok=True)
     with open(path, "r+b" if start else "wb") as file:
+        if file.seek(0, os.SEEK_END) < 2 * start:
+            raise UserError(f"{path} was cut since prepare.py stopped; delete {path.parent.parent} and start over")
         file.seek(2 * start)
         file.write(ids.tobytes())
         file.flush()
@@ -485,7 +488,10 @@ def main(cfg: PrepareConfig):
         write_json(out / "progress.json", state)  # from here on out_dir is ours
         tokenizer.save(out / "tokenizer.json")
     tokenizer = Tokenizer.load(out / "tokenizer.json")
-    write_corpus(cfg, inputs, state, tokenizer)
+    try:
+        write_corpus(cfg, inputs, state, tokenizer)
+    except KeyboardInterrupt:
+        raise UserError(f"stopped; what {out} has so far is kept, the same command continues") from None
     write_manifest(cfg, state, tokenizer)
     print_result(cfg, state)
     print(f"{out} is ready")

@@ -742,8 +742,8 @@ def test_data_is_verified(runs, tmp_path):
 
 def test_bad_calls(runs, tmp_path):
     a, b = runs / "a", runs / "b"
+    refused(in_process(analyze, cwd=tmp_path), "no run is below out/ yet")
     for words, says in (
-        ((), ["name the runs to analyse", "--init=FILE"]),
         ((a, "--init=config/tiny.py"), ["runs and --init exclude each other"]),
         ((a, "--length=1"), ["length=1", "at least 2"]),
         ((a, "--length=65"), ["length=65", "block_size=64", "--length=64"]),

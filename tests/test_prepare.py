@@ -3,6 +3,7 @@
 import json
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,7 +125,12 @@ def test_kill_at_any_moment(corpus, tmp_path):
         progress = out / "progress.json"
         positions.append(json.loads(progress.read_text())["position"] if progress.exists() else [])
     assert positions[0] == [] and positions[1] < positions[2] < positions[3], positions
-    make("files", f"--input_dir={corpus[0]}", f"--out_dir={out}", *BPE)
+    words = ("files", f"--input_dir={corpus[0]}", f"--out_dir={out}", *BPE)
+    shutil.copytree(out, tmp_path / "cut")
+    for path in (tmp_path / "cut").rglob("*.bin"):
+        path.write_bytes(b"")
+    refused(call(*words[:2], f"--out_dir={tmp_path / 'cut'}", *BPE), "was cut since prepare.py stopped")
+    make(*words)
     assert contents(out) == contents(corpus[1])
 
 
