@@ -1,6 +1,9 @@
 """Checkpoints: whole or not there, true to their header, and refused when they are something else."""
 
 import json
+import os
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,3 +87,17 @@ def test_damaged_files_are_refused(tmp_path, damage, says):
     damage(checkpoint.save(tmp_path, 1, GPT(config()), "hash"))
     with pytest.raises(UserError, match=says):
         checkpoint.load(tmp_path)
+
+
+def test_without_a_run_the_newest_is_taken(tmp_path, monkeypatch):
+    """The newest by the time of its files, wherever its name stands; a message lists the newest first too."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no run is below out/ yet"):
+        checkpoint.find()
+    for name, age in (("a", 30), ("b", 10), ("c", 20)):
+        Path("out", name).mkdir(parents=True)
+        path = checkpoint.save(Path("out", name), 1, GPT(config()), "hash")
+        os.utime(path, (time.time() - age,) * 2)
+    assert checkpoint.find() == Path("out/b/step_00000001.safetensors")
+    with pytest.raises(UserError, match="runs that do: out/b, out/c, out/a"):
+        checkpoint.find("out/none")

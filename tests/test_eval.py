@@ -668,7 +668,9 @@ def test_bad_calls(runs, tmp_path):
     refused(script("eval.py", runs / "a", "--task=helaswag"), "unknown task 'helaswag'", known)
     refused(call(runs / "none", "--task=piqa"), "holds no checkpoint")
     refused(call(runs / "a", "--task=piqa", "--limit=-1"), "limit=-1 must be at least 0")
-    refused(call(runs / "a", "--task=loss", f"--corpus={tmp_path}"), "manifest.json is missing; it should be prepare.py")
+    refused(
+        call(runs / "a", "--task=loss", f"--corpus={tmp_path}"), "manifest.json is missing; it should be prepare.py"
+    )
     under_a_file = runs / "a" / "config.json" / "x"
     refused(call(runs / "a", "--task=piqa", evals, f"--log_samples={under_a_file}"), "config.json")
     alone = tmp_path / "alone"
