@@ -6,7 +6,6 @@
 A page holds each table between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of MAKERS below.
 """
 
-import functools
 import math
 import re
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configurator import UserError, command_line, run_main, setting
+from configurator import command_line, run_main, setting
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,10 @@ def bench_rows(name, key="rows"):
     return read_json(ROOT / f"results/bench_{name}.json", "a file of bench/", keys=(key,))[key]
 
 
-def is_current(name):
-    """Whether a side of a benchmark still exists: a mode of the table, or a peer. Older files hold others too."""
-    mode = name.partition(", attn=")[0]
-    return mode in TABLE or name == LLAMA
-
-
 def current_training_table(name):
-    return training_table([row for row in bench_rows(f"train_{name}") if is_current(row["name"])])
+    """Without sides that do not exist any more: each is a mode of the table, or transformers' Llama."""
+    rows = bench_rows(f"train_intel_xeon_{name}")
+    return training_table([row for row in rows if row["name"].partition(", attn=")[0] in (*TABLE, LLAMA)])
 
 
 def llama_table():
@@ -132,9 +127,9 @@ MAKERS = {
     "claims-modes": lambda: claims_text("modes"),
     "demo-accuracy": accuracy_table,
     "demo-loss": domain_loss_table,
-    "training-tiny": lambda: current_training_table("intel_xeon_x1_tiny"),
-    "training-82M": lambda: current_training_table("intel_xeon_x2_82m"),
-    "training-modes": lambda: current_training_table("intel_xeon_x1_modes"),
+    "training-tiny": lambda: current_training_table("x1_tiny"),
+    "training-82M": lambda: current_training_table("x2_82m"),
+    "training-modes": lambda: current_training_table("x1_modes"),
     "training-llama": llama_table,
     "memory": lambda: memory_table(bench_rows("memory_intel_xeon_x2_82m")),
     "decoding-vanilla": decoding_of_vanilla,
@@ -147,16 +142,9 @@ MAKERS = {
 }
 
 
-@functools.cache
-def table_text(name):
-    if name not in MAKERS:
-        raise UserError(f"no table is called {name!r}; there are {', '.join(MAKERS)}")
-    return MAKERS[name]()
-
-
 def with_tables(text):
     """The text of a page with its tables as the results have them."""
-    return PLACE.sub(lambda place: f"{place[1]}\n{table_text(place[2])}\n\n{place[3]}", text)
+    return PLACE.sub(lambda place: f"{place[1]}\n{MAKERS[place[2]]()}\n\n{place[3]}", text)
 
 
 def main(cfg: TablesConfig):

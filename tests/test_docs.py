@@ -90,11 +90,6 @@ def test_make_targets_exist():
             assert re.search(rf"^{target}:", makefile, re.M), f"{page}: make {target}"
 
 
-def test_pages_are_short():
-    for page, text in TEXTS.items():
-        assert len(text.splitlines()) <= LIMITS.get(page, 250), page
-
-
 def anchors(text):
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", text), re.M)
@@ -116,8 +111,10 @@ def test_links_and_files_exist():
             assert (ROOT / name).exists(), command
 
 
-def test_python_blocks_are_python():
+def test_pages():
+    """They are short, and their Python blocks are Python."""
     for page, text in TEXTS.items():
+        assert len(text.splitlines()) <= LIMITS.get(page, 250), page
         for language, block in BLOCK.findall(text):
             if language == "python":
                 assert ast.parse(textwrap.dedent(block)), page
@@ -136,13 +133,11 @@ def test_file_map_is_complete():
 
 
 def test_tables_are_current():
-    assert in_process(tables, "--check").returncode == 0, "run `python docs/tables.py`"
+    result = finished([sys.executable, "docs/tables.py", "--check"], cwd=ROOT)
+    assert result.returncode == 0, result.stderr
     assert TEXTS["modes.md"].count("\n| `") == len(TABLE)
-
-
-def test_every_table_is_in_one_page():
     used = [name for text in TEXTS.values() for _, name, _ in tables.PLACE.findall(text)]
-    assert sorted(used) == sorted(tables.MAKERS)
+    assert sorted(used) == sorted(tables.MAKERS)  # each in one page
 
 
 def test_a_wrong_number_is_found_and_put_right(monkeypatch, tmp_path):
@@ -151,21 +146,9 @@ def test_a_wrong_number_is_found_and_put_right(monkeypatch, tmp_path):
     wrong = TEXTS["modes.md"].replace("| +14 |", "| +15 |")
     page.write_text(wrong, encoding="utf-8")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    result = in_process(tables, "--check")
-    assert "modes.md" in str(result.returncode) and page.read_text(encoding="utf-8") == wrong != TEXTS["modes.md"]
-    assert in_process(tables).returncode == 0 and page.read_text(encoding="utf-8") == TEXTS["modes.md"]
-
-
-def test_check_ends_with_code_1(tmp_path):
-    """As a process: the numbers of a copy of the repository are changed."""
-    for name in ("docs", "bench", "paper", "results"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    page = tmp_path / "docs" / "evaluation.md"
-    page.write_text(TEXTS["evaluation.md"].replace("| chance | 0.2500 |", "| chance | 0.2600 |"), encoding="utf-8")
-    result = finished([sys.executable, "docs/tables.py", "--check"], cwd=tmp_path)
-    assert result.returncode == 1 and result.stderr.startswith("evaluation.md differ"), result.stderr
+    result = in_process(tables, "--check")  # sys.exit with a text: exit code 1
+    assert result.returncode.startswith("modes.md differ") and page.read_text(encoding="utf-8") == wrong
+    assert in_process(tables).returncode == 0 and page.read_text(encoding="utf-8") == TEXTS["modes.md"] != wrong
 
 
 # ---- the example of a variant that the axes do not have
