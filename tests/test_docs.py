@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 import shlex
 import shutil
@@ -164,3 +165,11 @@ def test_the_patch_applies_and_prints_its_plan(tmp_path):
     words = [sys.executable, "model.py", "--value_mode=resformer_linear", "--n_layer=4"]
     result = finished(words, cwd=tmp_path)
     assert result.stdout == plan, result.stderr
+
+
+def test_the_demos_numbers_are_the_committed_runs():
+    """README's sentence on three seeds is results/demo.json, as `python plot.py compare` found it."""
+    rows = {row["mode"]: row for row in json.loads((ROOT / "results/demo.json").read_text())["modes"]}
+    for mode in ("resformer", "svformer"):
+        gap = rows[mode]["difference"]
+        assert gap["n"] == 3 and f"{-gap['mean']:.3f} ± {gap['std']:.3f}" in TEXTS["README.md"], mode
