@@ -497,7 +497,7 @@ def read_results(folder):
     return read_json(path, "a file of results of eval.py", keys=("format", "checkpoints"))["checkpoints"]
 
 
-def write_results(entry):
+def store_results(entry):
     """Add an Entry's records to the eval.json of its folder. Results of other weights under its name are dropped."""
     known = read_results(entry.path.parent)
     before = known.get(entry.path.name, {})
@@ -548,7 +548,7 @@ def native(entries, cfg, world):
         except torch.OutOfMemoryError:
             raise UserError(f"out of the GPU's memory; set --batch_tokens below {cfg.tokens_per_pass(world)}") from None
         if world.rank == 0:
-            write_results(entry)
+            store_results(entry)
     if cfg.log_samples and world.rank == 0:
         write_text(cfg.log_samples, json_lines(record for e in entries for record in e.samples))
     return all_tables(entries, cfg.task)
@@ -570,7 +570,7 @@ def by_harness(entries, cfg, world):
         adapter = harness.Adapter(model, entry.tokenizer, score, cfg.tokens_per_pass(world))
         results, table = harness.results_of(adapter, names, cfg.limit)
         entry.records = {name: record | settings for name, record in results.items()}
-        write_results(entry)
+        store_results(entry)
         tables += f"{entry.label}\n{table}\n"
     return tables
 

@@ -147,6 +147,9 @@ def environment():
             return None
         return result.stdout.strip() if result.returncode == 0 else None
 
+    here, script = Path(__file__).parent, Path(sys.argv[0])
+    if script.is_relative_to(here):  # `python -m` gives the whole path
+        script = script.relative_to(here)
     cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     return {
         "commit": git("rev-parse", "HEAD"),
@@ -158,6 +161,6 @@ def environment():
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "machine": f"{platform.system()} {platform.machine()}, {cores}",
         "ranks": int(os.environ.get("WORLD_SIZE", 1)),
-        "command": " ".join(sys.argv),
+        "command": " ".join([str(script), *sys.argv[1:]]),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
