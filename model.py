@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode, plan_layers, require, tensors_to_keep
+from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode, plan_layers, tensors_to_keep
 
 __all__ = ["GPT", "VALUE_MODES", "ModelConfig", "Residual", "ValueMode"]
 
@@ -540,7 +540,8 @@ class GPT(nn.Module):
         come before these (it then stores these too), or an eval.PrefixTree."""
         B, T = idx.shape
         end = T if cache is None else cache.end(T)
-        require(end <= self.cfg.block_size, f"{end} tokens do not fit block_size={self.cfg.block_size}")
+        if end > self.cfg.block_size:
+            raise ValueError(f"{end} tokens do not fit block_size={self.cfg.block_size}")
         positions = slice(T) if cache is None else cache.positions(T)
         x = self.embed(idx)
         if self.positions:

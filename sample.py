@@ -71,7 +71,8 @@ class KVCache:
     def extend(self, t, n, new):
         """Append `new` (B, G, T, D) to tensor t of layer n; returns all of it, (B, G, pos + T, D)."""
         end, store = self.end(new.size(2)), self.tensors[t, n]
-        require(end <= self.length, f"the KV cache holds {self.length} tokens, not {end}")
+        if end > self.length:
+            raise ValueError(f"the KV cache holds {self.length} tokens, not {end}")
         store.narrow(2, self.pos, new.size(2)).copy_(new)
         return store.narrow(2, 0, end)
 
@@ -127,7 +128,8 @@ class RaggedCache(KVCache):
         return store
 
     def end(self, T):
-        require(T == 1, f"rows at positions of their own take one token a step, not {T}")
+        if T != 1:
+            raise ValueError(f"rows at positions of their own take one token a step, not {T}")
         return self.length
 
     def positions(self, T):
