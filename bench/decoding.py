@@ -39,7 +39,7 @@ from bench.common import in_turn, lines_table, only_process, ratio, spread, time
 from files import read_json
 from hf import to_llama
 from model import GPT
-from plot import COLORS, MARKERS, page
+from plot import page, style_of
 from sample import generate
 from value_modes import ModelConfig
 
@@ -202,7 +202,7 @@ def speed_panel(ax, modes, key, other, fixed):
         below = [median - min(speed) for median, speed in zip(medians, speeds, strict=True)]
         above = [max(speed) - median for median, speed in zip(medians, speeds, strict=True)]
         x = [place * 1.03 ** (i - len(modes) / 2) for place in places]
-        ax.errorbar(x, medians, (below, above), label=mode, color=COLORS[i % 7], marker=MARKERS[i % 5], elinewidth=0.7)
+        ax.errorbar(x, medians, (below, above), label=mode, elinewidth=0.7, **style_of(mode))
     names = {"batch": "rows in the batch", "prompt": "tokens of prompt"}
     ax.set(xscale="log", ylim=(0, None), xlabel=names[key], ylabel=f"tokens/s with {fixed:,} {names[other]}")
     ax.set_xticks(places, [f"{place:,}" for place in places])
@@ -211,9 +211,9 @@ def speed_panel(ax, modes, key, other, fixed):
 
 def rows_panel(ax, modes, prompt):
     """A bar for each mode: how many rows of the longest prompt have their keys and values in memory."""
-    for i, (mode, rows) in enumerate(modes.items()):
+    for mode, rows in modes.items():
         fits = next(row["batch_that_fits"] for row in rows if row["prompt"] == prompt)
-        ax.bar_label(ax.barh(mode, fits, color=COLORS[i % 7], alpha=0.6), fmt="{:,.0f}", padding=3)
+        ax.bar_label(ax.barh(mode, fits, color=style_of(mode)["color"], alpha=0.6), fmt="{:,.0f}", padding=3)
     ax.invert_yaxis()
     ax.margins(x=0.12)
 
