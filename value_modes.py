@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, get_type_hints
 
-from configurator import convert, type_name
+from configurator import check_ranges, convert, setting, type_name
 
 
 def require(ok, message):
@@ -323,32 +323,28 @@ def named_mode(mode):
 class ModelConfig:
     """Shape of a model. Defaults: the paper's 82M (Table 4). Raises ValueError on an impossible shape."""
 
-    vocab_size: int = 50277
-    block_size: int = 2048  # tokens
-    n_layer: int = 8
-    n_head: int = 8
-    n_kv_head: int = 0  # key and value heads; 0 = as value_mode says, else n_head
-    n_embd: int = 512
-    n_hidden: int = 0  # width of the MLP; 0 = 3.5 n_embd (llama), 4 n_embd (gpt2)
-    arch: Literal["llama", "gpt2"] = "llama"  # gpt2: LayerNorm, learned positions, GELU, biases
-    rope_theta: float = 10000.0
-    rope_scaling: tuple[float, ...] = ()  # Llama 3.1's, see model.Rope: factor, low, high, original; () = none
-    norm_eps: float = 1e-5
-    init_std: float = 0.02
-    value_mode: str | ValueMode = "vanilla"
+    vocab_size: int = setting(50277, "token ids", least=1)
+    block_size: int = setting(2048, "tokens per sequence", least=1)
+    n_layer: int = setting(8, "layers", least=1)
+    n_head: int = setting(8, "query heads", least=1)
+    n_kv_head: int = setting(0, "key and value heads; 0 = as value_mode says, else n_head", least=0)
+    n_embd: int = setting(512, "width of the residual stream", least=1)
+    n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", least=0)
+    arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
+    rope_theta: float = setting(10000.0, "of RoPE, see model.Rope")
+    rope_scaling: tuple[float, ...] = setting((), "Llama 3.1's factor, low, high, original, see model.Rope; () = none")
+    norm_eps: float = setting(1e-5, "added to the mean square by the norms")
+    init_std: float = setting(0.02, "spread of the initial weights")
+    value_mode: str | ValueMode = setting("vanilla", "a row of `python model.py table`, or a ValueMode")
 
     def __post_init__(self):
-        require(self.arch in ("llama", "gpt2"), f"arch={self.arch!r} is not one of llama, gpt2")
         coerce_fields(self)
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        check_ranges(self)
         object.__setattr__(self, "value_mode", get_mode(self.value_mode))
         self.fill_heads()
         if not self.n_hidden:
             n_hidden = 4 * self.n_embd if self.arch == "gpt2" else 7 * self.n_embd // 2
             object.__setattr__(self, "n_hidden", n_hidden)
-        for name in ("n_kv_head", "n_hidden"):
-            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         self.check_widths()
         check_mode(self)
 

@@ -159,7 +159,7 @@ IMPOSSIBLE = [
     (lambda: ModelConfig(n_layer=0), "n_layer=0"),
     (lambda: ModelConfig(n_head=0, value_mode="mqa"), "n_head=0"),
     (lambda: ModelConfig(n_hidden=-1), "n_hidden=-1"),
-    (lambda: ModelConfig(arch="gpt3"), "arch='gpt3' is not one of llama, gpt2"),
+    (lambda: ModelConfig(arch="gpt3"), "arch takes 'llama' or 'gpt2'"),
     (lambda: ModelConfig(value_mode="resfromer"), "did you mean 'resformer'"),
     (lambda: ModelConfig(value_mode="resformer_0.5"), "resformer takes no number"),
     (lambda: ModelConfig(n_head=16, n_embd=96, value_mode=ValueMode(kv_group=3)), "n_head=16 is no multiple"),
