@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import io
+import json
 import os
 import signal
 import subprocess
@@ -172,21 +173,27 @@ def refused(result, *fragments):
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared is not there")
 
 
-def byte_tokenizer():
-    """One token per byte, and end-of-text as 256."""
+def change(file, without="", **changes):
+    """Change keys of a JSON file, or take one out."""
+    value = json.loads(file.read_text()) | changes
+    value.pop(without, None)
+    file.write_text(json.dumps(value))
+
+
+def byte_tokenizer(pattern="(?s:.)"):
+    """One token per byte, and end-of-text as 256. Another pattern encodes alike, but is another tokenizer."""
     from data import Tokenizer
 
     ranks = [[base64.b64encode(bytes([i])).decode(), i] for i in range(256)]
     special = {"<|endoftext|>": 256}
-    spec = dict(name="bytes", pattern="(?s:.)", ranks=ranks, special=special, normalize=None, n_vocab=257)
-    return Tokenizer(spec)
+    return Tokenizer(dict(name="bytes", pattern=pattern, ranks=ranks, special=special, normalize=None, n_vocab=257))
 
 
-def make_data(folder, sizes=None, mixture=None, seed=0):
+def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
     """A data folder as prepare.py makes it, of letters in a learnable order; sizes: {domain: train tokens}."""
     from files import sha256, write_json
 
-    tokenizer, splits, rng = byte_tokenizer(), {"train": {}, "val": {}}, np.random.default_rng(seed)
+    tokenizer, splits, rng = tokenizer or byte_tokenizer(), {"train": {}, "val": {}}, np.random.default_rng(seed)
     sizes = sizes or {"prose": 30_000, "code": 20_000}
     for d, (domain, size) in enumerate(sizes.items()):
         for split, n in (("train", size), ("val", 3_000)):
