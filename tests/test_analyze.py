@@ -632,8 +632,7 @@ def test_a_model_before_training(runs, tmp_path, monkeypatch):
 
 def test_a_hugging_face_folder(runs, tmp_path):
     model = GPT(config(vocab_size=257, n_layer=2, n_kv_head=2, block_size=33, init_std=0.2)).eval()
-    about = dict(vocab_size=257, num_hidden_layers=2, max_position_embeddings=33, bos_token_id=3)
-    folder, data_dir = hf_folder(tmp_path / "model", model, **about), f"--data_dir={runs / 'data'}"
+    folder, data_dir = hf_folder(tmp_path / "model", model, bos_token_id=3), f"--data_dir={runs / 'data'}"
     other_tokenizer().save(str(folder / "tokenizer.json"))
     result = call(folder, data_dir, "--chunks=6")
     assert result.returncode == 0, result.stderr
@@ -652,7 +651,7 @@ def test_a_hugging_face_folder(runs, tmp_path):
     refused(call(folder), "does not say what it was trained on", "--data_dir")
     refused(call(folder, data_dir, "--length=34"), "length=34", "block_size=33", "--length=33")
     few = GPT(config(vocab_size=100, n_layer=2, n_kv_head=2, block_size=33))
-    other_tokenizer().save(str(hf_folder(tmp_path / "few", few, **about | {"vocab_size": 100}) / "tokenizer.json"))
+    other_tokenizer().save(str(hf_folder(tmp_path / "few", few, bos_token_id=3) / "tokenizer.json"))
     refused(call(tmp_path / "few", data_dir, "--chunks=6"), "has 100 token ids")
 
 

@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import ROOT, make_data
+from conftest import ROOT, change, make_data
 
 import data
 import files
@@ -79,13 +79,6 @@ def test_hashes_name_the_data(data_dir):
     corpus, other = Corpus(data_dir, 16), Corpus(data_dir, 16, mixture={"code": 1, "prose": 1})
     assert corpus.hash == Corpus(data_dir, 32, seed=1).hash != other.hash
     assert corpus.val_hash == other.val_hash != Corpus(data_dir, 16, mixture={"code": 1}).val_hash
-
-
-def change(file, without="", **changes):
-    """Change keys of a JSON file, or take one out."""
-    value = json.loads(file.read_text()) | changes
-    value.pop(without, None)
-    file.write_text(json.dumps(value))
 
 
 def flip_a_token(folder):

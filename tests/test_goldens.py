@@ -1,7 +1,5 @@
 """Equality with numbers that the authors' own code computed (../shared/goldens, see its README)."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -76,11 +74,3 @@ def test_depth_average(dilation, period):
         # both are fp32: processors differ in the last bit of a product, and nine blocks carry it on
         torch.testing.assert_close(xs[-1].detach().numpy(), expected["block_out"][i - 1], rtol=1e-6, atol=5e-6)
         torch.testing.assert_close(y.detach().numpy(), expected["y"][i - 1], rtol=1e-6, atol=5e-6)
-
-
-def test_hf_folder_of_another_kind_is_refused(tmp_path):
-    from configurator import UserError
-
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(UserError, match="mamba"):
-        load_hf(tmp_path)

@@ -247,8 +247,10 @@ def test_compiled_equals_eager_without_graph_breaks(mode):
 
 def test_checkpoint_of_every_mode(tmp_path):
     idx = tokens((1, 9))
-    for mode in MODES:
-        model = tiny(mode).float()
+    cases = [(mode, {}) for mode in MODES]
+    cases += [("vanilla", dict(rope_scaling=[8, 1, 4, 8])), ("svformer", dict(arch="gpt2"))]
+    for mode, kw in cases:
+        model = tiny(mode, **kw).float()
         path = checkpoint.save(tmp_path, 1, model, "hash")
         again = checkpoint.load(path)
         assert again.cfg == model.cfg and torch.equal(again(idx)[0], model(idx)[0]), mode
