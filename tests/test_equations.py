@@ -304,12 +304,6 @@ def with_gradients(y, inputs):
     return [y, *torch.autograd.grad(y, inputs, toward.to(y.dtype))]
 
 
-def test_eq_3_is_eq_4():
-    """K_n in place of K_m: one softmax over scores that are all there twice halves each probability."""
-    q, k, v_n, v_m = random(*[(11, 4)] * 4)
-    torch.testing.assert_close(cross(q, [k, k], [v_n, v_m]), A(q, k) @ (v_n + v_m) / 2, rtol=0, atol=1e-13)
-
-
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])
 @pytest.mark.parametrize("G", [4, 2, 1])
 @pytest.mark.parametrize("T", [11, 3, 1])  # all positions, or the last as in decoding

@@ -129,7 +129,7 @@ def test_window():
 def axes():
     from matplotlib.figure import Figure
 
-    return Figure().subplots()
+    return Figure(layout="constrained").subplots()
 
 
 def test_band_and_axis():
@@ -149,14 +149,11 @@ def test_band_and_axis():
 
 
 def test_legend_is_above_the_axes_with_the_title():
-    from matplotlib.figure import Figure
-
-    paper = Figure(layout="constrained")
-    ax = paper.subplots()
+    ax = axes()
     ax.plot([0, 1], [0, 1], label="a")
     ax.set_title("738k parameters", loc="left")
     plot.legend(ax)
-    paper.canvas.draw()
+    ax.figure.canvas.draw()
     assert ax.get_legend().get_title().get_text() == "738k parameters" and ax.get_title(loc="left") == ""
     assert ax.get_legend().get_window_extent().y0 >= ax.get_window_extent().y1
 
@@ -277,11 +274,23 @@ def test_refused_pairs(tmp_path):
 
 
 def test_refused_files(tmp_path):
-    run = make_run(tmp_path / "run", "vanilla", 1, np.ones(3))
-    refused(in_process(plot, "loss", tmp_path / "nowhere"), "nowhere/metrics.jsonl does not exist")
-    file = tmp_path / "run" / "metrics.jsonl"
-    file.write_text(file.read_text().splitlines(keepends=True)[0])
-    refused(in_process(plot, "loss", run), "run/metrics.jsonl has no steps yet")
+    started = make_run(tmp_path / "started", "vanilla", 1, [], val={})
+    empty, odd = tmp_path / "empty", tmp_path / "odd"
+    empty.mkdir()
+    few = make_eval(tmp_path / "few", "vanilla", {"hellaswag limit=5": {"acc": 0.2}})
+    odd.mkdir()
+    (odd / "eval.json").write_text("{}")
+    (odd / "analysis.json").write_text("[]")
+    for kind, folder, says in (
+        ("loss", tmp_path / "nowhere", ["nowhere/metrics.jsonl does not exist"]),
+        ("loss", started, ["started/metrics.jsonl has no steps yet"]),
+        ("eval", empty, ["eval.json is missing", "python eval.py"]),
+        ("eval", odd, ["it lacks checkpoints"]),
+        ("eval", few, ["no result of a whole task"]),
+        ("analysis", empty, ["analysis.json is missing", "`python analyze.py"]),
+        ("analysis", odd, ["analysis.json is not what `python analyze.py"]),
+    ):
+        refused(in_process(plot, kind, folder), *says)
 
 
 def test_refused_settings():
@@ -296,14 +305,12 @@ def test_refused_settings():
             load_settings(plot.PlotConfig, words)
 
 
-def test_one_sentence_and_exit_code_2(tmp_path):
-    refused(script("plot.py", "relative", tmp_path / "nowhere"), "nowhere/metrics.jsonl does not exist")
+def test_the_table_needs_no_matplotlib(tmp_path, monkeypatch):
     runs = [make_run(tmp_path / m, m, 1, np.ones(12)) for m in ("vanilla", "resformer")]
-    with pytest.MonkeyPatch.context() as m:
-        m.setitem(sys.modules, "matplotlib.style", None)
-        result = in_process(plot, "compare", *runs)
+    monkeypatch.setitem(sys.modules, "matplotlib.style", None)
+    result = in_process(plot, "compare", *runs)
     refused(result, "matplotlib")
-    assert table(result.stdout)[2][0] == "vanilla"  # the table needs no matplotlib
+    assert table(result.stdout)[2][0] == "vanilla"
 
 
 def test_no_torch():
@@ -351,14 +358,6 @@ def test_evaluations(tmp_path, monkeypatch):
     assert [t.get_text() for t in seen["accuracies"].get_xticklabels()] == ["hellaswag"]
 
 
-def test_refused_evaluations(tmp_path):
-    refused(in_process(plot, "eval", tmp_path), "eval.json is missing", "python eval.py")
-    (tmp_path / "eval.json").write_text("{}")
-    refused(in_process(plot, "eval", tmp_path), "it lacks checkpoints")
-    run = make_eval(tmp_path / "a", "vanilla", {"hellaswag limit=5": {"acc": 0.2}})
-    refused(in_process(plot, "eval", run), "no result of a whole task")
-
-
 def make_analysis(folder, mode, level, **config):
     """A folder with what analyze.py leaves of a model of two layers, whose quantities are level, level + 1, …"""
     folder.mkdir()
@@ -399,9 +398,3 @@ def test_analyses(tmp_path, monkeypatch):
     lines, first = found["norm of the first token's state\nrelative to other tokens"]
     assert first == 0 and lines["s"] == [[4, 2, 1]]
     assert found["token similarity of the states"][0]["Llama-1B"] == [[0, 0.5, 1]]
-
-
-def test_refused_analyses(tmp_path):
-    refused(in_process(plot, "analysis", tmp_path), "analysis.json is missing", "`python analyze.py")
-    (tmp_path / "analysis.json").write_text("[]")
-    refused(in_process(plot, "analysis", tmp_path), "analysis.json is not what `python analyze.py")

@@ -5,7 +5,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +20,11 @@ zstandard = pytest.importorskip("zstandard")
 pytest.importorskip("rustbpe")
 WORDS = "value|residual|the|attention|layer|of|first|and|é|中文|x = 1\n|\n\n|2024|  ".split("|")
 BPE = ("--tokenizer=bpe:300", "--bpe_bytes=100000")
+
+
+def files(inputs, out, *more):
+    """The words that prepare a folder of texts."""
+    return ["files", f"--input_dir={inputs}", f"--out_dir={out}", *BPE, *more]
 
 
 def call(*words):
@@ -68,7 +72,7 @@ def corpus(tmp_path_factory):
     write_lines(folder / "web" / "deep" / "b.jsonl.zst", [{"text": t} for t in sentences(400, 2)] + [{"text": ""}])
     write_lines(folder / "code" / "c.jsonl.zst", [{"text": t} for t in sentences(300, 3)])
     (folder / "d.txt").write_text("\n".join(sentences(2000, 4)), encoding="utf-8")
-    result = script("prepare.py", "files", f"--input_dir={folder}", f"--out_dir={folder}.out", *BPE)  # the real start
+    result = script("prepare.py", *files(folder, f"{folder}.out"))  # the real start
     assert result.returncode == 0, result.stderr
     return folder, Path(f"{folder}.out")
 
@@ -93,7 +97,7 @@ def test_files_become_documents(corpus):
 
 def test_workers_do_not_change_a_byte(corpus, tmp_path):
     folder, out = corpus
-    make("files", f"--input_dir={folder}", f"--out_dir={tmp_path / 'one'}", "--workers=1", *BPE)
+    make(*files(folder, tmp_path / "one", "--workers=1"))
     assert contents(tmp_path / "one") == contents(out)
 
 
@@ -115,40 +119,35 @@ prepare.main(command_line(prepare.PrepareConfig, ""))
 
 def test_kill_at_any_moment(corpus, tmp_path):
     """Killed before its k-th fsync, whatever was being written: at the beginning, in the middle, near the end."""
-    out = tmp_path / "out"
-    positions = []
-    for k in (1, 8, 15, 30):
-        command = [sys.executable, "-c", DRIVER, str(k), "files", f"--input_dir={corpus[0]}", f"--out_dir={out}", *BPE]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        error = process.communicate(timeout=60)[1]  # ends when the last worker has closed its stderr: none stays behind
-        assert process.returncode == -signal.SIGKILL, error
+    out, positions = tmp_path / "out", []
+    for k in (1, 8, 15, 30):  # a run ends when its last worker has closed its stderr: none stays behind
+        result = finished([sys.executable, "-c", DRIVER, str(k), *files(corpus[0], out)], cwd=ROOT)
+        assert result.returncode == -signal.SIGKILL, result.stderr
         progress = out / "progress.json"
         positions.append(json.loads(progress.read_text())["position"] if progress.exists() else [])
     assert positions[0] == [] and positions[1] < positions[2] < positions[3], positions
-    words = ("files", f"--input_dir={corpus[0]}", f"--out_dir={out}", *BPE)
     shutil.copytree(out, tmp_path / "cut")
     for path in (tmp_path / "cut").rglob("*.bin"):
         path.write_bytes(b"")
-    refused(call(*words[:2], f"--out_dir={tmp_path / 'cut'}", *BPE), "was cut since prepare.py stopped")
-    make(*words)
+    refused(call(*files(corpus[0], tmp_path / "cut")), "was cut since prepare.py stopped")
+    make(*files(corpus[0], out))
     assert contents(out) == contents(corpus[1])
 
 
 def test_rerun_and_other_settings(corpus, tmp_path):
     folder, out = corpus
     before = contents(out)
-    words = ("files", f"--input_dir={folder}", f"--out_dir={out}")
-    assert "finished" in make(*words, *BPE, "--workers=1")
-    refused(call(*words, "--tokenizer=bpe:301", "--bpe_bytes=100000"), "other data", "bpe:300", "bpe:301")
-    refused(call("files", f"--input_dir={folder / 'web'}", f"--out_dir={out}", *BPE), "other input files")
+    assert "finished" in make(*files(folder, out, "--workers=1"))
+    refused(call(*files(folder, out, "--tokenizer=bpe:301")), "other data", "bpe:300", "bpe:301")
+    refused(call(*files(folder / "web", out)), "other input files")
     assert contents(out) == before
     (tmp_path / "train").mkdir()
-    refused(call(*words[:2], f"--out_dir={tmp_path}", *BPE), "did not write", "--out_dir")
+    refused(call(*files(folder, tmp_path)), "did not write", "--out_dir")
 
 
 def test_full_disk_loses_nothing(corpus, tmp_path):
     folder, out = corpus
-    words = ("files", f"--input_dir={folder}", f"--out_dir={tmp_path / 'out'}", *BPE)
+    words = files(folder, tmp_path / "out")
     limit = min(size.stat().st_size for size in (out / "train").iterdir()) // 2
     assert limit > 15_000  # the vocabulary and the records fit, the data does not
     result = script("prepare.py", *words, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
@@ -163,10 +162,9 @@ def test_corrupt_line(tmp_path):
     lines = [*good[:20], '{"text": "torn', *good[20:], '{"body": 1}', "[]", '{"text": "half a pair \\ud800"}']
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
-    words = ("files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", "--tokenizer=bpe:257")
+    words = files(tmp_path / "in", tmp_path / "out")
     refused(call(*words), "a.jsonl, line 21:", "--skip_bad")
-    said = make(*words, "--skip_bad")
-    assert "3 unreadable" in said
+    assert "3 unreadable" in make(*words, "--skip_bad")
     manifest = load_manifest(tmp_path / "out")
     assert manifest["skipped"] == 3 and sum(s["text"]["documents"] for s in manifest["splits"].values()) == 51
     assert "half a pair \ufffd" in decoded(tmp_path / "out", "train", "text")
@@ -237,7 +235,7 @@ def test_parquet(tmp_path):
     (tmp_path / "in").mkdir()
     table = pyarrow.table({"body": sentences(150), "id": list(range(150))})
     parquet.write_table(table, tmp_path / "in" / "a.parquet", row_group_size=40)
-    words = ("files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", *BPE)
+    words = files(tmp_path / "in", tmp_path / "out")
     refused(call(*words), "a.parquet, item 1:", "'text'", "--text_field")
     make(*words, "--text_field=body", "--val_fraction=0.5")
     found = decoded(tmp_path / "out", "train", "text") + decoded(tmp_path / "out", "val", "text")
@@ -246,7 +244,7 @@ def test_parquet(tmp_path):
     rest = list(reading.raw_items(reading.find_inputs(cfg)[0], cfg, 45))
     assert [(number, raw["body"]) for number, raw, _ in rest] == list(enumerate(sentences(150)))[45:]
     (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1 torn")
-    refused(call(*words[:2], f"--out_dir={tmp_path / 'x'}", *BPE), "cannot read", "a.parquet")
+    refused(call(*files(tmp_path / "in", tmp_path / "x")), "cannot read", "a.parquet")
 
 
 def test_refusals(tmp_path, monkeypatch):
@@ -265,8 +263,7 @@ def test_refusals(tmp_path, monkeypatch):
         assert not (tmp_path / "out").exists(), words
     write_lines(tmp_path / "in" / "a.jsonl.zst", [{"text": "a"}])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    words = ("files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}", *BPE)
-    refused(call(*words), "pip install pyarrow")
+    refused(call(*files(tmp_path / "in", tmp_path / "out")), "pip install pyarrow")
 
 
 def test_workers_import_nothing_heavy():
@@ -329,15 +326,11 @@ def test_pysource(tmp_path, monkeypatch):
 
 
 def test_pysource_of_this_environment():
-    cfg = prepare.PrepareConfig("pysource")
-    inputs = reading.find_inputs(cfg)
-    names = [i.name for i in inputs]
-    assert "torch/nn/functional.py" in names
-    assert {"stdlib", "torch", "packages"} <= {
-        i.domain for i in inputs[:500]
-    }  # any beginning is a sample of everything
-    cfg.seed = 1
-    assert sorted(i.name for i in reading.find_inputs(cfg)) == sorted(names) != names
+    """Any beginning is a sample of everything, and the seed says in which order it comes."""
+    inputs, others = (reading.find_inputs(prepare.PrepareConfig("pysource", seed=seed)) for seed in (0, 1))
+    assert "torch/nn/functional.py" in [i.name for i in inputs]
+    assert {"stdlib", "torch", "packages"} <= {i.domain for i in inputs[:500]}
+    assert sorted(inputs) == sorted(others) and inputs != others
 
 
 def test_damaged_compressed_file_is_not_a_corrupt_line(tmp_path):
@@ -345,7 +338,6 @@ def test_damaged_compressed_file_is_not_a_corrupt_line(tmp_path):
     packed = zstandard.compress("".join(f'{{"text": "number {i}, {i * 7919}"}}\n' for i in range(5000)).encode())
     file = tmp_path / "in" / "a.jsonl.zst"
     file.parent.mkdir()
-    words = ("files", f"--input_dir={file.parent}", f"--out_dir={tmp_path / 'out'}", "--tokenizer=bpe:257")
     for damaged in (packed[: len(packed) // 2], packed[:-1], b"not zstandard" + packed):
         file.write_bytes(damaged)
-        refused(call(*words, "--skip_bad"), "cannot read", "a.jsonl.zst")
+        refused(call(*files(file.parent, tmp_path / "out", "--skip_bad")), "cannot read", "a.jsonl.zst")
