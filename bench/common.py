@@ -13,7 +13,7 @@ from files import write_json
 from report import markdown
 from runtime import Distributed, clock, environment
 
-PEER_PACKAGES = ("transformers", "lm-eval", "tiktoken")
+PEER_PACKAGES = ("transformers", "lm-eval")
 
 
 def only_process(device):

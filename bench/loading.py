@@ -1,29 +1,23 @@
-"""Batches from token files against nanoGPT's way, and prepare.py against a plain tiktoken loop: tokens/s.
+"""Batches from token files, as train.py asks Corpus for them, against nanoGPT's way: tokens/s.
 
-    python -m bench.loading --data_dir=data/demo    Corpus.batch, as train.py asks for batches
-    python -m bench.loading prepare                 text to a token file, from where prepare.py has its tokenizer
+    python -m bench.loading --data_dir=data/demo
 
-The token files of the first are in memory by then if they fit: Corpus has read them to verify them. A disk that must be
-read first is slower.
+The token files are in memory by then if they fit: Corpus has read them to verify them. A disk that must be read first
+is slower.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from bench import SHAPES, BenchConfig
-from configurator import UserError, command_line, load_settings, run_main, setting
+from configurator import command_line, run_main, setting
 
 
 @dataclass(frozen=True)
 class LoadingConfig(BenchConfig):
     """Every setting of this benchmark."""
 
-    what: Literal["load", "prepare"] = setting("load", "load batches, or prepare text", positional=True, group="Work")
-    data_dir: str = setting("data/demo", "load: a folder that prepare.py made")
-    block_size: int = setting(2048, "load: tokens per sequence", least=1)
-    tokenizer: str = setting("bpe:4096", "prepare: bpe:<vocabulary size>, gpt2 or neox")
-    tokenizer_file: str = setting("", "prepare: see prepare.py --help")
-    megabytes: float = setting(300, "prepare: of text", least=0)
+    data_dir: str = setting("data/demo", "a folder that prepare.py made", group="Work")
+    block_size: int = setting(2048, "tokens per sequence", least=1)
 
 
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
@@ -31,32 +25,19 @@ if __name__ == "__main__":  # before torch is imported, so that a typo is answer
 
 import functools
 import itertools
-import json
-import shutil
 import statistics
-import subprocess
-import sys
-import sysconfig
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import torch
 
-import prepare
-import reading
 from bench.common import in_turn, lines_table, ratio, spread, write_results
 from data import Corpus
 from describe import flops_per_token
-from files import write_json
 from value_modes import ModelConfig
 
 CPU = torch.device("cpu")
 STEP = 1024  # sequences of a step, the paper's
 NANOGPT = "nanoGPT's way"
-
-
-# ---- loading
 
 
 def nanogpt_batch(path, rows, block_size, rng):
@@ -125,83 +106,10 @@ def loading_table(rows):
     return lines_table(lines, left=2)
 
 
-# ---- preparing
-
-
-def write_library(path, size):
-    """The standard library's Python files as a .jsonl, over and over until it has `size` bytes of text, which it
-    returns."""
-    path.parent.mkdir()
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    written = 0
-    with open(path, "w", encoding="utf-8") as f:
-        for source in itertools.cycle(sources):
-            text = source.read_text(encoding="utf-8", errors="ignore")
-            f.write(json.dumps({"text": text}) + "\n")
-            written += len(text.encode())
-            if written >= size:
-                return written
-
-
-def write_ids(ids, file):
-    np.array(ids, "<u2").tofile(file)
-
-
-def prepare_rows(cfg):
-    """Tokens/s from a .jsonl to a token file: prepare.py as its users start it, and one document after the other in
-    this process. Raises UserError if their ids differ."""
-    with tempfile.TemporaryDirectory(prefix="bench_") as folder:
-        text, out, plain = Path(folder, "text/text.jsonl"), Path(folder, "ours"), Path(folder, "plain.bin")
-        size = write_library(text, 1e6 * cfg.megabytes)
-        words = ["files", f"--input_dir={text.parent}", f"--out_dir={out}", "--val_fraction=0"]
-        words += [f"--tokenizer={cfg.tokenizer}", f"--tokenizer_file={cfg.tokenizer_file}"]
-        settings = load_settings(prepare.PrepareConfig, words)
-        inputs = reading.find_inputs(settings)
-        tokenizer = prepare.make_tokenizer(settings, inputs)
-
-        def ours():
-            shutil.rmtree(out, ignore_errors=True)
-            write_json(out / "progress.json", prepare.open_output(settings, inputs))
-            tokenizer.save(out / "tokenizer.json")
-            subprocess.run([sys.executable, prepare.__file__, *words], stdout=subprocess.DEVNULL, check=True)
-
-        def loop():
-            with open(text, encoding="utf-8") as documents, open(plain, "wb") as file:
-                for line in documents:
-                    write_ids([*tokenizer.encode(json.loads(line)["text"]), tokenizer.eot], file)
-
-        seconds, _ = in_turn({"prepare.py": ours, "tiktoken": loop}, cfg.rounds, CPU)
-        ids = np.fromfile(out / "train/text.bin", "<u2")
-        if not np.array_equal(ids, np.fromfile(plain, "<u2")):
-            raise UserError("prepare.py and tiktoken make other ids of the same text")
-    rows = []
-    for side, processes in (("prepare.py", settings.workers), ("tiktoken", 1)):
-        row = dict(side=side, processes=processes, bytes=size, tokens=len(ids), seconds=seconds[side])
-        row["faster"] = ratio(seconds, "prepare.py", side)
-        rows.append(row)
-    return rows
-
-
-def prepare_table(rows):
-    """Markdown of MB/s of text and tokens/s, and how many times as fast prepare.py is."""
-    lines = []
-    for row in rows:
-        took = statistics.median(row["seconds"])
-        line = {"side": row["side"], "processes": row["processes"], "MB/s": f"{row['bytes'] / took / 1e6:,.1f}"}
-        line["tokens/s"] = f"{row['tokens'] / took:,.0f}"
-        per_core = " per core" if row["side"] == "tokenizers" else ""  # a side of the committed results
-        line["prepare.py's speed to its"] = spread(row["faster"]) + per_core
-        lines.append(line)
-    return lines_table(lines)
-
-
 def main(cfg: LoadingConfig):
-    measure, table = loading_rows, loading_table
-    if cfg.what == "prepare":
-        measure, table = prepare_rows, prepare_table
-    rows = measure(cfg)
-    print(table(rows))
-    write_results(cfg.what, {"rows": rows}, CPU, cfg.out_file)
+    rows = loading_rows(cfg)
+    print(loading_table(rows))
+    write_results("load", {"rows": rows}, CPU, cfg.out_file)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def test_bad_input():
         (decoding, ["--modes=vanilla,resfomer"], "unknown value_mode"),
         (decoding, ["--batch=0"], "batch=0 must be at least 1"),
         (scoring, ["--task=helaswag"], "task takes tuple of"),
-        (loading, ["prepare", "--tokenizer=gpt3"], "unknown tokenizer 'gpt3'"),
+        (loading, ["--rounds=0"], "rounds=0 must be at least 1"),
     ):
         refused(in_process(module, *words), says)
 
@@ -224,7 +224,7 @@ def test_scoring_against_the_harness(tmp_path, monkeypatch, call):
     refused(in_process(scoring, *words, "--rounds=1"), "more than rounding")
 
 
-# ---- loading and preparing
+# ---- loading
 
 
 def test_loading(call, data_dir, monkeypatch):
@@ -241,15 +241,3 @@ def test_loading(call, data_dir, monkeypatch):
         assert load() == sum(map(len, rows)) > 0, side
     x, y = nanogpt_batch(data_dir / "train/code.bin", 3, 16, np.random.default_rng(0))
     assert x.shape == y.shape == (3, 16) and x.dtype == torch.int64 and torch.equal(x[:, 1:], y[:, :-1])
-
-
-def test_preparing(call, monkeypatch):
-    words = ["prepare", "--megabytes=0.3", "--tokenizer=bpe:300"]
-    found, printed = call(loading, *words)
-    ours, loop = found["rows"]
-    assert (ours["side"], loop["side"]) == ("prepare.py", "tiktoken") and ours["faster"]["ratio"] == 1
-    assert ours["tokens"] == loop["tokens"] and 300_000 <= ours["bytes"] < 2e6
-    assert loading.prepare_table(found["rows"]) in printed
-    tofile = loading.write_ids
-    monkeypatch.setattr(loading, "write_ids", lambda ids, f: tofile(ids[1:], f))
-    refused(in_process(loading, *words, "--rounds=1"), "other ids")
