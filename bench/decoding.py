@@ -60,6 +60,10 @@ class Decoder(NamedTuple):
     name: str
     compile: str = "off"
 
+    @property
+    def is_peer(self):
+        return self.name.startswith(LLAMA)
+
 
 def our_decoder(model, prompts, new, compiled):
     """A function that continues prompts (lists of ids) by `new` tokens each. It returns the new ids of each row, the
@@ -112,8 +116,7 @@ def check_texts(texts, model, prompts):
     texts: {Decoder: the new ids of each row}."""
     expected = next(iter(texts.values()))
     for side, text in texts.items():
-        has_these_weights = side.name == "vanilla" or side.name.startswith(LLAMA)
-        if has_these_weights and not same_text(model, prompts, expected, text):
+        if (side.name == "vanilla" or side.is_peer) and not same_text(model, prompts, expected, text):
             raise UserError(f"{side.name}, compile={side.compile}: another text with vanilla's weights in fp32")
 
 
@@ -127,33 +130,32 @@ def time_case(cfg, case, device):
         models[mode] = GPT(config).eval().to(device, getattr(torch, case.dtype))
         for switch in cfg.compile:
             turns[Decoder(mode, switch)] = our_decoder(models[mode], prompts, case.new, switch == "on")
-    peers = [Decoder(f"{LLAMA}, {kind}") for kind in cfg.peers]
-    for peer, kind in zip(peers, cfg.peers, strict=True):
-        turns[peer] = peers_decoder(to_llama(models["vanilla"]), prompts, case.new, kind)
+    for kind in cfg.peers:
+        turns[Decoder(f"{LLAMA}, {kind}")] = peers_decoder(to_llama(models["vanilla"]), prompts, case.new, kind)
     _, warm = in_turn(turns, 1, device)
     if case.dtype == "float32":
         check_texts({side: rounds[0][0] for side, rounds in warm.items()}, models["vanilla"], prompts)
     _, results = in_turn(turns, cfg.rounds, device)
-    return case_rows(cfg, case, results, peers)
+    return case_rows(cfg, case, results)
 
 
-def case_rows(cfg, case, results, peers):
-    """results: {Decoder: what it returned in each round}; peers: those of them that are not ours."""
-    seconds = {"prefill": {}, "decode": {}}  # {part: {Decoder: seconds of each round}}
-    for side, rounds in results.items():
-        for part in seconds:
-            seconds[part][side] = [parts[part] for _, _, parts in rounds]
+def case_rows(cfg, case, results):
+    """results: {Decoder: what it returned in each round}."""
+    seconds = {}  # {part: {Decoder: seconds of each round}}
+    for part in ("prefill", "decode"):
+        seconds[part] = {side: [times[part] for _, _, times in rounds] for side, rounds in results.items()}
     rows = []
     for side, rounds in results.items():
         row = {**case._asdict(), "name": side.name, "compile": side.compile}
         row["seconds"] = {part: seconds[part][side] for part in seconds}
         row["prefill_tokens_per_s"] = case.batch * case.prompt / statistics.median(seconds["prefill"][side])
         row["tokens_per_s"] = case.batch * (case.new - 1) / statistics.median(seconds["decode"][side])
-        vanilla = Decoder("vanilla", cfg.compile[0] if side in peers else side.compile)
+        vanilla = Decoder("vanilla", cfg.compile[0] if side.is_peer else side.compile)
         row["to_vanilla"] = ratio(seconds["decode"], side, vanilla)
-        for peer in peers:
-            row[f"to {peer.name}"] = {part: ratio(seconds[part], side, peer) for part in seconds}
-        if side not in peers:
+        for peer in results:
+            if peer.is_peer:
+                row[f"to {peer.name}"] = {part: ratio(seconds[part], side, peer) for part in seconds}
+        if not side.is_peer:
             row["kv_bytes"] = rounds[0][1]
             row["batch_that_fits"] = int(cfg.kv_gib * 2**30 // (row["kv_bytes"] / case.batch))
         rows.append(row)

@@ -3,7 +3,7 @@
     python -m bench.loading --data_dir=data/demo
 
 The token files are in memory by then if they fit: Corpus has read them to verify them. A disk that must be read first
-is slower.
+is slower. Read before: common.py.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,6 @@ class LoadingConfig(BenchConfig):
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
     SETTINGS = command_line(LoadingConfig, __doc__)
 
-import functools
 import itertools
 import statistics
 
@@ -56,26 +55,23 @@ def load_sides(corpus):
     epoch = max(1, sum(corpus.windows("train", domain) for domain in corpus.domains) // STEP)
     files = [corpus.dir / corpus.manifest["splits"]["train"][domain]["file"] for domain in corpus.domains]
 
-    def load_steps(steps, rows):
+    def ours(steps, rows=STEP):
         for step in steps:
             for first in range(0, rows, 32):
                 corpus.batch(int(step), STEP, first, first + 32)
         return len(steps) * rows
-
-    def in_order():
-        return load_steps([next(next_step) for _ in range(16)], STEP)
-
-    def at_random(rows=STEP):
-        return load_steps(rng.integers(epoch, size=16), rows)
 
     def nanogpt():
         for i in range(16 * STEP // 32):
             nanogpt_batch(files[i % len(files)], 32, corpus.block_size, rng)
         return 16 * STEP
 
-    one_rank = functools.partial(at_random, STEP // 8)
-    sides = {"steps in order": in_order, "random steps": at_random, "random steps, one rank of 8": one_rank}
-    return {**sides, NANOGPT: nanogpt}
+    return {
+        "steps in order": lambda: ours([next(next_step) for _ in range(16)]),
+        "random steps": lambda: ours(rng.integers(epoch, size=16)),
+        "random steps, one rank of 8": lambda: ours(rng.integers(epoch, size=16), STEP // 8),
+        NANOGPT: nanogpt,
+    }
 
 
 def loading_rows(cfg):

@@ -2,8 +2,8 @@
 
     python -m bench.scoring out/vanilla --data_dir=evals --limit=200
 
-Both have the same weights and our tokenizer. HFLM runs at its default batch size, 1, and at
-each of batch_sizes, of which the fastest is taken. Read next: loading.py.
+Both have the same weights and our tokenizer. HFLM runs at its default batch size, 1, and at each of batch_sizes, of
+which the fastest is taken. Read next: loading.py.
 """
 
 from dataclasses import dataclass
@@ -51,11 +51,9 @@ def harness_model(model, tokenizer):
 
     class Peer(HFLM):
         def _create_tokenizer(self, *args, **kw):
-            words = {"vocab_size": model.cfg.vocab_size, "name_or_path": tokenizer.name, "chat_template": None}
-            for name in ("pad", "eos", "bos"):
-                words[f"{name}_token_id"] = tokenizer.eot
-                words[f"{name}_token"] = "<|endoftext|>"
-            self.tokenizer = SimpleNamespace(**words)
+            ids = dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id"), tokenizer.eot)
+            self.tokenizer = SimpleNamespace(**ids, vocab_size=model.cfg.vocab_size, chat_template=None)
+            self.tokenizer.pad_token = self.tokenizer.eos_token = self.tokenizer.name_or_path = "ours"
 
         def tok_encode(self, string, *args, **kw):
             return tokenizer.encode(string)
@@ -65,12 +63,14 @@ def harness_model(model, tokenizer):
 
 
 def harness_scores(lm, requests, batch_size):
+    """[(sum of log-probabilities in nats, all tokens likeliest)] of the harness's requests."""
     lm.batch_size_per_gpu = batch_size
     return lm.loglikelihood(requests, disable_tqdm=True)
 
 
-def our_scores(model, documents, batch_tokens):
-    """The scores of all choices, in the order of the documents; documents: the Rows of each one's choices."""
+def our_scores(name, asked, model, tokenizer, batch_tokens):
+    """The same of all choices of a task's Questions, by eval.py."""
+    documents = rows_of(name, asked, tokenizer, model.cfg.block_size)
     done = [found for part in score(model, documents, batch_tokens) for found in part]
     return [(total, greedy) for _, total, greedy in sorted(done)]
 
@@ -83,12 +83,8 @@ def time_task(cfg, name, model, tokenizer, lm, settings, world):
     instance = need("lm_eval.api.instance").Instance
     pairs = [(c, q.delimiter + choice) for q in asked for c, choice in zip(q.contexts, q.choices, strict=True)]
     requests = [instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
-
-    def ours():
-        documents = rows_of(name, asked, tokenizer, model.cfg.block_size)
-        return our_scores(model, documents, settings.tokens_per_pass(world))
-
-    sides = {"eval.py": ours}
+    tokens_per_pass = settings.tokens_per_pass(world)
+    sides = {"eval.py": functools.partial(our_scores, name, asked, model, tokenizer, tokens_per_pass)}
     for size in (1, *cfg.batch_sizes):
         sides[f"HFLM {size}"] = functools.partial(harness_scores, lm, requests, size)
     seconds, results = in_turn(sides, cfg.rounds, world.device)
@@ -127,10 +123,8 @@ def main(cfg: ScoringConfig):
         print(name, file=sys.stderr, flush=True)
         rows.append(time_task(cfg, name, model, tokenizer, lm, settings, world))
     print(scoring_table(rows))
-    shape = {key: value for key, value in model.cfg.to_dict().items() if key != "value_mode"}
-    batch_tokens = settings.tokens_per_pass(world)
-    result = {"shape": shape, "dtype": cfg.dtype, "batch_tokens": batch_tokens, "tasks": rows}
-    write_results("eval", result, world.device, cfg.out_file)
+    result = {"shape": model.cfg.to_dict(), "dtype": cfg.dtype, "batch_tokens": settings.tokens_per_pass(world)}
+    write_results("eval", {**result, "tasks": rows}, world.device, cfg.out_file)
 
 
 if __name__ == "__main__":

@@ -72,19 +72,20 @@ def sides_by_model(cfg):
 
 
 def new_model(side, shape, block_size, device, recompute=False):
-    """(model, its loss: (model, idx (B, T), targets (B, T)) -> mean cross-entropy) of a Side."""
+    """A Side's model and its AdamW."""
     mode = "vanilla" if side.model == LLAMA else side.model
     cfg = ModelConfig(**SHAPES[shape], block_size=block_size, value_mode=mode)
     model = GPT(cfg, attn=side.attn, recompute=recompute).to(device)
     if side.model == LLAMA:
-        return to_llama(model), lambda llama, x, y: llama(input_ids=x, labels=y, shift_labels=y).loss
-    return model, lambda model, x, y: model(x, y)[1]
+        model = to_llama(model)
+    return model, adamw(model, 6e-4, 0.1, (0.9, 0.95), device.type)
 
 
-def maybe_compile(model, side):
-    if side.compile == "off":
-        return model
-    return torch.compile(model, dynamic=False, fullgraph=isinstance(model, GPT))
+def mean_loss(side, model, idx, targets):
+    """Mean cross-entropy in nats. idx, targets: (B, T)."""
+    if side.model == LLAMA:
+        return model(input_ids=idx, labels=targets, shift_labels=targets).loss
+    return model(idx, targets)[1]
 
 
 def random_batch(shape, B, T, device):
@@ -93,17 +94,19 @@ def random_batch(shape, B, T, device):
     return ids[:, :-1].contiguous().to(device), ids[:, 1:].contiguous().to(device)
 
 
-def trainer(model, loss, batch, side, optimizer, micro_batches=1):
+def trainer(side, model, optimizer, batch, micro_batches=1):
     """A function that does n training steps, each of some micro-batches that are all the same, and returns n."""
     kind, dtype = batch[0].device.type, getattr(torch, side.dtype)
     scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
+    if side.compile == "on":
+        model = torch.compile(model, dynamic=False, fullgraph=side.model != LLAMA)
 
     def steps(n):
         for _ in range(n):
             for _ in range(micro_batches):
                 with torch.autocast(kind, dtype, enabled=dtype != torch.float32):
-                    value = loss(model, *batch)
-                scaler.scale(value).backward()
+                    loss = mean_loss(side, model, *batch)
+                scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
@@ -142,12 +145,11 @@ def warm_sides(cfg, shape, batch, device):
     vanilla and Llama, whose weights are the same, differ in their loss."""
     turns, rows, losses = {}, {}, {}
     for sides in sides_by_model(cfg):
-        model, loss = new_model(sides[0], shape, batch[0].size(1), device)
+        model, optimizer = new_model(sides[0], shape, batch[0].size(1), device)
         with torch.no_grad():
-            losses[sides[0].name] = loss(model, *batch).item()
-        optimizer = adamw(model, 6e-4, 0.1, (0.9, 0.95), device.type)
+            losses[sides[0].name] = mean_loss(sides[0], model, *batch).item()
         for side in sides:
-            steps = trainer(maybe_compile(model, side), loss, batch, side, optimizer)
+            steps = trainer(side, model, optimizer, batch)
             first, *later = [timed(lambda steps=steps: steps(1), device)[0] for _ in range(3)]
             say = f"{shape}, {side.name}, {side.dtype}, compile {side.compile}"
             print(f"{say}: first step {first:.1f} s, then {min(later):.3f} s", file=sys.stderr, flush=True)
@@ -214,10 +216,8 @@ def training_peak(device, shape, side, recompute, B, T):
     """The most bytes that two steps, each of two micro-batches, take beyond what the process has before the model."""
     device = torch.device(device)
     before = peak_bytes(device)
-    model, loss = new_model(side, shape, T, device, recompute == "on")
-    optimizer = adamw(model, 6e-4, 0.1, (0.9, 0.95), device.type)
-    batch = random_batch(shape, B, T, device)
-    trainer(maybe_compile(model, side), loss, batch, side, optimizer, micro_batches=2)(2)
+    model, optimizer = new_model(side, shape, T, device, recompute == "on")
+    trainer(side, model, optimizer, random_batch(shape, B, T, device), micro_batches=2)(2)
     return peak_bytes(device) - before
 
 
