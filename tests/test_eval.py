@@ -430,23 +430,20 @@ def test_a_run_as_a_user_does_it(runs, tmp_path):
     words = [runs / "a", "--task=all", f"--log_samples={lines}", f"--data_dir={runs / 'evals'}"]
     result = script("eval.py", *words)
     assert result.returncode == 0 and "vanilla, lambada: 50 of 50 tokens to score" in result.stderr, result.stderr
-    out = result.stdout
-    found = results(runs / "a")
+    out, found, samples = result.stdout, results(runs / "a"), read_records(lines)
     assert list(found) == ["loss", *tasks.TASKS]
+    tokenizer = byte_tokenizer()
     for name in tasks.TASKS:
-        of = [json.loads(line) for line in lines.read_text().splitlines()]
-        of = [line for line in of if line["task"] == name]
-        best = {}
-        for line in of:
-            if line["log_prob"] > best.get(line["document"], {"log_prob": -math.inf})["log_prob"]:
-                best[line["document"]] = line
+        best = {}  # {document: its likeliest choice, of equal ones the first}
+        of_task = [line for line in samples if line["task"] == name]
+        for line in sorted(of_task, key=lambda line: (line["log_prob"], -line["choice"])):
+            best[line["document"]] = line
+            text = line["context"].rstrip() + tokenizer.decode(line["ids"])
+            assert line["context"] + line["continuation"] == text
         if name != "lambada":
             assert found[name]["acc"] == np.mean([line["choice"] == line["gold"] for line in best.values()])
         assert found[name]["n"] == len(best) == len(MORE[name])
         assert f"| {found[name]['acc']:.4f} ± {found[name]['acc_stderr']:.4f} |" in out
-        for line in of:
-            text = byte_tokenizer().decode(line["ids"])
-            assert line["context"] + line["continuation"] == line["context"].rstrip() + text
     assert found["openbookqa"]["cut"] == 5 and "cut on the left: 5 of openbookqa" in out  # 10 i + 5 > 64 + 1: i >= 6
     model, corpus = checkpoint.load(runs / "a"), Corpus(runs / "data", 64)
     assert found["loss"]["val"] == loss_of(model, corpus, tmp_path)["val"]
@@ -456,12 +453,13 @@ def test_a_run_as_a_user_does_it(runs, tmp_path):
 
 def test_runs_side_by_side(runs, tmp_path):
     out = evaluate(runs, runs / "a", runs / "b", "--task=table1,table5", f"--out_file={tmp_path}/t.md")
-    rows = {line.split(" | ")[0].strip("| "): line for line in out.splitlines() if "−" in line}
-    assert list(rows) == ["svformer − vanilla"] and (tmp_path / "t.md").read_text() == out
+    differences = [line for line in out.splitlines() if "−" in line]
+    assert {line.split(" | ")[0] for line in differences} == {"| svformer − vanilla"}
+    assert (tmp_path / "t.md").read_text() == out
     a, b = results(runs / "a"), results(runs / "b")
     assert out.count("| vanilla |") == out.count("| svformer |") == 5  # acc, acc_norm, loss, perplexity, bits per byte
     acc = [b[name]["acc"] - a[name]["acc"] for name in tasks.TABLE1]
-    (line,) = [line for line in out.splitlines() if "−" in line and line.count("±") == 7]
+    (line,) = [line for line in differences if line.count("±") == 7]
     assert [cell.split()[0] for cell in line.split(" | ")[1:]] == [f"{x:+.4f}" for x in (*acc, np.mean(acc))]
     gap = b["loss"]["val_mean"] - a["loss"]["val_mean"]
     assert f"{gap:+.4f} |" in out
@@ -517,13 +515,12 @@ def test_two_ranks_equal_one(runs, tmp_path):
     words = ["--task=table5,table1,lambada", f"--data_dir={runs / 'evals'}", f"--log_samples={tmp_path}/s.jsonl"]
     forget(runs / "b")
     evaluate(runs, runs / "b", words[0], words[2])
-    one, lines = results(runs / "b"), (tmp_path / "s.jsonl").read_text().splitlines()
+    one, samples = results(runs / "b"), read_records(tmp_path / "s.jsonl")
     forget(runs / "b")
     result = torchrun(2, runs / "b", *words, of="eval.py")
     assert result.returncode == 0, result.stderr
     same(results(runs / "b"), one)
-    for a, b in zip(lines, (tmp_path / "s.jsonl").read_text().splitlines(), strict=True):
-        a, b = json.loads(a), json.loads(b)
+    for a, b in zip(samples, read_records(tmp_path / "s.jsonl"), strict=True):
         assert abs(a.pop("log_prob") - b.pop("log_prob")) < 1e-5 and a == b
     files = sorted((runs / "b").glob("samples_piqa.*"))
     shares = [{record.get("document") for record in read_records(path)} - {None} for path in files]
@@ -592,14 +589,10 @@ def test_bad_rows(tmp_path):
         ("piqa", {"sol2": ""}, "choice 1 is empty"),
         ("arc_easy", {"answerKey": "D"}, "ValueError 'D' is not in list"),
         ("arc_easy", {"choices": {"text": ["a", ["b"]], "label": ["A", "B"]}}, "TypeError"),
-        ("arc_easy", {"choices": {"text": ["a"], "label": ["A", "B"]}}, "its label is none of its 1 choices"),
         ("winogrande", {"sentence": "no gap"}, "ValueError"),
-        ("winogrande", {"sentence": "at the end _"}, "choice 0 is empty"),
         ("winogrande", {"answer": "3"}, "none of its 2 choices"),
         ("hellaswag", {"endings": ["[all] ", "x"]}, "choice 0 is empty"),
         ("hellaswag", {"ctx_b": None}, "AttributeError"),
-        ("openbookqa", {"choices": ["a", "b"]}, "TypeError"),
-        ("lambada", {"text": 3}, "AttributeError"),
     ]
     cases = [(name, ROWS[name] | change, says) for name, change, says in changes]
     cases.append(("piqa", columns, "is not a row of baber/piqa, which piqa reads: KeyError 'sol2'"))
@@ -638,7 +631,6 @@ def test_bad_calls(runs, tmp_path):
     known = "choose from loss, hellaswag, openbookqa, winogrande, arc_challenge, arc_easy, piqa, lambada, table1"
     refused(script("eval.py", runs / "a", "--task=helaswag"), "unknown task 'helaswag'", known)
     refused(call(runs / "none", "--task=piqa"), "holds no checkpoint")
-    refused(call(runs / "a", "--task=piqa", "--limit=-1"), "limit=-1 must be at least 0")
     refused(
         call(runs / "a", "--task=loss", f"--corpus={tmp_path}"), "manifest.json is missing; it should be prepare.py"
     )
@@ -651,10 +643,8 @@ def test_bad_calls(runs, tmp_path):
     shutil.copy(runs / "a" / "tokenizer.json", alone)
     refused(call(alone, "--task=loss"), "does not say what it was trained on", "--corpus")
     assert call(alone, "--task=loss", f"--corpus={runs / 'data'}").returncode == 0
-    for text in ("[]", '{"format": "nanoresformer-eval/1"}', "cut"):
-        (alone / "eval.json").write_text(text)
-        refused(call(alone, "--task=piqa", evals), "eval.json is not a file of results of eval.py")
-    (alone / "eval.json").unlink()
+    (alone / "eval.json").write_text('{"format": "nanoresformer-eval/1"}')
+    refused(call(alone, "--task=piqa", evals), "eval.json is not a file of results of eval.py")
     make_data(tmp_path / "other", seed=9)
     shutil.copytree(runs / "b", tmp_path / "b")
     config = json.loads((tmp_path / "b" / "config.json").read_text())
