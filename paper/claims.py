@@ -37,8 +37,8 @@ class Claim:
     what: str
     paper: str
     value: Callable
-    above: float | None = None
-    below: float | None = None
+    above: float = -math.inf
+    below: float = math.inf
     jobs: tuple[Job, ...] = ()
 
 
@@ -74,30 +74,28 @@ def semi_log(points):
 
 
 def saving(points, others):
-    """[share of parameters that `points` [(N, L)] save at the losses of `others`, one for each N]: the horizontal gap
-    of two straight lines over ln N; below 0, they need more. This fit gives 10.4 % on the paper's Table 5. None where
-    it is undefined: losses that do not fall with N, or a gap wider than all the sizes span."""
+    """The share of parameters that `points` [(N, L)] save at the losses of `others`, mean over their N: the horizontal
+    gap of two straight lines over ln N; below 0, they need more. This fit gives 10.4 % on the paper's Table 5. None
+    where it is undefined: losses that do not fall with N, or a gap wider than all the sizes span."""
     (a, c), (b, d) = semi_log(points), semi_log(others)
     if c >= 0 or d >= 0:
-        return [None] * len(others)
+        return None
     span = math.log(max(points + others)[0] / min(points + others)[0])
-    shares = []
-    for n, _ in others:
-        gap = (b + d * math.log(n) - a) / c - math.log(n)
-        shares.append(1 - math.exp(gap) if abs(gap) <= span else None)
-    return shares
+    gaps = [(b + d * math.log(n) - a) / c - math.log(n) for n, _ in others]
+    if max(map(abs, gaps)) > span:
+        return None
+    return np.mean([1 - math.exp(gap) for gap in gaps])
 
 
 def saved_parameters(mode, sizes):
-    """The share of parameters that `mode` saves at vanilla's losses, mean over `sizes`, see `saving`."""
+    """The share of parameters that `mode` saves at vanilla's losses over `sizes`, see `saving`."""
 
     def value(found, seed):
         points = {}
         for name in (mode, "vanilla"):
             jobs = [Job(name, size) for size in sizes]
             points[name] = [(found.parameters(job), found.loss(job, seed)) for job in jobs]
-        saved = saving(points[mode], points["vanilla"])
-        return None if None in saved else np.mean(saved)
+        return saving(points[mode], points["vanilla"])
 
     return value
 
@@ -302,15 +300,11 @@ def claim_row(claim, found, seeds):
             values[seed] = None if value is None or not math.isfinite(value) else float(value)
     known = [value for value in values.values() if value is not None]
     mean, std = mean_std(known)
-    margins = []
-    if known and claim.above is not None:
-        margins.append(mean - claim.above)
-    if known and claim.below is not None:
-        margins.append(claim.below - mean)
     same = within = None
-    if margins:
-        same = min(margins) > 0
-        within = None if std is None else abs(min(margins)) <= std
+    if known and (claim.above, claim.below) != (-math.inf, math.inf):
+        margin = min(mean - claim.above, claim.below - mean)
+        same = margin > 0
+        within = None if std is None else abs(margin) <= std
     row = {"what": claim.what, "paper": claim.paper, "seeds": list(values), "values": list(values.values())}
     return row | {"mean": mean, "std": std, "n": len(known), "same": same, "within": within}
 

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from paper import claims, tables
-from paper.claims import LABELS, LENGTHS, Claim, gap_change, lower_loss, minus, mode_claims, over_vanilla
+from paper.claims import LABELS, LENGTHS, Claim, gap_change, layer_mean, lower_loss, minus, mode_claims, over_vanilla
 from paper.runs import Job
 
 
@@ -110,12 +110,7 @@ def sweep_claims(sweep, best, paper):
     return mode_claims(paper, [(mode, "vanilla") for mode in (best, *others)] + [(best, mode) for mode in others])
 
 
-def nearer_than_identity(found, seed):
-    """How much nearer Eq 4 is to Eq 2 than Eq 6 is: difference of cosine similarities, mean over layers."""
-    return claims.layer_mean("eq4", Job(), found, seed) - claims.layer_mean("eq6", Job(), found, seed)
-
-
-SAVED = np.mean(claims.saving(tables.size_and_loss("resformer"), tables.size_and_loss("vanilla")))
+SAVED = claims.saving(tables.size_and_loss("resformer"), tables.size_and_loss("vanilla"))
 # fmt: off
 FIGURES = {
     "fig1": Figure(
@@ -146,7 +141,7 @@ FIGURES = {
         "How near two cheap substitutes come to true cross-layer attention (Eq 2) in a trained Transformer.",
         (Panel("layers", "", tuple((label, Job()) for label in EQUATIONS), EQUATIONS, "cosine similarity to Eq 2"),),
         (Claim("similarity to Eq 2: Eq 4's − Eq 6's, mean over layers", "higher",
-               nearer_than_identity, above=0.0),),
+               lambda f, s: layer_mean("eq4", Job(), f, s) - layer_mean("eq6", Job(), f, s), above=0.0),),
     ),
     "fig5": Figure(
         "Sharing keys, values or both between every two layers.",
@@ -319,7 +314,7 @@ FIGURES = {
         ),
         tuple(
             over_vanilla(mode, "468M", "largest importance, mean over layers", "lower",
-                         partial(claims.layer_mean, "top_1"), below=0.0)
+                         partial(layer_mean, "top_1"), below=0.0)
             for mode in ("resformer", "svformer")
         ),
         one_scale=True,
@@ -397,10 +392,9 @@ def claims_on_modes():
     return (*found.values(), *V5)
 
 
-MODES = dict.fromkeys(mode for modes in MODE_GROUPS.values() for mode in ("vanilla", *modes))
 FIGURES["modes"] = Figure(
     "Every mode's validation loss minus vanilla's, in the groups in which the paper compares them.",
     tuple(Panel("dots", title, tuple((mode, Job(mode)) for mode in modes)) for title, modes in MODE_GROUPS.items()),
     claims_on_modes(),
-    table=lambda found: tables.modes_table(found, [Job(mode) for mode in MODES]),
+    table=lambda found: tables.modes_table(found, FIGURES["modes"].jobs),
 )

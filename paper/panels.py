@@ -122,30 +122,26 @@ def draw_spectrum(ax, panel, found):
 
 def draw_scaling(ax, panel, found):
     """Validation losses at the end over parameters; the fitted lines leave the 2M out, as the claims do."""
-    lines, modes, least = {}, {}, math.inf
-    for _, job in panel.lines:
-        label = LABELS[job.mode]
+    modes = {}
+    for job in panel.jobs:
         losses = [found.loss(job, seed) for seed in found.seeds(job)]
-        lines.setdefault(label, []).append((found.parameters(job), losses))
-        modes[label] = job.mode
-        if job.size != "2M":
-            least = min(least, found.parameters(job))
-    scaling_panel(ax, lines, styles_of(modes), least)
+        modes.setdefault(job.mode, []).append((found.parameters(job), losses))
+    scaling_panel(ax, modes, min(found.parameters(job) for job in panel.jobs if job.size != "2M"))
 
 
-def scaling_panel(ax, lines, styles, least=0):
-    """lines: {label: [(parameters, [loss of each seed])]}, straight lines over ln N through those from `least` on."""
-    for label, points in lines.items():
-        style = styles[label]
+def scaling_panel(ax, modes, least=0):
+    """modes: {mode: [(parameters, [loss of each seed])]}, straight lines over ln N through those from `least` on."""
+    for mode, points in modes.items():
+        style = style_of(mode)
         a, c = semi_log([(n, np.mean(losses)) for n, losses in points if n >= least])
         x = [n for n, _ in points]
         grid = np.geomspace(max(min(x), least), max(x), 50)
-        name = label if c < 0 else f"{label} (does not fall with size)"
+        name = LABELS[mode] if c < 0 else f"{LABELS[mode]} (does not fall with size)"
         ax.plot(grid, a + c * np.log(grid), markevery=[], label=name, **style)
         for n, losses in points:
             ax.plot([n] * len(losses), losses, **style | {"linestyle": ""})
     ax.set(xlabel="parameters", ylabel="validation loss (nats per token)", xscale="log")
-    ticks = [n for n, _ in next(iter(lines.values()))]
+    ticks = [n for n, _ in next(iter(modes.values()))]
     ax.set_xticks(ticks, [short_count(n) for n in ticks])
     ax.set_xticks([], minor=True)
     legend(ax)
@@ -153,9 +149,8 @@ def scaling_panel(ax, lines, styles, least=0):
 
 def draw_paper(ax, panel, found):
     """Averages of the paper's Table 5."""
-    modes = ("vanilla", "resformer")
-    lines = {LABELS[mode]: [(n, [loss]) for n, loss in size_and_loss(mode)] for mode in modes}
-    scaling_panel(ax, lines, {LABELS[mode]: style_of(mode) for mode in modes})
+    modes = {mode: [(n, [loss]) for n, loss in size_and_loss(mode)] for mode in ("vanilla", "resformer")}
+    scaling_panel(ax, modes)
 
 
 def draw_tokens(ax, panel, found):
@@ -229,41 +224,35 @@ def draw_figure(path, figure, found):
 
 
 def heat_figure(path, figure, found):
-    """Maps over the first hundred tokens and the layers: a row for each model, a column for each quantity."""
-    (panel,), models = figure.panels, {}
-    for label, job in panel.lines:
-        arrays = [found.arrays(job, seed) for seed in found.seeds(job)]
-        models[label] = {name: np.mean([of[key][:, :100] for of in arrays], 0) for key, name in HEAT.items()}
-    with page(path, (3.6 * len(HEAT), 2.1 * len(models) + 0.4)) as paper:
-        paper.suptitle(real_size(panel.jobs, found), x=0.01, ha="left", fontsize=9)
-        heat_maps(paper, models)
-
-
-def heat_maps(paper, models):
-    """models: {label: {quantity: (layers, positions)}}. The maps of a quantity, a column, share one logarithmic
-    colour scale, so that models can be compared."""
+    """Maps over the first hundred tokens and the layers: a row for each model, a column for each quantity. Those of a
+    column share one logarithmic colour scale, so that models can be compared."""
     from matplotlib.colors import LogNorm
 
-    quantities = list(next(iter(models.values())))
-    axes = paper.subplots(len(models), len(quantities), squeeze=False)
-    for column, quantity in zip(axes.T, quantities, strict=True):
-        every = np.concatenate([maps[quantity].ravel() for maps in models.values()])
-        norm = LogNorm(max(every[every > 0].min(), every.max() / 1e4), every.max())
-        first = 0 if quantity.endswith("state") else 1  # state 0 is the embedding
-        for ax, (label, maps) in zip(column, models.items(), strict=True):
-            rows, columns = maps[quantity].shape
-            extent = (0.5, columns + 0.5, first - 0.5, first + rows - 0.5)
-            look = {"aspect": "auto", "cmap": "viridis", "interpolation": "nearest", "origin": "lower"}
-            image = ax.imshow(maps[quantity], norm=norm, extent=extent, **look)
-            ax.set_title(f"{label}: {quantity}", fontsize=8, loc="left")
-            ax.yaxis.get_major_locator().set_params(integer=True)
-        ticks = np.geomspace(norm.vmin, norm.vmax, 4)
-        bar = paper.colorbar(image, ax=list(column), location="bottom", aspect=40, ticks=ticks, format="{x:.3g}")
-        bar.ax.minorticks_off()
-        bar.set_label(f"{quantity} (one scale)")
-        column[-1].set_xlabel("token position")
-    for ax in axes[:, 0]:
-        ax.set_ylabel("layer")
+    (panel,) = figure.panels
+    with page(path, (3.6 * len(HEAT), 2.1 * len(panel.lines) + 0.4)) as paper:
+        paper.suptitle(real_size(panel.jobs, found), x=0.01, ha="left", fontsize=9)
+        axes = paper.subplots(len(panel.lines), len(HEAT), squeeze=False)
+        for column, (key, quantity) in zip(axes.T, HEAT.items(), strict=True):
+            maps = []  # (layers, positions) of each model, mean over its seeds
+            for job in panel.jobs:
+                maps.append(np.mean([found.arrays(job, seed)[key][:, :100] for seed in found.seeds(job)], 0))
+            every = np.stack(maps)
+            norm = LogNorm(max(every[every > 0].min(), every.max() / 1e4), every.max())
+            first = 0 if key == "hidden_norm" else 1  # state 0 is the embedding
+            for ax, values, (label, _) in zip(column, maps, panel.lines, strict=True):
+                rows, columns = values.shape
+                extent = (0.5, columns + 0.5, first - 0.5, first + rows - 0.5)
+                look = {"aspect": "auto", "cmap": "viridis", "interpolation": "nearest", "origin": "lower"}
+                image = ax.imshow(values, norm=norm, extent=extent, **look)
+                ax.set_title(f"{label}: {quantity}", fontsize=8, loc="left")
+                ax.yaxis.get_major_locator().set_params(integer=True)
+            ticks = np.geomspace(norm.vmin, norm.vmax, 4)
+            bar = paper.colorbar(image, ax=list(column), location="bottom", aspect=40, ticks=ticks, format="{x:.3g}")
+            bar.ax.minorticks_off()
+            bar.set_label(f"{quantity} (one scale)")
+            column[-1].set_xlabel("token position")
+        for ax in axes[:, 0]:
+            ax.set_ylabel("layer")
 
 
 def dots_figure(path, figure, found):
