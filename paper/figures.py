@@ -57,11 +57,8 @@ class Figure:
     @property
     def analysed(self):
         """Those whose analysis it needs."""
-        jobs = []
-        for panel in self.panels:
-            if panel.kind in ("layers", "spectrum", "heat", "public"):
-                jobs += panel.jobs
-        return list(dict.fromkeys(jobs))
+        panels = [panel for panel in self.panels if panel.kind in ("layers", "spectrum", "heat", "public")]
+        return {job for panel in panels for job in panel.jobs}
 
 
 # -- lines of panels

@@ -30,7 +30,7 @@ from files import read_json, write_json, write_text
 from paper.claims import HEADER, claim_cells, claim_rows, tally
 from paper.figures import FIGURES, PAPER
 from paper.panels import draw_figure
-from paper.runs import INITIAL, SCALES, SEEDS, Found, Job, model_of, train_settings, units_in_words
+from paper.runs import INITIAL, SCALES, SEEDS, Found, Job, train_settings, units_in_words
 from report import markdown
 from tasks import TABLE1
 
@@ -129,29 +129,14 @@ class Plan:
     seed: int
     folder: Path
     values: dict  # settings of train.py
-    analyse: bool
-    tasks: set
+    analyse: bool = False
+    tasks: set = dataclasses.field(default_factory=set)
 
     @functools.cached_property
     def done(self):
         with contextlib.suppress(UserError):  # there is no such run, or it has no steps yet
             return plot.read_run(self.folder).finished
         return False
-
-    @property
-    def tokens(self):
-        return self.values["max_steps"] * self.values["batch_tokens"]
-
-    def disk(self, parameters):
-        """Bytes: the last checkpoint, with several evaluations the best too, weights and optimizer in fp32."""
-        several = self.values["eval_every"] < self.values["max_steps"]
-        return 12 * (1 + several) * parameters
-
-    def hours(self, model):
-        """GPU-hours of training that are left, by FLOPs."""
-        if self.done:
-            return 0.0
-        return flops_per_token(model) * self.tokens / (PEAK_FLOPS["A100"] * MFU) / 3600
 
 
 def make_plans(cfg):
@@ -161,7 +146,7 @@ def make_plans(cfg):
         for job in figure.jobs:
             for seed in cfg.seeds_of(job):
                 folder = Path(cfg.out_dir, f"{job.name}-{seed}")
-                new = Plan(job, seed, folder, train_settings(job, cfg.units, seed, folder), False, set())
+                new = Plan(job, seed, folder, train_settings(job, cfg.units, seed, folder))
                 plan = plans.setdefault((job, seed), new)
                 plan.analyse |= job in figure.analysed
                 if figure.tasks and (seed == SEEDS[0] or cfg.seeds):  # tasks cost more than small runs: one seed
@@ -173,14 +158,19 @@ def show_plan(plans, cfg):
     """Print runs, their sizes and whether they are done, disk, and at a scale with GPUs the hours of training."""
     scale, path = cfg.units, Path(cfg.units.data_dir, "tokenizer.json")
     vocab = Tokenizer.load(path).n_vocab if path.exists() else scale.vocab
-    models = {plan.job: model_of(plan.job, scale, vocab) for plan in plans}
-    sizes = {job: count_parameters(model)[0] for job, model in models.items()}
-    rows, hours = [], 0.0
+    rows, hours, disk = [], 0.0, 2 * scale.tokens
     for plan in plans:
-        size, cost = sizes[plan.job], plan.hours(models[plan.job])
+        settings = TrainConfig(**plan.values)
+        model = settings.model_config(vocab)
+        size = count_parameters(model)[0]
+        tokens = settings.max_steps * settings.batch_tokens
+        checkpoints = 2 if settings.eval_every < settings.max_steps else 1  # the last, and the best of several
+        bytes_kept = 12 * checkpoints * size  # weights and optimizer in fp32
+        cost = 0.0 if plan.done else flops_per_token(model) * tokens / (PEAK_FLOPS["A100"] * MFU) / 3600
         hours += cost
-        row = [plan.folder.name, "done" if plan.done else "to do", f"{size:,}", f"{plan.tokens:,}"]
-        rows.append([*row, f"{plan.disk(size) / 1e9:.2f}", f"{cost:,.2f}" if scale.gpus else "-"])
+        disk += bytes_kept
+        row = [plan.folder.name, "done" if plan.done else "to do", f"{size:,}", f"{tokens:,}"]
+        rows.append([*row, f"{bytes_kept / 1e9:.2f}", f"{cost:,.2f}" if scale.gpus else "-"])
     print(f"scale {cfg.scale}: {scale.what}\n")
     print(markdown(["run", "state", "parameters", "tokens", "disk (GB)", "GPU-hours"], rows))
     if cfg.dry_run:
@@ -188,7 +178,6 @@ def show_plan(plans, cfg):
     said = f"{len(plans)} runs, {sum(plan.done for plan in plans)} of them done; "
     if scale.gpus:
         said += f"training takes {hours:,.1f} GPU-hours at {MFU:.0%} of an A100's bf16 peak; "
-    disk = sum(plan.disk(sizes[plan.job]) for plan in plans) + 2 * scale.tokens
     print(f"{said}analyses and tasks come on top; disk {disk / 1e9:,.1f} GB with the data", flush=True)
 
 
@@ -228,19 +217,17 @@ def eval_command(plan, tasks, cfg):
 
 
 def other_analyses(cfg):
-    """[(command, folder)] of analyses that are missing of models that are not trained here: a new one, public ones."""
+    """{folder: command} of analyses that are missing of models that are not trained here: a new one, public ones."""
     kinds = {panel.kind for figure in cfg.figures.values() for panel in figure.panels}
-    asked = []
+    asked = {}
     if "initial" in kinds:
         # the paper's own size and length at any scale: before training few chunks show the entropy
-        words = ["--init=config/size_468m.py", "--length=2048", "--chunks=16"]
-        asked.append((Path(cfg.out_dir, INITIAL), words))
+        asked[Path(cfg.out_dir, INITIAL)] = ["--init=config/size_468m.py", "--length=2048", "--chunks=16"]
     if "public" in kinds:
         for out, folder in cfg.public_folders.items():
-            words = [folder, "--length=2048", f"--chunks={cfg.units.chunks}", "--dtype=bfloat16"]
-            asked.append((out, words))
-    missing = [(out, words) for out, words in asked if not (out / "analysis.json").exists()]
-    return [([*analyze_command(cfg, *words), f"--out_dir={out}"], out) for out, words in missing]
+            asked[out] = [folder, "--length=2048", f"--chunks={cfg.units.chunks}", "--dtype=bfloat16"]
+    missing = {out: words for out, words in asked.items() if not (out / "analysis.json").exists()}
+    return {out: [*analyze_command(cfg, *words), f"--out_dir={out}"] for out, words in missing.items()}
 
 
 def commands(plans, cfg):
@@ -249,8 +236,7 @@ def commands(plans, cfg):
         yield cfg.units.prepare.split()
     for plan in plans:
         yield train_command(plan, cfg)
-    for command, _ in other_analyses(cfg):
-        yield command
+    yield from other_analyses(cfg).values()
     for plan in plans:
         if plan.analyse:
             yield analyze_run(plan, cfg)
@@ -285,18 +271,11 @@ def make_run(plan, cfg, threads):
     """Train, analyse and evaluate one Plan, as far as that is not done. Returns its validation loss."""
     if not plan.done:
         run_logged(train_command(plan, cfg), plan.folder / "train.log", threads)
-    if plan.analyse and is_stale(plan.folder):
+    if plan.analyse and not (plan.folder / "analysis.json").exists():
         run_logged(analyze_run(plan, cfg), plan.folder / "analyze.log", threads)
     for tasks in sorted(plan.tasks):
         score_tables(plan, tasks, cfg, threads)
     return plot.read_run(plan.folder).final_loss
-
-
-def is_stale(folder):
-    """Whether a folder's analysis is missing or older than its weights."""
-    path = folder / "analysis.json"
-    weights = max((p.stat().st_mtime for p in folder.glob("step_*.safetensors")), default=0)
-    return not path.exists() or path.stat().st_mtime < weights
 
 
 def score_tables(plan, tasks, cfg, threads):
@@ -314,32 +293,36 @@ def score_tables(plan, tasks, cfg, threads):
                 break
 
 
+@contextlib.contextmanager
+def noted(errors, name):
+    """Print a UserError as a note and keep it in errors[name]: one failure does not keep the rest from being made."""
+    try:
+        yield
+    except UserError as e:
+        print(f"note: {e}", flush=True)
+        errors[name] = e
+
+
 def make_all(plans, cfg):
-    """Make all runs, some of them side by side, then the other analyses. Returns the errors of those that failed,
-    which does not keep the others from being made."""
+    """Make all runs, some of them side by side, then the other analyses. Returns {folder: error} of those that
+    failed."""
     cores = os.cpu_count() or 1
     at_once = cfg.jobs or (1 if cfg.units.gpus else cores)
     threads = str(max(1, cores // at_once)) if at_once > 1 else ""
-    failed = []
-    with ThreadPoolExecutor(at_once) as pool:
-        futures = {pool.submit(make_run, plan, cfg, threads): plan for plan in plans}
-        try:
-            for done, future in enumerate(as_completed(futures), 1):
-                try:
-                    said = f"{futures[future].folder}: validation loss {future.result():.4f}"
-                except UserError as e:
-                    said = f"note: {e}"
-                    failed.append(e)
-                print(f"{done} of {len(plans)}, {said}", flush=True)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-    for words, folder in other_analyses(cfg):  # these have the machine to themselves
+    failed = {}
+    pool = ThreadPoolExecutor(at_once)
+    futures = {pool.submit(make_run, plan, cfg, threads): plan.folder for plan in plans}
+    try:
+        for done, future in enumerate(as_completed(futures), 1):
+            folder = futures[future]
+            with noted(failed, folder):
+                print(f"{done} of {len(plans)}, {folder}: validation loss {future.result():.4f}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C no further run begins
+    for folder, words in other_analyses(cfg).items():  # these have the machine to themselves
         print(shlex.join(words), flush=True)
-        try:
+        with noted(failed, folder):
             run_logged(words, folder / "analyze.log")
-        except UserError as e:
-            print(f"note: {e}", flush=True)
-            failed.append(e)
     return failed
 
 
@@ -433,20 +416,6 @@ def write_report(cfg):
     print(f"wrote {path}: {len(results['figures'])} figures and tables")
 
 
-def publish_all(cfg):
-    """Publish every figure that was asked for. Returns {name: error} of those whose runs are missing, which does not
-    keep the others from being drawn."""
-    found = Found(cfg.out_dir, cfg.units, cfg.seeds_of, tuple(cfg.public_folders))
-    missing = {}
-    for name, figure in cfg.figures.items():
-        try:
-            publish(name, figure, cfg, found)
-        except UserError as e:
-            print(f"note: {e}", flush=True)
-            missing[name] = e
-    return missing
-
-
 def main(cfg: ReproduceConfig):
     if cfg.words == ("report",):
         write_report(cfg)
@@ -457,19 +426,22 @@ def main(cfg: ReproduceConfig):
         return
     if any(figure.panels for figure in cfg.figures.values()):
         need("matplotlib")  # before hours of training
-    failed = []
+    failed, missing = {}, {}
     if cfg.run:
         if cfg.units.gpus and not torch.cuda.is_available():
             raise UserError(f"scale={cfg.scale} needs GPUs, and there is none; add --dry_run, or set --scale=cpu")
         make_data(cfg)
         show_plan(plans, cfg)
         failed = make_all(plans, cfg)
-    missing = publish_all(cfg)
+    found = Found(cfg.out_dir, cfg.units, cfg.seeds_of, tuple(cfg.public_folders))
+    for name, figure in cfg.figures.items():
+        with noted(missing, name):
+            publish(name, figure, cfg, found)
     said = []
     if missing:
         said.append(f"not drawn: {', '.join(missing)}, the first because {next(iter(missing.values()))}")
     if failed:
-        said.append(f"{len(failed)} commands failed, the first: {failed[0]}")
+        said.append(f"{len(failed)} commands failed, the first: {next(iter(failed.values()))}")
     if said:
         raise UserError("; ".join(said))
 

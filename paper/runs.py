@@ -12,7 +12,6 @@ import numpy as np
 
 import plot
 from configurator import UserError
-from value_modes import ModelConfig, get_mode
 
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
 INITIAL = "init-468M"  # folder of the analysis of a model before training
@@ -145,13 +144,6 @@ def train_settings(job, scale, seed, folder):
         "out_dir": str(folder),
     }
     return values | scale.settings
-
-
-def model_of(job, scale, vocab):
-    """The ModelConfig of a Job."""
-    values = train_settings(job, scale, 0, "")
-    shape = {name: values[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "arch")}
-    return ModelConfig(vocab_size=vocab, value_mode=get_mode(job.mode), **shape)
 
 
 def units_in_words(scale):

@@ -13,7 +13,7 @@ from configurator import UserError
 from data import Tokenizer
 from files import read_json
 from paper.claims import LABELS, scored
-from paper.runs import SCALES, Job, model_of, train_settings
+from paper.runs import SCALES, Job, train_settings
 from report import plus_minus
 from tasks import TABLE1
 
@@ -106,22 +106,25 @@ def table4(found):
     vocab = Tokenizer.load(Path(found.scale.data_dir) / "tokenizer.json").n_vocab
     columns = []
     for size in found.scale.sizes:
-        ours, theirs = recipe(found.scale, size, vocab), recipe(SCALES["paper"], size, 50277)
+        model, ours = recipe(found.scale, size, vocab)
+        _, theirs = recipe(SCALES["paper"], size, 50277)
         if size == "320M":
-            theirs = ["-"] * 4 + theirs[4:]
-        parameters = count_parameters(model_of(Job(size=size), found.scale, vocab))[0]
-        columns.append([size, *settings_row(ours, theirs), f"{parameters:,}"])
+            theirs[:4] = ["-"] * 4
+        columns.append([size, *settings_row(ours, theirs), f"{count_parameters(model)[0]:,}"])
     names = ["", "layers", "heads", "width", "FFN width"]
     names += ["vocabulary", "peak learning rate", "warmup steps", "steps", "tokens per step", "parameters"]
     yield from map(list, zip(names, *columns, strict=True))
 
 
 def recipe(scale, size, vocab):
-    """What Table 4 says of a model: shape, vocabulary, learning rate, warmup, steps, tokens of a step."""
-    values = train_settings(Job(size=size), scale, 0, "")
-    shape = [*scale.sizes[size], values["n_embd"] * 7 // 2]
-    names = ("learning_rate", "warmup_steps", "max_steps", "batch_tokens")
-    return [*shape, vocab, *(values[name] for name in names)]
+    """A model's ModelConfig, and what Table 4 says of it: shape, vocabulary, learning rate, warmup, steps, tokens of a
+    step."""
+    from train import TrainConfig  # imports torch
+
+    cfg = TrainConfig(**train_settings(Job(size=size), scale, 0, ""))
+    model = cfg.model_config(vocab)
+    shape = [model.n_layer, model.n_head, model.n_embd, model.n_hidden, vocab]
+    return model, [*shape, cfg.learning_rate, cfg.warmup_steps, cfg.max_steps, cfg.batch_tokens]
 
 
 def table5(found):
