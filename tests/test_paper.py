@@ -721,6 +721,12 @@ def test_rows():
             fake([e])
 
 
+def test_one_model_before_training_is_one_seed(found):
+    found.seeds = lambda job: (42, 1, 2)  # --seeds=3
+    for row in claim_rows(dataclasses.replace(FIGURES["fig1"], claims=FIGURES["fig1"].claims[:2]), found):
+        assert row["n"] == 1 and row["std"] is None
+
+
 # ---- tables
 
 
@@ -756,7 +762,8 @@ def test_tables_of_settings(found, data_dir):
     four = {line[0]: line[1:] for line in tables.table4(found)}
     total = 2 * 257 * 512 + 8 * (4 * 512**2 + 3 * 512 * 1792 + 2 * 512) + 512
     assert four[""] == ["2M", "82M", "180M", "320M", "468M"] and four["parameters"][1] == f"{total:,}"
-    assert four["width"][1] == "512 (512)" and four["width"][3] == "1,024 (-)" and four["FFN width"][0] == "56 (56)"
+    assert four["width"][1] == "512 (512)" and four["FFN width"][0] == "56 (56)"
+    assert [four[name][3] for name in ("layers", "width", "FFN width")] == ["15 (-)", "1,024 (-)", "3,584 (-)"]
     assert four["vocabulary"] == ["257 (50,277)"] * 5 and four["peak learning rate"] == ["0.0006 (0.0006)"] * 5
     assert four["warmup steps"][0] == "120 (120)" and four["tokens per step"][3] == "2,097,152 (2,097,152)"
 
