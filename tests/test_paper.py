@@ -1109,8 +1109,9 @@ def test_data_is_made_at_scale_cpu_alone(monkeypatch, tmp_path, data_dir):
     with pytest.raises(UserError, match=r"prepare.py pysource .* failed \(2\)"):
         reproduce.make_data(asked("fig9"))
     reproduce.make_data(asked("fig9", f"--data_dir={data_dir}"))  # what is there is not made again
-    with pytest.raises(UserError, match="data/slimpajama has no manifest.json; make the data: `python prepare.py slim"):
-        reproduce.make_data(asked("fig9", "--scale=small"))
+    for word, folder in (("--scale=small", "data/slimpajama"), ("--data_dir=elsewhere", "elsewhere")):
+        with pytest.raises(UserError, match=f"{folder} has no manifest.json; make the data: `python prepare.py "):
+            reproduce.make_data(asked("fig9", word))
     assert len(called) == 2
 
 
