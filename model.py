@@ -47,15 +47,18 @@ class Linear(nn.Linear):
         pass  # GPT.init_weights sets every weight
 
     def forward(self, x):
-        is_decoding = x.device.type == "cpu" and x.numel() <= 16 * self.in_features and not torch.is_grad_enabled()
-        if is_decoding and x.dtype == torch.bfloat16:
-            return few_rows_product(x, self.weight, self.bias)
+        is_bf16_on_cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu"
+        if is_bf16_on_cpu and x.numel() <= 16 * self.in_features and self.weight.numel() >= 2**18:
+            if not torch.is_grad_enabled():
+                return few_rows_product(x, self.weight, self.bias)
         return super().forward(x)
 
 
 def few_rows_product(x, w, bias):
     """x W^T + b as (W x^T)^T for up to 16 rows on a CPU. In bf16, 82M decodes 1.2-1.5 x as fast; fp32 does not gain."""
-    y = (w @ x.flatten(0, -2).T).T.unflatten(0, x.shape[:-1])  # (…, n_in) -> (…, n_out)
+    rows = x.flatten(0, -2)  # (rows, n_in)
+    y = torch.mv(w, rows[0])[None] if len(rows) == 1 else (w @ rows.T).T  # (rows, n_out)
+    y = y.unflatten(0, x.shape[:-1])
     return y if bias is None else y + bias
 
 
