@@ -4,7 +4,6 @@
     python -m bench.training memory --shape=82M --recompute=off,on  training steps, peak memory
     python -m bench.decoding --shape=82M --peers=dynamic,static     decoding, tokens/s and bytes of the cache
     python -m bench.scoring out/vanilla --data_dir=evals            eval.py, documents/s
-    python -m bench.loading --data_dir=data/demo                    batches from token files, tokens/s
     make bench-gpu                                                  what is to be measured on a GPU
 
 The sides of a comparison take turns in one process, in an order that changes from round to round. Reported are medians,

@@ -3,7 +3,7 @@
     python -m bench.scoring out/vanilla --data_dir=evals --limit=200
 
 Both have the same weights and our tokenizer. HFLM runs at its default batch size, 1, and at each of batch_sizes, of
-which the fastest is taken. Read next: loading.py.
+which the fastest is taken.
 """
 
 from dataclasses import dataclass

@@ -31,7 +31,6 @@ if __name__ == "__main__":  # before torch is imported, so that a typo is answer
 from bench import LLAMA
 from bench.common import lines_table, spread
 from bench.decoding import decoding_table
-from bench.loading import loading_table
 from bench.scoring import scoring_table
 from bench.training import memory_table, training_table
 from describe import mode_table
@@ -136,7 +135,6 @@ MAKERS = {
     "decoding-modes": decoding_of_modes,
     "scoring-82M": lambda: scoring_table(bench_rows("eval_intel_xeon_x2_82m", "tasks")),
     "scoring-demo": lambda: scoring_table(bench_rows("eval_intel_xeon_x2_demo", "tasks")),
-    "loading": lambda: loading_table(bench_rows("load_intel_xeon_x2")),
 }
 
 

@@ -7,7 +7,6 @@ import re
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, byte_tokenizer, finished, in_process, refused, tiny
@@ -15,9 +14,8 @@ from test_eval import MORE, write_rows
 
 import bench
 import checkpoint
-from bench import common, decoding, loading, scoring, training
+from bench import common, decoding, scoring, training
 from configurator import UserError, load_settings
-from data import Corpus
 from describe import flops_per_token
 from model import GPT
 from sample import generate
@@ -68,7 +66,7 @@ def test_bad_input():
         (decoding, ["--modes=vanilla,resfomer"], "unknown value_mode"),
         (decoding, ["--batch=0"], "batch=0 must be at least 1"),
         (scoring, ["--task=helaswag"], "task takes tuple of"),
-        (loading, ["--rounds=0"], "rounds=0 must be at least 1"),
+        (scoring, ["--rounds=0"], "rounds=0 must be at least 1"),
     ):
         refused(in_process(module, *words), says)
 
@@ -222,22 +220,3 @@ def test_scoring_against_the_harness(tmp_path, monkeypatch, call):
     our_scores = scoring.our_scores
     monkeypatch.setattr(scoring, "our_scores", lambda *of: [(a + 0.1, b) for a, b in our_scores(*of)])
     refused(in_process(scoring, *words, "--rounds=1"), "more than rounding")
-
-
-# ---- loading
-
-
-def test_loading(call, data_dir, monkeypatch):
-    found, printed = call(loading, f"--data_dir={data_dir}", "--block_size=16")
-    assert len(found["rows"]) == 4 and loading.loading_table(found["rows"]) in printed
-    needs = [row["tokens_per_second"] / row["of_need"] for row in found["rows"]]
-    assert needs == pytest.approx([285_213.8] * 4)  # tokens per second of one A100
-    corpus, rows = Corpus(data_dir, 16), []
-    batch, nanogpt_batch = corpus.batch, loading.nanogpt_batch
-    monkeypatch.setattr(corpus, "batch", lambda *about: rows.append(batch(*about)[0]))
-    monkeypatch.setattr(loading, "nanogpt_batch", lambda *about: rows.append(nanogpt_batch(*about)[0]))
-    for (side, load), rows_of_step in zip(loading.load_sides(corpus).items(), (1024, 1024, 128, 1024), strict=True):
-        rows.clear()
-        assert load() == sum(map(len, rows)) == 16 * rows_of_step, side
-    x, y = nanogpt_batch(data_dir / "train/code.bin", 3, 16, np.random.default_rng(0))
-    assert x.shape == y.shape == (3, 16) and x.dtype == torch.int64 and torch.equal(x[:, 1:], y[:, :-1])

@@ -23,7 +23,7 @@ LIMITS = {"README.md": 220, "tour.md": 150}  # lines; other pages have 250
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 SCRIPTS = "model train prepare sample eval analyze plot".split()
-WINGS = ["paper.reproduce", "bench.training", "bench.decoding", "bench.scoring", "bench.loading"]
+WINGS = ["paper.reproduce", "bench.training", "bench.decoding", "bench.scoring"]
 NOT_OURS = {"venv", "pip", "pytest"}
 MISTAKES = {"python train.py --max_iters=5"}  # which a page makes on purpose
 
