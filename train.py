@@ -48,8 +48,8 @@ class TrainConfig:
     learning_rate: float = setting(6e-4, "peak of the schedule", least=0, most=1e6)
     final_lr: float = setting(0.1, "end of the cosine, as a share of the peak", least=0)
     weight_decay: float = setting(0.1, "of matrices, embeddings included; vectors and scalars have none", least=0)
-    beta1: float = setting(0.9, "of AdamW", least=0)
-    beta2: float = setting(0.95, "of AdamW", least=0)
+    beta1: float = setting(0.9, "of AdamW", least=0, most=0.999999)
+    beta2: float = setting(0.95, "of AdamW", least=0, most=0.999999)
     grad_clip: float = setting(1.0, "norm that gradients are clipped to; 0 = no clipping", least=0)
 
     eval_every: int = setting(1000, "steps between evaluations; one more at the end", least=1, group="Records")
@@ -69,8 +69,6 @@ class TrainConfig:
         check_ranges(self)
         object.__setattr__(self, "value_mode", get_mode(self.value_mode))
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.value_mode.name}")
-        if max(self.beta1, self.beta2) >= 1:
-            raise ValueError(f"beta1={self.beta1} and beta2={self.beta2} must be below 1")
         self.model_config(vocab_size=1)
 
     def model_config(self, vocab_size):

@@ -155,12 +155,13 @@ class ValueMode:
     share_q: int | tuple[int | float, ...] = 1
     share_k: int | tuple[int | float, ...] = 1
     share_v: int | tuple[int | float, ...] = 1
-    kv_group: int = 1
+    kv_group: int = setting(1, "0 = all", least=0)
     dense: tuple[int, int] | None = None
     name: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self):
         coerce_fields(self)
+        check_ranges(self)
         for t in "qkv":
             share = getattr(self, f"share_{t}")
             if isinstance(share, tuple):
@@ -170,7 +171,6 @@ class ValueMode:
         if self.dense is not None:
             pair = len(self.dense) == 2 and min(self.dense) >= 1
             require(pair, f"dense={self.dense}: (dilation, period), both at least 1, or None")
-        require(self.kv_group >= 0, f"kv_group={self.kv_group}: query heads per key and value head, or 0 for all")
         has_cross = any(r.map == "cross" for r in self.residuals)
         has_scores = any(r.of == "scores" for r in self.residuals)
         both = "map='cross' and of='scores' both replace the softmax's input: use one of them"

@@ -377,7 +377,7 @@ def test_bad_input(data_dir, tmp_path):
         (dict(attn="flash"), "attn=flash needs a GPU"),
         (dict(device="gpu"), "device=gpu cannot be used here"),
         (dict(max_steps=0), "max_steps=0 must be at least 1"),
-        (dict(beta1=2), "must be below 1"),
+        (dict(beta1=2), "beta1=2.0 must be at most 0.999999"),
         (dict(mixture="{'code': 'x'}"), "weights are numbers"),
         (dict(resume="nowhere"), "holds no checkpoint"),
         (dict(block_size=4000, batch_tokens=32_000), "less than one window"),
