@@ -187,9 +187,10 @@ class Corpus:
         tokens = {}
         for domain in self.domains:
             about = self.manifest["splits"][split].get(domain, {"tokens": 0})
-            if about["tokens"] <= self.block_size:
+            least = self.block_size + 1 if split == "train" else 2  # validation can do with a part of a window
+            if about["tokens"] < least:
                 short = f"{split} data of domain {domain!r} in {self.dir} has {about['tokens']} tokens"
-                raise UserError(f"{short}, less than one window; prepare more, or set a smaller block_size or --length")
+                raise UserError(f"{short}, but needs {least}; prepare more, or set a smaller block_size or --length")
             tokens[domain] = np.memmap(self.dir / about["file"], "<u2", "r")
             if split == "train" and hasattr(mmap, "MADV_RANDOM"):  # else the system reads far around each window
                 tokens[domain]._mmap.madvise(mmap.MADV_RANDOM)

@@ -430,10 +430,13 @@ def validate(run):
         if cfg.eval_tokens:
             n = min(n, max(1, cfg.eval_tokens // cfg.block_size))
         jobs += [(d, first, min(n, first + cfg.micro_batch)) for first in range(0, n, cfg.micro_batch)]
+        if n == 0:
+            jobs.append((d, 0, 0))  # a domain of less than one window: all that it has
     n_bytes = corpus.tokenizer.token_bytes()
     sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes of text
     for d, first, last in jobs[world.rank :: world.size]:
-        x, y = corpus.val_batch(corpus.domains[d], first, last)
+        domain = corpus.domains[d]
+        x, y = corpus.val_batch(domain, first, last) if last else corpus.val_rest(domain)
         with run.autocast:
             loss = run.model(*world.to_device(world.pin_memory((x, y))))[1]
         sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()

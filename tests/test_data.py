@@ -112,7 +112,7 @@ def test_damaged_folders_are_refused(data_dir, tmp_path):
 
 def test_impossible_settings_are_refused(data_dir):
     for block_size, mixture, message in (
-        (5000, None, "less than one window"),
+        (25_000, None, "has 20000 tokens, but needs 25001"),
         (16, {"C4": 1.0}, "mixture names domain 'C4'"),
         (16, {"code": -1.0}, "at least 0"),
         (16, {"code": 0}, "a weight above 0"),

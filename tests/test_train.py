@@ -297,6 +297,13 @@ def test_evaluation_equals_the_naive_one(data_dir, tmp_path):
     assert train.validate(built(data_dir, tmp_path, eval_tokens=512))["val"] != got["val"]
 
 
+def test_a_domain_shorter_than_a_window_is_evaluated_whole(data_dir, tmp_path):
+    run = built(data_dir, tmp_path, block_size=4000, batch_tokens=4000, micro_batch=1)
+    ids = torch.from_numpy(np.fromfile(data_dir / "val/code.bin", "<u2").astype(np.int64))
+    nats = F.cross_entropy(run.model(ids[None, :-1])[0][0], ids[1:]).item()
+    assert len(ids) == 3000 and abs(train.validate(run)["val"]["code"] - nats) < 1e-5
+
+
 def test_learning_rate():
     rate = [learning_rate(t, peak=6e-4, end=6e-5, warmup=120, steps=10_000) for t in range(10_001)]
     assert rate[0] == 1e-7 and abs(rate[60] - (1e-7 + 6e-4) / 2) < 1e-12 and rate[120] == max(rate) == 6e-4
@@ -380,7 +387,7 @@ def test_bad_input(data_dir, tmp_path):
         (dict(beta1=2), "beta1=2.0 must be at most 0.999999"),
         (dict(mixture="{'code': 'x'}"), "weights are numbers"),
         (dict(resume="nowhere"), "holds no checkpoint"),
-        (dict(block_size=4000, batch_tokens=32_000), "less than one window"),
+        (dict(block_size=25_000, batch_tokens=25_000), "has 20000 tokens, but needs 25001"),
     ):
         refused(in_process(train, *flags(data_dir, tmp_path / "run", **kw)), says)
 
