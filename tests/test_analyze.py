@@ -691,7 +691,12 @@ def test_bad_calls(runs, tmp_path):
     refused(call(gone), "trained on long/gone, which is missing", "--data_dir")
     checkpoint.save(tmp_path / "long", 1, GPT(config(vocab_size=257, block_size=4096)), byte_tokenizer().hash)
     byte_tokenizer().save(tmp_path / "long" / "tokenizer.json")
-    refused(call(tmp_path / "long", f"--data_dir={runs / 'data'}"), "no chunk of 4096 tokens", str(runs / "data"), "--length")
+    refused(
+        call(tmp_path / "long", f"--data_dir={runs / 'data'}"),
+        "no chunk of 4096 tokens",
+        str(runs / "data"),
+        "--length",
+    )
 
 
 def test_a_model_that_is_not_finite(runs, tmp_path):
