@@ -65,7 +65,7 @@ from describe import count_parameters
 from files import read_json, write_atomic, write_json
 from model import GPT, attend, repeat_heads, to_fp32
 from report import markdown, plus_minus, progress
-from runtime import Distributed, environment
+from runtime import environment, only_process
 from train import TrainConfig
 
 FORMAT = "nanoresformer-analysis/1"
@@ -628,10 +628,7 @@ def write_arrays(path, arrays):
 
 
 def main(cfg: AnalyzeConfig):
-    world = Distributed(cfg.device)
-    if world.size > 1:
-        raise UserError("analyze.py runs in one process; start it without torchrun")
-    device = world.device
+    device = only_process(cfg.device).device
     if cfg.init:
         return analyze_subject(open_initial(cfg, device), cfg, device)
     for name in cfg.runs or ("",):

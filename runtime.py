@@ -100,6 +100,14 @@ class Distributed:
             os._exit(0)
 
 
+def only_process(device):
+    """The Distributed of a command that runs in one process; raises UserError under torchrun."""
+    world = Distributed(device)
+    if world.size > 1:
+        raise UserError("this command runs in one process; start it without torchrun")
+    return world
+
+
 def pick_dtype(name, kind):
     """The torch.dtype of autocast. "auto": on GPUs bf16, or fp16 before Ampere; on CPUs bf16 where the processor
     computes in it, else fp32."""

@@ -243,16 +243,14 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
 
 def read_prompts(cfg):
     """The texts to continue; raises UserError if one is empty."""
-    if not cfg.prompt_file:
-        if not cfg.prompt:
-            raise UserError("the prompt is empty; give some text, or --prompt='<|endoftext|>' to start a document")
-        return [cfg.prompt]
-    try:
-        texts = Path(cfg.prompt_file).read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except UnicodeDecodeError:
-        raise UserError(f"{cfg.prompt_file} is not text in UTF-8") from None
+    texts = [cfg.prompt]
+    if cfg.prompt_file:
+        try:
+            texts = Path(cfg.prompt_file).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        except UnicodeDecodeError:
+            raise UserError(f"{cfg.prompt_file} is not text in UTF-8") from None
     if "" in texts:
-        where = f"line {texts.index('') + 1} of {cfg.prompt_file}"
+        where = f"line {texts.index('') + 1} of {cfg.prompt_file}" if cfg.prompt_file else "the prompt"
         raise UserError(f"{where} is empty; give some text, or <|endoftext|> to start a document")
     return texts
 

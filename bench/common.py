@@ -8,20 +8,11 @@ from pathlib import Path
 
 import torch
 
-from configurator import UserError
 from files import write_json
 from report import markdown
-from runtime import Distributed, clock, environment
+from runtime import clock, environment
 
 PEER_PACKAGES = ("transformers", "lm-eval")
-
-
-def only_process(device):
-    """The Distributed of a benchmark; raises UserError under torchrun."""
-    world = Distributed(device)
-    if world.size > 1:
-        raise UserError("a benchmark runs in one process; start it without torchrun")
-    return world
 
 
 def timed(function, device):

@@ -35,11 +35,12 @@ import sys
 
 import torch
 
-from bench.common import in_turn, lines_table, only_process, ratio, spread, timed, write_results
+from bench.common import in_turn, lines_table, ratio, spread, timed, write_results
 from files import read_json
 from hf import to_llama
 from model import GPT
 from plot import page, style_of
+from runtime import only_process
 from sample import generate
 from value_modes import ModelConfig
 

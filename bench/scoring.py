@@ -39,9 +39,10 @@ from types import SimpleNamespace
 import torch
 
 import checkpoint
-from bench.common import in_turn, lines_table, only_process, ratio, spread, write_results
+from bench.common import in_turn, lines_table, ratio, spread, write_results
 from eval import EvalConfig, questions, rows_of, score
 from hf import to_llama
+from runtime import only_process
 
 
 def harness_model(model, tokenizer):

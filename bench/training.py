@@ -42,11 +42,11 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from bench.common import in_turn, lines_table, only_process, ratio, spread, timed, write_results
+from bench.common import in_turn, lines_table, ratio, spread, timed, write_results
 from describe import flops_per_token
 from hf import to_llama
 from model import GPT
-from runtime import peak_bytes
+from runtime import only_process, peak_bytes
 from train import adamw
 from value_modes import ModelConfig
 
