@@ -48,9 +48,9 @@ class Linear(nn.Linear):
 
     def forward(self, x):
         is_bf16_on_cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu"
-        if is_bf16_on_cpu and x.numel() <= 16 * self.in_features and self.weight.numel() >= 2**18:
-            if not torch.is_grad_enabled():
-                return few_rows_product(x, self.weight, self.bias)
+        few_by_large = x.numel() <= 16 * self.in_features and self.weight.numel() >= 2**18
+        if is_bf16_on_cpu and few_by_large and not torch.is_grad_enabled():
+            return few_rows_product(x, self.weight, self.bias)
         return super().forward(x)
 
 

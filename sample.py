@@ -251,7 +251,7 @@ def read_prompts(cfg):
             raise UserError(f"{cfg.prompt_file} is not text in UTF-8") from None
     if "" in texts:
         where = f"line {texts.index('') + 1} of {cfg.prompt_file}" if cfg.prompt_file else "the prompt"
-        raise UserError(f"{where} is empty; give some text, or <|endoftext|> to start a document")
+        raise UserError(f"{where} is empty; give some text, or '<|endoftext|>' to start a document")
     return texts
 
 

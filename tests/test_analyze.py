@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import analyze
 import checkpoint
 import configurator
 import data
+import runtime
 import train
 from analyze import LAYER, STATE, Averages, Recorder, Subject, importance, received, softmaxes, uniform_entropy
 from model import GPT, attend
@@ -668,6 +670,11 @@ def test_data_is_verified(runs, tmp_path):
     words = (runs / "a", f"--data_dir={tmp_path / 'data'}", "--chunks=2", f"--out_dir={tmp_path}")
     refused(call(*words), "prose.bin was altered")
     assert call(*words, "--verify=false").returncode == 0
+
+
+def test_ranks_are_refused(monkeypatch):
+    monkeypatch.setattr(runtime, "Distributed", lambda device: SimpleNamespace(size=2))
+    refused(in_process(analyze), "runs in one process; start it without torchrun")
 
 
 def test_bad_calls(runs, tmp_path):

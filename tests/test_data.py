@@ -110,6 +110,20 @@ def test_damaged_folders_are_refused(data_dir, tmp_path):
     assert Corpus(folder, 16, verify=False).windows("train", "code")  # to find the last one takes reading everything
 
 
+def test_a_domain_without_a_target_is_refused(tmp_path):
+    """One validation token predicts nothing; two are enough."""
+    for n in (2, 1):
+        folder = make_data(tmp_path / str(n), {"a": 3000})
+        os.truncate(folder / "val/a.bin", 2 * n)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["splits"]["val"]["a"]["tokens"] = n
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        if n == 2:
+            assert Corpus(folder, 16, verify=False).val_rest("a")[1].shape == (1, 1)
+    with pytest.raises(UserError, match="val data of domain 'a' in .* has 1 tokens, but needs 2"):
+        Corpus(folder, 16, verify=False)
+
+
 def test_impossible_settings_are_refused(data_dir):
     for block_size, mixture, message in (
         (25_000, None, "has 20000 tokens, but needs 25001"),
