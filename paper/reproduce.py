@@ -47,7 +47,10 @@ class ReproduceConfig:
         "", "what the paper's sizes, lengths and tokens are here; empty = cpu, and modes for the figure of modes"
     )
     seeds: int = setting(
-        0, "seeds of every run; 0 = the scale's: at cpu three for the ablations and one else", least=0, most=len(SEEDS)
+        0,
+        "seeds of every run; 0 = at cpu and modes three for 82M at length 2,048, else one",
+        least=0,
+        most=len(SEEDS),
     )
     dry_run: bool = setting(False, "only say what would be run")
     run: bool = setting(True, "train and analyse what is missing; false = only draw what is there")
@@ -231,7 +234,7 @@ def other_analyses(cfg):
 
 
 def commands(plans, cfg):
-    """What would be run: runs whether done or not, data and other models where they are not."""
+    """All commands of the plan: of runs, finished ones too, of data and of other models only where they are missing."""
     if not Path(cfg.units.data_dir, "manifest.json").exists():
         yield cfg.units.prepare.split()
     for plan in plans:
@@ -271,16 +274,23 @@ def make_run(plan, cfg, threads):
     """Train, analyse and evaluate one Plan, as far as that is not done. Returns its validation loss."""
     if not plan.done:
         run_logged(train_command(plan, cfg), plan.folder / "train.log", threads)
-    if plan.analyse and not (plan.folder / "analysis.json").exists():
+    if plan.analyse and is_stale(plan.folder):
         run_logged(analyze_run(plan, cfg), plan.folder / "analyze.log", threads)
     for tasks in sorted(plan.tasks):
         score_tables(plan, tasks, cfg, threads)
     return plot.read_run(plan.folder).final_loss
 
 
+def is_stale(folder):
+    """Whether a folder's analysis is missing or older than its weights."""
+    path = folder / "analysis.json"
+    weights = max((p.stat().st_mtime for p in folder.glob("step_*.safetensors")), default=0)
+    return not path.exists() or path.stat().st_mtime < weights
+
+
 def score_tables(plan, tasks, cfg, threads):
-    """Run the tasks of a table that a run has no result of, one by one: a model too short for a task leaves it out;
-    without the files, all the rest."""
+    """Run the tasks of a table that a run has no result of, one by one. A task with texts longer than the model takes
+    is skipped; any other failure skips the rest of the table. Both are only noted."""
     known = plot.read_eval(plan.folder)["results"] if (plan.folder / "eval.json").exists() else {}
     for name in ["loss"] if tasks == "table5" else TABLE1:
         if name in known:
@@ -441,7 +451,7 @@ def main(cfg: ReproduceConfig):
     if missing:
         said.append(f"not drawn: {', '.join(missing)}, the first because {next(iter(missing.values()))}")
     if failed:
-        said.append(f"{len(failed)} commands failed, the first: {next(iter(failed.values()))}")
+        said.append(f"{len(failed)} runs or analyses failed, the first: {next(iter(failed.values()))}")
     if said:
         raise UserError("; ".join(said))
 

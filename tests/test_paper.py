@@ -1033,7 +1033,9 @@ def test_one_failing_run_does_not_keep_others_from_being_made(real, small, monke
     monkeypatch.setattr(reproduce, "train_command", lambda plan, cfg: exploding)
     result = command("all", "--jobs=2")
     log = "out/cpu/82M-2048-resformer-42/train.log"
-    refused(result, "not drawn: fig9, tab5, the first because", "1 commands failed, the first: `", "exploded", log)
+    refused(
+        result, "not drawn: fig9, tab5, the first because", "1 runs or analyses failed, the first: `", "exploded", log
+    )
     assert "82M-2048-vanilla-42: validation loss" in result.stdout
     assert list(json.loads((small / "results/cpu.json").read_text())["figures"]) == ["fig4"]
 
@@ -1077,6 +1079,16 @@ def test_tasks_of_the_tables(small, monkeypatch, capsys):
     done = {"checkpoints": {"x": {"step": 4, "mode": "resformer", "results": results}}}
     (plan.folder / "eval.json").write_text(json.dumps(done))
     assert [g.task for g in scored("table1")] == [(t,) for t in SIX if t not in results] and not scored("table5")
+
+
+def test_stale_analyses(tmp_path):
+    assert reproduce.is_stale(tmp_path)
+    path, weights = tmp_path / "analysis.json", tmp_path / "step_1.safetensors"
+    for file in (path, weights):
+        file.write_text("{}")
+    for age, expected in ((-1, False), (1, True)):
+        os.utime(weights, ns=(path.stat().st_mtime_ns + age * 10**9,) * 2)
+        assert reproduce.is_stale(tmp_path) == expected, age
 
 
 def test_analyses_besides_the_runs(monkeypatch, tmp_path, data_dir):
@@ -1140,7 +1152,7 @@ def test_refused_settings(monkeypatch, tmp_path):
 
 def test_runs_that_are_missing(small):
     """Whatever is there is drawn; the rest is named."""
-    says = "82M-2048-resformer-42 is missing or not finished; without --run=false it is trained"
+    says = "82M-2048-resformer-42 is missing or not finished; leave out --run=false, or see its train.log"
     resformer, vanilla = (small / f"out/cpu/82M-2048-{mode}-42" for mode in ("resformer", "vanilla"))
     refused(command("fig9", "--run=false"), says)
     make_run(resformer, "resformer", 42, np.ones(3), val={}, max_steps=4, block_size=16)
