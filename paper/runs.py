@@ -180,9 +180,7 @@ class Found:
         if folder not in self.curves:
             run = plot.read_run(folder) if (folder / "metrics.jsonl").exists() else None
             if not run or not run.finished:
-                raise UserError(
-                    f"{folder} is missing or not finished; leave out --run=false, or see why its train.log ends early"
-                )
+                raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
             first = next(iter(self.curves.values()), run)
             made = (run.max_steps, run.start["block_size"], run.start["data"])
             asked = (self.scale.steps, self.scale.lengths[job.length][0], first.start["data"])
