@@ -1,6 +1,7 @@
 # make demo: prepare real text, train three modes on it, compare and sample. make test: the whole suite.
 # make modes: every mode, three seeds, small. make figures: every figure and table of the paper, small.
 # make test-peers: what compares with lm-eval and transformers, which it installs. make lint: the style check.
+# make fuzz, make faults: 30,000 bad inputs; processes killed, disks full and the like (docs/reliability.md).
 # All make .venv on first use. PYTHON=python3.12 picks another interpreter (3.11 or later).
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -9,7 +10,7 @@ DEMO := vanilla resformer svformer
 # OpenMP threads that wait a long time awake make each other late when anything else runs (1.6 x on 2 busy cores)
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo modes figures test test-peers bench-gpu lint clean
+.PHONY: demo modes figures test test-peers fuzz faults bench-gpu lint clean
 demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6
 	for mode in $(DEMO); do \
@@ -31,6 +32,12 @@ test: .venv/ready-dev
 test-peers: .venv/ready-dev
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-peers.txt -c constraints.txt
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py
+
+fuzz: .venv/ready-dev
+	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --out_file=results/fuzz.json
+
+faults: .venv/ready-dev
+	$(PY) tests/faults.py --out_file=results/faults.json
 
 # what is to be measured on a GPU: speed and memory of training and decoding, against peers, which it installs
 ON_GPU := --device=cuda --compile=on

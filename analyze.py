@@ -11,6 +11,7 @@ prints the main ones. Each quantity is defined at the function that measures it.
 Read model.py first; `python plot.py analysis` draws the results.
 """
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -390,7 +391,7 @@ def open_run(name, cfg, device):
     path = checkpoint.find(name)
     folder, step, tokenizer = path.parent, checkpoint.read_header(path)["step"], checkpoint.load_tokenizer(path)
     if Path(name).is_dir() and (folder / "config.json").exists():
-        max_steps = read_json(folder / "config.json", "the config of a run").get("max_steps", 0)
+        max_steps = read_json(folder / "config.json", "the config of a run", checkpoint.RUN)["max_steps"]
         if step < max_steps:
             way_out = f"finish it with --resume=auto, or name {path} itself"
             raise UserError(f"{folder} is at step {step} of {max_steps}; {way_out}")
@@ -602,7 +603,7 @@ def analyze_subject(subject, cfg, device):
         "step": subject.step,
         "checkpoint": subject.checkpoint,
         "parameters": count_parameters(subject.model.cfg)[0],
-        "config": subject.model.cfg.to_dict(),
+        "config": dataclasses.asdict(subject.model.cfg),
         "chunks": N,
         "chunks_asked": cfg.chunks,
         "length": T,

@@ -2,40 +2,64 @@
 
 A run's folder holds, for each saved step,
 
-    step_00000400.safetensors          weights; header: format, step, val_loss, mode, config, plan, tokenizer (hash)
+    step_00000400.safetensors          weights, with a HEADER
     step_00000400.state.safetensors    optimizer, random generators, loss scaler: what --resume needs besides
+
+Both carry checksums of their tensors and of their header, which are compared when they are read.
 
 The weights are written last, each file atomically: a step whose .safetensors exists is complete, whatever happened.
 Read before: model.py, train.py. Models in Hugging Face layout are read by hf.py.
 """
 
 import contextlib
+import dataclasses
+import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from configurator import UserError
-from data import Tokenizer
-from files import read_json, read_tensors, write_atomic
+from configurator import UserError, convert
+from data import COUNT, Tokenizer
+from files import OBJECT, parse_object, read_json, read_tensors, sealed, unsealed, write_atomic
 from hf import load_hf
 from model import GPT
 from value_modes import ModelConfig, plan_layers
 
 __all__ = ["load", "load_hf"]
-FORMAT = "nanoresformer/1"
+HEADER = {
+    "format": Literal["nanoresformer/1"],
+    "step": COUNT,
+    "val_loss": float | None,
+    "mode": str,
+    "config": ModelConfig,
+    "plan": list,  # see `plan_as_json`
+    "tokenizer": str,  # its hash
+}
+RUN = {"data_dir": str, "mixture": dict[str, float], "max_steps": COUNT}  # of a run's config.json
+
+
+def checksum(tensors):
+    """sha256 of {name: tensor}: their names, types, shapes and numbers."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def write_tensors(path, tensors, metadata):
-    """A safetensors file, written atomically. metadata: a dict, stored as JSON in the file's header."""
+    """A safetensors file, written atomically. metadata: a dict, stored as JSON in the file's header, with checksums."""
+    text = json.dumps(sealed({**metadata, "tensors": checksum(tensors)}))
 
     def write(temporary):
         try:
             # one entry: the library writes several in an order that changes from process to process
-            save_file(tensors, temporary, metadata={"nanoresformer": json.dumps(metadata)})
+            save_file(tensors, temporary, metadata={"nanoresformer": text})
         except SafetensorError as e:
             message = f"cannot write {path}: {e}; free some space, the checkpoints before it are intact"
             raise UserError(message) from None
@@ -44,11 +68,11 @@ def write_tensors(path, tensors, metadata):
 
 
 def read_metadata(path):
-    """The dict that `write_tensors` stored in a file's header, {} if the file is of another kind."""
-    try:
-        return json.loads((read_tensors(path, lambda f: f.metadata()) or {})["nanoresformer"])
-    except (KeyError, json.JSONDecodeError):
-        return {}
+    """The dict that `write_tensors` stored in a file's header; raises UserError if it is damaged or not there."""
+    text = (read_tensors(path, lambda f: f.metadata()) or {}).get("nanoresformer")
+    if text is None:
+        raise UserError(f"{path} is not a checkpoint of train.py (load_hf reads Hugging Face folders)")
+    return unsealed(parse_object(text, OBJECT, f"the header of {path}"), path)
 
 
 def plan_as_json(cfg):
@@ -63,17 +87,12 @@ def plan_as_json(cfg):
 
 
 def read_header(path):
-    """The header of a weights file: format, step, val_loss (or None), mode, config, plan, tokenizer (its hash).
-    Raises UserError if it is not ours, or if this code makes another plan of its config."""
-    header = read_metadata(path)
-    if header.get("format") != FORMAT:
-        raise UserError(f"{path} is not a {FORMAT} checkpoint of train.py (load_hf reads Hugging Face folders)")
-    try:
-        header["config"]["value_mode"].setdefault("name", header["mode"])  # in older files modes have no name
-        is_same = header["plan"] == plan_as_json(ModelConfig.from_dict(header["config"]))
-    except (KeyError, TypeError, ValueError):  # a setting that this code does not know, or no longer allows
-        is_same = False
-    if not is_same:
+    """The HEADER of a weights file. Raises UserError if it is not ours, or if this code plans its layers otherwise."""
+    metadata = read_metadata(path)
+    with contextlib.suppress(KeyError, TypeError, AttributeError):
+        metadata["config"]["value_mode"].setdefault("name", metadata["mode"])  # in older files modes have no name
+    header = convert(metadata, HEADER, f"the header of {path}")
+    if header["plan"] != plan_as_json(header["config"]):
         message = f"{path} was trained with another layer plan than this code makes of its config; use that version"
         raise UserError(message)
     return header
@@ -91,25 +110,26 @@ def steps(run):
 def runs_below(folder="out"):
     """The folders below `folder` that hold a checkpoint, the one with the newest last."""
     newest = {}
-    for path in Path(folder).glob("**/step_*.safetensors"):
-        newest[path.parent] = max(newest.get(path.parent, 0), path.stat().st_mtime)
+    for path in Path(folder).glob("**/step_*[0-9].safetensors"):
+        with contextlib.suppress(FileNotFoundError):  # that run has just replaced it
+            newest[path.parent] = max(newest.get(path.parent, 0), path.stat().st_mtime)
     return sorted(newest, key=lambda run: newest[run])
 
 
 def find(run_or_file="", which="last"):
     """The weights file that is meant: a file itself, or the "last" or "best" (lowest validation loss) one of a run.
     "" is the newest run below out/. Raises UserError, with the runs that do exist, if there is none."""
-    runs = runs_below()
-    if not run_or_file and runs:
-        run_or_file = runs[-1]
+    if not run_or_file:
+        run_or_file = (runs_below() or ["out"])[-1]
     path = Path(run_or_file)
     if path.is_file():
         return path
     files = steps(path)
     if not files:
+        runs = runs_below()
         there = ", ".join(str(run) for run in runs[:-9:-1])
         hint = f"runs that do: {there}" if runs else "no run is below out/ yet, `make demo` trains three small ones"
-        raise UserError(f"{run_or_file or 'out'} holds no checkpoint (step_*.safetensors); {hint}")
+        raise UserError(f"{path} holds no checkpoint (step_*.safetensors); {hint}")
     return (best(path) if which == "best" else None) or list(files.values())[-1]
 
 
@@ -131,26 +151,54 @@ def state_file(weights_file):
 def load(run_or_file, which="last", device="cpu", attn="sdpa"):
     """The model of a checkpoint, in eval mode, fp32, on `device`. run_or_file, which: see `find`."""
     path = find(run_or_file, which)
-    cfg = ModelConfig.from_dict(read_header(path)["config"])
-    model = GPT(cfg, attn=attn, init=False)
+    model = GPT(read_header(path)["config"], attn=attn, init=False)
     load_weights(model, path)
     return model.to(device).eval()
 
 
-def read_all_tensors(path):
-    return read_tensors(path, lambda f: {name: f.get_tensor(name) for name in f.keys()})
+def read_checked(path):
+    """(metadata, tensors) of a file of ours. Raises UserError if the checksum of the tensors is another one, or if they
+    are not finite."""
+    metadata = read_metadata(path)
+    tensors = read_tensors(path, lambda f: {name: f.get_tensor(name) for name in f.keys()})
+    if metadata.get("tensors", "") not in ("", checksum(tensors)):
+        raise UserError(f"{path} was altered: its tensors do not match their checksum; use another checkpoint")
+    for name, tensor in tensors.items():
+        if not (tensor.sum().isfinite() or tensor.isfinite().all()):  # the sum is faster, but may overflow
+            raise UserError(f"{path}: {name} has NaN or infinity in it; its training failed, use an earlier checkpoint")
+    return metadata, tensors
 
 
-def load_weights(model, path):
-    """Fill `model` from a weights file; raises UserError unless names and shapes are the model's own."""
-    tensors = read_all_tensors(path)
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    mine = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    differ = sorted(name for name in mine.keys() | shapes.keys() if mine.get(name) != shapes.get(name))
+def check_forms(path, tensors, expected):
+    """Raise UserError unless tensors have the names, types and shapes of those in `expected`."""
+    theirs, mine = ({name: (t.dtype, t.shape) for name, t in some.items()} for some in (tensors, expected))
+    differ = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
     if differ:
         few = ", ".join(differ[:3])
         raise UserError(f"{path} does not fit the model: tensors {few} differ ({len(differ)} in all)")
+
+
+def load_weights(model, path):
+    """Fill `model` from a weights file; raises UserError if it is damaged or another model's."""
+    _, tensors = read_checked(path)
+    check_forms(path, tensors, model.state_dict())
     model.load_state_dict(tensors)
+
+
+def read_state(path, model, step):
+    """(tensors, the loss scaler's numbers) of a training state. Raises UserError unless it is whole, of an AdamW of
+    `model`, and of this step."""
+    metadata, tensors = read_checked(path)
+    if metadata.get("step", step) != step:  # older files do not have it
+        raise UserError(f"{path} is the training state of step {metadata['step']}; get the one of step {step}")
+    expected = {"rng": torch.get_rng_state()}
+    if "rng_cuda" in tensors:
+        expected["rng_cuda"] = torch.cuda.get_rng_state() if torch.cuda.is_available() else tensors["rng_cuda"]
+    if len(tensors) > len(expected):  # AdamW has no state before its first step, and a scaler may have skipped all
+        for name, p in model.named_parameters():
+            expected |= {f"step/{name}": torch.zeros(()), f"exp_avg/{name}": p, f"exp_avg_sq/{name}": p}
+    check_forms(path, tensors, expected)
+    return tensors, convert(metadata, {"scaler": dict}, f"the header of {path}")["scaler"]
 
 
 def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler=None, keep=2):
@@ -158,13 +206,14 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
     Returns the weights file."""
     weights_file = Path(run) / f"step_{step:08d}.safetensors"
     if optimizer is not None:
-        write_tensors(state_file(weights_file), *training_state(model, optimizer, scaler))
+        tensors, metadata = training_state(model, optimizer, scaler)
+        write_tensors(state_file(weights_file), tensors, {"step": step, **metadata})
     header = {
-        "format": FORMAT,
+        "format": "nanoresformer/1",
         "step": step,
         "val_loss": val_loss,
         "mode": model.cfg.value_mode.name,
-        "config": model.cfg.to_dict(),
+        "config": dataclasses.asdict(model.cfg),
         "plan": plan_as_json(model.cfg),
         "tokenizer": tokenizer_hash,
     }
@@ -179,8 +228,8 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
 
 
 def clean(run):
-    """Remove what a killed run left half-written in its folder."""
-    for path in Path(run).glob(".*.tmp"):
+    """Remove training states that a killed run wrote without their weights, and files that it left half-written."""
+    for path in Path(run).glob(".step_*.tmp"):
         path.unlink()
     for path in Path(run).glob("step_*.state.safetensors"):
         if not path.with_name(path.name.replace(".state", "")).exists():
@@ -200,11 +249,11 @@ def training_state(model, optimizer, scaler):
 
 def check_same_model(header, model, tokenizer_hash, path):
     """Raise UserError unless a checkpoint's header is that of `model`, trained with this tokenizer."""
-    config = ModelConfig.from_dict(header["config"])
+    config = header["config"]
     if config.value_mode != model.cfg.value_mode:
         asked = model.cfg.value_mode.name
         raise UserError(f"{path} is a {header['mode']} model, not {asked}; set value_mode or another out_dir")
-    theirs, mine = config.to_dict(), model.cfg.to_dict()
+    theirs, mine = dataclasses.asdict(config), dataclasses.asdict(model.cfg)
     theirs["value_mode"] = mine["value_mode"]
     differ = [f"{key} {theirs[key]} instead of {mine[key]}" for key in mine if theirs[key] != mine[key]]
     if differ:
@@ -222,17 +271,17 @@ def resume(weights_file, model, optimizer, scaler, tokenizer_hash):
     header = read_header(weights_file)
     check_same_model(header, model, tokenizer_hash, weights_file)
     load_weights(model, weights_file)
-    tensors = read_all_tensors(state_file(weights_file))
+    tensors, scaler_state = read_state(state_file(weights_file), model, header["step"])
     names = {id(p): name for name, p in model.named_parameters()}
     ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]  # the optimizer's numbering
     state = {}
     for i, name in enumerate(ordered):
-        if f"step/{name}" in tensors:  # AdamW has no state before its first step, and a scaler may have skipped all
+        if f"step/{name}" in tensors:
             state[i] = {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    scaler_state = read_metadata(state_file(weights_file))["scaler"]
     if scaler and scaler_state:
-        scaler.load_state_dict(scaler_state)
+        schema = {name: type(value) for name, value in scaler.state_dict().items()}
+        scaler.load_state_dict(convert(scaler_state, schema, f"the scaler of {state_file(weights_file)}"))
     torch.set_rng_state(tensors["rng"])
     if torch.cuda.is_available() and "rng_cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng_cuda"])
@@ -252,10 +301,10 @@ def trained_on(folder, given, instead):
     """(data folder, mixture or None) that a run in `folder` was trained on, or `given` if that is not empty. Raises
     UserError, which asks for `instead`, if it is unknown or missing."""
     config = folder / "config.json"
-    trained = read_json(config, "the config of a run", keys=("data_dir",)) if config.exists() else {}
-    data_dir = given or str(trained.get("data_dir", ""))
+    trained = read_json(config, "the config of a run", RUN) if config.exists() else {"data_dir": "", "mixture": {}}
+    data_dir = given or trained["data_dir"]
     if not data_dir:
         raise UserError(f"{folder} does not say what it was trained on; name {instead}")
     if not Path(data_dir).is_dir():
         raise UserError(f"{folder} was trained on {data_dir}, which is missing; name {instead}")
-    return data_dir, None if given else trained.get("mixture")
+    return data_dir, None if given else trained["mixture"]

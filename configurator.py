@@ -10,12 +10,14 @@ Read next: value_modes.py. This file imports nothing heavy, so a script can chec
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import errno
 import importlib
 import math
 import os
+import reprlib
 import runpy
 import sys
 import types
@@ -29,10 +31,16 @@ class UserError(ValueError):
     """Bad input. The message is the one sentence that the user sees; the exit code is 2."""
 
 
+def require(ok, message):
+    """Raise ValueError with `message` unless `ok`."""
+    if not ok:
+        raise ValueError(message)
+
+
 def setting(default, help, least=None, most=None, group=None, positional=False):
     """A dataclass field that is a setting.
 
-    help: its line in --help. least, most: its range, both ends included; None or infinity is never below `most`.
+    help: its line in --help. least, most: its range, both ends included.
     group: the heading in --help of this setting and of those after it. positional: takes the words without a `--`.
     """
     metadata = {"help": help, "least": least, "most": most, "group": group, "positional": positional}
@@ -66,35 +74,70 @@ def type_name(hint):
         return " or ".join(type_name(a) for a in args)
     if origin is tuple:
         return f"tuple of {type_name(args[0])}"
+    if origin is typing.Annotated:
+        return f"{type_name(args[0])} from {args[1][0]} to {args[1][1]}"
+    if origin is dict or isinstance(hint, dict):
+        return "object"
     words = {type(None): "none", bool: "true or false"}
     return words.get(hint) or getattr(origin or hint, "__name__", str(hint))
 
 
-def convert(value, hint):
-    """`value` as a `hint`; raises TypeError. Conversions are exact: 5e3 is an int, 5.5 and '5' are not."""
+def convert(value, hint, where):
+    """`value` as a `hint`; raises UserError that begins with `where`, the place of the value.
+
+    hint: a type, also Literal, A | B, tuple[A, ...], dict[K, V]; Annotated[int, (least, most)]; a dataclass, made of a
+    dict; or a schema {field: hint} of a dict that may have more fields. 5e3 is an int, 5.5 and '5' are not. Numbers are
+    finite.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if origin is typing.Literal:
         if any(value == a and type(value) is type(a) for a in args):
             return value
     elif origin in (typing.Union, types.UnionType):
         for arg in args:
-            try:
-                return convert(value, arg)
-            except TypeError:
-                pass
+            if dataclasses.is_dataclass(arg) and isinstance(value, dict):
+                return convert(value, arg, where)  # whose error says more than that nothing fits
+            with contextlib.suppress(UserError):
+                return convert(value, arg, where)
+    elif origin is typing.Annotated:
+        number, (least, most) = convert(value, args[0], where), args[1]
+        if least <= number <= most:
+            return number
     elif origin is tuple:
         if isinstance(value, (tuple, list)):
-            return tuple(convert(v, args[0]) for v in value)
-    elif hint is int:
-        if is_number and abs(value) < 2**63 and int(value) == value:  # NaN and infinity fail the comparison
-            return int(value)
-    elif hint is float:
-        if is_number:
-            return float(value)
-    elif isinstance(value, origin or hint):
+            return tuple(convert(v, args[0], f"{where}[{i}]") for i, v in enumerate(value))
+    elif origin is dict:
+        if isinstance(value, dict):
+            return {convert(k, args[0], where): convert(v, args[1], f"{where}.{k}") for k, v in value.items()}
+    elif isinstance(value, dict) and (isinstance(hint, dict) or dataclasses.is_dataclass(hint)):
+        return convert_object(value, hint, where)
+    elif hint in (int, float):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+            if hint is float:
+                return float(value)
+            if abs(value) < 2**63 and int(value) == value:
+                return int(value)
+    elif hint is str:
+        if isinstance(value, str) and "\0" not in value:  # no name of a file can hold it
+            return value
+    elif isinstance(hint, type) and isinstance(value, hint):
         return value
-    raise TypeError
+    raise UserError(f"{where} takes {type_name(hint)}, not {reprlib.repr(value)}")
+
+
+def convert_object(values, hint, where):
+    """A dict by a schema, or as a dataclass, which has no other fields; see `convert`."""
+    if isinstance(hint, dict):
+        for name in hint.keys() - values.keys():
+            raise UserError(f"{where} lacks the field {name!r}")
+        return values | {name: convert(values[name], hint[name], f"{where}.{name}") for name in hint}
+    hints = typing.get_type_hints(hint)
+    for name in values.keys() - hints.keys():
+        raise UserError(f"{where} has an unknown field {name!r}")
+    try:
+        return hint(**{name: convert(value, hints[name], f"{where}.{name}") for name, value in values.items()})
+    except ValueError as e:
+        raise UserError(str(e) if isinstance(e, UserError) else f"{where}: {e}") from None
 
 
 def parse(text, hint):
@@ -123,10 +166,7 @@ def check(hints, key, value, where):
         near = difflib.get_close_matches(key, hints, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else "--help lists all settings"
         raise UserError(f"{where}: unknown setting {key!r}; {hint}")
-    try:
-        return convert(value, hints[key])
-    except TypeError:
-        raise UserError(f"{where}: {key} takes {type_name(hints[key])}, not {value!r}") from None
+    return convert(value, hints[key], f"{where}: {key}")
 
 
 def from_file(path, known=()):
@@ -227,10 +267,11 @@ def need(module):
 
 
 def say_error(message):
-    """One line on stderr, exit code 2. Under torchrun each rank speaks for itself: the cause may be its node or GPU."""
+    """Print one line on stderr and exit with code 2. Under torchrun the line names the rank, unless it is rank 0."""
     rank = os.environ.get("RANK", "0")
     prefix = "" if rank == "0" else f"rank {rank}: "
-    print(f"{prefix}error: {message}", file=sys.stderr)
+    text = " ".join(str(message).split())  # one line, whatever a user's value has in it
+    print(f"{prefix}error: {text}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -253,4 +294,4 @@ def run_main(main, *args):
         end_of_pipe()
     except OSError as e:
         remedy = "; free some space and run it again" if e.errno in _DISK_FULL else ""
-        say_error(f"{e.filename or 'a file'} cannot be read or written: {e.strerror}{remedy}")
+        say_error(f"{e.filename or 'a file'} cannot be read or written: {e.strerror or e}{remedy}")

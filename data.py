@@ -2,8 +2,8 @@
 
 A data folder, as prepare.py makes it:
 
-    manifest.json            what is in it and how it was made (see `load_manifest`)
-    tokenizer.json           the vocabulary, as JSON (see `Tokenizer`)
+    manifest.json            what is in it and how it was made (see MANIFEST)
+    tokenizer.json           the vocabulary (see VOCABULARY)
     train/<domain>.bin       little-endian uint16 token ids, each document followed by the end-of-text id
     val/<domain>.bin         the same for held-out documents
 
@@ -15,14 +15,15 @@ import functools
 import hashlib
 import json
 import math
-import mmap
+import os
 import unicodedata
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 
-from configurator import UserError
-from files import read_json, sha256, write_json
+from configurator import UserError, require
+from files import read_record, sha256, write_record
 
 EOT = "<|endoftext|>"
 _CHUNK = 2**16  # sequences whose domains are drawn together; part of the definition of the data order
@@ -32,12 +33,45 @@ _COMMANDS = {  # what makes the folders of the defaults and of the demo
 }
 
 
-class Tokenizer:
-    """Text <-> token ids, through a tiktoken.Encoding that is built from a JSON-able spec.
+COUNT = Annotated[int, (0, math.inf)]
+VOCABULARY = {
+    "name": str,  # as prepare.py's --tokenizer
+    "pattern": str,  # the regex that cuts text into pieces
+    "ranks": list,  # [base64 of a token's bytes, id]; ids rise in merge order; of equal bytes the last id is used
+    "special": dict[str, COUNT],  # name -> id, with '<|endoftext|>'
+    "normalize": Literal["NFC"] | None,
+    "n_vocab": Annotated[int, (1, 2**16)],  # all ids are below it
+}
+TOKEN_FILE = {"file": str, "tokens": COUNT, "documents": COUNT, "bytes": COUNT}  # bytes: of text in UTF-8
+MANIFEST = {
+    "format": Literal[1],
+    "source": str,
+    "seed": int,
+    "settings": dict,  # of prepare.py
+    "inputs": str,  # hash of the input files' names and sizes
+    "skipped": COUNT,  # unreadable documents
+    "tokenizer": {"name": str, "hash": str, "n_vocab": COUNT, "eot": COUNT},
+    "mixture": dict[str, float],  # domain -> weight in training, sum 1
+    "splits": dict.fromkeys(("train", "val"), dict[str, TOKEN_FILE | {"sha256": str}]),  # split -> domain -> its file
+}
 
-    spec: name (as prepare.py's --tokenizer), pattern (the regex that cuts text into pieces), ranks (list of
-    [base64 of the token's bytes, id]; ids rise in merge order; if two have the same bytes, text is encoded with the
-    later one), special (name -> id, with '<|endoftext|>'), normalize ('NFC' or null), n_vocab (all ids are below it).
+
+def check_vocabulary(spec):
+    """Raise ValueError for a VOCABULARY that tiktoken would panic at, or that has ambiguous ids."""
+    pairs = all(isinstance(rank, list) and list(map(type, rank)) == [str, int] for rank in spec["ranks"])
+    require(pairs, "ranks are pairs of base64 text and an id")
+    ids = [*spec["special"].values(), *(i for _, i in spec["ranks"])]
+    require(len(set(ids)) == len(ids), "two tokens have the same id")
+    require(0 <= min(ids) and max(ids) < spec["n_vocab"], f"ids are not all in 0..{spec['n_vocab'] - 1}")
+    require(EOT in spec["special"], f"it has no {EOT}")
+    in_utf8 = [b for b in range(256) if b not in (0xC0, 0xC1) and b < 0xF5]
+    single = {base64.b64encode(bytes([b])).decode() for b in in_utf8}
+    require(single <= {b for b, _ in spec["ranks"]}, "some bytes of UTF-8 have no token")
+
+
+class Tokenizer:
+    """Text <-> token ids, through a tiktoken.Encoding that is built from a dict like VOCABULARY.
+
     `hash` identifies the vocabulary: data, checkpoints and samples that belong together have the same one.
     """
 
@@ -60,11 +94,15 @@ class Tokenizer:
     @classmethod
     def load(cls, path):
         """From a tokenizer.json that prepare.py wrote; raises UserError if it is missing or damaged."""
-        keys = ("name", "pattern", "ranks", "special", "normalize", "n_vocab")
-        return cls(read_json(path, "a vocabulary written by prepare.py", keys))
+        spec = read_record(path, "a vocabulary written by prepare.py", VOCABULARY)
+        try:
+            check_vocabulary(spec)
+            return cls(spec)
+        except ValueError as e:  # the last line's are base64's, and tiktoken's of a pattern
+            raise UserError(f"{path} is not a vocabulary: {e}") from None
 
     def save(self, path):
-        write_json(path, self.spec)
+        write_record(path, self.spec)
 
     def encode(self, text, allow_eot=False):
         """List of the ids of `text`. '<|endoftext|>' in it is plain text, unless `allow_eot` (for prompts)."""
@@ -98,10 +136,8 @@ class Tokenizer:
 
 
 def load_manifest(data_dir, verify=True):
-    """The manifest of a data folder, after checking the files against it; raises UserError that says what is wrong.
+    """The MANIFEST of a data folder, after checking the files against it; raises UserError that says what is wrong.
 
-    manifest: format (1), source, seed, settings, tokenizer {name, hash, n_vocab, eot}, mixture {domain: weight, sum 1},
-    splits {'train' | 'val': {domain: {file, tokens, documents, bytes (of UTF-8 text), sha256}}}.
     verify: read every file and compare its sha256 (about 1 GB/s); without it, compare sizes only.
     """
     data_dir = Path(data_dir)
@@ -111,7 +147,7 @@ def load_manifest(data_dir, verify=True):
         those = f", or use one that exists, with --data_dir=: {', '.join(existing)}" if existing else ""
         raise UserError(f"no data folder {data_dir}; make it with `{command}`{those}")
     what = "prepare.py's manifest, which it writes when it has finished"
-    manifest = read_json(data_dir / "manifest.json", what, keys=("tokenizer", "mixture", "splits"))
+    manifest = read_record(data_dir / "manifest.json", what, MANIFEST)
     for split in manifest["splits"].values():
         for about in split.values():
             path = data_dir / about["file"]
@@ -153,7 +189,7 @@ class Corpus:
             raise UserError(f"{self.dir}/tokenizer.json is not the one that the data was made with; prepare it again")
         self.mixture = self._normalized_weights(mixture or self.manifest["mixture"])  # {domain: weight}, sum 1
         self.domains = list(self.mixture)
-        self._tokens = {split: self._open(split) for split in ("train", "val")}  # split -> domain -> all its ids
+        self._files = {split: self._open(split) for split in ("train", "val")}  # split -> domain -> (file, its tokens)
         self._bounds = np.cumsum(list(self.mixture.values()))[:-1]  # (domains - 1,): where [0, 1) is cut
         self._counts = [np.zeros(len(self.domains), np.int64)]  # (domains,): sequences of each before chunk 0, 1, …
         self._draw = functools.lru_cache(maxsize=1)(self._draw)
@@ -176,37 +212,50 @@ class Corpus:
         for domain, weight in mixture.items():
             if domain not in known:
                 raise UserError(f"mixture names domain {domain!r}; {self.dir} has {', '.join(known)}")
-            if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-                raise UserError(f"mixture gives {domain} the weight {weight!r}; weights are numbers of at least 0")
+            if weight < 0:
+                raise UserError(f"mixture gives {domain} the weight {weight}; weights are at least 0")
         total = sum(mixture.values())
-        if total == 0:
-            raise UserError(f"mixture {mixture} must have a weight above 0")
+        if not 0 < total < math.inf:
+            raise UserError(f"mixture {mixture} must have a weight above 0, and a finite sum")
         return {d: w / total for d, w in mixture.items() if w > 0}
 
     def _open(self, split):
-        tokens = {}
+        files = {}
         for domain in self.domains:
             about = self.manifest["splits"][split].get(domain, {"tokens": 0})
             least = self.block_size + 1 if split == "train" else 2  # validation can do with a part of a window
             if about["tokens"] < least:
                 short = f"{split} data of domain {domain!r} in {self.dir} has {about['tokens']} tokens"
                 raise UserError(f"{short}, but needs {least}; prepare more, or set a smaller block_size or --length")
-            tokens[domain] = np.memmap(self.dir / about["file"], "<u2", "r")
-            if split == "train" and hasattr(mmap, "MADV_RANDOM"):  # else the system reads far around each window
-                tokens[domain]._mmap.madvise(mmap.MADV_RANDOM)
-        return tokens
+            file = open(self.dir / about["file"], "rb", buffering=0)
+            if split == "train" and hasattr(os, "posix_fadvise"):  # else the system reads far around each window
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            files[domain] = file, about["tokens"]
+        return files
 
     def windows(self, split, domain):
         """How many windows a domain has; they share their border token, so that each token is a target once."""
-        return (len(self._tokens[split][domain]) - 1) // self.block_size
+        return (self._files[split][domain][1] - 1) // self.block_size
+
+    def _ids(self, split, domain, start, n):
+        """n token ids of a file from `start` on, (n,) uint16. Raises UserError if the file was cut since it was opened
+        (which would end a process that maps it into memory), or if an id is not in the vocabulary."""
+        file, _ = self._files[split][domain]
+        content = os.pread(file.fileno(), 2 * n, 2 * start)
+        if len(content) < 2 * n:
+            raise UserError(f"{file.name} was cut while it was in use; prepare the data again")
+        ids = np.frombuffer(content, "<u2")
+        if n and ids.max() >= self.tokenizer.n_vocab:
+            known = f"the vocabulary has {self.tokenizer.n_vocab}"
+            raise UserError(f"{file.name} holds the token id {ids.max()}, but {known}; prepare the data again")
+        return ids
 
     def _read(self, split, places):
         """places: list of (domain, window) -> x, y (n, block_size) int64, y one token after x."""
         T = self.block_size
         rows = np.empty((len(places), T + 1), np.int64)
         for row, (domain, window) in enumerate(places):
-            start = window * T
-            rows[row] = self._tokens[split][domain][start : start + T + 1]
+            rows[row] = self._ids(split, domain, window * T, T + 1)
         return rows[:, :-1].copy(), rows[:, 1:].copy()  # contiguous, so that a compiled model sees one layout
 
     def _draw_domains(self, chunk):
@@ -256,7 +305,7 @@ class Corpus:
     def val_rest(self, domain):
         """The rest after the validation windows: x, y (1, 0 to block_size - 1) int64, y one token after x."""
         start = self.windows("val", domain) * self.block_size
-        rest = self._tokens["val"][domain][start:].astype(np.int64)
+        rest = self._ids("val", domain, start, self._files["val"][domain][1] - start).astype(np.int64)
         return rest[None, :-1], rest[None, 1:]
 
 

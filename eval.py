@@ -15,7 +15,7 @@ interrupted goes on from these samples. Read next: tasks.py, for what is asked.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configurator import UserError, check_ranges, command_line, run_main, setting
+from configurator import UserError, check_ranges, command_line, convert, run_main, setting
 from tasks import GROUPS, TABLE1, TASKS, Row, average, per_document, questions, rows_of, standard_error, task_record
 
 
@@ -72,13 +72,15 @@ import torch
 
 import checkpoint
 from checkpoint import load_tokenizer, trained_on
-from data import Corpus, Tokenizer, domain_losses
-from files import read_json, read_records, sha256, write_json, write_text
+from data import COUNT, Corpus, Tokenizer, domain_losses
+from files import append, hold, read_json, read_records, sha256, write_json, write_text
 from model import to_fp32
 from report import markdown, plus_minus, progress
 from runtime import Distributed, environment
+from tasks import EVALUATIONS
 
 CODE = ("data.py", "eval.py", "model.py", "tasks.py", "value_modes.py")  # what scores follow from, besides weights
+SAMPLE = {"document": COUNT, "choice": COUNT, "log_prob": float, "greedy": bool}  # what is read of sample files
 MAX_BRANCHES = 8  # of a bundle: the mask of each token spans the whole of it
 
 
@@ -238,7 +240,7 @@ def collect_samples(path, header):
     for file in path.parent.glob(f"{path.stem}.*"):
         found = read_records(file)
         if found and found[0] == header:
-            records += found[1:]
+            records += [convert(record, SAMPLE, str(file)) for record in found[1:]]
             merged.append(file)
     write_text(path, json_lines([header, *records]))
     for file in set(merged) - {path}:
@@ -279,8 +281,6 @@ def run_task(entry, model, name, asked, where, cfg, world):
     """Score a task for an Entry: its record, correct answers and samples."""
     documents = rows_of(name, asked, entry.tokenizer, model.cfg.block_size)
     results = task_scores(entry, model, name, asked, documents, where, cfg, world)
-    if not all(math.isfinite(total) for scores in results for total, _ in scores):
-        raise UserError(f"{name}: the model's log-probabilities are not finite; its training failed, or use float32")
     if cfg.log_samples:
         for i, scores in enumerate(results):
             for j, found in enumerate(scores):
@@ -313,12 +313,14 @@ def task_scores(entry, model, name, asked, documents, where, cfg, world):
     with progress(what, sum(sizes[i] for i in mine), "tok", world.rank == 0) as bar, open(path, "a") as file:
         for done in score(model, [documents[i] for i in mine], cfg.tokens_per_pass(world)):
             for (k, j), total, greedy in done:
+                if not math.isfinite(total):
+                    failed = f"{name}: the model's log-probabilities are not finite"
+                    raise UserError(f"{failed}; its training failed, or use --dtype=float32")
                 i = mine[k]
                 record = sample_record(entry.label, name, (i, j), asked[i], documents[i][j], total, greedy)
                 records.append(record)
-                file.write(json_lines([record]))
+                append(file, json_lines([record]))
                 bar.update(len(documents[i][j].ids))
-            file.flush()
     table = np.where(known[..., 2:] > 0, known, score_table(world, records, documents)).tolist()
     return [[(total, greedy > 0) for total, greedy, _ in table[i][: len(rows)]] for i, rows in enumerate(documents)]
 
@@ -374,7 +376,7 @@ def run_loss(entry, model, cfg, world):
 def open_corpus(path, tokenizer, header, cfg, world):
     """The data of --task=loss: --corpus, or what the run was trained on."""
     data_dir, mixture = trained_on(path.parent, cfg.corpus, "the prepared data for --task=loss by --corpus")
-    corpus = Corpus(data_dir, header["config"]["block_size"], mixture=mixture, verify=world.is_first_of_node)
+    corpus = Corpus(data_dir, header["config"].block_size, mixture=mixture, verify=world.is_first_of_node)
     if corpus.tokenizer.hash != tokenizer.hash:
         raise UserError(f"{data_dir} was made with another tokenizer than {path}; give the run's own data by --corpus")
     return corpus
@@ -494,22 +496,23 @@ def read_results(folder):
     path = Path(folder) / "eval.json"
     if not path.exists():
         return {}
-    return read_json(path, "a file of results of eval.py", keys=("format", "checkpoints"))["checkpoints"]
+    return read_json(path, "a file of results of eval.py", EVALUATIONS)["checkpoints"]
 
 
 def store_results(entry):
     """Add an Entry's records to the eval.json of its folder. Results of other weights under its name are dropped."""
-    known = read_results(entry.path.parent)
-    before = known.get(entry.path.name, {})
-    results = before["results"] if before.get("sha256") == entry.digest else {}
-    for name, record in entry.records.items():
-        key = record_key(name, record)
-        if key in results and results[key]["data"] != record["data"]:
-            key = f"{key} data={record['data']}"
-        results[key] = record
-    about = {"mode": entry.header["mode"], "step": entry.header["step"], "sha256": entry.digest, "results": results}
-    known[entry.path.name] = about | {"env": environment()}
-    write_json(entry.path.parent / "eval.json", {"format": "nanoresformer-eval/1", "checkpoints": known})
+    about = {"mode": entry.header["mode"], "step": entry.header["step"], "sha256": entry.digest, "env": environment()}
+    with hold(entry.path.parent, ".eval.lock", seconds=60):  # another call may score other tasks at the same time
+        known = read_results(entry.path.parent)
+        before = known.get(entry.path.name, {})
+        results = before["results"] if before.get("sha256") == entry.digest else {}
+        for name, record in entry.records.items():
+            key = record_key(name, record)
+            if key in results and results[key].get("data") != record["data"]:
+                key = f"{key} data={record['data']}"
+            results[key] = record
+        known[entry.path.name] = about | {"results": results}
+        write_json(entry.path.parent / "eval.json", {"format": "nanoresformer-eval/1", "checkpoints": known})
 
 
 def out_path(cfg, entries):
@@ -577,11 +580,13 @@ def by_harness(entries, cfg, world):
 
 def main(cfg: EvalConfig):
     world = Distributed(cfg.device)
-    entries = open_entries(cfg, world)
-    tables = native(entries, cfg, world) if cfg.backend == "native" else by_harness(entries, cfg, world)
-    if world.rank == 0:
-        print(tables, end="")
-        write_text(out_path(cfg, entries), tables)
+    with world.connected():
+        with world.together():
+            entries = open_entries(cfg, world)
+        tables = native(entries, cfg, world) if cfg.backend == "native" else by_harness(entries, cfg, world)
+        if world.rank == 0:
+            print(tables, end="")
+            write_text(out_path(cfg, entries), tables)
     world.close()
 
 

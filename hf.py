@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from configurator import UserError, need
+from configurator import UserError, need, require
 from files import read_json, read_tensors
 from model import GPT, Rope
-from value_modes import ModelConfig, ValueMode, require
+from value_modes import ModelConfig, ValueMode
 
 FIELDS = {  # of ModelConfig, and their names in config.json
     "vocab_size": "vocab_size",

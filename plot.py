@@ -24,12 +24,24 @@ from typing import Literal
 
 import numpy as np
 
-from configurator import UserError, check_ranges, command_line, need, run_main, setting
+from configurator import UserError, check_ranges, command_line, convert, need, run_main, setting
 from files import read_json, read_records, write_atomic
 from report import markdown, mean_std, plus_minus
-from tasks import TASKS
+from tasks import EVALUATIONS, TASKS
 from value_modes import TABLE
 
+# what is read of the files of other stages
+START = dict.fromkeys(("value_mode", "data", "device", "dtype"), str)
+START |= dict.fromkeys(("seed", "parameters", "block_size", "max_steps", "kv_bytes_per_token"), int)
+METRICS = {
+    "start": START,
+    "step": {"step": int, "loss": float, "tokens": int, "tokens_per_s": float},
+    "eval": {"step": int, "val_mean": float},
+}
+LOSSES = {"val": dict[str, float], "val_mean": float}  # of --task=loss in eval.json
+SCORES = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance")  # of another task, as far as it has them
+MEANS = {"mean": tuple[float | None, ...]}  # of a quantity, by layer or state
+ANALYSED = {"mode": str, "length": int, "layers": dict[str, MEANS], "states": dict[str, MEANS]}
 EARLY = 0.1  # share of the steps that may leave the y axis: the first losses would squash all others
 
 
@@ -214,9 +226,12 @@ def read_run(folder):
     if not path.exists():
         raise UserError(f"{path} does not exist; name the folder of a run of train.py")
     records = {"start": [], "eval": [], "step": []}
-    for record in read_records(path):
-        records[record.get("event", "step")].append(record)
-    if not records["step"]:
+    for number, record in enumerate(read_records(path), 1):
+        kind, where = str(record.get("event", "step")), f"{path}, line {number}"
+        if kind not in METRICS:
+            raise UserError(f"{where}: event is none of {', '.join(METRICS)}")
+        records[kind].append(convert(record, METRICS[kind], where))
+    if not records["step"] or not records["start"]:
         raise UserError(f"{path} has no steps yet; wait until the run has made some")
     start = records["start"][-1]
     names = ("step", "loss", "tokens", "tokens_per_s")
@@ -452,9 +467,15 @@ def short_names(modes):
 
 def read_eval(folder):
     """The record of the last checkpoint in a run's eval.json; raises UserError if there is none."""
-    make = f"what `python eval.py {folder} --task=table1,table5` writes"
-    found = read_json(Path(folder, "eval.json"), make, ("checkpoints",))
-    return max(found["checkpoints"].values(), key=lambda checkpoint: checkpoint["step"])
+    path, make = Path(folder, "eval.json"), f"what `python eval.py {folder} --task=table1,table5` writes"
+    found = read_json(path, make, EVALUATIONS)["checkpoints"]
+    if not found:
+        raise UserError(f"{path} has no results; it should be {make}")
+    last = max(found.values(), key=lambda checkpoint: checkpoint["step"])
+    for task, result in last["results"].items():
+        scores = {name: float | None for name in SCORES if name in result}
+        last["results"][task] = convert(result, LOSSES if task.startswith("loss") else scores, f"{path}: {task}")
+    return last
 
 
 def side_by_side(n):
@@ -541,7 +562,7 @@ ANALYSIS = (
 def read_analysis(folder, make=""):
     """The analysis.json of a folder; raises UserError, which names the command that makes it, if there is none."""
     make = make or f"python analyze.py {folder}"
-    return read_json(Path(folder, "analysis.json"), f"what `{make}` writes", ("layers", "states", "length"))
+    return read_json(Path(folder, "analysis.json"), f"what `{make}` writes", ANALYSED)
 
 
 def analysis_groups(names):

@@ -63,7 +63,9 @@ class PrepareConfig:
     val_fraction: float = setting(
         0.05, "share of documents held out (one in round(1 / share)) if the source has no validation split", 0, 0.5
     )
-    mixture: dict = setting({}, "domain: weight; splits `tokens`, drops other domains; if empty the shares of the text")
+    mixture: dict[str, float] = setting(
+        {}, "domain: weight; splits `tokens`, drops other domains; if empty the shares of the text"
+    )
     seed: int = setting(0, "orders the input files", group="Work")
     skip_bad: bool = setting(False, "count unreadable documents instead of stopping at the first")
     workers: int = setting(0, "processes, 0 for one per core", least=0)
@@ -80,9 +82,9 @@ class PrepareConfig:
             self.tokens = 20 * 10**9 if is_slimpajama else 0
         if not self.mixture and is_slimpajama:
             self.mixture = PAPER_MIXTURE
-        if not all(isinstance(w, (int, float)) and 0 < w < math.inf for w in self.mixture.values()):
-            raise ValueError(f"mixture takes weights above 0, not {self.mixture}")
         total = sum(self.mixture.values())
+        if not (total < math.inf and all(weight > 0 for weight in self.mixture.values())):
+            raise ValueError(f"mixture takes weights above 0, not {self.mixture}")
         self.mixture = {domain: weight / total for domain, weight in self.mixture.items()}
         if not re.fullmatch(r"bpe:\d+|gpt2|neox", self.tokenizer):
             raise ValueError(f"unknown tokenizer {self.tokenizer!r}; there are bpe:<vocabulary size>, gpt2 and neox")
@@ -97,8 +99,8 @@ if __name__ == "__main__":  # before the other imports, so that a typo is answer
 
 import numpy as np
 
-from data import EOT, Tokenizer
-from files import read_json, sha256, write_json
+from data import COUNT, EOT, MANIFEST, TOKEN_FILE, Tokenizer
+from files import hold, read_json, read_record, sha256, write_record, writing
 from reading import explained, find_inputs, raw_items, to_documents
 from report import progress
 
@@ -269,7 +271,7 @@ def neox_spec(path):
 def gpt2_spec(folder):
     """Spec of GPT-2's tokenizer, from a folder with OpenAI's encoder.json, or if it is "" from the network."""
     if folder:
-        vocab = read_json(Path(folder, "encoder.json"), "OpenAI's vocabulary", keys=(EOT,))
+        vocab = read_json(Path(folder, "encoder.json"), "OpenAI's vocabulary", {EOT: int})
         del vocab[EOT]
         ranks = vocabulary_bytes(vocab)
     else:
@@ -316,20 +318,24 @@ def make_tokenizer(cfg, inputs):
 # ------------------------------------------------------------------------------------------- writing, in one process
 
 
-def open_output(cfg, inputs):
-    """The state of the work in out_dir: new, as a killed run left it, or the manifest if the work is finished.
-    UserError if out_dir holds anything else.
+PROGRESS = {  # see MANIFEST
+    **{name: MANIFEST[name] for name in ("settings", "inputs", "skipped")},
+    "position": tuple[COUNT, ...],  # input and item to go on from
+    "seen": dict[str, COUNT],  # domain -> its train items so far, with those held out
+    "splits": dict.fromkeys(("train", "val"), dict[str, TOKEN_FILE]),
+}
 
-    state: settings, inputs (hash of their names and sizes), position ([input, item] to go on from), skipped (number of
-    unreadable items), seen {domain: train items}, splits {split: {domain: {file, tokens, documents, bytes}}}.
-    """
+
+def open_output(cfg, inputs):
+    """The state of the work in out_dir: new, as a killed run left it (see PROGRESS), or the manifest if the work is
+    finished. UserError if out_dir holds anything else."""
     out = Path(cfg.out_dir)
     settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_DIFFER}
     listing = hashlib.sha256(json.dumps([[source.name, source.size] for source in inputs]).encode()).hexdigest()
-    for path in (out / "manifest.json", out / "progress.json"):
+    for path, schema in ((out / "manifest.json", MANIFEST), (out / "progress.json", PROGRESS)):
         if not path.exists():
             continue
-        state = read_json(path, "a file that prepare.py wrote", keys=("settings", "inputs"))
+        state = read_record(path, "a file that prepare.py wrote", schema)
         differ = []
         for name, value in settings.items():
             before = state["settings"].get(name)
@@ -386,7 +392,7 @@ def append_tokens(path, start, ids):
     """Write ids at token `start` of a token file, through to the disk. A killed run may have written the same there.
     Raises UserError if the file has lost what was written before."""
     path.parent.mkdir(exist_ok=True)
-    with open(path, "r+b" if start else "wb") as file:
+    with writing(path), open(path, "r+b" if start else "wb") as file:
         if file.seek(0, os.SEEK_END) < 2 * start:
             raise UserError(f"{path} was cut since prepare.py stopped; delete {path.parent.parent} and start over")
         file.seek(2 * start)
@@ -405,7 +411,7 @@ def save_state(out, state, pending):
         ids = np.concatenate(arrays)
         append_tokens(out / about["file"], about["tokens"] - len(ids), ids)
     pending.clear()
-    write_json(out / "progress.json", state)
+    write_record(out / "progress.json", state)
 
 
 def write_corpus(cfg, inputs, state, tokenizer):
@@ -469,14 +475,19 @@ def write_manifest(cfg, state, tokenizer):
     }
     for key in ("settings", "inputs", "skipped", "splits"):
         manifest[key] = state[key]
-    write_json(out / "manifest.json", manifest)
-    for leftover in [out / "progress.json", *out.glob(".*.tmp")]:
-        leftover.unlink(missing_ok=True)
+    write_record(out / "manifest.json", manifest)
+    (out / "progress.json").unlink(missing_ok=True)
 
 
 def main(cfg: PrepareConfig):
-    out = Path(cfg.out_dir)
     inputs = find_inputs(cfg)
+    with hold(cfg.out_dir):
+        make_corpus(cfg, inputs)
+
+
+def make_corpus(cfg, inputs):
+    """Make the data folder, or the rest of it."""
+    out = Path(cfg.out_dir)
     if any(source.split == "val" for source in inputs):
         cfg.val_fraction = 0.0  # the source has a validation split of its own
     state = open_output(cfg, inputs)
@@ -485,7 +496,7 @@ def main(cfg: PrepareConfig):
         return
     if not (out / "tokenizer.json").exists():
         tokenizer = make_tokenizer(cfg, inputs)
-        write_json(out / "progress.json", state)  # from here on out_dir is ours
+        write_record(out / "progress.json", state)  # from here on out_dir is ours
         tokenizer.save(out / "tokenizer.json")
     tokenizer = Tokenizer.load(out / "tokenizer.json")
     try:

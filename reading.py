@@ -96,7 +96,9 @@ def find_inputs(cfg):
         raise UserError(f"no texts in {cfg.input_dir}: there should be {layout}files {', '.join(SUFFIXES)}")
 
     def order(source):
-        return source.split == "train", hashlib.sha256(f"{cfg.seed}/{source.name}".encode()).digest()
+        return source.split == "train", hashlib.sha256(
+            f"{cfg.seed}/{source.name}".encode("utf-8", "surrogateescape")
+        ).digest()
 
     return sorted(inputs, key=order)
 
@@ -213,6 +215,6 @@ def to_documents(source, raw, cfg):
     if domain is None:
         try:
             domain = raw["meta"]["redpajama_set_name"].removeprefix("RedPajama")
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, AttributeError):
             raise ValueError("no meta.redpajama_set_name as in SlimPajama; for other texts use `files`") from None
     return [(domain, text)] if text else []

@@ -1,9 +1,12 @@
 """The machine that a stage runs on: its ranks and device, precision, clock, memory, and a record of all that."""
 
+import contextlib
 import datetime
 import os
 import platform
 import re
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -50,7 +53,7 @@ class Distributed:
             device = f"cuda:{local_rank}"
         try:
             self.device = torch.device(device)
-            torch.zeros(1, device=self.device)
+            torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError) as e:
             raise UserError(f"device={device} cannot be used here: {str(e).splitlines()[0]}") from None
         self.kind = self.device.type
@@ -59,9 +62,55 @@ class Distributed:
         if self.size > 1:
             try:
                 dist.init_process_group("nccl" if self.kind == "cuda" else "gloo")
-            except ValueError as e:  # a variable that torchrun sets is missing
+            except (ValueError, RuntimeError) as e:  # a variable that torchrun sets is missing, or a rank
                 reason = str(e).splitlines()[0]
-                raise UserError(f"WORLD_SIZE={self.size} without torchrun ({reason}); use it, or unset it") from None
+                remedy = "use torchrun, or unset WORLD_SIZE"
+                raise UserError(f"the {self.size} ranks cannot be connected ({reason}); {remedy}") from None
+            self.processes = self.gather((socket.gethostname(), os.getpid()))
+
+    def gather(self, value):
+        """[the value that each rank gave]."""
+        values = [value]
+        if self.size > 1:
+            values *= self.size
+            dist.all_gather_object(values, value)
+        return values
+
+    @contextlib.contextmanager
+    def together(self):
+        """A step that every rank does by itself, without sums over ranks. If some fail with a UserError, all end with
+        the message of the first of these."""
+        message = None
+        try:
+            yield
+        except UserError as e:
+            message = str(e)
+        messages = self.gather(message)
+        failed = [rank for rank, text in enumerate(messages) if text is not None]
+        if failed:
+            if self.rank > 0:  # rank 0 says it for all; torchrun ends it as soon as another rank has ended
+                time.sleep(1)
+                sys.exit(2)
+            of_rank = "" if len(failed) == self.size else f"rank {failed[0]}: "
+            raise UserError(of_rank + messages[failed[0]])
+
+    @contextlib.contextmanager
+    def connected(self):
+        """Turns the error of a broken connection into a UserError, which names the ranks that have ended."""
+        try:
+            yield
+        except RuntimeError as e:
+            is_connection = any(word in str(e).lower() for word in ("gloo", "nccl", "connection", "tcpstore"))
+            if self.size == 1 or not is_connection:
+                raise
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which would come before the sentence
+            time.sleep(1)  # until the processes that died are gone
+            host = socket.gethostname()
+            gone = [i for i, (where, pid) in enumerate(self.processes) if where == host and has_ended(pid)]
+            why = f"rank {', '.join(map(str, gone))} of {self.size} has ended"
+            if not gone:
+                why = f"another rank has ended or cannot be reached ({str(e).splitlines()[0]})"
+            raise UserError(f"{why}; what was saved is intact: run it again, train.py with --resume=auto") from None
 
     def pin_memory(self, arrays):
         """numpy arrays -> CPU tensors; for a GPU in pinned memory, which it can copy from while it computes."""
@@ -106,6 +155,15 @@ def only_process(device):
     if world.size > 1:
         raise UserError("this command runs in one process; start it without torchrun")
     return world
+
+
+def has_ended(pid):
+    """Whether no process of this user has that number."""
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return True
+    return False
 
 
 def pick_dtype(name, kind):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, check_ranges, command_line, run_main, setting
+from configurator import UserError, check_ranges, command_line, require, run_main, setting
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ import torch
 import checkpoint
 from model import to_fp32
 from runtime import Distributed, clock
-from value_modes import plan_layers, require
+from value_modes import plan_layers
 
 
 class KVCache:

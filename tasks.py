@@ -133,6 +133,8 @@ TASKS = {  # the paper's Table 1 in its order, then LAMBADA as OpenAI cut it
     ),
 }
 TABLE1 = ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "piqa")
+EVALUATED = {"mode": str, "step": int, "results": dict[str, dict]}  # what eval.json says of a checkpoint
+EVALUATIONS = {"checkpoints": dict[str, EVALUATED]}
 GROUPS = {"table1": TABLE1, "table5": ("loss",), "all": ("loss", *TASKS)}
 
 
@@ -211,7 +213,7 @@ def question(name, row, where):
     try:
         asked = TASKS[name].ask(row)
         "".join((*asked.contexts, *asked.choices))  # a TypeError where one is no text
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         what = f"{where} is not a row of {TASKS[name].hub}, which {name} reads"
         raise UserError(f"{what}: {type(e).__name__} {e}") from None
     if not 0 <= asked.gold < len(asked.choices):

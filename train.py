@@ -25,7 +25,9 @@ class TrainConfig:
     seed: int = setting(42, "of the weights and of the order of the data", least=0)
 
     data_dir: str = setting("data/slimpajama", "folder made by prepare.py", group="Data")
-    mixture: dict = setting({}, "sampling weight per domain, {'C4': 0.5, …}; others are left out; empty = the data's")
+    mixture: dict[str, float] = setting(
+        {}, "sampling weight per domain, {'C4': 0.5, …}; others are left out; empty = the data's"
+    )
     verify: bool = setting(True, "compare the sha256 of the data with the manifest at the start")
 
     value_mode: str | ValueMode = setting(
@@ -119,7 +121,7 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 from data import Corpus, domain_losses
 from describe import count_parameters, flops_per_token
-from files import read_json, read_records, write_json, write_text
+from files import append, hold, read_json, read_records, write_json, write_text
 from model import GPT
 from report import progress
 from runtime import Distributed, environment, peak_flops, pick_dtype
@@ -179,7 +181,7 @@ class Metrics:
         path = Path(cfg.out_dir) / "metrics.jsonl"
         if path.exists() and not done:  # of a run without a checkpoint: there is nothing to continue, but it is kept
             os.replace(path, path.with_suffix(".old.jsonl"))
-        records = read_records(path) if path.exists() else []
+        records = read_records(path, {"step": int}) if path.exists() else []
         write_text(path, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= done))
         self.file = open(path, "a", encoding="utf-8")
         if cfg.log == "wandb":
@@ -191,8 +193,7 @@ class Metrics:
         """Append a record: {"step": …} of a step, with "event": "eval" or "start" of the others."""
         if not self.is_main:
             return
-        self.file.write(json.dumps(record, allow_nan=False) + "\n")
-        self.file.flush()
+        append(self.file, json.dumps(record, allow_nan=False) + "\n")
         if self.wandb and record.get("event") != "start":
             self.wandb.log(numbers_by_path(record), step=record["step"])
 
@@ -284,8 +285,6 @@ def steps_done(run):
     last = max(files, default=0)
     if done < last:
         raise UserError(f"{cfg.out_dir} holds step {last}, later than {path}; set another --out_dir to go back")
-    if run.world.sum([done]).item() != done * run.world.size:
-        raise UserError(f"the ranks do not see the same checkpoints in {cfg.out_dir}; put it on a disk that all share")
     return done
 
 
@@ -300,7 +299,7 @@ def compare_settings(run, done):
     settings["data"] = run.corpus.hash
     new = json.loads(json.dumps(settings))
     if done and path.exists():
-        old = read_json(path, "the config of a run", keys=("seed", "value_mode_name"))
+        old = read_json(path, "the config of a run", checkpoint.RUN)
     changed = {k: old[k] for k in new if k in old and old[k] != new[k] and k not in MAY_CHANGE}
     what = ", ".join(f"{k} (was {str(v)[:40]})" for k, v in changed.items())
     is_another_run = changed.keys() & {"seed", "batch_tokens", "data"} or (changed and done >= cfg.max_steps)
@@ -477,18 +476,13 @@ def set_up(run, metrics, config, note, done):
     return model
 
 
-def train(run):
-    """The whole run: steps, evaluations, checkpoints."""
-    cfg, world, out = run.cfg, run.world, Path(run.cfg.out_dir)
-    done = steps_done(run)
-    config, note = compare_settings(run, done)
-    if done >= cfg.max_steps:
-        if world.rank == 0:
-            print(f"{out} is already finished, at step {done}")
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    metrics, stop = Metrics(cfg, world, done), Stop()
+def train(run, done, config, note):
+    """Steps, evaluations and checkpoints from step `done` on. config, note: see `compare_settings`."""
+    cfg, world = run.cfg, run.world
+    with world.together():
+        metrics = Metrics(cfg, world, done)
     model = set_up(run, metrics, config, note, done)
+    stop = Stop()  # not earlier, for compiling can take minutes
     batches = training_batches(run, done)
     peak, flops = peak_flops(world.device, run.dtype), flops_per_token(run.model.cfg)
     for step in range(done, cfg.max_steps):
@@ -520,7 +514,19 @@ def train(run):
 
 def main(cfg: TrainConfig):
     world = Distributed(cfg.device)
-    train(build(cfg, world))
+    with world.connected(), contextlib.ExitStack() as stack:
+        with world.together():
+            run = build(cfg, world)
+            if world.rank == 0:
+                stack.enter_context(hold(cfg.out_dir))
+            done = steps_done(run)
+            config, note = compare_settings(run, done)
+        if len(set(world.gather(done))) > 1:
+            raise UserError(f"the ranks do not see the same checkpoints in {cfg.out_dir}; put it on a shared disk")
+        if done < cfg.max_steps:
+            train(run, done, config, note)
+        elif world.rank == 0:
+            print(f"{cfg.out_dir} is already finished, at step {done}")
     world.close()
 
 

@@ -15,22 +15,14 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, get_type_hints
 
-from configurator import check_ranges, convert, setting, type_name
-
-
-def require(ok, message):
-    if not ok:
-        raise ValueError(message)
+from configurator import check_ranges, convert, require, setting
 
 
 def coerce_fields(config):
     """Convert each field of a frozen dataclass to its exact type (lists become tuples); raises ValueError."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
-        try:
-            object.__setattr__(config, name, convert(value, hint))
-        except TypeError:
-            raise ValueError(f"{type(config).__name__}({name}={value!r}): {name} takes {type_name(hint)}") from None
+        object.__setattr__(config, name, convert(value, hint, f"{type(config).__name__}: {name}"))
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,7 @@ class Residual:
         coerce_fields(self)
         learn, is_value = f"learn={self.learn!r}", self.of == "v"
         if self.lam is not None:
-            two_weights = len(self.lam) == 2 and all(math.isfinite(weight) for weight in self.lam)
+            two_weights = len(self.lam) == 2
             require(two_weights, f"lam={self.lam!r}: two weights, (own, sources together), or None for the mean")
         if self.map != "own":
             require(is_value, f"map={self.map!r} concerns values: of must be 'v', not {self.of!r}")
@@ -193,11 +185,6 @@ class ValueMode:
         last = residuals[settable[-1]]
         residuals[settable[-1]] = dataclasses.replace(last, lam=(last.lam[0], value))
         return dataclasses.replace(self, residuals=tuple(residuals))
-
-    @classmethod
-    def from_dict(cls, d):
-        """Inverse of dataclasses.asdict, after a trip through JSON (which turns tuples into lists)."""
-        return cls(**d | {"residuals": tuple(Residual(**r) for r in d["residuals"])})
 
 
 def residual(**axes):
@@ -323,18 +310,18 @@ def named_mode(mode):
 class ModelConfig:
     """Shape of a model. Defaults: the paper's 82M (Table 4). Raises ValueError on an impossible shape."""
 
-    vocab_size: int = setting(50277, "token ids", least=1)
-    block_size: int = setting(2048, "tokens per sequence", least=1)
-    n_layer: int = setting(8, "layers", least=1)
+    vocab_size: int = setting(50277, "token ids", least=1, most=2**26)
+    block_size: int = setting(2048, "tokens per sequence", least=1, most=2**20)
+    n_layer: int = setting(8, "layers", least=1, most=1000)
     n_head: int = setting(8, "query heads", least=1)
     n_kv_head: int = setting(0, "key and value heads; 0 = as value_mode says, else n_head", least=0)
-    n_embd: int = setting(512, "width of the residual stream", least=1)
-    n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", least=0)
+    n_embd: int = setting(512, "width of the residual stream", least=1, most=2**16)
+    n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", 0, 2**18)
     arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
-    rope_theta: float = setting(10000.0, "of RoPE, see model.Rope")
+    rope_theta: float = setting(10000.0, "of RoPE, see model.Rope", least=1)
     rope_scaling: tuple[float, ...] = setting((), "Llama 3.1's factor, low, high, original, see model.Rope; () = none")
-    norm_eps: float = setting(1e-5, "added to the mean square by the norms")
-    init_std: float = setting(0.02, "spread of the initial weights")
+    norm_eps: float = setting(1e-5, "added to the mean square by the norms", least=0, most=1)
+    init_std: float = setting(0.02, "spread of the initial weights", least=0, most=100)
     value_mode: str | ValueMode = setting("vanilla", "a row of `python model.py table`, or a ValueMode")
 
     def __post_init__(self):
@@ -375,14 +362,6 @@ class ModelConfig:
     @property
     def head_dim(self):
         return self.n_embd // self.n_head
-
-    def to_dict(self):
-        """All fields as JSON-able values; `from_dict` is the inverse."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, d):
-        return cls(**d | {"value_mode": ValueMode.from_dict(d["value_mode"])})
 
 
 def check_mode(cfg):
@@ -445,7 +424,8 @@ def plan_layers(cfg):
     n_tables = 0
     for index, r in enumerate(mode.residuals):
         layers = pick_layers(r.layers or ":", n_layer)
-        layers = [n for n in layers if lowest_layer_sharing(n, r.reads, owners) == n]  # not where all of it is borrowed
+        lowest = lowest_layers_sharing(r.reads, owners)
+        layers = [n for n in layers if lowest[n] == n]  # not where all of it is borrowed
         if r.source == "token":
             tables = assign_tables(r.tables, len(layers))
             for n, table in zip(layers, tables, strict=True):
@@ -453,7 +433,7 @@ def plan_layers(cfg):
             n_tables += len(set(tables))
             continue
         for n in layers:
-            sources = {lowest_layer_sharing(i, r.reads, owners) for i in source_layers(r.source, n)}
+            sources = {lowest[i] for i in source_layers(r.source, n)}
             if sources:
                 mixes[n].append(Mix(index, r, tuple(sorted(sources))))
     return [LayerPlan(owners[n], tuple(mixes[n])) for n in range(n_layer)]
@@ -470,14 +450,12 @@ def source_layers(source, n):
     return [source] if 0 <= source < n else []
 
 
-def lowest_layer_sharing(i, tensors, owners):
-    """The lowest layer whose `tensors` (such as q and k) are those of layer i, so that a shared tensor counts once."""
+def lowest_layers_sharing(tensors, owners):
+    """For each layer, the lowest layer with the same `tensors` (such as q and k): so a shared tensor counts once."""
     if not tensors:
-        return i
-    for j in range(i):
-        if all(owners[j][t] == owners[i][t] for t in tensors):
-            return j
-    return i
+        return range(len(owners))
+    lowest = {}
+    return [lowest.setdefault(tuple(owner[t] for t in tensors), n) for n, owner in enumerate(owners)]
 
 
 def assign_tables(order, n):

@@ -186,7 +186,7 @@ def our_rows(files):
     """The rows of our models, by title and mode: {title: {mode: [row]}}. Measured twice, the last file counts."""
     found = {}
     for file in files:
-        for row in read_json(file, "a file of bench.decoding", keys=("kv_gib", "rows"))["rows"]:
+        for row in read_json(file, "a file of bench.decoding", {"rows": list})["rows"]:
             if "kv_bytes" in row:
                 title = f"{row['shape']}, {row['dtype']}, compile {row['compile']}"
                 modes = found.setdefault(title, {})

@@ -31,6 +31,7 @@ class ScoringConfig(BenchConfig):
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
     SETTINGS = command_line(ScoringConfig, __doc__)
 
+import dataclasses
 import functools
 import statistics
 import sys
@@ -124,7 +125,11 @@ def main(cfg: ScoringConfig):
         print(name, file=sys.stderr, flush=True)
         rows.append(time_task(cfg, name, model, tokenizer, lm, settings, world))
     print(scoring_table(rows))
-    result = {"shape": model.cfg.to_dict(), "dtype": cfg.dtype, "batch_tokens": settings.tokens_per_pass(world)}
+    result = {
+        "shape": dataclasses.asdict(model.cfg),
+        "dtype": cfg.dtype,
+        "batch_tokens": settings.tokens_per_pass(world),
+    }
     write_results("eval", {**result, "tasks": rows}, world.device, cfg.out_file)
 
 

@@ -26,7 +26,7 @@ from typing import Literal
 
 import plot
 from configurator import UserError, check_ranges, command_line, need, run_main, setting
-from files import read_json, write_json, write_text
+from files import hold, read_json, write_json, write_text
 from paper.claims import HEADER, claim_cells, claim_rows, tally
 from paper.figures import FIGURES, PAPER
 from paper.panels import draw_figure
@@ -376,7 +376,7 @@ def publish(name, figure, cfg, found):
         print(markdown(HEADER, map(claim_cells, record["rows"]), left=3), flush=True)
     record["environment"] = environment()
     path = Path(cfg.results_dir, f"{cfg.scale}.json")
-    figures = read_json(path, "results of paper.reproduce")["figures"] if path.exists() else {}
+    figures = read_json(path, "results of paper.reproduce", {"figures": dict})["figures"] if path.exists() else {}
     figures[name] = record
     figures = {key: figures[key] for key in FIGURES if key in figures}
     write_json(path, {"scale": cfg.units.what, "units": units_in_words(cfg.units), "figures": figures})
@@ -421,7 +421,7 @@ def write_report(cfg):
     """Write results/<scale>/README.md."""
     path = Path(cfg.results_dir, cfg.scale, "README.md")
     what = f"what a figure at scale={cfg.scale} writes"
-    results = read_json(Path(cfg.results_dir, f"{cfg.scale}.json"), what, ("figures",))
+    results = read_json(Path(cfg.results_dir, f"{cfg.scale}.json"), what, {"figures": dict})
     write_text(path, report_text(results, cfg.scale))
     print(f"wrote {path}: {len(results['figures'])} figures and tables")
 
@@ -442,7 +442,8 @@ def main(cfg: ReproduceConfig):
             raise UserError(f"scale={cfg.scale} needs GPUs, and there is none; add --dry_run, or set --scale=cpu")
         make_data(cfg)
         show_plan(plans, cfg)
-        failed = make_all(plans, cfg)
+        with hold(cfg.out_dir):
+            failed = make_all(plans, cfg)
     found = Found(cfg.out_dir, cfg.units, cfg.seeds_of, tuple(cfg.public_folders))
     for name, figure in cfg.figures.items():
         with noted(missing, name):

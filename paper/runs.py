@@ -157,6 +157,15 @@ def units_in_words(scale):
     )
 
 
+def read_arrays(path):
+    """{name: array} of an .npz file; raises UserError if it is missing or damaged."""
+    try:
+        with np.load(path) as arrays:
+            return dict(arrays)
+    except Exception as e:  # zipfile and zlib raise many kinds
+        raise UserError(f"{path} is missing or damaged ({e}); make it again with analyze.py") from None
+
+
 class NoSeed(KeyError):
     """A run is not made with that seed."""
 
@@ -207,7 +216,7 @@ class Found:
     def analysis(self, folder):
         """(analysis.json, arrays of analysis.npz) of a folder."""
         if folder not in self.analyses:
-            self.analyses[folder] = plot.read_analysis(folder), dict(np.load(folder / "analysis.npz"))
+            self.analyses[folder] = plot.read_analysis(folder), read_arrays(folder / "analysis.npz")
         return self.analyses[folder]
 
     def mean(self, folder, key):

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))
 
+import files  # noqa: E402
 from configurator import command_line, run_main  # noqa: E402
 from model import GPT  # noqa: E402
 from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode  # noqa: E402
@@ -174,10 +175,12 @@ needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared is not 
 
 
 def change(file, without="", **changes):
-    """Change keys of a JSON file, or take one out."""
-    value = json.loads(file.read_text()) | changes
+    """Change keys of a JSON file, or take one out; with a right checksum if it had one."""
+    value = json.loads(file.read_text())
+    is_sealed = "sha256" in value
+    value.update(changes)
     value.pop(without, None)
-    file.write_text(json.dumps(value))
+    file.write_text(json.dumps(files.sealed(value) if is_sealed else value))
 
 
 def byte_tokenizer(pattern="(?s:.)"):
@@ -191,7 +194,7 @@ def byte_tokenizer(pattern="(?s:.)"):
 
 def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
     """A data folder as prepare.py makes it, of letters in a learnable order; sizes: {domain: train tokens}."""
-    from files import sha256, write_json
+    from files import sha256, write_record
 
     tokenizer, splits, rng = tokenizer or byte_tokenizer(), {"train": {}, "val": {}}, np.random.default_rng(seed)
     sizes = sizes or {"prose": 30_000, "code": 20_000}
@@ -207,8 +210,8 @@ def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
     tokenizer.save(folder / "tokenizer.json")
     about = dict(name=tokenizer.name, hash=tokenizer.hash, n_vocab=tokenizer.n_vocab, eot=tokenizer.eot)
     mixture = mixture or {d: size / sum(sizes.values()) for d, size in sizes.items()}
-    manifest = dict(format=1, source="test", seed=seed, settings={}, tokenizer=about, mixture=mixture, splits=splits)
-    write_json(folder / "manifest.json", manifest)
+    manifest = dict(format=1, source="test", seed=seed, settings={}, inputs="", skipped=0)
+    write_record(folder / "manifest.json", manifest | dict(tokenizer=about, mixture=mixture, splits=splits))
     return folder
 
 

@@ -60,12 +60,12 @@ def test_bad_input():
     result = finished(command, cwd=ROOT)
     assert not re.search(r"\| torch$", result.stderr, re.M)
     result.stderr = "\n".join(line for line in result.stderr.splitlines() if not line.startswith("import time"))
-    refused(result, "shape takes tuple of 'tiny' or '82M'")
+    refused(result, "shape[0] takes 'tiny' or '82M'")
     for module, words, says in (
         (training, ["--modes=resformer"], "modes must begin with vanilla"),
         (decoding, ["--modes=vanilla,resfomer"], "unknown value_mode"),
         (decoding, ["--batch=0"], "batch=0 must be at least 1"),
-        (scoring, ["--task=helaswag"], "task takes tuple of"),
+        (scoring, ["--task=helaswag"], "task[0] takes 'hellaswag' or"),
         (scoring, ["--rounds=0"], "rounds=0 must be at least 1"),
     ):
         refused(in_process(module, *words), says)
@@ -185,7 +185,7 @@ def test_figure_of_decoding(tmp_path, monkeypatch):
         low, high = ax.containers[0].lines[2][0].get_segments()[0][:, 1]
         assert (low, high) == pytest.approx((speeds[0] / 2, speeds[0] * 2))
     (tmp_path / "b.json").write_text("{}")
-    refused(in_process(decoding, tmp_path / "b.json"), "is not a file of bench.decoding")
+    refused(in_process(decoding, tmp_path / "b.json"), "b.json lacks the field 'rows'")
 
 
 def test_another_text_is_rejected():

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import checkpoint
+import files
 from configurator import UserError
 from model import GPT
 
@@ -22,7 +24,7 @@ def test_round_trip_and_header(tmp_path):
     with safe_open(path, "pt") as f:
         raw = json.loads(f.metadata()["nanoresformer"])
     header = checkpoint.read_header(path)
-    assert raw == header
+    assert raw == files.sealed(header | {"config": json.loads(json.dumps(asdict(header["config"])))})
     assert (header["step"], header["val_loss"], header["mode"], header["tokenizer"]) == (7, 1.5, "resformer", "hash")
     assert header["plan"][2] == {"owner": {"q": 2, "k": 2, "v": 2}, "sources": [[0]]}
     again = checkpoint.load(tmp_path)
@@ -65,7 +67,13 @@ def test_resume_puts_the_random_generator_back(tmp_path):
 def altered(path, **changes):
     with safe_open(path, "pt") as f:
         header, tensors = json.loads(f.metadata()["nanoresformer"]), {k: f.get_tensor(k) for k in f.keys()}
-    save_file(tensors, path, metadata={"nanoresformer": json.dumps(header | changes)})
+    save_file(tensors, path, metadata={"nanoresformer": json.dumps(files.sealed(header | changes))})
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -73,11 +81,14 @@ def altered(path, **changes):
     [
         (lambda p: p.write_bytes(p.read_bytes()[:-100]), "truncated or not a safetensors file"),
         (lambda p: p.write_bytes(b"\x80\x02}q\x00."), "truncated or not a safetensors file"),
-        (lambda p: save_file({"a": torch.zeros(1)}, p), "not a nanoresformer/1 checkpoint"),
-        (lambda p: altered(p, format="nanoresformer/0"), "not a nanoresformer/1 checkpoint"),
+        (lambda p: save_file({"a": torch.zeros(1)}, p), "not a checkpoint of train.py"),
+        (lambda p: altered(p, format="nanoresformer/0"), "format takes 'nanoresformer/1'"),
+        (lambda p: altered(p, step=-1), "step takes int from 0 to inf, not -1"),
+        (lambda p: altered(p, tensors="0" * 64), "its tensors do not match their checksum"),
+        (flip_a_bit, "altered"),
         (lambda p: altered(p, plan=[]), "another layer plan"),
         (
-            lambda p: altered(p, config=config("svformer").to_dict(), plan=checkpoint.plan_as_json(config("svformer"))),
+            lambda p: altered(p, config=asdict(config("svformer")), plan=checkpoint.plan_as_json(config("svformer"))),
             "differ",
         ),
         (lambda p: p.unlink(), "holds no checkpoint"),

@@ -119,7 +119,7 @@ def test_bad_flags():
         ("--max_steps", "max_steps takes int, not True"),
         ("--compile=maybe", "compile takes true or false, not 'maybe'"),
         ("--kind=eager", "kind takes 'sdpa' or 'flash', not 'eager'"),
-        ("--layers=(1,'a')", "layers takes tuple of int"),
+        ("--layers=(1,'a')", "layers[1] takes int, not 'a'"),
         ("--max_steps=-1", "max_steps must not be negative"),
         ("nowhere.py", "nowhere.py: no such config file"),
         ("resformer", "unexpected word 'resformer'"),

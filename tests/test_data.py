@@ -81,6 +81,12 @@ def test_hashes_name_the_data(data_dir):
     assert corpus.val_hash == other.val_hash != Corpus(data_dir, 16, mixture={"code": 1}).val_hash
 
 
+def swap(file, old, new):
+    """Change the text of a file."""
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new, 1))
+
+
 def flip_a_token(folder):
     ids = np.fromfile(folder / "train/code.bin", "<u2")
     ids[1234] ^= 1
@@ -92,11 +98,24 @@ DAMAGES = {
     "code.bin has 40002 bytes instead of 40000": lambda f: os.truncate(f / "train/code.bin", 40_002),
     "prose.bin has 0 bytes": lambda f: (f / "val/prose.bin").unlink(),
     "manifest.json is missing; it should be prepare.py": lambda f: (f / "manifest.json").unlink(),
-    "is not prepare.py's manifest": lambda f: (f / "manifest.json").write_text("{"),
-    "finished: it lacks": lambda f: change(f / "manifest.json", "splits"),
+    "is not JSON: .*should be prepare.py's manifest": lambda f: (f / "manifest.json").write_text("{"),
+    "manifest.json takes object, not": lambda f: (f / "manifest.json").write_text("[1]"),
+    "manifest.json lacks the field 'splits'": lambda f: change(f / "manifest.json", "splits"),
+    "manifest.json has an unknown field 'x'": lambda f: change(f / "manifest.json", x=1),
+    "manifest.json.mixture.code takes float, not 'x'": lambda f: change(f / "manifest.json", mixture={"code": "x"}),
+    "manifest.json.splits lacks the field 'val'": lambda f: change(f / "manifest.json", splits={"train": {}}),
+    "manifest.json was altered": lambda f: swap(f / "manifest.json", '"seed": 0', '"seed": 1'),
     "tokenizer.json is missing": lambda f: (f / "tokenizer.json").unlink(),
     "is not the one that the data was made with": lambda f: change(f / "tokenizer.json", n_vocab=300),
-    "is not a vocabulary": lambda f: change(f / "tokenizer.json", "ranks"),
+    "tokenizer.json lacks the field 'ranks'": lambda f: change(f / "tokenizer.json", "ranks"),
+    "tokenizer.json.n_vocab takes int, not '257'": lambda f: change(f / "tokenizer.json", n_vocab="257"),
+    "n_vocab takes int from 1 to 65536, not 65537": lambda f: change(f / "tokenizer.json", n_vocab=2**16 + 1),
+    "two tokens have the same id": lambda f: change(f / "tokenizer.json", special={"<|endoftext|>": 7}),
+    "ids are not all in 0..255": lambda f: change(f / "tokenizer.json", n_vocab=256),
+    "ranks are pairs of base64 text and an id": lambda f: change(f / "tokenizer.json", ranks=[["AA=="]]),
+    "some bytes of UTF-8 have no token": lambda f: change(f / "tokenizer.json", ranks=[["AA==", 0]]),
+    "is not a vocabulary: ": lambda f: change(f / "tokenizer.json", pattern="("),
+    "tokenizer.json was altered": lambda f: swap(f / "tokenizer.json", '"name": "bytes"', '"name": "bytfs"'),
     "code.bin was altered": flip_a_token,
 }
 
@@ -115,9 +134,9 @@ def test_a_domain_without_a_target_is_refused(tmp_path):
     for n in (2, 1):
         folder = make_data(tmp_path / str(n), {"a": 3000})
         os.truncate(folder / "val/a.bin", 2 * n)
-        manifest = json.loads((folder / "manifest.json").read_text())
-        manifest["splits"]["val"]["a"]["tokens"] = n
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        splits = json.loads((folder / "manifest.json").read_text())["splits"]
+        splits["val"]["a"]["tokens"] = n
+        change(folder / "manifest.json", splits=splits)
         if n == 2:
             assert Corpus(folder, 16, verify=False).val_rest("a")[1].shape == (1, 1)
     with pytest.raises(UserError, match="val data of domain 'a' in .* has 1 tokens, but needs 2"):

@@ -255,7 +255,7 @@ class Made:
         layers["entropy"] = (2 + 5 * rng.random(L)).tolist()
         layers["eq4"][0] = layers["eq6"][0] = None
         states = {k: rng.random(L + 1).tolist() for k in ("hidden_norm_first", "hidden_norm_rest", "hidden_similarity")}
-        about = {"length": 2048, "entropy_uniform": 7.2025}
+        about = {"mode": job.mode, "length": 2048, "entropy_uniform": 7.2025}
         both = {"layers": layers, "states": states}
         numbers = about | {where: {k: {"mean": v} for k, v in of.items()} for where, of in both.items()}
         shapes = dict(importance=(L, 256), value_norm=(L, 256), hidden_norm=(L + 1, 256), value_spectrum=(L, 64))
@@ -1075,7 +1075,7 @@ def test_tasks_of_the_tables(small, monkeypatch, capsys):
     assert [g.task for g in given] == [("hellaswag",), ("openbookqa",)]
     assert "no file, no network" in capsys.readouterr().out
     plan.folder.mkdir(parents=True)
-    results = {"hellaswag": {"acc": 0.3}, "piqa": {"acc": 0.5}, "loss": {}}
+    results = {"hellaswag": {"acc": 0.3}, "piqa": {"acc": 0.5}, "loss": {"val": {}, "val_mean": 1.0}}
     done = {"checkpoints": {"x": {"step": 4, "mode": "resformer", "results": results}}}
     (plan.folder / "eval.json").write_text(json.dumps(done))
     assert [g.task for g in scored("table1")] == [(t,) for t in SIX if t not in results] and not scored("table5")

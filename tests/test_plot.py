@@ -285,10 +285,10 @@ def test_refused_files(tmp_path):
         ("loss", tmp_path / "nowhere", ["nowhere/metrics.jsonl does not exist"]),
         ("loss", started, ["started/metrics.jsonl has no steps yet"]),
         ("eval", empty, ["eval.json is missing", "python eval.py"]),
-        ("eval", odd, ["it lacks checkpoints"]),
+        ("eval", odd, ["eval.json lacks the field"]),
         ("eval", few, ["no result of a whole task"]),
         ("analysis", empty, ["analysis.json is missing", "`python analyze.py"]),
-        ("analysis", odd, ["analysis.json is not what `python analyze.py"]),
+        ("analysis", odd, ["analysis.json takes object, not []", "`python analyze.py"]),
     ):
         refused(in_process(plot, kind, folder), *says)
 

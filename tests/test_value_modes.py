@@ -9,6 +9,7 @@ import pytest
 from conftest import MODES, config
 
 import value_modes
+from configurator import convert
 from value_modes import (
     VALUE_MODES,
     ModelConfig,
@@ -45,7 +46,7 @@ def test_names_lead_to_modes_and_back():
 def test_config_survives_json():
     for mode in MODES:
         cfg = config(mode)
-        again = ModelConfig.from_dict(json.loads(json.dumps(cfg.to_dict())))
+        again = convert(json.loads(json.dumps(dataclasses.asdict(cfg))), ModelConfig, "JSON")
         assert again == cfg and again.value_mode.name == cfg.value_mode.name, mode
 
 
@@ -88,7 +89,7 @@ def test_lists_become_tuples():
     """A mode written with lists is the one that a checkpoint gives back."""
     mode = ValueMode([Residual(lam=[1, 0.7], layers=[1, -1])], share_k=[0, 2], dense=[1, 1])
     assert mode == ValueMode((Residual(lam=(1.0, 0.7), layers=(1, -1)),), share_k=(0, 2), dense=(1, 1))
-    assert ValueMode.from_dict(json.loads(json.dumps(dataclasses.asdict(mode)))) == mode
+    assert convert(json.loads(json.dumps(dataclasses.asdict(mode))), ValueMode, "JSON") == mode
 
 
 def test_pairs_of_borrowed_tensors_are_read_once():
@@ -145,9 +146,9 @@ IMPOSSIBLE = [
     (lambda: ValueMode(dense=1), "dense takes tuple of int or none"),
     (lambda: ValueMode(kv_group=2.5), "kv_group takes int"),
     (lambda: ValueMode(share_v=(0, "a")), "share_v takes int or tuple"),
-    (lambda: ValueMode(("resformer",)), "residuals takes tuple of Residual"),
+    (lambda: ValueMode(("resformer",)), "residuals[0] takes Residual"),
     (lambda: Residual(lam=("1", "2")), "lam takes"),
-    (lambda: Residual(lam=(1.0, math.nan)), "two weights"),
+    (lambda: Residual(lam=(1.0, math.nan)), "lam takes tuple of float"),
     (lambda: Residual(layers="3"), "is not a slice of layers"),
     (lambda: Residual(layers="::0"), "is not a slice of layers"),
     (lambda: Residual(tables="mirror"), "is for source='token'"),
@@ -163,9 +164,9 @@ IMPOSSIBLE = [
     (lambda: ModelConfig(arch="gpt2", rope_scaling=(8.0, 1.0, 4.0, 32.0)), "gpt2 learns its positions"),
     (lambda: ModelConfig(rope_scaling=(8.0, 1.0, 4.0)), "four positive numbers"),
     (lambda: ModelConfig(rope_scaling=(0.0, 1.0, 4.0, 32.0)), "four positive numbers"),
-    (lambda: ModelConfig(rope_scaling=(8.0, 1.0, math.inf, 32.0)), "four positive numbers"),
+    (lambda: ModelConfig(rope_scaling=(8.0, 1.0, math.inf, 32.0)), "rope_scaling[2] takes float, not inf"),
     (lambda: ModelConfig(rope_scaling=(8.0, 4.0, 4.0, 32.0)), "low factor must be below"),
-    (lambda: ModelConfig(rope_scaling=(8.0, "1", 4.0, 32.0)), "rope_scaling takes tuple of float"),
+    (lambda: ModelConfig(rope_scaling=(8.0, "1", 4.0, 32.0)), "rope_scaling[1] takes float, not '1'"),
     (lambda: ModelConfig(value_mode="resfromer"), "did you mean 'resformer'"),
     (lambda: ModelConfig(value_mode="resformer_0.5"), "resformer takes no number"),
     (lambda: ModelConfig(n_head=16, n_embd=96, value_mode=ValueMode(kv_group=3)), "n_head=16 is no multiple"),

@@ -1,0 +1,77 @@
+"""Locks and writes; that damaged files are noticed is in test_fuzz.py, killed processes and full disks in faults.py."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import files
+from configurator import UserError
+
+HOLDER = "import files, sys, time\nwith files.hold(sys.argv[1]):\n    print('held', flush=True)\n    time.sleep(60)"
+
+
+def holder(folder):
+    """A process that holds a folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_folder_has_one_holder(tmp_path):
+    process = holder(tmp_path)
+    try:
+        with pytest.raises(UserError, match=f"is in use by process {process.pid} on .*; wait for its end, or remove"):
+            with files.hold(tmp_path):
+                pytest.fail("held twice")
+    finally:
+        process.kill()
+        process.wait()
+    with files.hold(tmp_path):  # what held it is dead
+        assert (tmp_path / ".lock").read_text().split()[0] == str(os.getpid())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_holder_of_another_machine_is_believed(tmp_path):
+    (tmp_path / ".lock").write_text("123456\nanother-machine\n")
+    with pytest.raises(UserError, match="in use by process 123456 on another-machine"):
+        with files.hold(tmp_path):
+            pytest.fail("held twice")
+
+
+def test_a_file_that_was_removed_is_noticed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "a") as file:
+        files.append(file, "1\n")
+        path.rename(tmp_path / "other")
+        with pytest.raises(UserError, match="metrics.jsonl was removed or replaced"):
+            files.append(file, "2\n")
+        path.write_text("")
+        with pytest.raises(UserError, match="metrics.jsonl was removed or replaced"):
+            files.append(file, "3\n")
+
+
+def test_a_failed_write_names_its_file(tmp_path):
+    def write(temporary):
+        temporary.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError) as caught:
+        files.write_atomic(tmp_path / "a.json", write)
+    assert caught.value.filename == tmp_path / "a.json"
+    assert not list(tmp_path.iterdir())
+
+
+def test_older_files_without_a_checksum_are_read_with_one_line(tmp_path, capsys):
+    path = tmp_path / "a.json"
+    for _ in range(2):
+        files.write_json(path, {"n": 1})
+        assert files.read_record(path, "a file", {"n": int}) == {"n": 1}
+    assert capsys.readouterr().err.count("a.json has no checksum") == 1
+    files.write_record(path, {"n": 1})
+    assert files.read_record(path, "a file", {"n": int}) == {"n": 1}
+    path.write_text(path.read_text().replace('"n": 1', '"n": 2'))
+    with pytest.raises(UserError, match="a.json was altered"):
+        files.read_record(path, "a file", {"n": int})
