@@ -268,12 +268,22 @@ def read_only(folder, known, rng):
         yield f"{name} below a file"
 
 
+SLOW = """
+import files, time
+writing = files.writing
+def slow_writing(path):
+    time.sleep({n})
+    return writing(path)
+files.writing = slow_writing
+"""
+
+
 def two_processes(folder, known, rng):
     """A second process in a folder in use: one sentence, and the first is not disturbed."""
-    for name in ("train", "prepare"):
+    for name, seconds in {"train": 0.2, "prepare": 2}.items():  # the first is still at work when the second begins
         stage = known[name]
         stage.clean()
-        first = start(stage.words, folder)
+        first = start(stage.words, folder, SLOW.format(n=seconds))
         while not (stage.out / ".lock").exists() and first.poll() is None:
             time.sleep(0.02)
         code, output = completed(stage.words, folder)
