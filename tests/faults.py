@@ -322,7 +322,7 @@ def vanished(folder, known, rng):
     process = start(stage.words, folder)
     while not list(stage.out.glob("step_*.safetensors")) and process.poll() is None:
         time.sleep(0.02)
-    shutil.rmtree(stage.out)
+    stage.out.rename(folder / "removed")  # at once, unlike the removal of its files
     output = process.communicate(timeout=120)[0]
     demand(process.returncode == 2, f"exit code {process.returncode}: {output[-300:]}")
     one_sentence(output)
