@@ -45,7 +45,7 @@ PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
 
 def bench_rows(name, key="rows"):
     """What results/bench_<name>.json holds under `key`."""
-    return read_json(ROOT / f"results/bench_{name}.json", "a file of bench/", keys=(key,))[key]
+    return read_json(ROOT / f"results/bench_{name}.json", "a file of bench/")[key]
 
 
 def current_training_table(name):
@@ -69,7 +69,7 @@ def llama_table():
 
 def claims_text(scale):
     """How many of the paper's claims go the same way at a scale."""
-    return tally(read_json(ROOT / f"results/{scale}.json", "results of paper.reproduce", keys=("figures",))["figures"])
+    return tally(read_json(ROOT / f"results/{scale}.json", "results of paper.reproduce")["figures"])
 
 
 def decoding_of_vanilla():
@@ -120,7 +120,22 @@ def domain_loss_table():
     return markdown(["loss (nats per token)", *losses[first]], rows)
 
 
+def campaign_table(name):
+    """What tests/<name>.py counted."""
+    found = read_json(ROOT / f"results/{name}.json", f"what `make {name}` writes")
+    counts = found["counts"]
+    columns = list(dict.fromkeys(outcome for of in counts.values() for outcome in of))
+    rows = [[kind, *(f"{of.get(column, 0):,}" for column in columns)] for kind, of in counts.items()]
+    totals = [sum(of.get(column, 0) for of in counts.values()) for column in columns]
+    rows.append(["all", *(f"{total:,}" for total in totals)])
+    about = found["environment"]
+    where = f"In {found['seconds']:,} s, by commit {about['commit'][:10]}, on {about['machine']}."
+    return f"{markdown([name, *columns], rows)}\n\n{where}"
+
+
 MAKERS = {
+    "fuzz": lambda: campaign_table("fuzz"),
+    "faults": lambda: campaign_table("faults"),
     "modes": lambda: mode_table(ModelConfig()),
     "claims-cpu": lambda: claims_text("cpu"),
     "claims-modes": lambda: claims_text("modes"),
