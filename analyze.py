@@ -60,10 +60,9 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
-import hf
 from data import EOT, Corpus, Tokenizer, raw_bits
 from describe import count_parameters
-from files import read_json, write_atomic, write_json
+from files import write_atomic, write_json
 from model import GPT, attend, repeat_heads, to_fp32
 from report import markdown, plus_minus, progress
 from runtime import environment, only_process
@@ -377,7 +376,7 @@ class Subject:
     data_dir: str
     mixture: dict | None  # None = the data's own
     first_token: int
-    tokenizer: object  # a data.Tokenizer, whose ids the data must have, or a tokenizers.Tokenizer, which reads its text
+    tokenizer: object  # a data.Tokenizer or an hf.HFTokenizer; if its hash is None, it reads the data's text
     step: int | None = None
     checkpoint: str | None = None
 
@@ -387,26 +386,12 @@ class Subject:
 
 
 def open_run(name, cfg, device):
-    """The Subject of a run's folder, which must be finished, or of a checkpoint file."""
-    path = checkpoint.find(name)
+    """The Subject of a run's folder, which must be finished, of a checkpoint file, or of a Hugging Face folder."""
+    path = checkpoint.find_finished(name)
     folder, step, tokenizer = path.parent, checkpoint.read_header(path)["step"], checkpoint.load_tokenizer(path)
-    if Path(name).is_dir() and (folder / "config.json").exists():
-        max_steps = read_json(folder / "config.json", "the config of a run", checkpoint.RUN)["max_steps"]
-        if step < max_steps:
-            way_out = f"finish it with --resume=auto, or name {path} itself"
-            raise UserError(f"{folder} is at step {step} of {max_steps}; {way_out}")
     data_dir, mixture = checkpoint.trained_on(folder, cfg.data_dir, "the prepared data by --data_dir")
-    model = checkpoint.load(path, device=device).to(getattr(torch, cfg.dtype))
+    model = checkpoint.load(path, device=device, dtype=getattr(torch, cfg.dtype))
     return Subject(model, folder, data_dir, mixture, tokenizer.eot, tokenizer, step, path.name)
-
-
-def open_hugging_face(name, cfg, device):
-    """The Subject of a Llama or Mistral folder; it reads the text of prepared data in its own tokens."""
-    if not cfg.data_dir:
-        raise UserError(f"{name} does not say what it was trained on; name prepared data, for its text, by --data_dir")
-    folder, tokenizer, first_token = Path(name), hf.hf_tokenizer(name), hf.hf_first_token(name)
-    model = hf.load_hf(name, device=device, dtype=getattr(torch, cfg.dtype))
-    return Subject(model, folder, cfg.data_dir, None, first_token, tokenizer, checkpoint=folder.name)
 
 
 def open_initial(cfg, device):
@@ -435,7 +420,7 @@ def choose_windows(corpus, n, seed):
 
 def read_chunks(subject, n, T, seed, verify=True):
     """(at most n, T) token ids: the first token, then T - 1 of validation text."""
-    is_ours = isinstance(subject.tokenizer, Tokenizer)
+    is_ours = subject.tokenizer.hash is not None
     # another tokenizer may need more of our tokens for its T - 1: three times as many, cut to length afterwards
     block_size = T - 1 if is_ours else 3 * (T - 1)
     corpus = Corpus(subject.data_dir, block_size, mixture=subject.mixture, verify=verify)
@@ -444,8 +429,8 @@ def read_chunks(subject, n, T, seed, verify=True):
     rows = [corpus.val_batch(domain, w, w + 1)[0][0] for domain, w in choose_windows(corpus, n, seed)]
     if not is_ours:
         texts = [corpus.tokenizer.decode(row.tolist()).replace(EOT, "\n\n") for row in rows]
-        encoded = subject.tokenizer.encode_batch(texts, add_special_tokens=False)
-        rows = [text.ids[: T - 1] for text in encoded if len(text.ids) >= T - 1]
+        encoded = [subject.tokenizer.encode(text) for text in texts]
+        rows = [ids[: T - 1] for ids in encoded if len(ids) >= T - 1]
     if not rows:
         raise UserError(f"the validation text of {subject.data_dir} has no chunk of {T} tokens; set a smaller --length")
     idx = np.full((len(rows), T), subject.first_token, np.int64)
@@ -633,8 +618,7 @@ def main(cfg: AnalyzeConfig):
     if cfg.init:
         return analyze_subject(open_initial(cfg, device), cfg, device)
     for name in cfg.runs or ("",):
-        open_named = open_hugging_face if hf.is_hf_folder(name) else open_run
-        analyze_subject(open_named(name, cfg, device), cfg, device)
+        analyze_subject(open_run(name, cfg, device), cfg, device)
 
 
 if __name__ == "__main__":

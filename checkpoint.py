@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 
 from configurator import UserError, convert
 from data import COUNT, Tokenizer
-from files import OBJECT, parse_object, read_json, read_tensors, sealed, unsealed, write_atomic
-from hf import load_hf
+from files import OBJECT, parse_object, read_json, read_tensors, sealed, sha256, unsealed, write_atomic
+from hf import HFTokenizer, hf_config, hf_files, is_hf_folder, load_hf, made_by_us, parts_of, require_finite
 from model import GPT
 from value_modes import ModelConfig, plan_layers
 
@@ -87,7 +87,11 @@ def plan_as_json(cfg):
 
 
 def read_header(path):
-    """The HEADER of a weights file. Raises UserError if it is not ours, or if this code plans its layers otherwise."""
+    """The HEADER of a weights file; of one in a Hugging Face folder without format and plan. Raises UserError if it is
+    damaged, or if this code plans its layers otherwise."""
+    if is_hf_file(path):
+        found, config = made_by_us(path.parent), hf_config(path.parent)
+        return found | {"tokenizer": found["tokenizer_hash"], "mode": config.value_mode.name, "config": config}
     metadata = read_metadata(path)
     with contextlib.suppress(KeyError, TypeError, AttributeError):
         metadata["config"]["value_mode"].setdefault("name", metadata["mode"])  # in older files modes have no name
@@ -117,13 +121,16 @@ def runs_below(folder="out"):
 
 
 def find(run_or_file="", which="last"):
-    """The weights file that is meant: a file itself, or the "last" or "best" (lowest validation loss) one of a run.
-    "" is the newest run below out/. Raises UserError, with the runs that do exist, if there is none."""
+    """The weights file that is meant: a file itself, the "last" or "best" (lowest validation loss) one of a run, or the
+    first one of a Hugging Face folder. "" is the newest run below out/. Raises UserError, with the runs that do exist,
+    if there is none."""
     if not run_or_file:
         run_or_file = (runs_below() or ["out"])[-1]
     path = Path(run_or_file)
     if path.is_file():
         return path
+    if is_hf_folder(path):
+        return hf_files(path)[0]
     files = steps(path)
     if not files:
         runs = runs_below()
@@ -131,6 +138,17 @@ def find(run_or_file="", which="last"):
         hint = f"runs that do: {there}" if runs else "no run is below out/ yet, `make demo` trains three small ones"
         raise UserError(f"{path} holds no checkpoint (step_*.safetensors); {hint}")
     return (best(path) if which == "best" else None) or list(files.values())[-1]
+
+
+def is_hf_file(path):
+    return Path(path).name.startswith("model")  # as hf_files names them; ours begin with step_
+
+
+def digest(path):
+    """sha256 of the weights that `find` returned, of all shards."""
+    shards = hf_files(path.parent) if is_hf_file(path) else [path]
+    sums = [sha256(shard) for shard in shards]
+    return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
 def best(run):
@@ -148,12 +166,26 @@ def state_file(weights_file):
     return weights_file.with_suffix(".state.safetensors")
 
 
-def load(run_or_file, which="last", device="cpu", attn="sdpa"):
-    """The model of a checkpoint, in eval mode, fp32, on `device`. run_or_file, which: see `find`."""
+def find_finished(name, which="last"):
+    """`find`; raises UserError if it is a run's folder, and the run is not finished."""
+    path = find(name, which)
+    config = path.parent / "config.json"
+    if Path(name).is_dir() and config.exists() and not is_hf_file(path):
+        step, steps = read_header(path)["step"], read_json(config, "the config of a run", RUN)["max_steps"]
+        if step < steps and which == "last":
+            way_out = f"finish it with --resume=auto, or name {path} itself"
+            raise UserError(f"{path.parent} is at step {step} of {steps}; {way_out}")
+    return path
+
+
+def load(run_or_file, which="last", device="cpu", attn="sdpa", dtype=torch.float32):
+    """The model of a checkpoint, in eval mode, on `device`, its weights in `dtype`. run_or_file, which: see `find`."""
     path = find(run_or_file, which)
+    if is_hf_file(path):
+        return load_hf(path.parent, device, attn, dtype)
     model = GPT(read_header(path)["config"], attn=attn, init=False)
     load_weights(model, path)
-    return model.to(device).eval()
+    return model.to(device, dtype).eval()
 
 
 def read_checked(path):
@@ -164,8 +196,7 @@ def read_checked(path):
     if metadata.get("tensors", "") not in ("", checksum(tensors)):
         raise UserError(f"{path} was altered: its tensors do not match their checksum; use another checkpoint")
     for name, tensor in tensors.items():
-        if not (tensor.sum().isfinite() or tensor.isfinite().all()):  # the sum is faster, but may overflow
-            raise UserError(f"{path}: {name} has NaN or infinity in it; its training failed, use an earlier checkpoint")
+        require_finite(f"{path}: {name}", tensor)
     return metadata, tensors
 
 
@@ -288,9 +319,29 @@ def resume(weights_file, model, optimizer, scaler, tokenizer_hash):
     return header
 
 
+def start_from(path, model, tokenizer_hash):
+    """Copy the weights of a checkpoint into `model` where names and shapes are the same; returns a line that names the
+    others. Raises UserError if it has another vocabulary, or if nothing fits."""
+    header = read_header(path)
+    if header["tokenizer"] != tokenizer_hash:
+        raise UserError(f"{path} has another tokenizer than this data; use data prepared with its tokenizer")
+    theirs = {name: parameter[rows] for name, parameter, rows in parts_of(load(path))}
+    mine = {name: parameter.detach()[rows] for name, parameter, rows in parts_of(model)}
+    fitting = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape]
+    if "embed.weight" not in fitting or header["config"].arch != model.cfg.arch:
+        raise UserError(f"{path} is another shape of model; give it the same arch and n_embd")
+    for name in fitting:
+        mine[name].copy_(theirs[name].detach())
+    rest = [name for name in mine if name not in fitting]
+    line = f"weights from {path}: {len(fitting)} of {len(mine)} tensors"
+    return f"{line}; new: {', '.join(rest)}" if rest else line
+
+
 def load_tokenizer(weights_file):
     """The tokenizer beside a checkpoint; raises UserError if it is missing or not the one of the training data."""
     path = Path(weights_file).parent / "tokenizer.json"
+    if is_hf_file(weights_file):
+        return HFTokenizer(path.parent)
     tokenizer = Tokenizer.load(path)
     if tokenizer.hash != read_header(weights_file)["tokenizer"]:
         raise UserError(f"{path} is not the tokenizer that {weights_file} was trained with")
@@ -300,8 +351,9 @@ def load_tokenizer(weights_file):
 def trained_on(folder, given, instead):
     """(data folder, mixture or None) that a run in `folder` was trained on, or `given` if that is not empty. Raises
     UserError, which asks for `instead`, if it is unknown or missing."""
-    config = folder / "config.json"
-    trained = read_json(config, "the config of a run", RUN) if config.exists() else {"data_dir": "", "mixture": {}}
+    config, trained = folder / "config.json", {"data_dir": "", "mixture": {}}
+    if config.exists() and not is_hf_folder(folder):
+        trained = read_json(config, "the config of a run", RUN)
     data_dir = given or trained["data_dir"]
     if not data_dir:
         raise UserError(f"{folder} does not say what it was trained on; name {instead}")

@@ -69,6 +69,13 @@ def check_vocabulary(spec):
     require(single <= {b for b, _ in spec["ranks"]}, "some bytes of UTF-8 have no token")
 
 
+def byte_letters():
+    """{byte: the printable character that spells it in byte-level vocabularies}, GPT-2's and others'."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
+
+
 class Tokenizer:
     """Text <-> token ids, through a tiktoken.Encoding that is built from a dict like VOCABULARY.
 

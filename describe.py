@@ -35,16 +35,16 @@ def count_parameters(cfg):
 
 
 def flops_per_token(cfg):
-    """Training FLOPs per token at T = block_size: 6 N + 12 L C T, with N the parameters that multiply. Attention counts
-    in full, not causally: half of 12 C T is q k^T, half A V. Residuals add their own. Source: PaLM, appendix B."""
-    halves = 2 * cfg.n_layer  # of attention, each 6 C T
+    """Training FLOPs per token at T = block_size: 6 N + 12 L H D T, with N the parameters that multiply. Attention
+    counts in full, not causally: half of 12 H D T is q k^T, half A V. Residuals add theirs. Source: PaLM, app. B."""
+    halves = 2 * cfg.n_layer  # of attention, each 6 H D T
     for layer in plan_layers(cfg):
         for mix in layer.mixes:
             if mix.residual.map == "cross" or mix.residual.of == "probs":
                 halves += 2 * len(mix.sources)
             elif mix.residual.of == "scores":
                 halves += len(mix.sources)
-    return 6 * count_parameters(cfg)[1] + 6 * halves * cfg.n_embd * cfg.block_size
+    return 6 * count_parameters(cfg)[1] + 6 * halves * cfg.n_head * cfg.head_dim * cfg.block_size
 
 
 def describe_mix(mix, weights):

@@ -4,7 +4,7 @@
     python eval.py out/vanilla out/resformer --task=table1,table5       the paper's tables, side by side
     torchrun --nproc_per_node=8 eval.py out/resformer --task=all        documents split over the ranks
     python eval.py out/resformer --task=piqa --data_dir=evals           local files, no network
-    python eval.py out/resformer --task=mmlu --backend=lm_eval          any task of the harness, by the harness
+    lm_eval --model hf --model_args pretrained=hf/resformer,trust_remote_code=True …    by the harness, see export.py
 
 Tasks: loss (validation loss by domain), hellaswag openbookqa winogrande arc_challenge arc_easy piqa, lambada;
 table1 = the six multiple-choice tasks, table5 = loss, all = everything. Prints Markdown tables and writes them to
@@ -32,7 +32,6 @@ class EvalConfig:
     data_dir: str = setting("", "folder of local task files; empty = from the hub through `datasets`")
     corpus: str = setting("", "prepared data for the loss; empty = what the run was trained on")
     limit: int = setting(0, "only the first documents of each task; 0 = all", least=0)
-    backend: Literal["native", "lm_eval"] = setting("native", "lm_eval: the harness itself scores, with our model")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
     batch_tokens: int = setting(0, "tokens of a forward pass; 0 = 2,048 on a CPU, 65,536 on a GPU", least=0)
     log_samples: str = setting("", "file that gets one JSON line for each choice of each document", group="Results")
@@ -43,11 +42,8 @@ class EvalConfig:
         names = [name for group in self.task for name in GROUPS.get(group, (group,))]
         object.__setattr__(self, "task", tuple(dict.fromkeys(names)))  # each once
         unknown = [name for name in names if name not in GROUPS["all"]]
-        if self.backend == "native" and unknown:
-            known = ", ".join((*GROUPS["all"], *GROUPS))
-            raise ValueError(f"unknown task {unknown[0]!r}; choose from {known}, or any with --backend=lm_eval")
-        if self.backend == "lm_eval" and ("loss" in names or self.log_samples or self.data_dir):
-            raise ValueError("the task loss, log_samples and data_dir need --backend=native")
+        if unknown:
+            raise ValueError(f"unknown task {unknown[0]!r}; choose from {', '.join((*GROUPS['all'], *GROUPS))}")
 
     def tokens_per_pass(self, world):
         if self.batch_tokens:
@@ -390,7 +386,7 @@ def open_entries(cfg, world):
         read_results(path.parent)  # fails now rather than after hours
         header, tokenizer = checkpoint.read_header(path), load_tokenizer(path)
         corpus = open_corpus(path, tokenizer, header, cfg, world) if "loss" in cfg.task else None
-        entries.append(Entry(path, sha256(path), header, tokenizer, corpus))
+        entries.append(Entry(path, checkpoint.digest(path), header, tokenizer, corpus))
         if corpus and corpus.val_hash != entries[0].corpus.val_hash:
             raise UserError(f"{paths[0]} and {path} have different data: compare their losses on one --corpus")
     for entry, label in zip(entries, short_labels(entries), strict=True):
@@ -485,7 +481,7 @@ def all_tables(entries, names):
 def record_key(name, record):
     """The name of a task's record in eval.json, with every setting that is not the default: no result replaces one of
     another kind."""
-    for word, usual in {"limit": 0, "dtype": "float32", "backend": "native"}.items():
+    for word, usual in {"limit": 0, "dtype": "float32"}.items():
         if record.get(word, usual) != usual:
             name += f" {word}={record[word]}"
     return name
@@ -528,7 +524,7 @@ def out_path(cfg, entries):
 
 def evaluate_checkpoint(entry, asked, cfg, world):
     """Score all tasks for an Entry. asked: {task: (Questions, where they are from)}."""
-    model = checkpoint.load(entry.path, device=world.device).to(getattr(torch, cfg.dtype))
+    model = checkpoint.load(entry.path, device=world.device, dtype=getattr(torch, cfg.dtype))
     for name in cfg.task:
         began = time.time()
         if name == "loss":
@@ -538,8 +534,8 @@ def evaluate_checkpoint(entry, asked, cfg, world):
         entry.records[name] |= {"dtype": cfg.dtype, "seconds": round(time.time() - began, 3)}
 
 
-def native(entries, cfg, world):
-    """Everything by our own code; returns the tables."""
+def evaluate(entries, cfg, world):
+    """All checkpoints on all tasks; returns the tables."""
     if not world.is_first_of_node:
         world.wait()  # until the first rank of each node has downloaded what all will read
     asked = {name: questions(name, cfg) for name in cfg.task if name != "loss"}
@@ -557,33 +553,12 @@ def native(entries, cfg, world):
     return all_tables(entries, cfg.task)
 
 
-def by_harness(entries, cfg, world):
-    """Everything by lm-eval, but the model; returns the tables."""
-    try:
-        import harness
-    except ImportError:
-        raise UserError("--backend=lm_eval needs the harness: pip install lm-eval==0.4.13 transformers") from None
-    if world.size > 1:
-        raise UserError("--backend=lm_eval runs in one process; leave torchrun out, or use --backend=native")
-    names = harness.known_names(cfg.task)
-    settings = {"limit": cfg.limit, "dtype": cfg.dtype, "backend": "lm_eval", "data": "hub"}
-    tables = ""
-    for entry in entries:
-        model = checkpoint.load(entry.path, device=world.device).to(getattr(torch, cfg.dtype))
-        adapter = harness.Adapter(model, entry.tokenizer, score, cfg.tokens_per_pass(world))
-        results, table = harness.results_of(adapter, names, cfg.limit)
-        entry.records = {name: record | settings for name, record in results.items()}
-        store_results(entry)
-        tables += f"{entry.label}\n{table}\n"
-    return tables
-
-
 def main(cfg: EvalConfig):
     world = Distributed(cfg.device)
     with world.connected():
         with world.together():
             entries = open_entries(cfg, world)
-        tables = native(entries, cfg, world) if cfg.backend == "native" else by_harness(entries, cfg, world)
+        tables = evaluate(entries, cfg, world)
         if world.rank == 0:
             print(tables, end="")
             write_text(out_path(cfg, entries), tables)

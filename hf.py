@@ -1,14 +1,17 @@
-"""Hugging Face's layout of Llama and Mistral: a folder read as a model of ours, and our vanilla model as theirs.
+"""Hugging Face's layouts: folders of Llama, Mistral and export.py read as models of ours, and our tokenizer as theirs.
 
-Reading a folder needs no transformers package. Read model.py first.
+None of this needs the transformers package, except `to_llama`. Read model.py first; export.py writes such folders.
 """
 
+import base64
 import dataclasses
+import functools
 from pathlib import Path
 
 import torch
 
-from configurator import UserError, need, require
+from configurator import UserError, convert, need, require
+from data import COUNT, byte_letters
 from files import read_json, read_tensors
 from model import GPT, Rope
 from value_modes import ModelConfig, ValueMode
@@ -19,8 +22,13 @@ FIELDS = {  # of ModelConfig, and their names in config.json
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
     "n_embd": "hidden_size",
+    "head_dim": "head_dim",
     "n_hidden": "intermediate_size",
     "norm_eps": "rms_norm_eps",
+}
+DEFAULTS = {  # of transformers, for what a config.json leaves out: FIELDS in their order, num_key_value_heads, window
+    "llama": (32000, 2048, 32, 32, 4096, 0, 11008, 1e-6, 0, None),
+    "mistral": (32000, 131072, 32, 32, 4096, 0, 14336, 1e-6, 8, 4096),
 }
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # see model.Rope
 LAYER_NAMES = {  # our modules in a layer, with the part of a fused product, and their names
@@ -36,25 +44,122 @@ LAYER_NAMES = {  # our modules in a layer, with the part of a fused product, and
 }
 
 
+# ---- weights
+
+
+def parts_of(model):
+    """[(name, its parameter, its rows there)] of all weights, with fused products taken apart: blocks.0.attn.proj.q."""
+    found = []
+    for full_name, parameter in model.named_parameters():
+        path, _, kind = full_name.rpartition(".")
+        parts = getattr(model.get_submodule(path), "parts", {"": len(parameter)})
+        row = 0
+        for part, width in parts.items():
+            name = ".".join(word for word in (path, part, kind) if word)
+            found.append((name, parameter, slice(row, row + width)))
+            row += width
+    return found
+
+
 def hf_parts(model):
-    """[(name of a tensor in Llama's layout, our parameter, its rows)]: our fused products, taken apart.
-    Raises UserError if any parameter of the model has no name there."""
+    """`parts_of` a model with the names of Llama's layout. Raises UserError if a weight has no name there."""
     names = {"embed": "model.embed_tokens", "norm": "model.norm", "head.head": "lm_head"}
     for n in range(model.cfg.n_layer):
         for ours, theirs in LAYER_NAMES.items():
             names[f"blocks.{n}.{ours}"] = f"model.layers.{n}.{theirs}"
     found = []
-    for full_name, parameter in model.named_parameters():
-        path, _, kind = full_name.rpartition(".")
-        row = 0
-        for part, width in getattr(model.get_submodule(path), "parts", {"": len(parameter)}).items():
-            name = names.get(f"{path}.{part}" if part else path)
-            if name is None or kind != "weight":
-                mode = model.cfg.value_mode.name
-                raise UserError(f"Llama's layout has no names for the weights that {mode} adds, such as {full_name}")
-            found.append((f"{name}.weight", parameter, slice(row, row + width)))
-            row += width
+    for ours, parameter, rows in parts_of(model):
+        path, _, kind = ours.rpartition(".")
+        if path not in names or kind != "weight":
+            mode = model.cfg.value_mode.name
+            raise UserError(f"Llama's layout has no names for the weights that {mode} adds, such as {ours}")
+        found.append((f"{names[path]}.weight", parameter, rows))
     return found
+
+
+def hf_files(folder):
+    """The weights files: model.safetensors, or all shards. (Mistral's folders repeat the model in other files.)"""
+    whole = Path(folder) / "model.safetensors"
+    files = [whole] if whole.exists() else sorted(Path(folder).glob("model-*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} has no model.safetensors and no model-*.safetensors; pickle (.bin) is never loaded")
+    return files
+
+
+def tensor_shapes(folder):
+    """{name: shape} of the tensors in all files of a folder. Raises UserError if a name is in two files, or if a tensor
+    does not hold floats."""
+    found = {}
+    for path in hf_files(folder):
+        for name, kind, shape in read_tensors(path, describe_tensors):
+            if name in found:
+                raise UserError(f"{folder} has the tensor {name} in two files; remove the file that is not its own")
+            if kind not in ("F64", "F32", "F16", "BF16"):
+                raise UserError(f"{path}: {name} is of type {kind}; weights are floats")
+            if not name.endswith("rotary_emb.inv_freq"):  # a buffer, in older files
+                found[name] = shape
+    return found
+
+
+def describe_tensors(file):
+    """[(name, type, shape)] of an open safetensors file."""
+    slices = {name: file.get_slice(name) for name in file.keys()}
+    return [(name, found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()]
+
+
+def load_hf(folder, device="cpu", attn="sdpa", dtype=torch.float32):
+    """A folder of Llama, Mistral or export.py (config.json, model.safetensors or its shards) as a model of ours, in
+    eval mode, its weights in `dtype`. The peak of memory is the model and one tensor.
+
+    The authors' layout is read too: Llama's, with "value_mode" in config.json and no tensor for what a layer borrows.
+    """
+    cfg, c = hf_config(folder), read_hf_config(folder)
+    with torch.device("meta"):
+        model = GPT(cfg, attn=attn, init=False)
+    shapes = tensor_shapes(folder)
+
+    def places():
+        if c.get("model_type") == OURS:
+            return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+        return {name: parameter.detach()[rows] for name, parameter, rows in hf_parts(model)}
+
+    expected = {name: tuple(place.shape) for name, place in places().items()}
+    is_tied = "lm_head.weight" not in shapes and c.get("tie_word_embeddings")
+    if is_tied:
+        del expected["lm_head.weight"]
+    for name, shape in shapes.items():  # before memory is taken for what config.json says
+        if shape != expected.pop(name, None):
+            raise UserError(f"{folder}: {name} {shape} has no place in the model of config.json")
+    if expected:
+        missing = min(expected)
+        raise UserError(f"{folder} has no tensor {missing}: is a shard missing, or config.json another model's?")
+    model.to(dtype).to_empty(device=device)
+    if model.rope:  # its angles are not in the files
+        model.rope = Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling).to(device)
+    copy = functools.partial(copy_tensors, places(), shapes)
+    for path in hf_files(folder):
+        read_tensors(path, copy)
+    if is_tied:
+        model.head.weight.detach().copy_(model.embed.weight.detach())
+    return model.eval()
+
+
+def copy_tensors(places, names, file):
+    """Copy the named tensors of an open file to their places. Raises UserError if one is not finite."""
+    for name in names.keys() & set(file.keys()):
+        places[name].copy_(file.get_tensor(name))
+        require_finite(name, places[name])
+
+
+def require_finite(name, tensor):
+    """Raise UserError if a tensor has NaN or infinity in it."""
+    if not (tensor.sum().isfinite() or tensor.isfinite().all()):  # the sum is faster, but may overflow
+        raise UserError(f"{name} has NaN or infinity in it; its training failed, use an earlier checkpoint")
+
+
+# ---- config.json
+
+OURS = "nanoresformer"  # model_type of what plain Llama cannot express, see modeling_nanoresformer.py
 
 
 def read_hf_config(folder):
@@ -67,32 +172,42 @@ def is_hf_folder(folder):
     return exists and not {"model_type", "architectures", "architecture"}.isdisjoint(read_hf_config(folder))
 
 
-def hf_config(folder):
-    """ModelConfig of a Llama or Mistral folder, with the mode that "value_mode" in its config.json names.
-    Raises UserError, with the field, if it asks for what our model does not have."""
+def made_by_us(folder):
+    """What export.py adds to config.json: step, val_loss, tokenizer_hash; None in other folders."""
+    schema = {"step": COUNT | None, "val_loss": float | None, "tokenizer_hash": str | None}
     c = read_hf_config(folder)
+    return convert({name: c.get(name) for name in schema}, schema, f"{folder}/config.json")
+
+
+def hf_config(folder):
+    """ModelConfig of a folder. Raises UserError, with the field, if it asks for what our model does not have."""
+    c, where = read_hf_config(folder), f"{folder}/config.json"
+    kind = c.get("model_type", c.get("architecture"))
+    if kind == OURS:
+        return convert(c, {"shape": ModelConfig}, where)["shape"]
     try:
-        kind = c.get("model_type", c.get("architecture"))
-        require(kind in ("llama", "mistral"), f"model_type={kind!r} is not supported, only 'llama' and 'mistral'")
-        fields = {ours: c[theirs] for ours, theirs in FIELDS.items()}
+        known = ("llama", "mistral", OURS)
+        require(kind in known, f"model_type={kind!r} is not supported, only {', '.join(known)}")
+        *defaults, kv_heads, window = DEFAULTS[kind]
+        fields = {ours: c.get(theirs, usual) for (ours, theirs), usual in zip(FIELDS.items(), defaults, strict=True)}
+        fields["head_dim"] = fields["head_dim"] or 0  # null in many files
         supported = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None}
-        supported["head_dim"] = fields["n_embd"] // fields["n_head"]
         for field, value in supported.items():
             found = c.get(field)
             require(found in (None, value), f"{field}={found!r} is not supported, only {value!r}")
-        window = c.get("sliding_window", 4096) if kind == "mistral" else None  # 4096 is transformers' default
+        window = c.get("sliding_window", window) if kind == "mistral" else None
         if window is not None:
             fields["block_size"] = min(fields["block_size"], window)  # so that no token leaves the window
         fields["rope_theta"], fields["rope_scaling"] = hf_rope(c)
-        fields["n_kv_head"] = c.get("num_key_value_heads") or 0
+        fields["n_kv_head"] = c.get("num_key_value_heads", kv_heads) or 0
         mode = c.get("value_mode", "vanilla")
         if mode == "neutreno_resformer":  # the authors' name
             mode = "resformer_neutreno"
         return ModelConfig(value_mode=mode, **fields)
     except KeyError as e:
-        raise UserError(f"{folder}/config.json has no {e}") from None
+        raise UserError(f"{where} has no {e}") from None
     except (ValueError, TypeError, AttributeError) as e:
-        raise UserError(f"{folder}/config.json: {e}") from None
+        raise UserError(f"{where}: {e}") from None
 
 
 def hf_rope(c):
@@ -107,57 +222,38 @@ def hf_rope(c):
     return rope_theta, ()
 
 
-def hf_files(folder):
-    """The weights files: model.safetensors, or all shards. (Mistral's folders repeat the model in other files.)"""
-    whole = Path(folder) / "model.safetensors"
-    files = [whole] if whole.exists() else sorted(Path(folder).glob("model-*.safetensors"))
-    if not files:
-        raise UserError(f"{folder} has no model.safetensors and no model-*.safetensors; pickle (.bin) is never loaded")
-    return files
+def is_plain_llama(cfg):
+    """Whether Llama's layout can express a model: vanilla, or with fewer key and value heads."""
+    return cfg.arch == "llama" and dataclasses.replace(cfg.value_mode, kv_group=1) == ValueMode()
 
 
-def load_hf(folder, device="cpu", attn="sdpa", dtype=torch.float32):
-    """A Llama or Mistral folder (config.json, model.safetensors or its shards) as a model of ours, in eval mode, its
-    weights in `dtype`. The peak of memory is the model and one shard.
-
-    Our modes are read too: "value_mode" in config.json, and no tensor for what a layer does not own.
-    """
-    cfg = hf_config(folder)
-    with torch.device("meta"):
-        model = GPT(cfg, attn=attn, init=False)
-    model.to(dtype).to_empty(device=device)
-    model.rope = Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling).to(device)  # not in the files
-    places = {name: parameter.detach()[rows] for name, parameter, rows in hf_parts(model)}
-    missing = set(places)
-
-    def copy_tensors(f):
-        for name in f.keys():
-            if name.endswith("rotary_emb.inv_freq"):  # older files have this buffer
-                continue
-            shape = tuple(f.get_slice(name).get_shape())
-            if name not in places or shape != tuple(places[name].shape):
-                raise UserError(f"{folder}: {name} {shape} has no place in the model of config.json")
-            places[name].copy_(f.get_tensor(name))
-            missing.discard(name)
-
-    for path in hf_files(folder):
-        read_tensors(path, copy_tensors)
-    if "lm_head.weight" in missing and read_hf_config(folder).get("tie_word_embeddings"):
-        places["lm_head.weight"].copy_(model.embed.weight.detach())
-        missing.discard("lm_head.weight")
-    if missing:
-        raise UserError(f"{folder} has no tensor {min(missing)}: is a shard missing, or config.json another model's?")
-    return model.eval()
+def llama_config(cfg, eot):
+    """What config.json says of a plain Llama. eot: the id of end-of-text."""
+    rope = {"rope_type": "default", "rope_theta": cfg.rope_theta}
+    if cfg.rope_scaling:
+        rope |= {"rope_type": "llama3", **dict(zip(SCALING, cfg.rope_scaling, strict=True))}
+    return {
+        **{theirs: getattr(cfg, ours) for ours, theirs in FIELDS.items()},
+        "num_key_value_heads": cfg.n_kv_head,
+        "rope_parameters": rope,
+        "tie_word_embeddings": False,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+    }
 
 
-def hf_tokenizer(folder):
-    """The tokenizers.Tokenizer in a folder's tokenizer.json."""
-    path = Path(folder) / "tokenizer.json"
-    tokenizers = need("tokenizers")
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as e:  # the package has no class of its own for it
-        raise UserError(f"{path} is not the tokenizer of a Hugging Face model: {e}") from None
+def to_llama(model, eot=0):
+    """transformers' LlamaForCausalLM with the weights of a vanilla model (or GQA).
+    Raises UserError for a model that is not plain Llama."""
+    transformers, cfg = need("transformers"), model.cfg
+    if not is_plain_llama(cfg):
+        raise UserError(f"{cfg.value_mode.name} of arch={cfg.arch} is not plain Llama; give vanilla of arch=llama")
+    peer = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama_config(cfg, eot))).to(model.head.weight)
+    peer.load_state_dict({name: parameter.detach()[rows] for name, parameter, rows in hf_parts(model)})
+    return peer.eval()
+
+
+# ---- tokenizers
 
 
 def hf_first_token(folder):
@@ -170,25 +266,71 @@ def hf_first_token(folder):
         token = token[0]
     if token is None:
         raise UserError(f"{folder}/config.json has neither bos_token_id nor eos_token_id")
-    return token
+    return convert(token, COUNT, f"{folder}/config.json: the id of the first token")
 
 
-def to_llama(model, eot=0):
-    """transformers' LlamaForCausalLM with the weights of a vanilla model (or GQA); its save_pretrained exports them.
-    eot: the id of end-of-text. Raises UserError for a model that is not plain Llama."""
-    transformers = need("transformers")
-    cfg = model.cfg
-    is_vanilla = dataclasses.replace(cfg.value_mode, kv_group=1) == ValueMode()
-    if cfg.arch != "llama" or cfg.rope_scaling or not is_vanilla:
-        raise UserError(f"{cfg.value_mode.name} of arch={cfg.arch} is not plain Llama; give vanilla of arch=llama")
-    llama = transformers.LlamaConfig(
-        **{theirs: getattr(cfg, ours) for ours, theirs in FIELDS.items()},
-        num_key_value_heads=cfg.n_kv_head,
-        rope_theta=cfg.rope_theta,
-        tie_word_embeddings=False,
-        bos_token_id=eot,
-        eos_token_id=eot,
-    )
-    peer = transformers.LlamaForCausalLM(llama).to(model.head.weight)
-    peer.load_state_dict({name: parameter.detach()[rows] for name, parameter, rows in hf_parts(model)})
-    return peer.eval()
+class HFTokenizer:
+    """A folder's tokenizer.json with the methods of data.Tokenizer. `hash` is that of our tokenizer which export.py
+    wrote there, else None: then data made by us is of another tokenizer."""
+
+    def __init__(self, folder):
+        path = Path(folder) / "tokenizer.json"
+        tokenizers = need("tokenizers")
+        try:
+            self.encoding = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as e:  # the package has no class of its own for it
+            raise UserError(f"{path} is not the tokenizer of a Hugging Face model: {e}") from None
+        self.hash, self.eot = made_by_us(folder)["tokenizer_hash"], hf_first_token(folder)
+        self.n_vocab = hf_config(folder).vocab_size
+
+    def encode(self, text, allow_eot=False):
+        self.encoding.encode_special_tokens = not allow_eot  # else '<|endoftext|>' in a text becomes its id
+        return self.encoding.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        return self.encoding.decode(ids, skip_special_tokens=False)
+
+
+def merge_of(token, ranks):
+    """The two parts that tiktoken merges last when it makes a token, or None if merges do not make it."""
+    parts = [bytes([b]) for b in token]
+    while len(parts) > 2:
+        pairs = [parts[i] + parts[i + 1] for i in range(len(parts) - 1)]
+        lowest = min(pairs, key=lambda pair: ranks.get(pair, len(ranks)))
+        if ranks.get(lowest, ranks[token]) >= ranks[token]:
+            return None
+        i = pairs.index(lowest)
+        parts[i : i + 2] = [lowest]
+    return parts
+
+
+def tokenizer_json(tokenizer):
+    """A data.Tokenizer as the dict of a tokenizer.json: byte-level BPE that takes whole pieces first, as tiktoken."""
+    spec, letters = tokenizer.spec, byte_letters()
+    ranks = {base64.b64decode(b): i for b, i in spec["ranks"]}
+
+    def spell(some):
+        return "".join(letters[b] for b in some)
+
+    # the special names too: an added token that the vocabulary does not have would get another id
+    vocab = {spell(token): i for token, i in ranks.items()} | spec["special"]
+    merges = [merge_of(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    split = {"type": "Split", "pattern": {"Regex": spec["pattern"]}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": name, **special} for name, i in spec["special"].items()],
+        "normalizer": {"type": spec["normalize"]} if spec["normalize"] else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": [[spell(part) for part in parts] for parts in merges if parts],
+            "ignore_merges": True,
+        },
+    }

@@ -3,7 +3,7 @@
     python model.py --value_mode=svformer --n_layer=4      print a mode's plan: who owns and who reads what, and sizes
     python model.py table                                  all modes: equation, source, parameters, KV cache
 
-Shapes: B batch, T tokens, C n_embd, H n_head, G n_kv_head, D head_dim = C / H, V vocab_size. Layers count from 0, so
+Shapes: B batch, T tokens, C n_embd, H n_head, G n_kv_head, D head_dim, V vocab_size. Layers count from 0, so
 the paper's V_1 is raw[0]["v"], and attended[0]["v"] where it is borrowed. A_n is layer n's causal softmax(q k^T /
 sqrt(D)); U_n is the output of its attention before the output projection. Modes as data, and the table of them, are in
 value_modes.py. Paper: arXiv 2410.17897.
@@ -260,7 +260,7 @@ class Attention(nn.Module):
         self.heads = {t: heads[t] for t in "qkv" if plan.owner[t] == n}  # a borrowed tensor has no weights here
         is_gpt2 = cfg.arch == "gpt2"
         self.proj = Linear(cfg.n_embd, {t: h * cfg.head_dim for t, h in self.heads.items()}, bias=is_gpt2)
-        self.out = Linear(cfg.n_embd, {"o": cfg.n_embd}, bias=is_gpt2, std=into_stream_std(cfg))
+        self.out = Linear(cfg.n_head * cfg.head_dim, {"o": cfg.n_embd}, bias=is_gpt2, std=into_stream_std(cfg))
         self.mixes = [m for m in plan.mixes if m.residual.of != "hidden"]  # those are Block's
         self.gates = nn.ModuleDict({str(m.index): Gate(cfg, m.residual) for m in self.mixes if m.residual.per_token})
 
@@ -277,7 +277,7 @@ class Attention(nn.Module):
 
     def forward(self, x, angles, lambdas, raw, attended, cache=None):
         """lambdas[j]: the weights of residual j in this layer, see Lambdas. angles: see Rope."""
-        B, T, C = x.shape
+        B, T, _ = x.shape
         own = self.project(x, angles)
         now = dict(own)  # what this layer attends with
         after_attention = []
@@ -299,7 +299,7 @@ class Attention(nn.Module):
         y = self.attend_with_scores(now, after_attention, attended, mask)  # (B, H, T, D)
         for m, weights, v in after_attention:
             y = self.mix_after(y, m, weights, v, now, raw, attended, mask)
-        return self.out(y.transpose(1, 2).reshape(B, T, C)), own, now  # (B, H, T, D) -> (B, T, H * D)
+        return self.out(y.transpose(1, 2).reshape(B, T, -1)), own, now  # (B, H, T, D) -> (B, T, H * D)
 
     def attend_with_scores(self, now, after_attention, attended, mask):
         """A_n V' (B, H, T, D). Residuals may change the softmax itself: by keys of other layers beside its own (Eq 2),

@@ -471,7 +471,7 @@ def read_eval(folder):
     found = read_json(path, make, EVALUATIONS)["checkpoints"]
     if not found:
         raise UserError(f"{path} has no results; it should be {make}")
-    last = max(found.values(), key=lambda checkpoint: checkpoint["step"])
+    last = max(found.values(), key=lambda checkpoint: checkpoint["step"] or 0)
     for task, result in last["results"].items():
         scores = {name: float | None for name in SCORES if name in result}
         last["results"][task] = convert(result, LOSSES if task.startswith("loss") else scores, f"{path}: {task}")

@@ -99,7 +99,7 @@ if __name__ == "__main__":  # before the other imports, so that a typo is answer
 
 import numpy as np
 
-from data import COUNT, EOT, MANIFEST, TOKEN_FILE, Tokenizer
+from data import COUNT, EOT, MANIFEST, TOKEN_FILE, Tokenizer, byte_letters
 from files import hold, read_json, read_record, sha256, write_record, writing
 from reading import explained, find_inputs, raw_items, to_documents
 from report import progress
@@ -226,12 +226,8 @@ def tokenizer_spec(name, pattern, ranks, special, normalize=None):
 
 
 def vocabulary_bytes(vocab):
-    """[(bytes, id)] by rising id of a byte-level vocabulary {token: id}, which spells bytes as printable characters."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    letters = {chr(b): b for b in printable}
-    for n, b in enumerate(others):
-        letters[chr(256 + n)] = b
+    """[(bytes, id)] by rising id of a byte-level vocabulary {token: id}."""
+    letters = {letter: b for b, letter in byte_letters().items()}
     by_id = sorted(vocab.items(), key=lambda item: item[1])
     return [(bytes(letters[c] for c in token), i) for token, i in by_id]
 

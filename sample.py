@@ -270,7 +270,7 @@ def encode_prompts(texts, tokenizer, block_size):
 def main(cfg: SampleConfig):
     device, path = Distributed(cfg.device).device, checkpoint.find(cfg.run, cfg.which)
     tokenizer, texts = checkpoint.load_tokenizer(path), read_prompts(cfg)
-    model = checkpoint.load(path, device=device).to(getattr(torch, cfg.dtype))
+    model = checkpoint.load(path, device=device, dtype=getattr(torch, cfg.dtype))
     prompts = encode_prompts(texts, tokenizer, model.cfg.block_size)
     sampling = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
     count = (cfg.max_new_tokens, cfg.num_samples, cfg.seed)

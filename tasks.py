@@ -133,7 +133,7 @@ TASKS = {  # the paper's Table 1 in its order, then LAMBADA as OpenAI cut it
     ),
 }
 TABLE1 = ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "piqa")
-EVALUATED = {"mode": str, "step": int, "results": dict[str, dict]}  # what eval.json says of a checkpoint
+EVALUATED = {"mode": str, "step": int | None, "results": dict[str, dict]}  # what eval.json says of a checkpoint
 EVALUATIONS = {"checkpoints": dict[str, EVALUATED]}
 GROUPS = {"table1": TABLE1, "table5": ("loss",), "all": ("loss", *TASKS)}
 

@@ -22,6 +22,7 @@ class TrainConfig:
 
     out_dir: str = setting("", "folder of the run; empty = out/<value_mode>", group="Run")
     resume: str = setting("never", "never, auto (the last checkpoint in out_dir, if any), or a checkpoint's path")
+    init_from: str = setting("", "run, checkpoint or Hugging Face folder whose weights to start from, where they fit")
     seed: int = setting(42, "of the weights and of the order of the data", least=0)
 
     data_dir: str = setting("data/slimpajama", "folder made by prepare.py", group="Data")
@@ -40,6 +41,7 @@ class TrainConfig:
     n_head: int = setting(8, "query heads")
     n_kv_head: int = setting(0, "key and value heads; 0 = as value_mode says, else n_head", least=0)
     n_embd: int = setting(512, "width of the residual stream")
+    head_dim: int = setting(0, "width of a head; 0 = n_embd / n_head", least=0)
     n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", least=0)
     arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
 
@@ -75,7 +77,7 @@ class TrainConfig:
 
     def model_config(self, vocab_size):
         """The ModelConfig of these settings; raises ValueError on an impossible shape."""
-        names = ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "arch", "value_mode")
+        names = ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "n_hidden", "arch", "value_mode")
         return ModelConfig(vocab_size=vocab_size, **{name: getattr(self, name) for name in names})
 
     def split_batch(self, n_ranks):
@@ -286,6 +288,13 @@ def steps_done(run):
     if done < last:
         raise UserError(f"{cfg.out_dir} holds step {last}, later than {path}; set another --out_dir to go back")
     return done
+
+
+def start_weights(run):
+    """Copy the weights that init_from names into the model of a new run; returns a line on what was copied, or ""."""
+    if not run.cfg.init_from:
+        return ""
+    return checkpoint.start_from(checkpoint.find(run.cfg.init_from), run.model, run.corpus.tokenizer.hash)
 
 
 def compare_settings(run, done):
@@ -521,6 +530,8 @@ def main(cfg: TrainConfig):
                 stack.enter_context(hold(cfg.out_dir))
             done = steps_done(run)
             config, note = compare_settings(run, done)
+            if not done:
+                note = start_weights(run)
         if len(set(world.gather(done))) > 1:
             raise UserError(f"the ranks do not see the same checkpoints in {cfg.out_dir}; put it on a shared disk")
         if done < cfg.max_steps:

@@ -316,6 +316,7 @@ class ModelConfig:
     n_head: int = setting(8, "query heads", least=1)
     n_kv_head: int = setting(0, "key and value heads; 0 = as value_mode says, else n_head", least=0)
     n_embd: int = setting(512, "width of the residual stream", least=1, most=2**16)
+    head_dim: int = setting(0, "width of a head; 0 = n_embd / n_head", 0, 2**12)
     n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", 0, 2**18)
     arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
     rope_theta: float = setting(10000.0, "of RoPE, see model.Rope", least=1)
@@ -346,10 +347,11 @@ class ModelConfig:
 
     def check_widths(self):
         H = self.n_head
-        require(self.n_embd % H == 0, f"n_embd={self.n_embd} must be a multiple of n_head={H}")
+        if not self.head_dim:
+            require(self.n_embd % H == 0, f"n_embd={self.n_embd} must be a multiple of n_head={H}, or set head_dim")
+            object.__setattr__(self, "head_dim", self.n_embd // H)
         if self.arch == "llama":
-            even = self.head_dim % 2 == 0
-            require(even, f"n_embd={self.n_embd} must be n_head={H} times an even head size: RoPE rotates pairs")
+            require(self.head_dim % 2 == 0, f"heads are {self.head_dim} wide: RoPE rotates pairs, so it must be even")
         require(H % self.n_kv_head == 0, f"n_head={H} must be a multiple of n_kv_head={self.n_kv_head}")
         if self.rope_scaling:
             scaling = f"rope_scaling={self.rope_scaling}"
@@ -358,10 +360,6 @@ class ModelConfig:
             low, high = self.rope_scaling[1:3]
             require(low < high, f"{scaling}: the low factor must be below the high one")
             require(self.arch == "llama", f"{scaling} is for arch='llama': {self.arch} learns its positions")
-
-    @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
 
 
 def check_mode(cfg):

@@ -183,7 +183,7 @@ def change(file, without="", **changes):
     file.write_text(json.dumps(files.sealed(value) if is_sealed else value))
 
 
-def byte_tokenizer(pattern="(?s:.)"):
+def byte_tokenizer(pattern=r"[\s\S]"):
     """One token per byte, and end-of-text as 256. Another pattern encodes alike, but is another tokenizer."""
     from data import Tokenizer
 

@@ -192,6 +192,8 @@ def stages(folder):
     analysed = ["analyze.py", folder / "analysed", "--chunks=90", "--batch_tokens=64"]
     found.append(Stage("eval", scored, folder / "scored", run))
     found.append(Stage("analyze", analysed, folder / "analysed", run))
+    export = ["export.py", run, f"--out_dir={folder / 'exported'}", "--overwrite"]
+    found.append(Stage("export", export, folder / "exported"))
     for stage in found:
         stage.measure(folder)
     return {stage.name: stage for stage in found}
@@ -202,7 +204,7 @@ def stages(folder):
 
 def kill(folder, known, rng):
     """kill -9 of all processes of a stage at a random moment; the same command goes on."""
-    for name, tries in {"prepare": 10, "train": 10, "train, 2 ranks": 6, "eval": 8, "analyze": 6}.items():
+    for name, tries in {"prepare": 10, "train": 10, "train, 2 ranks": 6, "eval": 8, "analyze": 6, "export": 4}.items():
         stage = known[name]
         for _ in range(tries):
             stage.clean()
@@ -235,7 +237,7 @@ atexit.register(lambda: print("writes:", count))
 
 def full_disk(folder, known, rng):
     """No space at the n-th write of a run, for each n."""
-    for name in ("prepare", "train", "eval", "analyze"):
+    for name in ("prepare", "train", "eval", "analyze", "export"):
         stage = known[name]
         words = [word for word in stage.words if not str(word).startswith("--max_steps")]
         if name == "train":  # shorter: each of its steps writes

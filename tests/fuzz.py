@@ -39,6 +39,7 @@ import checkpoint
 import configurator
 import data
 import eval as evaluate
+import export
 import files
 import hf
 import paper.reproduce
@@ -234,6 +235,8 @@ class World:
         self.tensors = load_file(self.state)
         self.hf = self.folder / "hf"
         self.make_hf()
+        self.exported = self.folder / "exported"
+        self.call(export, self.run, f"--out_dir={self.exported}", "--check=false")
         self.originals = {path: path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
 
     def call(self, module, *words):
@@ -260,7 +263,7 @@ class World:
 
 STAGES = (train.TrainConfig, sample.SampleConfig, evaluate.EvalConfig, analyze.AnalyzeConfig, plot.PlotConfig)
 STAGES += (prepare.PrepareConfig, paper.reproduce.ReproduceConfig, ModelConfig)
-STAGES += (bench.training.TrainingConfig, bench.decoding.DecodingConfig)
+STAGES += (export.ExportConfig, bench.training.TrainingConfig, bench.decoding.DecodingConfig)
 
 
 def try_flags(rng, world):
@@ -565,15 +568,21 @@ def try_progress(rng, world):
 
 
 def try_hugging_face(rng, world):
-    config = json.loads((world.hf / "config.json").read_text())
+    folder, vocab_size = rng.choice(((world.hf, 61), (world.exported, 257)))
+    config = json.loads((folder / "config.json").read_text())
     if rng.random() < 0.7:
-        (world.hf / "config.json").write_text(json.dumps(mutated(config, rng)))
+        (folder / "config.json").write_text(json.dumps(mutated(config, rng)))
     else:
-        path = world.hf / rng.choice(("config.json", "model.safetensors"))
+        path = folder / rng.choice(("config.json", "model.safetensors"))
         path.write_bytes(damaged(path.read_bytes(), rng))
-    model = hf.load_hf(world.hf)
+    model = checkpoint.load(checkpoint.find(folder))
     check_fields(model.cfg)
-    demand(model.cfg.block_size < 16 or model(torch.arange(4)[None])[0].shape == (1, 4, 61), "other logits")
+    demand(model.cfg.block_size < 16 or model(torch.arange(4)[None])[0].shape == (1, 4, vocab_size), "other logits")
+    if folder == world.exported:
+        tokenizer = checkpoint.load_tokenizer(checkpoint.find(folder))
+        demand(
+            isinstance(tokenizer.eot, int) and tokenizer.decode(tokenizer.encode("abc")) == "abc", "another tokenizer"
+        )
 
 
 CLASSES = dict(

@@ -23,6 +23,7 @@ import data
 import runtime
 import train
 from analyze import LAYER, STATE, Averages, Recorder, Subject, importance, received, softmaxes, uniform_entropy
+from hf import HFTokenizer
 from model import GPT, attend
 from value_modes import Residual, ValueMode
 
@@ -458,10 +459,17 @@ def other_tokenizer():
     return made
 
 
+def as_read(encoding):
+    """A tokenizer of that package as analyze.py has it from a folder."""
+    tokenizer = object.__new__(HFTokenizer)
+    tokenizer.encoding, tokenizer.hash = encoding, None
+    return tokenizer
+
+
 def test_chunks_in_another_models_tokens(three):
     """The text of the data, three times what should be needed, without what its tokenizer adds before or after."""
     corpus = data.Corpus(three, 3 * 32)
-    found = analyze.read_chunks(subject(three, first_token=3, tokenizer=other_tokenizer()), 20, 33, 1)
+    found = analyze.read_chunks(subject(three, first_token=3, tokenizer=as_read(other_tokenizer())), 20, 33, 1)
     assert found.shape == (20, 33) and (found[:, 0] == 3).all() and (found == 250).any()
     for row, (domain, w) in zip(found, analyze.choose_windows(corpus, 20, 1), strict=True):
         text = np.fromfile(three / "val" / f"{domain}.bin", "<u2")[w * 96 : w * 96 + 96].tolist()
@@ -474,7 +482,7 @@ def test_chunks_that_are_too_short_in_another_models_tokens(three):
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 5}, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    other = subject(three, None, 3, words)
+    other = subject(three, None, 3, as_read(words))
     found = analyze.read_chunks(other, 300, 3, 1).tolist()
     assert 0 < len(found) < 100 and found == [[3, 5, 5]] * len(found)
     with pytest.raises(configurator.UserError, match="has no chunk of 9 tokens; set a smaller --length"):
@@ -639,9 +647,9 @@ def test_a_hugging_face_folder(runs, tmp_path):
     result = call(folder, data_dir, "--chunks=6")
     assert result.returncode == 0, result.stderr
     found, arrays = written(folder)
-    assert (found["mode"], found["step"], found["checkpoint"]) == ("vanilla", None, "model")
+    assert (found["mode"], found["step"], found["checkpoint"]) == ("vanilla", None, "model.safetensors")
     assert (found["chunks"], found["length"], found["first_token"]) == (6, 33, 3)
-    idx = analyze.read_chunks(subject(runs / "data", None, 3, other_tokenizer()), 6, 33, 42)
+    idx = analyze.read_chunks(subject(runs / "data", None, 3, as_read(other_tokenizer())), 6, 33, 42)
     averages = recorded(model, idx)
     for name in ("entropy", "first", "value_rank", "eq4", "eq6"):
         wanted = [averages.mean(name, n) for n in range(2)]

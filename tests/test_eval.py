@@ -650,8 +650,6 @@ def test_bad_calls(runs, tmp_path):
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     (tmp_path / "b" / "config.json").write_text(json.dumps(config | {"data_dir": str(tmp_path / "other")}))
     refused(call(runs / "a", tmp_path / "b", "--task=loss"), "have different data", "--corpus")
-    for words in (["--task=loss"], ["--task=piqa", evals], ["--task=piqa", "--log_samples=x"]):
-        refused(call(runs / "a", "--backend=lm_eval", *words), "need --backend=native")
     long = write_rows(tmp_path / "long", {"piqa": [ROWS["piqa"], ROWS["piqa"] | {"sol1": "x" * 70}]})
     refused(call(runs / "a", "--task=piqa", f"--data_dir={long}"), "piqa, document 1: 71 tokens are scored", "block")
 
@@ -663,9 +661,3 @@ def test_a_failed_model_is_not_scored(runs, tmp_path):
     byte_tokenizer().save(tmp_path / "tokenizer.json")
     refused(in_process(e, tmp_path, "--task=piqa", f"--data_dir={runs / 'evals'}"), "not finite")
     refused(in_process(e, tmp_path, "--task=loss", f"--corpus={runs / 'data'}"), "not finite")
-
-
-def test_the_harness_is_asked_for_by_name(runs, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules, "harness", raising=False)
-    refused(in_process(e, runs / "a", "--task=piqa", "--backend=lm_eval"), "pip install lm-eval==0.4.13 transformers")

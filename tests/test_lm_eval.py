@@ -1,39 +1,35 @@
 """eval.py against the field's reference harness, lm-eval, where that is installed: the same questions, token ids,
-log-probabilities and metrics, on whole splits. Reference: HFLM, its class for transformers' models."""
+log-probabilities and metrics, on whole splits. The harness scores folders of export.py with its own class, HFLM."""
 
 import functools
 import importlib
 import json
 import os
 import random
-import shutil
 import textwrap
 from unittest import mock
 
 import numpy as np
 import pytest
-import torch
-from conftest import SHARED, in_process, needs_shared, tiny
+from conftest import SHARED, in_process, needs_shared
 
 import checkpoint
 import eval as ours
+import export
 import prepare
 import tasks
 import train
-from bench.scoring import harness_model
-from checkpoint import load_tokenizer
-from data import Tokenizer
 
 OFFLINE = dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 OFFLINE |= dict(HF_DATASETS_DISABLE_PROGRESS_BARS="1", LMEVAL_LOG_LEVEL="ERROR")
 with mock.patch.dict(os.environ, OFFLINE):  # read as they are imported
     lm_eval = pytest.importorskip("lm_eval")
+    pytest.importorskip("accelerate")
     from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     importlib.import_module("lm_eval.evaluator")  # which `lm_eval` itself puts off
-
-    import harness
 
 pytestmark = needs_shared
 EVAL = SHARED / "data/eval"
@@ -154,6 +150,45 @@ def test_questions(tmp_path, case):
             assert task.process_results(docs[i], only)["acc"] == 1.0, i
 
 
+# ---- models
+
+
+def train_and_export(folder, mode):
+    """(run, its export): long enough that scores are not all alike."""
+    how = dict(block_size=BLOCK, n_layer=3, n_head=4, n_kv_head=2, n_embd=64, batch_tokens=2 * BLOCK, micro_batch=2)
+    how |= dict(max_steps=240, warmup_steps=20, learning_rate=5e-3, eval_tokens=5 * BLOCK, device="cpu", compile=False)
+    how |= dict(data_dir=folder / "data", out_dir=folder / mode, value_mode=mode)
+    assert in_process(train, *(f"--{key}={value}" for key, value in how.items())).returncode == 0
+    result = in_process(export, folder / mode, f"--out_dir={folder / f'hf_{mode}'}")
+    assert result.returncode == 0, result.stderr
+    return folder / mode, folder / f"hf_{mode}"
+
+
+@pytest.fixture(scope="module")
+def play_data(tmp_path_factory):
+    """A folder with a play as data."""
+    pytest.importorskip("rustbpe")
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "play.txt").write_text(textwrap.fill(play(), 5000))  # else it would only learn where lines end
+    words = ("files", f"--input_dir={folder / 'play.txt'}", "--tokenizer=bpe:1024", "--workers=1")
+    assert in_process(prepare, *words, f"--out_dir={folder / 'data'}").returncode == 0
+    return folder
+
+
+@pytest.fixture(scope="module", params=["vanilla", "resformer_plus"])  # a plain Llama, and one with code of its own
+def folders(request, play_data):
+    return train_and_export(play_data, request.param)
+
+
+@pytest.fixture(scope="module")
+def lm(folders):
+    """The harness's own class over the export."""
+    lm = HFLM(pretrained=str(folders[1]), trust_remote_code=True, batch_size=16, max_length=BLOCK, device="cpu")
+    lm.tokenizer.split_special_tokens = True  # <|endoftext|> in a text is text, as in eval.py
+    lm.logits_cache = False  # it takes the wrong ones where rows with equal ids score different numbers of them
+    return lm
+
+
 # ---- token ids
 
 
@@ -161,63 +196,18 @@ def request(*args, kind="loglikelihood"):
     return Instance(request_type=kind, doc={}, arguments=args, idx=0, metadata=("task", 0, 1))
 
 
-@pytest.fixture(scope="module")
-def neox():
-    return Tokenizer(prepare.neox_spec(str(SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json")))
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_token_ids(tmp_path, neox, case):
+def test_token_ids(tmp_path, folders, lm, monkeypatch, case):
+    """Of the exported tokenizer in the harness, and of ours."""
     lay(tmp_path, case)
+    tokenizer = checkpoint.load_tokenizer(checkpoint.find(folders[0]))
     pairs, found = [pair[2:] for pair in pairs_of(questions(tmp_path, case))], []
-    lm = our_lm(tiny(), neox)
-    lm._loglikelihood_tokens = lambda requests, **kw: found.extend(requests)
+    monkeypatch.setattr(lm, "_loglikelihood_tokens", lambda requests, **kw: found.extend(requests))
     lm.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
     assert [pair for pair, *_ in found] == pairs and len(pairs) >= len(rows_of_case(case))
     for pair, context, scored in found:
-        assert tasks.encode_pair(neox, *pair) == (context, scored), pair
+        assert tasks.encode_pair(tokenizer, *pair) == (context, scored), pair
         assert context and scored, pair
-
-
-# ---- models
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run on a play, long enough that scores are not all alike."""
-    pytest.importorskip("rustbpe")
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "play.txt").write_text(textwrap.fill(play(), 5000))  # else it would only learn where lines end
-    words = ("files", f"--input_dir={folder / 'play.txt'}", "--tokenizer=bpe:1024", "--workers=1")
-    assert in_process(prepare, *words, f"--out_dir={folder / 'data'}").returncode == 0
-    how = dict(block_size=BLOCK, n_layer=3, n_head=4, n_kv_head=2, n_embd=64, batch_tokens=2 * BLOCK, micro_batch=2)
-    how |= dict(max_steps=240, warmup_steps=20, learning_rate=5e-3, eval_tokens=5 * BLOCK, device="cpu", compile=False)
-    how |= dict(data_dir=folder / "data", out_dir=folder / "run")
-    assert in_process(train, *(f"--{key}={value}" for key, value in how.items())).returncode == 0
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def model(run):
-    return checkpoint.load(run)
-
-
-@pytest.fixture(scope="module")
-def vocabulary(run):
-    return load_tokenizer(checkpoint.find(run))
-
-
-def our_lm(model, vocabulary):
-    return harness.Adapter(model, vocabulary, ours.score, 2048)
-
-
-def llama_lm(model, vocabulary):
-    """The harness's own class over transformers' Llama with our weights and our tokenizer."""
-    pytest.importorskip("accelerate")
-    lm = harness_model(model, vocabulary)
-    lm.batch_size_per_gpu = 16
-    lm.logits_cache = False  # it takes the wrong ones where rows with equal ids score different numbers of them
-    return lm
 
 
 # ---- scores
@@ -238,22 +228,22 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def mine(folder, model, vocabulary):
+def mine(folder, folders):
     """What eval.py finds, of each case."""
-    found = {}
+    found, model = {}, checkpoint.load(folders[0])
+    vocabulary = checkpoint.load_tokenizer(checkpoint.find(folders[0]))
     for case, (name, _) in CASES.items():
         lay(folder / case, case, 1000 if case == "hellaswag" else None)
         found[case] = native(model, vocabulary, name, questions(folder / case, case))
     return found
 
 
-@pytest.fixture(scope="module", params=[our_lm, llama_lm], ids=["ours in the harness", "transformers' in the harness"])
-def theirs(request, mine, folder, model, vocabulary):
+@pytest.fixture(scope="module")
+def theirs(mine, folder, lm):
     """{case: (samples in the order of documents, metrics)} of the harness's simple_evaluate."""
     files = {case: {tasks.TASKS[name].split: str(folder / case / f"{name}.jsonl")} for case, (name, _) in CASES.items()}
     manager = harness_tasks(folder / "tasks", files)
     with mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"):  # of the bootstrap
-        lm = request.param(model, vocabulary)
         found = lm_eval.simple_evaluate(lm, tasks=list(CASES), task_manager=manager, bootstrap_iters=10_000)
     ordered = {case: sorted(samples, key=lambda s: s["doc_id"]) for case, samples in found["samples"].items()}
     return {case: (samples, found["results"][case]) for case, samples in ordered.items()}
@@ -304,99 +294,3 @@ def test_scores_and_metrics(mine, theirs, case):
     if case == "lambada":  # of fewer documents, the two methods' errors differ more
         assert 0 < record["acc"] < 1
         assert abs(record["perplexity_stderr"] / reference["perplexity_stderr,none"] - 1) < 0.05
-
-
-# ---- the rest
-
-
-def test_command(tmp_path, run, monkeypatch):
-    shutil.copytree(run, tmp_path / "run")
-    names = ("piqa", "winogrande", "lambada")
-    manager = harness_tasks(tmp_path / "tasks", {name: lay(tmp_path / "evals", name) for name in names})
-    simple_evaluate = lm_eval.simple_evaluate
-    monkeypatch.setitem(os.environ, "DISABLE_MULTIPROC", "1")  # of the bootstrap
-    monkeypatch.setattr(harness, "NAMES", {})
-    monkeypatch.setattr(harness, "TaskManager", lambda: manager)
-    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda *a, **kw: simple_evaluate(*a, task_manager=manager, **kw))
-    words = (tmp_path / "run", f"--task={','.join(names)}", "--limit=20")
-    printed = in_process(ours, *words, "--backend=lm_eval")
-    assert printed.returncode == 0, printed.stderr
-    assert in_process(ours, *words, f"--data_dir={tmp_path / 'evals'}").returncode == 0
-    (about,) = json.loads((tmp_path / "run/eval.json").read_text())["checkpoints"].values()
-    lines = [line.split("|") for line in printed.stdout.splitlines() if line.startswith("|")]
-    for name in names:
-        here, there = (about["results"][f"{name} limit=20{more}"] for more in ("", " backend=lm_eval"))
-        assert there.get("acc_norm,none") == here.get("acc_norm")
-        assert there["acc,none"] == here["acc"] and abs(there["acc_stderr,none"] - here["acc_stderr"]) < 1e-12
-        (start,) = [i for i, cells in enumerate(lines) if cells[1].strip() == name]
-        rows = [cells for cells in lines[start : start + 2] if cells[5].strip() == "acc"]  # a task's name stands once
-        assert [float(rows[0][7])] == [round(here["acc"], 4)]
-    assert abs(there["perplexity,none"] / here["perplexity"] - 1) < 1e-5
-    monkeypatch.undo()
-    assert "the harness has no task mmlx" in in_process(ours, run, "--task=mmlx", "--backend=lm_eval").stderr
-
-
-def test_rolling(model, vocabulary):
-    """Texts shorter than the block, as long as it, one token longer, and of several blocks."""
-    text = play()
-    ids = vocabulary.encode(text[:20_000])
-    cuts = [1, 100, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + BLOCK // 2]
-    texts = [vocabulary.decode(ids[:n]) for n in cuts] + [""]
-    lengths = [len(vocabulary.encode(t)) for t in texts]
-    assert min(lengths) == 0 and {BLOCK, BLOCK + 1} & set(lengths) and max(lengths) > 3 * BLOCK
-    requests = [request(t, kind="loglikelihood_rolling") for t in texts]
-    found = our_lm(model, vocabulary).loglikelihood_rolling(requests, disable_tqdm=True)
-    reference = llama_lm(model, vocabulary).loglikelihood_rolling(requests, disable_tqdm=True)
-    np.testing.assert_allclose(found, reference, rtol=1e-6, atol=1e-5)
-
-
-class Letters:
-    """A tokenizer of 61 characters, for a model whose text does not repeat itself."""
-
-    def __init__(self, eot=60):
-        self.eot = eot
-
-    def encode(self, text):
-        return [ord(c) - 64 for c in text]
-
-    def decode(self, ids):
-        return "".join(chr(64 + i) for i in ids)
-
-
-def generated(context, tokenizer=None, **how):
-    lm = our_lm(tiny(block_size=64).float(), tokenizer or Letters())
-    (text,) = lm.generate_until([request(context, how, kind="generate_until")], disable_tqdm=True)
-    return text
-
-
-@torch.inference_mode()
-def greedy(ids, n):
-    """n tokens after ids as text, each the likeliest, by full forward passes."""
-    model = tiny(block_size=64).float()
-    ids = list(ids)
-    for _ in range(n):
-        ids.append(model(torch.tensor([ids]))[0][0, -1].argmax().item())
-    return Letters().decode(ids[-n:])
-
-
-def test_generation():
-    text = greedy(Letters().encode("HELLO"), 24)
-    assert len(set(text)) > 10 and Letters().decode([Letters().eot]) not in text
-    assert generated("HELLO", max_gen_toks=24) == text
-    assert generated("HELLO", max_gen_toks=24, until=[], do_sample=False, temperature=0.0) == text
-    early, late = text[8:11], text[16:20]
-    for until in (early, [late, early], [early, late], ["", early, "never there"]):
-        assert generated("HELLO", max_gen_toks=24, until=until) == text.split(early)[0] != text, until
-    (eot,) = Letters().encode(text[12])
-    assert generated("HELLO", Letters(eot), max_gen_toks=24) == text.split(text[12])[0]
-    hot = dict(max_gen_toks=24, temperature=5.0)
-    assert generated("HELLO", **hot, do_sample=False) == text
-    assert generated("HELLO", **hot, do_sample=True) != text
-    assert generated("HELLO", **hot) != text  # as the harness reads it: do_sample follows from the temperature
-
-
-def test_generation_after_long_and_no_contexts():
-    """A context that is too long loses its beginning, so that all new tokens have a place."""
-    ids = torch.randint(60, (100,), generator=torch.Generator().manual_seed(0)).tolist()
-    assert generated(Letters().decode(ids), max_gen_toks=20) == greedy(ids[-44:], 20)
-    assert generated("", max_gen_toks=20) == greedy([Letters().eot], 20)

@@ -154,7 +154,7 @@ IMPOSSIBLE = [
     (lambda: Residual(tables="mirror"), "is for source='token'"),
     (lambda: Residual(learn="lerp", lam=(5.0, 0.3)), "must sum to 1"),
     (lambda: ModelConfig(value_mode="resformer_plus_2"), "resformer_plus takes no number"),
-    (lambda: ModelConfig(n_embd=24, value_mode="vanilla"), "an even head size"),
+    (lambda: ModelConfig(n_embd=24, value_mode="vanilla"), "RoPE rotates pairs, so it must be even"),
     (lambda: ModelConfig(n_embd=510), "n_embd=510"),
     (lambda: ModelConfig(n_kv_head=3), "n_kv_head=3"),
     (lambda: ModelConfig(n_layer=0), "n_layer=0"),

@@ -1,0 +1,208 @@
+"""Write a trained model as a Hugging Face folder, for transformers, lm-eval and whatever reads such folders.
+
+    python export.py out/resformer --out_dir=hf/resformer
+    python export.py out/vanilla --out_dir=hf/vanilla --dtype=bfloat16 --max_shard_size=2GB
+
+vanilla, also with fewer key and value heads, becomes a plain Llama. Every other model brings its code along: model.py,
+value_modes.py and configurator.py as they are here, and modeling_nanoresformer.py around them; it is loaded with
+trust_remote_code=True. Before the folder gets its name, transformers loads it, and logits and token ids are compared
+with ours. sample.py, eval.py, analyze.py and `train.py --init_from` read the folder too. Read before: hf.py.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from configurator import UserError, command_line, need, run_main, setting
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Every setting of export.py."""
+
+    run: str = setting("", "run or checkpoint file; empty = the newest run below out/", positional=True, group="Model")
+    which: Literal["last", "best"] = setting("last", "checkpoint of a run: the last, or the best in validation")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of the weights")
+    out_dir: str = setting("", "the new folder; empty = hf/<name of the run>", group="Result")
+    max_shard_size: str = setting("5GB", "of a weights file")
+    overwrite: bool = setting(False, "replace out_dir if it exists")
+    check: bool = setting(True, "load it in transformers and compare", group="Check")
+    data_dir: str = setting("", "prepared data for the check; empty = what the run was trained on")
+
+    def __post_init__(self):
+        if not re.fullmatch(r"[1-9]\d*[KMG]B", self.max_shard_size):
+            raise ValueError(f"max_shard_size={self.max_shard_size} is not a size such as 500MB or 5GB")
+
+
+if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
+    SETTINGS = command_line(ExportConfig, __doc__)
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import torch
+
+import checkpoint
+from data import EOT, Corpus
+from describe import count_parameters
+from files import hold, read_json, write_json, write_text
+from hf import OURS, hf_parts, is_plain_llama, llama_config, tokenizer_json
+from value_modes import TABLE
+
+HERE = Path(__file__).parent
+MODULES = ("configurator", "value_modes", "model", "modeling_nanoresformer")  # each imports only those before it
+CLASSES = {"AutoConfig": "NanoResFormerConfig", "AutoModelForCausalLM": "NanoResFormerForCausalLM"}
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [nanoresformer]
+---
+
+# {mode}
+
+Attention of layers n >= 2: {equation} ({source}; arXiv 2410.17897).
+{parameters:,} parameters, {cfg.n_layer} layers, {cfg.n_head} heads, width {cfg.n_embd}, length {cfg.block_size}.
+Step {step:,}, mean validation loss {val_loss} nats per token.
+Trained on {data_dir} (hash {data}) by `{command}`, commit {commit}, torch {torch}.
+
+```python
+from transformers import pipeline
+
+generate = pipeline("text-generation", "<this folder>", trust_remote_code=True)
+```
+
+`<|endoftext|>` in a text becomes the end-of-text id, unless the tokenizer gets split_special_tokens=True.
+"""
+
+
+def tensors_of(model):
+    """{name in the folder: tensor}: every parameter of the model, in Llama's layout if that has names for them all."""
+    if is_plain_llama(model.cfg):
+        found = {name: parameter.detach()[rows].clone() for name, parameter, rows in hf_parts(model)}
+    else:
+        found = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    written, trained = (sum(t.numel() for t in tensors) for tensors in (found.values(), model.parameters()))
+    if written != trained:
+        raise UserError(f"{written} of {trained} parameters have a name in the folder: this model cannot be exported")
+    return found
+
+
+def config_of(model, header, dtype):
+    """The dict of config.json."""
+    eot = header["eot"]
+    if is_plain_llama(model.cfg):
+        about = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **llama_config(model.cfg, eot)}
+    else:
+        places = {auto: f"modeling_nanoresformer.{name}" for auto, name in CLASSES.items()}
+        about = {"model_type": OURS, "architectures": [CLASSES["AutoModelForCausalLM"]], "auto_map": places}
+        about |= {"shape": dataclasses.asdict(model.cfg), "bos_token_id": eot, "eos_token_id": eot}
+    kept = {"tokenizer_hash": header["tokenizer"], "step": header["step"], "val_loss": header["val_loss"]}
+    return {**about, "dtype": dtype, **kept}
+
+
+def as_module(source):
+    """The text of one of our files as a file of a package that transformers loads: imports of our own files become
+    relative; what needs files that are not there is cut (the command line, the flash kernel)."""
+    source = re.sub(rf"^from ({'|'.join(MODULES)}) import", r"from .\1 import", source, flags=re.M)
+    source = re.sub(r'^if __name__ == "__main__":.*?\n(?=\S)', "", source, flags=re.M | re.S)
+    return source.replace("from flash_attn import flash_attn_func", 'raise ImportError("attn=flash is not exported")')
+
+
+def card(path, model, header):
+    """README.md: what the model is, and how it was trained, as far as the run's folder says it."""
+    facts = dict.fromkeys(("data_dir", "data", "command", "commit", "torch"), "unknown")
+    for file in ("config.json", "env.json"):
+        if (path.parent / file).exists():
+            facts |= read_json(path.parent / file, "what train.py wrote")
+    cfg = model.cfg
+    _, equation, source = TABLE.get(header["mode"], (None, f"`{cfg.value_mode}`", "see shape in config.json"))
+    facts |= {**header, "cfg": cfg, "equation": equation, "source": source, "parameters": count_parameters(cfg)[0]}
+    return CARD.format(**facts)
+
+
+def write_folder(folder, path, model, tokenizer, cfg):
+    """Write all files of the export."""
+    header = checkpoint.read_header(path) | {"eot": tokenizer.eot}
+    folder.mkdir(parents=True)
+    tensors = {name: t.to(getattr(torch, cfg.dtype)) for name, t in tensors_of(model).items()}
+    need("huggingface_hub").save_torch_state_dict(tensors, folder, max_shard_size=cfg.max_shard_size)
+    write_json(folder / "config.json", config_of(model, header, cfg.dtype))
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)  # the library makes them private
+    ids = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot, "pad_token_id": tokenizer.eot}
+    write_json(folder / "generation_config.json", ids)
+    write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
+    names = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOT)
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.block_size, **names}
+    about |= {"padding_side": "left", "clean_up_tokenization_spaces": False}
+    write_json(folder / "tokenizer_config.json", about)
+    write_text(folder / "README.md", card(path, model, header))
+    if not is_plain_llama(model.cfg):
+        for name in MODULES:
+            write_text(folder / f"{name}.py", as_module((HERE / f"{name}.py").read_text(encoding="utf-8")))
+
+
+@torch.inference_mode()
+def compare(folder, model, tokenizer, corpus, dtype):
+    """Load the folder in transformers and compare logits and token ids on validation text; prints the differences.
+    Raises UserError if they are not those of rounding, or if any id differs."""
+    transformers = need("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    how = {"trust_remote_code": True}
+    try:
+        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how).eval()
+        words = transformers.AutoTokenizer.from_pretrained(folder, **how)
+    except Exception as e:  # of the package, of tokenizers, of our own code inside of it
+        why = f"{type(e).__name__}: {e}"
+        raise UserError(f"transformers {transformers.__version__} cannot read the export: {why}") from None
+    model.to(getattr(torch, dtype)).float()  # rounded as the files are
+    largest, n_tokens, differ, texts = 0.0, 0, 0, []
+    for domain in corpus.domains:
+        n = min(2, corpus.windows("val", domain))
+        x, _ = corpus.val_batch(domain, 0, n) if n else corpus.val_rest(domain)
+        idx = torch.from_numpy(x)
+        largest = max(largest, (model(idx)[0] - peer(idx).logits).abs().max().item())
+        n_tokens += idx.numel()
+        texts += tokenizer.decode(x.ravel().tolist()).split(EOT)
+    for text in texts:
+        ids = tokenizer.encode(text)
+        differ += words.encode(text, add_special_tokens=False) != ids or words.decode(ids) != tokenizer.decode(ids)
+    print(f"logits: at most {largest:.1e} apart, {n_tokens:,} tokens; token ids: {differ} of {len(texts)} texts differ")
+    if largest > 1e-3 or differ:
+        raise UserError(
+            f"transformers {transformers.__version__} makes another model of the folder: nothing is written"
+        )
+
+
+def main(cfg: ExportConfig):
+    path = checkpoint.find_finished(cfg.run, cfg.which)
+    if checkpoint.is_hf_file(path):
+        raise UserError(f"{path.parent} is a Hugging Face folder already; name a run of train.py")
+    out = Path(cfg.out_dir or Path("hf", path.parent.name))
+    if out.exists() and not cfg.overwrite:
+        raise UserError(f"{out} exists; choose another --out_dir, or replace it with --overwrite")
+    model, tokenizer, corpus = checkpoint.load(path), checkpoint.load_tokenizer(path), None
+    if cfg.check:
+        need("transformers")
+        remedy = "prepared data by --data_dir, or --check=false"
+        data_dir, mixture = checkpoint.trained_on(path.parent, cfg.data_dir, remedy)
+        corpus = Corpus(data_dir, model.cfg.block_size, mixture=mixture)
+    new = out.with_name(f".{out.name}.new")
+    with hold(out.parent, f".{out.name}.lock"):
+        shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+        try:
+            write_folder(new, path, model, tokenizer, cfg)
+            if corpus:
+                compare(new, model, tokenizer, corpus, cfg.dtype)
+            if out.exists():
+                shutil.rmtree(out)
+            new.rename(out)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+    print(f"{out} is ready: {model.cfg.value_mode.name}, step {checkpoint.read_header(path)['step']}, {cfg.dtype}")
+
+
+if __name__ == "__main__":
+    run_main(main, SETTINGS)

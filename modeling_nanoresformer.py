@@ -1,0 +1,120 @@
+"""Our model as transformers sees it. export.py puts this file, and those that it imports, into the folder it writes.
+
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained("hf/resformer", trust_remote_code=True)
+
+The network is model.py's own, with its cache kept in transformers' DynamicCache: what the plan says, nothing else.
+"""
+
+import dataclasses
+import math
+
+import torch
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from configurator import convert
+from model import GPT, Rope
+from value_modes import ModelConfig, plan_layers
+
+NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head"}
+NAMES |= {"vocab_size": "vocab_size", "hidden_size": "n_embd", "max_position_embeddings": "block_size"}
+
+
+class NanoResFormerConfig(PreTrainedConfig):
+    """shape: the fields of a ModelConfig. Those that other code asks for have transformers' names too."""
+
+    model_type = "nanoresformer"
+
+    def __init__(self, shape=None, **kwargs):
+        self.shape = shape or dataclasses.asdict(ModelConfig())
+        super().__init__(**kwargs | {theirs: self.shape[ours] for theirs, ours in NAMES.items()})
+
+    def model_config(self):
+        return convert(self.shape, ModelConfig, "config.json: shape")
+
+
+class Tokens:
+    """What GPT.hidden asks of a cache (see sample.KVCache): where T new tokens are, what they see, and the keys and
+    values before them, which are in a DynamicCache or, if that is None, not kept.
+
+    DynamicCache pairs keys and values of a layer. Ours are not paired: layers borrow them. So the tensors that the plan
+    stores are numbered, and two of them make a layer of the DynamicCache. attention_mask: (B, S), 0 = padding.
+    """
+
+    def __init__(self, cfg, cache, attention_mask, T):
+        self.cache, self.past, self.mask = cache, 0 if cache is None else cache.get_seq_length(), None
+        self.places = {}  # (tensor, layer) -> its number
+        for n, layer in enumerate(plan_layers(cfg)):
+            for t in "kv":
+                if layer.owner[t] == n:
+                    self.places[t, n] = len(self.places)
+        self.where = slice(self.past, self.past + T)
+        if attention_mask is not None and not attention_mask.all():
+            if attention_mask.shape[1:] != (self.past + T,):
+                raise ValueError(f"attention_mask {tuple(attention_mask.shape)} must be (batch, {self.past + T})")
+            self.where = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -T:]  # (B, T)
+            own = torch.eye(self.past + T, dtype=torch.bool, device=attention_mask.device)
+            seen = (attention_mask[:, None].bool() & torch.ones_like(own).tril()) | own  # padding sees itself: no NaN
+            self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -math.inf)[:, None, -T:]
+
+    def end(self, T):
+        return self.past + T
+
+    def positions(self, T):
+        return self.where
+
+    def extend(self, t, n, new):
+        """Append `new` (B, G, T, D) to tensor t of layer n; returns all of it, (B, G, past + T, D)."""
+        if self.cache is None:
+            return new
+        layer, is_value = divmod(self.places[t, n], 2)
+        nothing = new[:, :, :0]
+        return self.cache.update(nothing if is_value else new, new if is_value else nothing, layer)[is_value]
+
+    def advance(self, T):
+        pass
+
+
+class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = NanoResFormerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]
+    _supports_sdpa = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        kind = "eager" if config._attn_implementation == "eager" else "sdpa"
+        self.model = GPT(config.model_config(), attn=kind)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _init_weights(self, module):
+        """GPT sets its weights itself, but its angles are in no file: transformers leaves them to this method."""
+        if isinstance(module, Rope):
+            cfg = self.model.cfg
+            rope = Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling)
+            module.cos, module.sin = rope.cos.to(module.cos.device), rope.sin.to(module.sin.device)
+
+    def get_input_embeddings(self):
+        return self.model.embed
+
+    def get_output_embeddings(self):
+        return self.model.head
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, labels=None, use_cache=True, **kwargs):
+        """Token ids (B, T) -> logits (B, T, V), or (B, n, V) with logits_to_keep=n; with labels (B, T), -100 = ignored,
+        also the mean cross-entropy of the next tokens."""
+        self.model.recompute = self.training and self.gradient_checkpointing
+        if use_cache and past_key_values is None and not self.training:
+            past_key_values = DynamicCache()
+        tokens = Tokens(self.model.cfg, past_key_values, attention_mask, input_ids.size(1))
+        x = self.model.hidden(input_ids, tokens)
+        logits = self.model.head(x[:, -kwargs.get("logits_to_keep", 0) :])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.size(-1), **kwargs)
+        if kwargs.get("return_dict") is False:
+            return (logits, past_key_values) if loss is None else (loss, logits, past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
