@@ -141,7 +141,7 @@ def find(run_or_file="", which="last"):
 
 
 def is_hf_file(path):
-    return Path(path).name.startswith("model")  # as hf_files names them; ours begin with step_
+    return Path(path).name.startswith("model") and is_hf_folder(Path(path).parent)
 
 
 def digest(path):
@@ -320,16 +320,18 @@ def resume(weights_file, model, optimizer, scaler, tokenizer_hash):
 
 
 def start_from(path, model, tokenizer_hash):
-    """Copy the weights of a checkpoint into `model` where names and shapes are the same; returns a line that names the
-    others. Raises UserError if it has another vocabulary, or if nothing fits."""
+    """Copy the weights of a checkpoint into `model` where names and shapes are the same; returns a line that names what
+    is new. Raises UserError if the checkpoint has another vocabulary, arch, n_embd or head_dim."""
     header = read_header(path)
     if header["tokenizer"] != tokenizer_hash:
         raise UserError(f"{path} has another tokenizer than this data; use data prepared with its tokenizer")
     theirs = {name: parameter[rows] for name, parameter, rows in parts_of(load(path))}
     mine = {name: parameter.detach()[rows] for name, parameter, rows in parts_of(model)}
     fitting = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape]
-    if "embed.weight" not in fitting or header["config"].arch != model.cfg.arch:
-        raise UserError(f"{path} is another shape of model; give it the same arch and n_embd")
+    for name in ("arch", "n_embd", "head_dim"):
+        there, here = getattr(header["config"], name), getattr(model.cfg, name)
+        if there != here:
+            raise UserError(f"{path} has {name}={there}, this model {here}; they must be the same")
     for name in fitting:
         mine[name].copy_(theirs[name].detach())
     rest = [name for name in mine if name not in fitting]

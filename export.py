@@ -38,6 +38,7 @@ if __name__ == "__main__":  # before torch is imported, so that a typo is answer
     SETTINGS = command_line(ExportConfig, __doc__)
 
 import dataclasses
+import math
 import shutil
 from pathlib import Path
 
@@ -47,7 +48,7 @@ import checkpoint
 from data import EOT, Corpus
 from describe import count_parameters
 from files import hold, read_json, write_json, write_text
-from hf import OURS, hf_parts, is_plain_llama, llama_config, tokenizer_json
+from hf import OURS, hf_parts, is_hf_folder, is_plain_llama, llama_config, require_finite, tokenizer_json
 from value_modes import TABLE
 
 HERE = Path(__file__).parent
@@ -77,15 +78,10 @@ generate = pipeline("text-generation", "<this folder>", trust_remote_code=True)
 
 
 def tensors_of(model):
-    """{name in the folder: tensor}: every parameter of the model, in Llama's layout if that has names for them all."""
+    """{name in the folder: tensor} of every parameter; `hf_parts` raises if one has no name in Llama's layout."""
     if is_plain_llama(model.cfg):
-        found = {name: parameter.detach()[rows].clone() for name, parameter, rows in hf_parts(model)}
-    else:
-        found = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    written, trained = (sum(t.numel() for t in tensors) for tensors in (found.values(), model.parameters()))
-    if written != trained:
-        raise UserError(f"{written} of {trained} parameters have a name in the folder: this model cannot be exported")
-    return found
+        return {name: parameter.detach()[rows].clone() for name, parameter, rows in hf_parts(model)}
+    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def config_of(model, header, dtype):
@@ -126,12 +122,14 @@ def write_folder(folder, path, model, tokenizer, cfg):
     header = checkpoint.read_header(path) | {"eot": tokenizer.eot}
     folder.mkdir(parents=True)
     tensors = {name: t.to(getattr(torch, cfg.dtype)) for name, t in tensors_of(model).items()}
+    for name, tensor in tensors.items():
+        require_finite(f"{path} as {cfg.dtype}: {name}", tensor)
     need("huggingface_hub").save_torch_state_dict(tensors, folder, max_shard_size=cfg.max_shard_size)
     write_json(folder / "config.json", config_of(model, header, cfg.dtype))
     for file in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", file)  # the library makes them private
-    ids = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot, "pad_token_id": tokenizer.eot}
-    write_json(folder / "generation_config.json", ids)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
+    write_json(folder / "generation_config.json", ids | {"max_length": model.cfg.block_size})
     write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
     names = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOT)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.block_size, **names}
@@ -163,7 +161,7 @@ def compare(folder, model, tokenizer, corpus, dtype):
         n = min(2, corpus.windows("val", domain))
         x, _ = corpus.val_batch(domain, 0, n) if n else corpus.val_rest(domain)
         idx = torch.from_numpy(x)
-        largest = max(largest, (model(idx)[0] - peer(idx).logits).abs().max().item())
+        largest = max(largest, (model(idx)[0] - peer(idx).logits).abs().nan_to_num(math.inf).max().item())
         n_tokens += idx.numel()
         texts += tokenizer.decode(x.ravel().tolist()).split(EOT)
     for text in texts:
@@ -180,7 +178,9 @@ def main(cfg: ExportConfig):
     path = checkpoint.find_finished(cfg.run, cfg.which)
     if checkpoint.is_hf_file(path):
         raise UserError(f"{path.parent} is a Hugging Face folder already; name a run of train.py")
-    out = Path(cfg.out_dir or Path("hf", path.parent.name))
+    out = Path(cfg.out_dir or Path("hf", path.parent.resolve().name))
+    if out.exists() and not (out.is_dir() and is_hf_folder(out)):
+        raise UserError(f"{out} exists and is no Hugging Face folder; choose another --out_dir")
     if out.exists() and not cfg.overwrite:
         raise UserError(f"{out} exists; choose another --out_dir, or replace it with --overwrite")
     model, tokenizer, corpus = checkpoint.load(path), checkpoint.load_tokenizer(path), None
@@ -189,7 +189,7 @@ def main(cfg: ExportConfig):
         remedy = "prepared data by --data_dir, or --check=false"
         data_dir, mixture = checkpoint.trained_on(path.parent, cfg.data_dir, remedy)
         corpus = Corpus(data_dir, model.cfg.block_size, mixture=mixture)
-    new = out.with_name(f".{out.name}.new")
+    new, old = (out.with_name(f".{out.name}.{kind}") for kind in ("new", "old"))
     with hold(out.parent, f".{out.name}.lock"):
         shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
         try:
@@ -197,10 +197,11 @@ def main(cfg: ExportConfig):
             if corpus:
                 compare(new, model, tokenizer, corpus, cfg.dtype)
             if out.exists():
-                shutil.rmtree(out)
+                out.rename(old)
             new.rename(out)
         finally:
-            shutil.rmtree(new, ignore_errors=True)
+            for folder in (new, old):
+                shutil.rmtree(folder, ignore_errors=True)
     print(f"{out} is ready: {model.cfg.value_mode.name}, step {checkpoint.read_header(path)['step']}, {cfg.dtype}")
 
 

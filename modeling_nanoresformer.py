@@ -12,10 +12,11 @@ import math
 import torch
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from configurator import convert
 from model import GPT, Rope
-from value_modes import ModelConfig, plan_layers
+from value_modes import ModelConfig, stored_tensors
 
 NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head"}
 NAMES |= {"vocab_size": "vocab_size", "hidden_size": "n_embd", "max_position_embeddings": "block_size"}
@@ -30,9 +31,6 @@ class NanoResFormerConfig(PreTrainedConfig):
         self.shape = shape or dataclasses.asdict(ModelConfig())
         super().__init__(**kwargs | {theirs: self.shape[ours] for theirs, ours in NAMES.items()})
 
-    def model_config(self):
-        return convert(self.shape, ModelConfig, "config.json: shape")
-
 
 class Tokens:
     """What GPT.hidden asks of a cache (see sample.KVCache): where T new tokens are, what they see, and the keys and
@@ -44,19 +42,16 @@ class Tokens:
 
     def __init__(self, cfg, cache, attention_mask, T):
         self.cache, self.past, self.mask = cache, 0 if cache is None else cache.get_seq_length(), None
-        self.places = {}  # (tensor, layer) -> its number
-        for n, layer in enumerate(plan_layers(cfg)):
-            for t in "kv":
-                if layer.owner[t] == n:
-                    self.places[t, n] = len(self.places)
+        self.stored = stored_tensors(cfg)
         self.where = slice(self.past, self.past + T)
         if attention_mask is not None and not attention_mask.all():
             if attention_mask.shape[1:] != (self.past + T,):
                 raise ValueError(f"attention_mask {tuple(attention_mask.shape)} must be (batch, {self.past + T})")
             self.where = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -T:]  # (B, T)
-            own = torch.eye(self.past + T, dtype=torch.bool, device=attention_mask.device)
-            seen = (attention_mask[:, None].bool() & torch.ones_like(own).tril()) | own  # padding sees itself: no NaN
-            self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -math.inf)[:, None, -T:]
+            causal = torch.ones(T, self.past + T, dtype=torch.bool, device=attention_mask.device).tril(self.past)
+            own = causal & ~causal.tril(self.past - 1)
+            seen = (attention_mask[:, None].bool() & causal) | own  # (B, T, S); padding sees itself: no NaN
+            self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -math.inf)[:, None]
 
     def end(self, T):
         return self.past + T
@@ -68,7 +63,7 @@ class Tokens:
         """Append `new` (B, G, T, D) to tensor t of layer n; returns all of it, (B, G, past + T, D)."""
         if self.cache is None:
             return new
-        layer, is_value = divmod(self.places[t, n], 2)
+        layer, is_value = divmod(self.stored.index((t, n)), 2)
         nothing = new[:, :, :0]
         return self.cache.update(nothing if is_value else new, new if is_value else nothing, layer)[is_value]
 
@@ -86,7 +81,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         kind = "eager" if config._attn_implementation == "eager" else "sdpa"
-        self.model = GPT(config.model_config(), attn=kind)
+        self.model = GPT(convert(config.shape, ModelConfig, "config.json: shape"), attn=kind)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -103,9 +98,12 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self):
         return self.model.head
 
+    @can_return_tuple
     def forward(self, input_ids, attention_mask=None, past_key_values=None, labels=None, use_cache=True, **kwargs):
         """Token ids (B, T) -> logits (B, T, V), or (B, n, V) with logits_to_keep=n; with labels (B, T), -100 = ignored,
         also the mean cross-entropy of the next tokens."""
+        if kwargs.get("position_ids") is not None:  # such as those of several documents in one row
+            raise ValueError("position_ids are not supported; positions follow from attention_mask")
         self.model.recompute = self.training and self.gradient_checkpointing
         if use_cache and past_key_values is None and not self.training:
             past_key_values = DynamicCache()
@@ -115,6 +113,4 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.size(-1), **kwargs)
-        if kwargs.get("return_dict") is False:
-            return (logits, past_key_values) if loss is None else (loss, logits, past_key_values)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)

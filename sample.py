@@ -20,7 +20,7 @@ from configurator import UserError, check_ranges, command_line, require, run_mai
 class SampleConfig:
     """Every setting of sample.py."""
 
-    run: str = setting("out/resformer", "a run's folder, or a checkpoint's file", positional=True)
+    run: str = setting("out/resformer", "a run, a checkpoint's file or a Hugging Face folder", positional=True)
     which: Literal["last", "best"] = setting("last", "which checkpoint of a run: last, or best in validation")
     prompt: str = setting("\n", "text to continue; '<|endoftext|>' in it ends a document", group="Text")
     prompt_file: str = setting("", "file with one prompt per line, instead of prompt")
@@ -48,7 +48,7 @@ import torch
 import checkpoint
 from model import to_fp32
 from runtime import Distributed, clock
-from value_modes import plan_layers
+from value_modes import stored_tensors
 
 
 class KVCache:
@@ -62,11 +62,7 @@ class KVCache:
     def __init__(self, cfg, batch_size, length=None, device=None, dtype=None):
         self.length, self.pos = length or cfg.block_size, 0  # tokens there is room for, tokens stored
         shape = (batch_size, cfg.n_kv_head, self.length, cfg.head_dim)
-        self.tensors = {}
-        for n, layer in enumerate(plan_layers(cfg)):
-            for t in "kv":
-                if layer.owner[t] == n:
-                    self.tensors[t, n] = torch.zeros(shape, device=device, dtype=dtype)
+        self.tensors = {place: torch.zeros(shape, device=device, dtype=dtype) for place in stored_tensors(cfg)}
 
     def extend(self, t, n, new):
         """Append `new` (B, G, T, D) to tensor t of layer n; returns all of it, (B, G, pos + T, D)."""

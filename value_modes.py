@@ -482,9 +482,11 @@ def tensors_to_keep(cfg):
     return raw, attended
 
 
+def stored_tensors(cfg):
+    """[("k" or "v", layer)] that a KV cache stores: those that a layer owns."""
+    return [(t, n) for n, layer in enumerate(plan_layers(cfg)) for t in "kv" if layer.owner[t] == n]
+
+
 def kv_floats_per_token(cfg):
-    """Numbers that a KV cache stores per token: n_kv_head * head_dim for each K and each V that a layer owns."""
-    n_owned = 0
-    for n, layer in enumerate(plan_layers(cfg)):
-        n_owned += (layer.owner["k"] == n) + (layer.owner["v"] == n)
-    return n_owned * cfg.n_kv_head * cfg.head_dim
+    """Numbers that a KV cache stores per token: n_kv_head * head_dim for each stored tensor."""
+    return len(stored_tensors(cfg)) * cfg.n_kv_head * cfg.head_dim

@@ -281,8 +281,9 @@ def test_starting_from_other_weights(runs, data, tmp_path):
     fewer = in_process(train, *words, "--value_mode=svformer")
     assert fewer.returncode == 0 and "new:" not in fewer.stdout  # q and k of a fused product fit without v
     for more, message in (
-        ("--n_embd=64", "another shape of model"),
-        ("--arch=gpt2", "another shape of model"),
+        ("--n_embd=64", "has n_embd=32, this model 64"),
+        ("--arch=gpt2", "has arch=llama, this model gpt2"),
+        ("--n_head=8", "has head_dim=8, this model 4"),
         (f"--init_from={tmp_path / 'nowhere'}", "holds no checkpoint"),
     ):
         refused(in_process(train, *words, more, f"--out_dir={tmp_path / 'none'}"), message)
@@ -299,6 +300,8 @@ def test_refused(runs, data, tmp_path, monkeypatch):
     refused(in_process(export, tmp_path, out), "holds no checkpoint")
     refused(in_process(export, folder, out), "is a Hugging Face folder already")
     refused(in_process(export, run, f"--out_dir={folder}"), "exists; choose another --out_dir, or replace it")
+    refused(in_process(export, run, f"--out_dir={run}", "--overwrite"), "exists and is no Hugging Face folder")
+    assert checkpoint.find(run).exists()
     refused(in_process(export, run, out, "--data_dir=nowhere"), "nowhere")
     refused(in_process(export, run, out, "--max_shard_size=big"), "not a size such as 500MB")
     unfinished = trained(data, tmp_path / "unfinished", max_steps=4)
@@ -306,6 +309,11 @@ def test_refused(runs, data, tmp_path, monkeypatch):
         if "4" in path.name:
             path.unlink()
     refused(in_process(export, unfinished, out), "is at step 2 of 4; finish it with --resume=auto")
+    huge = checkpoint.load(run)
+    huge.norm.weight.data.fill_(1e5)
+    path = checkpoint.save(tmp_path / "huge", 1, huge, checkpoint.read_header(checkpoint.find(run))["tokenizer"])
+    checkpoint.load_tokenizer(checkpoint.find(run)).save(path.with_name("tokenizer.json"))
+    refused(in_process(export, path, out, f"--data_dir={data}", "--dtype=float16"), "as float16", "NaN or infinity")
     damaged = trained(data, tmp_path / "damaged")
     path = checkpoint.find(damaged)
     path.write_bytes(path.read_bytes()[:-7] + b"\0" + path.read_bytes()[-6:])
@@ -327,12 +335,23 @@ def test_refused(runs, data, tmp_path, monkeypatch):
         refused(in_process(export, run, out), "the package transformers is not installed")
         assert in_process(export, run, out, "--check=false").returncode == 0
     assert "svformer" in exported(run, tmp_path / "hf", "--overwrite")
-    assert {path.name for path in tmp_path.iterdir()} == {"unfinished", "damaged", "capital", "hf"}  # nothing half
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "unfinished",
+        "huge",
+        "damaged",
+        "capital",
+        "hf",
+    }  # nothing half
 
 
 def hf_damaged(source):
     """A network whose attention is scaled otherwise."""
     return source.replace("to_fp32(x).chunk(2", "to_fp32(3 * x).chunk(2")
+
+
+def test_positions_of_packed_rows_are_refused():
+    with pytest.raises(ValueError, match="position_ids are not supported"):
+        wrapped(tiny().float())(tokens((1, 4)), position_ids=torch.tensor([[0, 1, 0, 1]]))
 
 
 def test_a_parameter_without_a_name_is_refused(monkeypatch):
