@@ -142,7 +142,7 @@ def write_folder(folder, path, model, tokenizer, cfg):
 
 
 @torch.inference_mode()
-def compare(folder, model, tokenizer, corpus, dtype):
+def check_export(folder, model, tokenizer, corpus, dtype):
     """Load the folder in transformers and compare logits and token ids on validation text; prints the differences.
     Raises UserError if they are not those of rounding, or if any id differs."""
     transformers = need("transformers")
@@ -195,7 +195,7 @@ def main(cfg: ExportConfig):
         try:
             write_folder(new, path, model, tokenizer, cfg)
             if corpus:
-                compare(new, model, tokenizer, corpus, cfg.dtype)
+                check_export(new, model, tokenizer, corpus, cfg.dtype)
             if out.exists():
                 out.rename(old)
             new.rename(out)
