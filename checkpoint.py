@@ -28,6 +28,7 @@ from data import COUNT, Tokenizer
 from files import OBJECT, parse_object, read_json, read_tensors, sealed, sha256, unsealed, write_atomic
 from hf import HFTokenizer, hf_config, hf_files, is_hf_folder, load_hf, made_by_us, parts_of, require_finite
 from model import GPT
+from runtime import whole
 from value_modes import ModelConfig, plan_layers
 
 __all__ = ["load", "load_hf"]
@@ -232,13 +233,29 @@ def read_state(path, model, step):
     return tensors, convert(metadata, {"scaler": dict}, f"the header of {path}")["scaler"]
 
 
-def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler=None, keep=2):
+def gathered(tensors, is_main):
+    """{name: tensor} as it is written: whole and on the CPU. The other ranks take part one tensor at a time, and keep
+    nothing: {}."""
+    found = {}
+    for name, tensor in tensors.items():
+        full = whole(tensor)
+        if is_main:
+            found[name] = full.contiguous().cpu()
+    return found
+
+
+def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler=None, keep=2, is_main=True):
     """Write a step's weights and training state into folder `run`, then delete all but the last `keep` and the best.
-    Returns the weights file."""
+    Returns the weights file. All ranks call this, and the main one writes."""
     weights_file = Path(run) / f"step_{step:08d}.safetensors"
     if optimizer is not None:
         tensors, metadata = training_state(model, optimizer, scaler)
-        write_tensors(state_file(weights_file), tensors, {"step": step, **metadata})
+        tensors = gathered(tensors, is_main)
+        if is_main:
+            write_tensors(state_file(weights_file), tensors, {"step": step, **metadata})
+    weights = gathered(model.state_dict(), is_main)
+    if not is_main:
+        return weights_file
     header = {
         "format": "nanoresformer/1",
         "step": step,
@@ -248,7 +265,7 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
         "plan": plan_as_json(model.cfg),
         "tokenizer": tokenizer_hash,
     }
-    write_tensors(weights_file, {name: t.contiguous() for name, t in model.state_dict().items()}, header)
+    write_tensors(weights_file, weights, header)
     if keep:
         kept = {weights_file, best(run), *list(steps(run).values())[-keep:]}
         for old in steps(run).values():
@@ -274,7 +291,7 @@ def training_state(model, optimizer, scaler):
         tensors["rng_cuda"] = torch.cuda.get_rng_state()
     for name, p in model.named_parameters():
         for key, value in optimizer.state[p].items():
-            tensors[f"{key}/{name}"] = value.contiguous()
+            tensors[f"{key}/{name}"] = value
     return tensors, {"scaler": scaler.state_dict() if scaler else {}}
 
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,38 @@ class Distributed:
                 why = f"another rank has ended or cannot be reached ({str(e).splitlines()[0]})"
             raise UserError(f"{why}; what was saved is intact: run it again, train.py with --resume=auto") from None
 
+    def shard(self, model, optimizer, keep_gathered):
+        """Divide a model's parameters and its optimizer's state among the ranks, by rows, with torch's FSDP2. A block,
+        and what is in no block, is gathered when it computes, and its gradients are averaged over the ranks.
+        keep_gathered: from the first forward to the last backward of a step (ZeRO-2), else only while it computes.
+
+        The whole model is on every rank before, on the CPU if it is large: one block at a time goes to the GPU.
+        """
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import distribute_tensor
+
+        # By name, so that nothing keeps the whole parameters in memory while they are replaced by parts.
+        name_of = {id(p): name for name, p in model.named_parameters()}
+        states = {name_of[id(p)]: state for p, state in optimizer.state.items()}
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["params"] = [name_of[id(p)] for p in group["params"]]
+        # It warns of blocks that return views, such as V_1. Nothing writes into them in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+        mesh = dist.init_device_mesh(self.kind, (self.size,))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=not keep_gathered)
+        parts = dict(model.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [parts[name] for name in group["params"]]
+        for name, state in states.items():
+            for key, value in state.items():
+                if value.ndim:  # each rank has read all of it, and takes its rows; the number of steps is a scalar
+                    state[key] = distribute_tensor(value, mesh, parts[name].placements, src_data_rank=None)
+                else:
+                    state[key] = value.to(self.device)
+            optimizer.state[parts[name]] = state
+
     def pin_memory(self, arrays):
         """numpy arrays -> CPU tensors; for a GPU in pinned memory, which it can copy from while it computes."""
         tensors = [torch.from_numpy(a) for a in arrays]
@@ -155,6 +188,11 @@ def only_process(device):
     if world.size > 1:
         raise UserError("this command runs in one process; start it without torchrun")
     return world
+
+
+def whole(tensor):
+    """A tensor that `Distributed.shard` has divided, gathered: all ranks must ask for it. Another one as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def has_ended(pid):

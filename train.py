@@ -68,6 +68,9 @@ class TrainConfig:
     compile: bool | None = setting(None, "torch.compile; none = on GPUs only")
     attn: Literal["sdpa", "flash", "eager"] = setting("sdpa", "attention kernel: torch's, flash-attn's, or plain")
     recompute: bool = setting(False, "activation checkpointing: less memory, more computing, the same numbers")
+    shard: Literal["none", "zero2", "zero3"] = setting(
+        "none", "divide among the ranks: nothing; gradients and optimizer; weights too, see docs/scale.md"
+    )
 
     def __post_init__(self):
         check_ranges(self)
@@ -126,13 +129,13 @@ from describe import count_parameters, flops_per_token
 from files import append, hold, read_json, read_records, write_json, write_text
 from model import GPT
 from report import progress
-from runtime import Distributed, environment, peak_flops, pick_dtype
+from runtime import Distributed, environment, peak_flops, pick_dtype, whole
 from value_modes import kv_floats_per_token
 
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
 REMEDY = "nothing of this step is saved; continue from a checkpoint before it with a lower learning_rate"
 MAY_CHANGE = {"resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every"}
-MAY_CHANGE |= {"recompute"}  # settings that a resumed run may change, for its numbers stay the same
+MAY_CHANGE |= {"recompute", "shard"}  # settings that a resumed run may change, for its numbers stay the same
 
 
 def learning_rate(step, peak, end, warmup, steps):
@@ -240,7 +243,7 @@ class Metrics:
 @dataclass
 class Run:
     """What the parts of a run share. `model` is the model itself; what computes the loss is `model`, maybe compiled and
-    wrapped. micro_batch, accumulation: see TrainConfig.split_batch."""
+    wrapped. micro_batch, accumulation: see TrainConfig.split_batch. is_sharded: see Distributed.shard."""
 
     cfg: TrainConfig
     world: Distributed
@@ -251,12 +254,14 @@ class Run:
     dtype: torch.dtype
     micro_batch: int
     accumulation: int
+    is_sharded: bool
 
     @property
     def autocast(self):
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
-        return torch.autocast(self.world.kind, self.dtype)
+        # the cache would keep a copy of every weight, also of those that are gathered for a moment
+        return torch.autocast(self.world.kind, self.dtype, cache_enabled=not self.is_sharded)
 
 
 def build(cfg, world):
@@ -266,14 +271,18 @@ def build(cfg, world):
         if world.kind != "cuda" or dtype == torch.float32:
             raise UserError("attn=flash needs a GPU and dtype bfloat16 or float16; use attn=sdpa")
         need("flash_attn")
+    is_sharded = cfg.shard != "none" and world.size > 1
+    if is_sharded and not hasattr(need("torch.distributed.fsdp"), "fully_shard"):
+        raise UserError(f"shard={cfg.shard} needs torch 2.6 or later, and this is {torch.__version__}")
     micro_batch, accumulation = cfg.split_batch(world.size)
     corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify and world.is_first_of_node)
     torch.manual_seed(cfg.seed)
     model = GPT(cfg.model_config(corpus.tokenizer.n_vocab), cfg.seed, cfg.attn, recompute=cfg.recompute)
-    model = model.to(world.device)
+    if not is_sharded:  # else the device may have no room for all of it
+        model = model.to(world.device)
     optimizer = adamw(model, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
     scaler = torch.amp.GradScaler(world.kind, enabled=dtype == torch.float16)
-    return Run(cfg, world, corpus, model, optimizer, scaler, dtype, micro_batch, accumulation)
+    return Run(cfg, world, corpus, model, optimizer, scaler, dtype, micro_batch, accumulation, is_sharded)
 
 
 def steps_done(run):
@@ -339,6 +348,8 @@ def announce(run, done, metrics):
     metrics.write(record)
     if run.micro_batch < cfg.micro_batch:
         metrics.say(f"micro_batch is {run.micro_batch} instead of {cfg.micro_batch}, so that it divides a rank's share")
+    if cfg.shard != "none" and not run.is_sharded:
+        metrics.say(f"shard={cfg.shard} has one rank to divide the model among; continuing without it")
     sizes = f"{world.size} x {run.accumulation} x {run.micro_batch} x {cfg.block_size}"
     metrics.say(
         f"{name}: {n_parameters:,} parameters, {cfg.max_steps - done} steps of {cfg.batch_tokens:,} tokens = {sizes}, "
@@ -346,14 +357,25 @@ def announce(run, done, metrics):
     )
 
 
+def compiled_parts(run):
+    """torch.compile of the model as one graph; if it is sharded, of each block: no graph can gather what it reads."""
+    if not run.is_sharded:
+        return torch.compile(run.model, dynamic=False, fullgraph=True)
+    torch._dynamo.config.recompile_limit = max(8, run.model.cfg.n_layer)  # blocks share code, and may all differ
+    for block in run.model.blocks:
+        block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
+    return run.model
+
+
 def compiled(run, say):
-    """torch.compile of the model, warmed up; where that fails the model itself, with a line that says why."""
+    """torch.compile of the model, warmed up; where that fails the model itself, with a line that says why. Raises
+    UserError if a sharded one fails, for the other ranks wait in the middle of it."""
     cfg, world = run.cfg, run.world
     wanted = world.kind == "cuda" if cfg.compile is None else cfg.compile
     if not wanted:
         return run.model
     start, reason = time.time(), None
-    model = torch.compile(run.model, dynamic=False, fullgraph=True)
+    model = compiled_parts(run)
     if world.kind == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "cl")):
         reason = "there is no C++ compiler"
     else:
@@ -365,6 +387,8 @@ def compiled(run, say):
         except Exception as e:  # a compiler's failure can be anything; it must not stop the run
             reason = f"{type(e).__name__}: {(str(e).strip() or '?').splitlines()[0]}"
         run.model.zero_grad(set_to_none=True)
+    if reason and run.is_sharded:
+        raise UserError(f"torch.compile does not work here ({reason}); set --compile=false")
     if world.sum([reason is not None]).item():
         say(f"torch.compile does not work here ({reason or 'on another rank'}); continuing without it")
         return run.model
@@ -405,14 +429,18 @@ def train_step(run, model, step, batches):
     for i in range(run.accumulation):
         x, y, seconds = next(batches)
         waited += seconds
-        if world.size > 1:
-            model.require_backward_grad_sync = i == run.accumulation - 1  # must be set before the forward
+        is_last = i == run.accumulation - 1
+        if run.is_sharded:  # zero3 has no room for whole gradients and weights between micro-batches
+            run.model.set_requires_gradient_sync(is_last or cfg.shard == "zero3")
+            run.model.set_reshard_after_backward(is_last or cfg.shard == "zero3")
+        elif world.size > 1:
+            model.require_backward_grad_sync = is_last  # must be set before the forward
         with run.autocast:
             loss = model(x, y)[1]
         scaler.scale(loss / run.accumulation).backward()
         total += loss.detach()
     scaler.unscale_(run.optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), cfg.grad_clip or math.inf).item()
+    norm = whole(torch.nn.utils.clip_grad_norm_(run.model.parameters(), cfg.grad_clip or math.inf)).item()
     loss = world.sum([total.item() / run.accumulation]).item() / world.size
     if not math.isfinite(loss):
         raise UserError(f"step {step + 1}: the loss is {loss}; {REMEDY}")
@@ -442,15 +470,23 @@ def validate(run):
             jobs.append((d, 0, 0))  # a domain of less than one window: all that it has
     n_bytes = corpus.tokenizer.token_bytes()
     sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes of text
-    for d, first, last in jobs[world.rank :: world.size]:
+    n_rounds = math.ceil(len(jobs) / world.size)
+    for i in range(world.rank, n_rounds * world.size, world.size):
+        d, first, last = jobs[i % len(jobs)]
         domain = corpus.domains[d]
         x, y = corpus.val_batch(domain, first, last) if last else corpus.val_rest(domain)
-        with run.autocast:
+        with run.autocast, torch.compiler.set_stance("force_eager"):  # each size would be compiled anew
             loss = run.model(*world.to_device(world.pin_memory((x, y))))[1]
-        sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()
+        if i < len(jobs):  # past them a rank only computes along: a sharded model is gathered by all ranks or none
+            sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()
     result = domain_losses(corpus, world.sum(sums).numpy())
+    if run.is_sharded:
+        run.model.unshard()
     if any(len(list(lambdas.parameters())) for lambdas in run.model.lambdas):
         result["lam"] = run.model.mixing_weights()
+    if run.is_sharded:  # a forward without a backward has left weights gathered
+        for module in (*run.model.blocks, run.model):
+            module.reshard()
     return result
 
 
@@ -478,8 +514,10 @@ def set_up(run, metrics, config, note, done):
     if note:
         metrics.say(note)
     announce(run, done, metrics)
+    if run.is_sharded:
+        world.shard(run.model, run.optimizer, keep_gathered=run.cfg.shard == "zero2")
     model = compiled(run, metrics.say)
-    if world.size > 1:  # after compiling: one graph, and the gradients of all of it in DDP's buckets
+    if world.size > 1 and not run.is_sharded:  # after compiling: one graph, and all its gradients in DDP's buckets
         device_ids = [world.device.index] if world.kind == "cuda" else None
         model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     return model
@@ -512,18 +550,18 @@ def train(run, done, config, note):
         val_loss = None
         if n % cfg.eval_every == 0 or n == cfg.max_steps:
             val_loss = metrics.evaluation(n, validate(run))
-        if world.rank == 0 and (n % cfg.save_every == 0 or is_stopped or val_loss is not None):
-            hash = run.corpus.tokenizer.hash
-            checkpoint.save(cfg.out_dir, n, run.model, hash, val_loss, run.optimizer, run.scaler, cfg.keep)
+        if n % cfg.save_every == 0 or is_stopped or val_loss is not None:
+            hash, is_main = run.corpus.tokenizer.hash, world.rank == 0
+            checkpoint.save(cfg.out_dir, n, run.model, hash, val_loss, run.optimizer, run.scaler, cfg.keep, is_main)
         if is_stopped and n < cfg.max_steps:
             metrics.say(f"stopped and saved at step {n}; the same command with --resume=auto continues")
             break
     metrics.close()
 
 
-def main(cfg: TrainConfig):
-    world = Distributed(cfg.device)
-    with world.connected(), contextlib.ExitStack() as stack:
+def start(cfg, world):
+    """Train the run of a config, from where it stands to its end."""
+    with contextlib.ExitStack() as stack:
         with world.together():
             run = build(cfg, world)
             if world.rank == 0:
@@ -534,10 +572,18 @@ def main(cfg: TrainConfig):
                 note = start_weights(run)
         if len(set(world.gather(done))) > 1:
             raise UserError(f"the ranks do not see the same checkpoints in {cfg.out_dir}; put it on a shared disk")
+        if len(set(world.gather((run.corpus.hash, run.corpus.val_hash)))) > 1:
+            raise UserError(f"the ranks do not read the same data in {cfg.data_dir}; copy one folder to all nodes")
         if done < cfg.max_steps:
             train(run, done, config, note)
         elif world.rank == 0:
             print(f"{cfg.out_dir} is already finished, at step {done}")
+
+
+def main(cfg: TrainConfig):
+    world = Distributed(cfg.device)
+    with world.connected():
+        start(cfg, world)
     world.close()
 
 
