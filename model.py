@@ -2,6 +2,7 @@
 
     python model.py --value_mode=svformer --n_layer=4      print a mode's plan: who owns and who reads what, and sizes
     python model.py table                                  all modes: equation, source, parameters, KV cache
+    python model.py budget config/size_468m.py --gpus=64   memory, traffic, time and disk of a run
 
 Shapes: B batch, T tokens, C n_embd, H n_head, G n_kv_head, D head_dim, V vocab_size. Layers count from 0, so
 the paper's V_1 is raw[0]["v"], and attended[0]["v"] where it is borrowed. A_n is layer n's causal softmax(q k^T /

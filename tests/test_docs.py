@@ -15,6 +15,7 @@ import pytest
 from conftest import ROOT, finished, in_process
 
 from configurator import UserError, load_settings
+from describe import BudgetConfig
 from docs import tables
 from value_modes import TABLE, ModelConfig
 
@@ -56,8 +57,9 @@ def check_command(module, words):
     """Raise UserError if a module of ours does not take these words."""
     if module == "model":
         words = [word.replace("resformer_linear", "resformer") for word in words]  # the patch of the last test adds it
-        given = [word for word in words if word != "table"]
-        load_settings(ModelConfig, given, ignore_unknown_in_files=True)
+        given = [word for word in words if word not in ("table", "budget")]
+        settings = BudgetConfig if words[:1] == ["budget"] else ModelConfig
+        load_settings(settings, given, ignore_unknown_in_files=True)
         return
     settings = typing.get_type_hints(importlib.import_module(module).main)["cfg"]
     load_settings(settings, words)
