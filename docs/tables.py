@@ -33,7 +33,7 @@ from bench.common import lines_table, spread
 from bench.decoding import decoding_table
 from bench.scoring import scoring_table
 from bench.training import memory_table, training_table
-from describe import mode_table
+from describe import BudgetConfig, budget, mode_table
 from files import read_json, write_text
 from paper.claims import tally
 from report import markdown, plus_minus
@@ -133,10 +133,17 @@ def campaign_table(name):
     return f"{markdown([name, *columns], rows)}\n\n{where}"
 
 
+def budget_of_1600m():
+    """What docs/scale.md shows of `python model.py budget …`, the command beside it."""
+    shape = {"n_layer": 24, "n_head": 16, "n_embd": 2048, "value_mode": "resformer", "micro_batch": 8}
+    return budget(BudgetConfig(**shape, tokens=200_000_000_000, gpus=(8, 64), card=("A100", "H100")))
+
+
 MAKERS = {
     "fuzz": lambda: campaign_table("fuzz"),
     "faults": lambda: campaign_table("faults"),
     "modes": lambda: mode_table(ModelConfig()),
+    "budget-1.6B": budget_of_1600m,
     "claims-cpu": lambda: claims_text("cpu"),
     "claims-modes": lambda: claims_text("modes"),
     "demo-accuracy": accuracy_table,
