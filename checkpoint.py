@@ -266,17 +266,23 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
         "tokenizer": tokenizer_hash,
     }
     write_tensors(weights_file, weights, header)
-    if keep:
-        kept = {weights_file, best(run), *list(steps(run).values())[-keep:]}
-        for old in steps(run).values():
-            if old not in kept:
-                old.unlink()  # first the file that says the step is there
-                state_file(old).unlink(missing_ok=True)
+    prune(run, keep)
     return weights_file
 
 
-def clean(run):
-    """Remove training states that a killed run wrote without their weights, and files that it left half-written."""
+def prune(run, keep):
+    """Delete all checkpoints of a run but the last `keep` and the best; none if `keep` is 0."""
+    files = list(steps(run).values())
+    kept = {best(run), *files[-keep:]}  # with 0 all of them
+    for old in files:
+        if old not in kept:
+            old.unlink()  # first the file that says the step is there
+            state_file(old).unlink(missing_ok=True)
+
+
+def clean(run, keep=0):
+    """Remove what a killed run has left: states without weights, half-written files, and checkpoints to be deleted."""
+    prune(run, keep)
     for path in Path(run).glob(".step_*.tmp"):
         path.unlink()
     for path in Path(run).glob("step_*.state.safetensors"):

@@ -577,7 +577,15 @@ def start(cfg, world):
         if done < cfg.max_steps:
             train(run, done, config, note)
         elif world.rank == 0:
+            clean_up(Path(cfg.out_dir))
             print(f"{cfg.out_dir} is already finished, at step {done}")
+
+
+def clean_up(out):
+    """Finish what a kill after the last save has left, with the `keep` that the run had."""
+    if (out / "config.json").exists():
+        config = read_json(out / "config.json", "the config of a run", {"keep": int})
+        checkpoint.clean(out, config["keep"])
 
 
 def main(cfg: TrainConfig):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import COVER, MODES, ROOT, byte_tokenizer, finished, in_process, make_data, refused, script
+from conftest import COVER, MODES, ROOT, byte_tokenizer, change, finished, in_process, make_data, refused, script
 from safetensors.torch import load_file, save_file
 
 import checkpoint
@@ -167,6 +167,21 @@ def test_resumed_run_equals_an_uninterrupted_one(data_dir, tmp_path):
         state = checkpoint.state_file(checkpoint.find(out))
         assert state.read_bytes() == checkpoint.state_file(checkpoint.find(tmp_path / "whole")).read_bytes()
     assert "already finished" in trained(data_dir, tmp_path / "term", **LONG, **kw, resume="auto").stdout
+
+
+def test_what_a_kill_after_the_last_save_has_left(data_dir, tmp_path):
+    """The next start of a finished run deletes what the run itself would have deleted, and no more."""
+    out = tmp_path / "run"
+    trained(data_dir, out, keep=0, save_every=3)
+    every = list(checkpoint.steps(out))
+    orphan = out / "step_00000001.state.safetensors"
+    for keep, left in ((0, every), (1, every[-1:])):
+        orphan.write_bytes(b"")
+        change(out / "config.json", keep=keep)
+        assert "already finished" in trained(data_dir, out, save_every=3, resume="auto").stdout
+        assert set(left) <= set(checkpoint.steps(out)) <= {*left, int(checkpoint.best(out).stem[5:])}
+        assert not orphan.exists() and len(list(out.glob("*.state.*"))) == len(checkpoint.steps(out)) < 10
+    assert len(checkpoint.steps(out)) < len(every)
 
 
 def torchrun(n, *words, of="train.py"):
