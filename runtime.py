@@ -62,7 +62,8 @@ class Distributed:
             torch.cuda.set_device(self.device)
         if self.size > 1:
             try:
-                dist.init_process_group("nccl" if self.kind == "cuda" else "gloo")
+                hour = datetime.timedelta(hours=1)  # others wait while rank 0 hashes data or writes a checkpoint
+                dist.init_process_group("nccl" if self.kind == "cuda" else "gloo", timeout=hour)
             except (ValueError, RuntimeError) as e:  # a variable that torchrun sets is missing, or a rank
                 reason = str(e).splitlines()[0]
                 remedy = "use torchrun, or unset WORLD_SIZE"
