@@ -416,7 +416,7 @@ def rewrite(path, rng):
     elif kind < 0.7:
         about = {key: value for key, value in about.items() if key not in ("tensors", "sha256")}
     save_file(tensors, path, metadata={"nanoresformer": json.dumps(about)})
-    return kind >= 0.7
+    return kind >= 0.7 and "sha256" in about  # without it, it passes for an old file
 
 
 def damage_checkpoint(path, rng):
