@@ -1,44 +1,31 @@
-"""A model before it is trained: parameters, FLOPs, and what `python model.py` prints: its plan, the table of all modes,
-and what a run of it needs."""
+"""A model before it is trained: parameters, FLOPs, and what `python model.py` prints: its plan, or a table of modes."""
 
 import dataclasses
-import functools
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-from configurator import UserError, load_settings, run_main, say_error, setting
+from configurator import UserError, load_settings, run_main, say_error
 from report import markdown
 from value_modes import TABLE, ModelConfig, kv_floats_per_token, plan_layers
 
 
 def command():
-    """`python model.py …`; ends the process. The settings are checked before torch is imported."""
-    words, usage = sys.argv[1:], Path(__file__).with_name("model.py").read_text(encoding="utf-8").split('"""')[1]
-    what, settings = describe, ModelConfig
+    """`python model.py …` and `python model.py table …`; ends the process."""
+    words = sys.argv[1:]
     if words[:1] == ["table"]:
-        what = mode_table
-    if words[:1] == ["budget"]:
-        what, settings = budget, BudgetConfig
+        print_for(mode_table, ModelConfig, words[1:])
+    print_for(describe, ModelConfig, words)
+
+
+def print_for(what, settings, words):
+    """Print what(the settings in `words`), and end the process. They are checked before torch is imported."""
+    usage = Path(__file__).with_name("model.py").read_text(encoding="utf-8").split('"""')[1]
     try:
-        cfg = load_settings(settings, words if what is describe else words[1:], usage, ignore_unknown_in_files=True)
+        cfg = load_settings(settings, words, usage, ignore_unknown_in_files=True)
     except UserError as e:
         say_error(e)
     run_main(lambda: print(what(cfg)))
     sys.exit(0)
-
-
-@dataclass(frozen=True)
-class BudgetConfig(ModelConfig):
-    """Every setting of `python model.py budget`: a model's shape, a run of it with train.py's names, and machines."""
-
-    batch_tokens: int = setting(2_097_152, "tokens per optimizer step, over all ranks", least=1, group="Budget")
-    micro_batch: int = setting(32, "most sequences per rank and forward pass", least=1)
-    max_steps: int = setting(10_000, "optimizer steps", least=1)
-    tokens: int = setting(0, "tokens to train on; 0 = max_steps x batch_tokens", least=0)
-    gpus: tuple[int, ...] = setting((8,), "numbers of ranks to compare, such as 8,64", least=1)
-    card: tuple[str, ...] = setting(("H100",), "GPUs to compare, of runtime.PEAK_FLOPS, such as A100,H100")
-    utilisation: float = setting(0.4, "share of a GPU's peak that a run reaches", least=1e-3, most=1)
 
 
 def meta_model(cfg):
@@ -114,7 +101,7 @@ def describe(cfg):
         dilation, period = mode.dense
         lines.append(f"after each {period} blocks: weighted average over depth, dilation {dilation}")
     every, multiply = count_parameters(cfg)
-    kv, full = kv_floats_per_token(cfg), 2 * cfg.n_layer * cfg.n_embd
+    kv, full = kv_floats_per_token(cfg), 2 * cfg.n_layer * cfg.n_head * cfg.head_dim
     lines += [
         f"heads           {cfg.n_head} of width {cfg.head_dim}, {cfg.n_kv_head} of keys and values",
         f"parameters      {every:,} ({multiply:,} multiply)",
@@ -135,98 +122,7 @@ def mode_table(cfg):
             continue  # not with so many layers or heads
         more = count_parameters(model_config)[0] - vanilla
         kv = kv_floats_per_token(model_config)
-        share = f"{kv / (2 * cfg.n_layer * cfg.n_embd):.4g}"
+        share = f"{kv / (2 * cfg.n_layer * cfg.n_head * cfg.head_dim):.4g}"
         rows.append([f"`{name}`", equation, source, f"{more:+,}" if more else "±0", f"{kv:,}", share])
     header = ["mode", "equation", "from", "parameters", "KV floats per token", "of vanilla's"]
     return markdown(header, rows, left=3)
-
-
-@functools.cache
-def bytes_kept(cfg, batch):
-    """Bytes that autograd keeps from the forward to the backward of `batch` sequences in bf16, without the parameters:
-    activations, and copies of weights in bf16. Counted with torch's fake tensors, which have shapes and no content."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from model import GPT
-
-    kept = {}
-    with FakeTensorMode():
-        model = GPT(cfg, init=False)
-        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-
-        def keep(tensor):
-            storage = tensor.untyped_storage()  # which several kept tensors may share
-            if storage._cdata not in parameters:
-                kept[storage._cdata] = storage
-            return tensor
-
-        idx = torch.zeros(batch, cfg.block_size, dtype=torch.int64)
-        with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            model(idx, idx.clone())
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-def needs(cfg, n_ranks):
-    """{shard: bytes on a rank of (weights, gradients, AdamW, what is kept), and bytes that a rank sends in a step}.
-
-    Weights are fp32, as in train.py. Collectives are rings: a rank sends (W - 1) / W of what is gathered or scattered.
-    """
-    from train import TrainConfig
-
-    run = TrainConfig(batch_tokens=cfg.batch_tokens, block_size=cfg.block_size, micro_batch=cfg.micro_batch)
-    micro_batch, accumulation = run.split_batch(n_ranks)
-    model, kept = meta_model(cfg), bytes_kept(cfg, micro_batch)
-    whole = 4 * sum(p.numel() for p in model.parameters())
-    blocks = [4 * sum(p.numel() for p in block.parameters()) for block in model.blocks]
-    at_work = min(whole, whole - sum(blocks) + 2 * max(blocks))  # gathered: what is in no block, a block, the next one
-    part, moved = whole / n_ranks, whole * (n_ranks - 1) / n_ranks
-    gradients = whole if accumulation > 1 else part
-    if n_ranks == 1:
-        return dict.fromkeys(("none", "zero2", "zero3"), ((whole, whole, 2 * whole, kept), 0))
-    return {
-        "none": ((whole, whole, 2 * whole, kept), 2 * moved),  # gradients scattered and gathered
-        "zero2": ((part + whole, gradients, 2 * part, kept), 2 * moved),  # gradients scattered, weights gathered
-        "zero3": ((part + at_work, part, 2 * part, kept), 3 * accumulation * moved),  # weights twice, each micro-batch
-    }
-
-
-def memory_table(cfg):
-    rows = []
-    for n_ranks in cfg.gpus:
-        for shard, (parts, _) in needs(cfg, n_ranks).items():
-            rows.append([n_ranks, shard, *(f"{n / 1e9:.3g}" for n in (*parts, sum(parts)))])
-    return markdown(["ranks", "shard", "weights", "gradients", "AdamW", "kept", "sum, GB"], rows, left=2)
-
-
-def speed_table(cfg, n_tokens):
-    """Tokens/s at cfg.utilisation of the peak, and the GB/s that each rank sends if nothing waits for the network."""
-    from runtime import PEAK_FLOPS
-
-    rows = []
-    for n_ranks in cfg.gpus:
-        sent = {shard: sent for shard, (_, sent) in needs(cfg, n_ranks).items()}
-        for card in cfg.card:
-            if card not in PEAK_FLOPS:
-                raise UserError(f"card={card!r} is unknown; known: {', '.join(PEAK_FLOPS)}")
-            rate = n_ranks * PEAK_FLOPS[card] * cfg.utilisation / flops_per_token(cfg)
-            seconds = cfg.batch_tokens / rate
-            traffic = [f"{sent[shard] / seconds / 1e9:.3g}" for shard in ("zero2", "zero3")]
-            rows.append([n_ranks, card, f"{rate:,.0f}", f"{seconds:.3g}", f"{n_tokens / rate / 86400:.3g}", *traffic])
-    header = ["ranks", "card", "tokens/s", "seconds per step", "days", "none, zero2: GB/s", "zero3: GB/s"]
-    return markdown(header, rows, left=2)
-
-
-def budget(cfg):
-    """What a run needs, as text. All of it is computed."""
-    n_parameters, n_tokens = count_parameters(cfg)[0], cfg.tokens or cfg.max_steps * cfg.batch_tokens
-    lines = [
-        f"{cfg.value_mode.name}: {n_parameters:,} parameters, {n_tokens:,} tokens in steps of {cfg.batch_tokens:,}. "
-        "All figures are computed, none is measured.",
-        "Memory of a rank. Kept from forward to backward: activations, and the weights in bf16.",
-        memory_table(cfg),
-        f"Speed at {cfg.utilisation:.0%} of peak, {flops_per_token(cfg):,} FLOPs per token. GB/s are sent by a rank.",
-        speed_table(cfg, n_tokens),
-        f"Disk: {2 * n_tokens / 1e9:.3g} GB of tokens, {12 * n_parameters / 1e9:.3g} GB for each checkpoint.",
-    ]
-    return "\n\n".join(lines)

@@ -17,9 +17,9 @@ import hashlib
 import math
 
 if __name__ == "__main__":  # prints what is asked for, and ends the process before torch is imported
-    import describe
+    import budget
 
-    describe.command()
+    budget.command()
 
 import torch
 import torch.nn.functional as F

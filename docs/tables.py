@@ -33,7 +33,8 @@ from bench.common import lines_table, spread
 from bench.decoding import decoding_table
 from bench.scoring import scoring_table
 from bench.training import memory_table, training_table
-from describe import BudgetConfig, budget, mode_table
+from budget import BudgetConfig, budget
+from describe import mode_table
 from files import read_json, write_text
 from paper.claims import tally
 from report import markdown, plus_minus

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, refused, script
 
-import describe
+import budget
 from configurator import UserError
 from model import GPT
 from train import TrainConfig
@@ -21,7 +21,7 @@ def plan(monkeypatch, capsys):
         monkeypatch.chdir(ROOT)
         monkeypatch.setattr(sys, "argv", ["model.py", *words])
         with pytest.raises(SystemExit):
-            describe.command()
+            budget.command()
         return capsys.readouterr().out
 
     return printed
@@ -34,6 +34,8 @@ def test_plan_is_printed(plan):
     assert "v: 0.5 own + 1.143 layer 0 (softmax, learned)" in plan("--value_mode=resformer_plus")
     assert "v: head gate between own and layer 0" in plan("--value_mode=resformer_head")
     assert "heads           12 of width 64" in plan("config/size_180m.py", "config/resformer.py")
+    wide = plan("--n_layer=4", "--n_head=8", "--head_dim=128")
+    assert "heads           8 of width 128" in wide and "1.0000 of full attention's" in wide
     assert "gqa2" in plan("table", "--n_layer=2", "--n_kv_head=2")  # rows that do not fit are left out
     assert "v: 0.5 own + 0.5 layer 0" in plan("--value_mode=resformer")
 
@@ -84,20 +86,20 @@ def test_budget(plan):
 def test_budget_of_bad_input():
     shape = dict(n_layer=2, n_head=2, n_embd=32, block_size=64)
     with pytest.raises(UserError, match="card='H10' is unknown; known: B200"):
-        describe.budget(describe.BudgetConfig(**shape, card=("H10",)))
+        budget.budget(budget.BudgetConfig(**shape, card=("H10",)))
     with pytest.raises(UserError, match="3 ranks cannot share the 32768 sequences"):
-        describe.budget(describe.BudgetConfig(**shape, gpus=(3,)))
+        budget.budget(budget.BudgetConfig(**shape, gpus=(3,)))
 
 
 def test_budget_starts_from_the_settings_of_train():
     defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
-    for f in dataclasses.fields(describe.BudgetConfig):
+    for f in dataclasses.fields(budget.BudgetConfig):
         if f.name in ("batch_tokens", "micro_batch", "max_steps"):
             assert f.default == defaults[f.name]
 
 
 def test_kept_bytes_are_those_of_a_real_forward():
-    cfg, kept = describe.ModelConfig(vocab_size=257, n_layer=2, n_head=2, n_embd=64, block_size=32), {}
+    cfg, kept = budget.ModelConfig(vocab_size=257, n_layer=2, n_head=2, n_embd=64, block_size=32), {}
     model = GPT(cfg)
     parameters = {p.data_ptr() for p in model.parameters()}
 
@@ -110,7 +112,7 @@ def test_kept_bytes_are_those_of_a_real_forward():
     idx = torch.zeros(3, 32, dtype=torch.int64)
     with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         model(idx, idx.clone())
-    assert describe.bytes_kept(cfg, 3) == sum(storage.nbytes() for storage in kept.values())
+    assert budget.bytes_kept(cfg, 3) == sum(storage.nbytes() for storage in kept.values())
 
 
 def test_command():

@@ -14,8 +14,8 @@ import typing
 import pytest
 from conftest import ROOT, finished, in_process
 
+from budget import BudgetConfig
 from configurator import UserError, load_settings
-from describe import BudgetConfig
 from docs import tables
 from value_modes import TABLE, ModelConfig
 
