@@ -166,6 +166,8 @@ def check(hints, key, value, where):
         near = difflib.get_close_matches(key, hints, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else "--help lists all settings"
         raise UserError(f"{where}: unknown setting {key!r}; {hint}")
+    if len(where) > 80:
+        where = f"{where[:80]}…"
     return convert(value, hints[key], f"{where}: {key}")
 
 
