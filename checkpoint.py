@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from configurator import UserError, convert
 from data import COUNT, Tokenizer
-from files import OBJECT, parse_object, read_json, read_tensors, sealed, sha256, unsealed, write_atomic
+from files import OBJECT, parse_object, read_json, read_tensors, sealed, sha256, unsealed, write_atomic, writing_tensors
 from hf import HFTokenizer, hf_config, hf_files, is_hf_folder, load_hf, made_by_us, parts_of, require_finite
 from model import GPT
 from runtime import whole
@@ -57,22 +56,17 @@ def write_tensors(path, tensors, metadata):
     """A safetensors file, written atomically. metadata: a dict, stored as JSON in the file's header, with checksums."""
     text = json.dumps(sealed({**metadata, "tensors": checksum(tensors)}))
 
-    def write(temporary):
-        try:
-            # one entry: the library writes several in an order that changes from process to process
-            save_file(tensors, temporary, metadata={"nanoresformer": text})
-        except SafetensorError as e:
-            message = f"cannot write {path}: {e}; free some space, the checkpoints before it are intact"
-            raise UserError(message) from None
-
-    write_atomic(path, write)
+    # one entry: the library writes several in an order that changes from process to process
+    metadata = {"nanoresformer": text}
+    with writing_tensors(path):
+        write_atomic(path, lambda temporary: save_file(tensors, temporary, metadata))
 
 
 def read_metadata(path):
     """The dict that `write_tensors` stored in a file's header; raises UserError if it is damaged or not there."""
     text = (read_tensors(path, lambda f: f.metadata()) or {}).get("nanoresformer")
     if text is None:
-        raise UserError(f"{path} is not a checkpoint of train.py (load_hf reads Hugging Face folders)")
+        raise UserError(f"{path} is not a checkpoint of train.py")
     return unsealed(parse_object(text, OBJECT, f"the header of {path}"), path)
 
 
@@ -88,7 +82,7 @@ def plan_as_json(cfg):
 
 
 def read_header(path):
-    """The HEADER of a weights file; of one in a Hugging Face folder without format and plan. Raises UserError if it is
+    """The HEADER of a weights file. That of a Hugging Face folder has no format and no plan. Raises UserError if it is
     damaged, or if this code plans its layers otherwise."""
     if is_hf_file(path):
         found, config = made_by_us(path.parent), hf_config(path.parent)
@@ -168,7 +162,7 @@ def state_file(weights_file):
 
 
 def find_finished(name, which="last"):
-    """`find`; raises UserError if it is a run's folder, and the run is not finished."""
+    """`find`; raises UserError if the last checkpoint of a run is asked for, and the run is not finished."""
     path = find(name, which)
     config = path.parent / "config.json"
     if Path(name).is_dir() and config.exists() and not is_hf_file(path):
@@ -322,6 +316,8 @@ def resume(weights_file, model, optimizer, scaler, tokenizer_hash):
 
     Raises UserError if the checkpoint is of another model (mode or shape) or another tokenizer.
     """
+    if is_hf_file(weights_file):
+        raise UserError(f"{weights_file} has no training state to resume; start from its weights with --init_from")
     header = read_header(weights_file)
     check_same_model(header, model, tokenizer_hash, weights_file)
     load_weights(model, weights_file)
@@ -346,20 +342,29 @@ def start_from(path, model, tokenizer_hash):
     """Copy the weights of a checkpoint into `model` where names and shapes are the same; returns a line that names what
     is new. Raises UserError if the checkpoint has another vocabulary, arch, n_embd or head_dim."""
     header = read_header(path)
+    if header["tokenizer"] is None:
+        raise UserError(
+            f"{path.parent} does not say which tokenizer it has; a run starts from folders of export.py only"
+        )
     if header["tokenizer"] != tokenizer_hash:
         raise UserError(f"{path} has another tokenizer than this data; use data prepared with its tokenizer")
-    theirs = {name: parameter[rows] for name, parameter, rows in parts_of(load(path))}
-    mine = {name: parameter.detach()[rows] for name, parameter, rows in parts_of(model)}
-    fitting = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape]
     for name in ("arch", "n_embd", "head_dim"):
         there, here = getattr(header["config"], name), getattr(model.cfg, name)
         if there != here:
             raise UserError(f"{path} has {name}={there}, this model {here}; they must be the same")
-    for name in fitting:
-        mine[name].copy_(theirs[name].detach())
-    rest = [name for name in mine if name not in fitting]
-    line = f"weights from {path}: {len(fitting)} of {len(mine)} tensors"
-    return f"{line}; new: {', '.join(rest)}" if rest else line
+    theirs = {name: parameter.detach()[rows] for name, parameter, rows in parts_of(load(path))}
+    mine = parts_of(model)
+    new = []
+    for name, parameter, rows in mine:
+        place, found = parameter.detach()[rows], theirs.pop(name, None)
+        if found is not None and found.shape == place.shape:
+            place.copy_(found)
+        else:
+            new.append(name)
+    line = f"weights from {path}: {len(mine) - len(new)} of {len(mine)} tensors"
+    if new:
+        line += f"; new: {', '.join(new)}"
+    return f"{line}; {len(theirs)} of that model's are not used" if theirs else line
 
 
 def load_tokenizer(weights_file):
@@ -379,6 +384,8 @@ def trained_on(folder, given, instead):
     config, trained = folder / "config.json", {"data_dir": "", "mixture": {}}
     if config.exists() and not is_hf_folder(folder):
         trained = read_json(config, "the config of a run", RUN)
+    if given and not Path(given).is_dir():
+        raise UserError(f"{given} is no folder; name {instead}")
     data_dir = given or trained["data_dir"]
     if not data_dir:
         raise UserError(f"{folder} does not say what it was trained on; name {instead}")

@@ -4,7 +4,7 @@
     python export.py out/vanilla --out_dir=hf/vanilla --dtype=bfloat16 --max_shard_size=2GB
 
 vanilla, also with fewer key and value heads, becomes a plain Llama. Every other model brings its code along: model.py,
-value_modes.py and configurator.py as they are here, and modeling_nanoresformer.py around them; it is loaded with
+value_modes.py and configurator.py with relative imports, and modeling_nanoresformer.py around them; it is loaded with
 trust_remote_code=True. Before the folder gets its name, transformers loads it, and logits and token ids are compared
 with ours. sample.py, eval.py, analyze.py and `train.py --init_from` read the folder too. Read before: hf.py.
 """
@@ -47,7 +47,7 @@ import torch
 import checkpoint
 from data import EOT, Corpus
 from describe import count_parameters
-from files import hold, read_json, write_json, write_text
+from files import hold, read_json, write_json, write_text, writing_tensors
 from hf import OURS, hf_parts, is_hf_folder, is_plain_llama, llama_config, require_finite, tokenizer_json
 from value_modes import TABLE
 
@@ -62,15 +62,15 @@ tags: [nanoresformer]
 
 # {mode}
 
-Attention of layers n >= 2: {equation} ({source}; arXiv 2410.17897).
+{equation}. Value modes are explained in arXiv 2410.17897.
 {parameters:,} parameters, {cfg.n_layer} layers, {cfg.n_head} heads, width {cfg.n_embd}, length {cfg.block_size}.
-Step {step:,}, mean validation loss {val_loss} nats per token.
-Trained on {data_dir} (hash {data}) by `{command}`, commit {commit}, torch {torch}.
+Step {step:,}, mean validation loss {val_loss}.
+Trained on {data_dir} (hash {data}), last started with `{command}`, commit {commit}, torch {torch}.
 
 ```python
 from transformers import pipeline
 
-generate = pipeline("text-generation", "<this folder>", trust_remote_code=True)
+generate = pipeline("text-generation", "<this folder>"{trust})
 ```
 
 `<|endoftext|>` in a text becomes the end-of-text id, unless the tokenizer gets split_special_tokens=True.
@@ -94,6 +94,8 @@ def config_of(model, header, dtype):
         about = {"model_type": OURS, "architectures": [CLASSES["AutoModelForCausalLM"]], "auto_map": places}
         about |= {"shape": dataclasses.asdict(model.cfg), "bos_token_id": eot, "eos_token_id": eot}
     kept = {"tokenizer_hash": header["tokenizer"], "step": header["step"], "val_loss": header["val_loss"]}
+    if header["mode"] in TABLE:
+        kept["value_mode"] = header["mode"]  # gqa4 and its like are plain Llamas too
     return {**about, "dtype": dtype, **kept}
 
 
@@ -111,20 +113,25 @@ def card(path, model, header):
     for file in ("config.json", "env.json"):
         if (path.parent / file).exists():
             facts |= read_json(path.parent / file, "what train.py wrote")
-    cfg = model.cfg
-    _, equation, source = TABLE.get(header["mode"], (None, f"`{cfg.value_mode}`", "see shape in config.json"))
-    facts |= {**header, "cfg": cfg, "equation": equation, "source": source, "parameters": count_parameters(cfg)[0]}
+    facts |= {**header, "cfg": model.cfg, "parameters": count_parameters(model.cfg)[0]}
+    facts["val_loss"] = "unknown" if header["val_loss"] is None else f"{header['val_loss']:.4f} nats per token"
+    facts["equation"] = "The value mode is in config.json, under shape"
+    if header["mode"] in TABLE:
+        _, equation, source = TABLE[header["mode"]]
+        facts["equation"] = f"Value mode, for layers n >= 2: {equation} ({source})"
+    facts["trust"] = "" if is_plain_llama(model.cfg) else ", trust_remote_code=True"
     return CARD.format(**facts)
 
 
 def write_folder(folder, path, model, tokenizer, cfg):
-    """Write all files of the export."""
+    """Write all files of the export; returns the step of the checkpoint."""
     header = checkpoint.read_header(path) | {"eot": tokenizer.eot}
     folder.mkdir(parents=True)
     tensors = {name: t.to(getattr(torch, cfg.dtype)) for name, t in tensors_of(model).items()}
     for name, tensor in tensors.items():
         require_finite(f"{path} as {cfg.dtype}: {name}", tensor)
-    need("huggingface_hub").save_torch_state_dict(tensors, folder, max_shard_size=cfg.max_shard_size)
+    with writing_tensors(folder):
+        need("huggingface_hub").save_torch_state_dict(tensors, folder, max_shard_size=cfg.max_shard_size)
     write_json(folder / "config.json", config_of(model, header, cfg.dtype))
     for file in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", file)  # the library makes them private
@@ -139,6 +146,7 @@ def write_folder(folder, path, model, tokenizer, cfg):
     if not is_plain_llama(model.cfg):
         for name in MODULES:
             write_text(folder / f"{name}.py", as_module((HERE / f"{name}.py").read_text(encoding="utf-8")))
+    return header["step"]
 
 
 @torch.inference_mode()
@@ -179,30 +187,41 @@ def main(cfg: ExportConfig):
     if checkpoint.is_hf_file(path):
         raise UserError(f"{path.parent} is a Hugging Face folder already; name a run of train.py")
     out = Path(cfg.out_dir or Path("hf", path.parent.resolve().name))
-    if out.exists() and not (out.is_dir() and is_hf_folder(out)):
-        raise UserError(f"{out} exists and is no Hugging Face folder; choose another --out_dir")
-    if out.exists() and not cfg.overwrite:
-        raise UserError(f"{out} exists; choose another --out_dir, or replace it with --overwrite")
+    new, old = (out.with_name(f".{out.name}.{kind}") for kind in ("new", "old"))
+    with hold(out.parent, f".{out.name}.lock"):
+        if old.exists() and not out.exists():  # a process was killed between its two renames
+            old.rename(out)
+        if out.exists() and not (out.is_dir() and is_hf_folder(out)):
+            raise UserError(f"{out} exists and is no Hugging Face folder; choose another --out_dir")
+        if out.exists() and not cfg.overwrite:
+            raise UserError(f"{out} exists; choose another --out_dir, or replace it with --overwrite")
+        export(path, cfg, out, new, old)
+
+
+def export(path, cfg, out, new, old):
+    """Make the export of a weights file in folder `new`, then give it the name `out`. What is there becomes `old`, and
+    is removed at the end."""
     model, tokenizer, corpus = checkpoint.load(path), checkpoint.load_tokenizer(path), None
     if cfg.check:
         need("transformers")
         remedy = "prepared data by --data_dir, or --check=false"
         data_dir, mixture = checkpoint.trained_on(path.parent, cfg.data_dir, remedy)
         corpus = Corpus(data_dir, model.cfg.block_size, mixture=mixture)
-    new, old = (out.with_name(f".{out.name}.{kind}") for kind in ("new", "old"))
-    with hold(out.parent, f".{out.name}.lock"):
-        shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
-        try:
-            write_folder(new, path, model, tokenizer, cfg)
-            if corpus:
-                check_export(new, model, tokenizer, corpus, cfg.dtype)
-            if out.exists():
-                out.rename(old)
-            new.rename(out)
-        finally:
-            for folder in (new, old):
-                shutil.rmtree(folder, ignore_errors=True)
-    print(f"{out} is ready: {model.cfg.value_mode.name}, step {checkpoint.read_header(path)['step']}, {cfg.dtype}")
+    for folder in (new, old):  # of a process that was killed
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        step = write_folder(new, path, model, tokenizer, cfg)
+        if corpus:
+            check_export(new, model, tokenizer, corpus, cfg.dtype)
+        if out.exists():
+            out.rename(old)
+        new.rename(out)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        if old.exists() and not out.exists():
+            old.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+    print(f"{out} is ready: {model.cfg.value_mode.name}, step {step}, {cfg.dtype}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and prove themselves: atomic writes, JSON, records, checksums, locks.
+"""Atomic writes, JSON, records with checksums, locks: what is written is there whole or not at all.
 
 A record is a JSON object of a schema (see configurator.convert) with a checksum of itself. No torch and no numpy here:
 prepare.py's worker processes import this file.
@@ -165,6 +165,17 @@ def sha256(path):
         while piece := f.read(1 << 22):
             digest.update(piece)
     return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def writing_tensors(path):
+    """Surrounds the writing of safetensors; turns that package's error, such as a full disk's, into a UserError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as e:
+        raise UserError(f"cannot write {path}: {e}; free some space, what was there before is intact") from None
 
 
 def read_tensors(path, reader):

@@ -186,8 +186,7 @@ def hf_config(folder):
     if kind == OURS:
         return convert(c, {"shape": ModelConfig}, where)["shape"]
     try:
-        known = ("llama", "mistral", OURS)
-        require(kind in known, f"model_type={kind!r} is not supported, only {', '.join(known)}")
+        require(kind in DEFAULTS, f"model_type={kind!r} is not supported, only {', '.join(DEFAULTS)}, {OURS}")
         *defaults, kv_heads, window = DEFAULTS[kind]
         fields = {ours: c.get(theirs, usual) for (ours, theirs), usual in zip(FIELDS.items(), defaults, strict=True)}
         fields["head_dim"] = fields["head_dim"] or 0  # null in many files
@@ -263,7 +262,7 @@ def hf_first_token(folder):
     if token is None:
         token = c.get("eos_token_id")
     if isinstance(token, list):
-        token = token[0]
+        token = token[0] if token else None
     if token is None:
         raise UserError(f"{folder}/config.json has neither bos_token_id nor eos_token_id")
     return convert(token, COUNT, f"{folder}/config.json: the id of the first token")

@@ -3,7 +3,7 @@
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained("hf/resformer", trust_remote_code=True)
 
-The network is model.py's own, with its cache kept in transformers' DynamicCache: what the plan says, nothing else.
+The network is model.py's own. Its cache is transformers' DynamicCache, with the keys and values that layers own alone.
 """
 
 import dataclasses
@@ -99,18 +99,20 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.head
 
     @can_return_tuple
-    def forward(self, input_ids, attention_mask=None, past_key_values=None, labels=None, use_cache=True, **kwargs):
+    def forward(
+        self, input_ids, attention_mask=None, past_key_values=None, labels=None, use_cache=True, logits_to_keep=0, **kw
+    ):
         """Token ids (B, T) -> logits (B, T, V), or (B, n, V) with logits_to_keep=n; with labels (B, T), -100 = ignored,
         also the mean cross-entropy of the next tokens."""
-        if kwargs.get("position_ids") is not None:  # such as those of several documents in one row
+        if kw.get("position_ids") is not None:  # such as those of several documents in one row
             raise ValueError("position_ids are not supported; positions follow from attention_mask")
         self.model.recompute = self.training and self.gradient_checkpointing
         if use_cache and past_key_values is None and not self.training:
             past_key_values = DynamicCache()
         tokens = Tokens(self.model.cfg, past_key_values, attention_mask, input_ids.size(1))
         x = self.model.hidden(input_ids, tokens)
-        logits = self.model.head(x[:, -kwargs.get("logits_to_keep", 0) :])
+        logits = self.model.head(x[:, -logits_to_keep:])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.size(-1), **kwargs)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.size(-1), **kw)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)

@@ -80,8 +80,8 @@ class Distributed:
 
     @contextlib.contextmanager
     def together(self):
-        """A step that every rank does by itself, without sums over ranks. If some fail with a UserError, all end with
-        the message of the first of these."""
+        """Surrounds what every rank does without collectives. If any rank raises a UserError, all end with the message
+        of the first that did."""
         message = None
         try:
             yield
@@ -115,11 +115,13 @@ class Distributed:
             raise UserError(f"{why}; what was saved is intact: run it again, train.py with --resume=auto") from None
 
     def shard(self, model, optimizer, keep_gathered):
-        """Divide a model's parameters and its optimizer's state among the ranks, by rows, with torch's FSDP2. A block,
-        and what is in no block, is gathered when it computes, and its gradients are averaged over the ranks.
-        keep_gathered: from the first forward to the last backward of a step (ZeRO-2), else only while it computes.
+        """Divide a model's parameters and its optimizer's state among the ranks, by rows, with torch's FSDP2.
 
-        The whole model is on every rank before, on the CPU if it is large: one block at a time goes to the GPU.
+        Each block is a unit, the rest of the model another. A unit's weights are gathered for its forward and its
+        backward, and its gradients are averaged over the ranks. keep_gathered: weights stay from the first forward of a
+        step to its last backward (ZeRO-2), else each unit frees them after use (ZeRO-3).
+
+        Before, the whole model is on the CPU of every rank. Blocks move to the GPU one at a time.
         """
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import distribute_tensor

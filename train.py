@@ -22,7 +22,7 @@ class TrainConfig:
 
     out_dir: str = setting("", "folder of the run; empty = out/<value_mode>", group="Run")
     resume: str = setting("never", "never, auto (the last checkpoint in out_dir, if any), or a checkpoint's path")
-    init_from: str = setting("", "run, checkpoint or Hugging Face folder whose weights to start from, where they fit")
+    init_from: str = setting("", "run, checkpoint or folder of export.py whose weights to start from, where they fit")
     seed: int = setting(42, "of the weights and of the order of the data", least=0)
 
     data_dir: str = setting("data/slimpajama", "folder made by prepare.py", group="Data")
@@ -134,8 +134,8 @@ from value_modes import kv_floats_per_token
 
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
 REMEDY = "nothing of this step is saved; continue from a checkpoint before it with a lower learning_rate"
-MAY_CHANGE = {"resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every"}
-MAY_CHANGE |= {"recompute", "shard"}  # settings that a resumed run may change, for its numbers stay the same
+NO_RESULT = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every")
+NO_RESULT += ("recompute", "shard")  # settings that change no result: a resumed run changes them without a note
 
 
 def learning_rate(step, peak, end, warmup, steps):
@@ -184,7 +184,7 @@ class Metrics:
         if not self.is_main:
             return
         path = Path(cfg.out_dir) / "metrics.jsonl"
-        if path.exists() and not done:  # of a run without a checkpoint: there is nothing to continue, but it is kept
+        if path.exists() and not done:  # of a run that ended before its first checkpoint: under another name
             os.replace(path, path.with_suffix(".old.jsonl"))
         records = read_records(path, {"step": int}) if path.exists() else []
         write_text(path, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= done))
@@ -299,17 +299,11 @@ def steps_done(run):
     return done
 
 
-def start_weights(run):
-    """Copy the weights that init_from names into the model of a new run; returns a line on what was copied, or ""."""
-    if not run.cfg.init_from:
-        return ""
-    return checkpoint.start_from(checkpoint.find(run.cfg.init_from), run.model, run.corpus.tokenizer.hash)
-
-
 def compare_settings(run, done):
     """(config.json as it should be now, a sentence on what changed since the run was started or "").
 
-    Raises UserError if the order of the data changed, or any number of a run that is finished: that is another run.
+    Raises UserError if the first weights or the order of the data changed, or, in a finished run, anything that changes
+    results.
     """
     cfg, path, old = run.cfg, Path(run.cfg.out_dir) / "config.json", {}
     settings = dataclasses.asdict(cfg)
@@ -317,11 +311,12 @@ def compare_settings(run, done):
     settings["data"] = run.corpus.hash
     new = json.loads(json.dumps(settings))
     if done and path.exists():
-        old = read_json(path, "the config of a run", checkpoint.RUN)
-    changed = {k: old[k] for k in new if k in old and old[k] != new[k] and k not in MAY_CHANGE}
-    what = ", ".join(f"{k} (was {str(v)[:40]})" for k, v in changed.items())
-    is_another_run = changed.keys() & {"seed", "batch_tokens", "data"} or (changed and done >= cfg.max_steps)
-    if is_another_run:
+        old = {"init_from": ""} | read_json(path, "the config of a run", checkpoint.RUN)
+        new["init_from"] = cfg.init_from or old["init_from"]  # a resumed run need not name it again
+    changed = {k: old[k] for k in new if k in old and old[k] != new[k] and k not in NO_RESULT}
+    what = ", ".join(f"{k} (was {str(v)[:40] or 'empty'})" for k, v in changed.items())
+    is_finished = done >= cfg.max_steps
+    if changed.keys() & {"seed", "batch_tokens", "data", "init_from"} or (changed and is_finished):
         raise UserError(f"{cfg.out_dir} was started with other settings: {what}; use them, or another --out_dir")
     return new, f"note: not what the run was started with: {what}" if changed else ""
 
@@ -480,9 +475,9 @@ def validate(run):
         if i < len(jobs):  # past them a rank only computes along: a sharded model is gathered by all ranks or none
             sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()
     result = domain_losses(corpus, world.sum(sums).numpy())
-    if run.is_sharded:
-        run.model.unshard()
-    if any(len(list(lambdas.parameters())) for lambdas in run.model.lambdas):
+    if list(run.model.lambdas.parameters()):
+        if run.is_sharded:
+            run.model.unshard()
         result["lam"] = run.model.mixing_weights()
     if run.is_sharded:  # a forward without a backward has left weights gathered
         for module in (*run.model.blocks, run.model):
@@ -524,7 +519,7 @@ def set_up(run, metrics, config, note, done):
 
 
 def train(run, done, config, note):
-    """Steps, evaluations and checkpoints from step `done` on. config, note: see `compare_settings`."""
+    """Steps, evaluations and checkpoints from step `done` on. config: for config.json; note: a line to show, or ""."""
     cfg, world = run.cfg, run.world
     with world.together():
         metrics = Metrics(cfg, world, done)
@@ -568,8 +563,8 @@ def start(cfg, world):
                 stack.enter_context(hold(cfg.out_dir))
             done = steps_done(run)
             config, note = compare_settings(run, done)
-            if not done:
-                note = start_weights(run)
+            if cfg.init_from and not done:
+                note = checkpoint.start_from(checkpoint.find(cfg.init_from), run.model, run.corpus.tokenizer.hash)
         if len(set(world.gather(done))) > 1:
             raise UserError(f"the ranks do not see the same checkpoints in {cfg.out_dir}; put it on a shared disk")
         if len(set(world.gather((run.corpus.hash, run.corpus.val_hash)))) > 1:

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from conftest import (
     MODES,
     SHARED,
     byte_tokenizer,
+    change,
     in_process,
     make_data,
     needs_shared,
@@ -19,6 +22,7 @@ from conftest import (
     tokens,
     widths,
 )
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import analyze
@@ -167,6 +171,16 @@ def test_config_names_no_other_model(runs):
         assert ("model.py" in names) == ("auto_map" in about) == (mode != "vanilla")
         card = (folder / "README.md").read_text()
         assert f"# {mode}" in card and "library_name: transformers" in card and "--value_mode" in card
+        assert ("trust_remote_code" in card) == (mode != "vanilla") and "nats per token" in card
+
+
+def test_grouped_heads_keep_their_name(data, tmp_path):
+    """gqa2 is a plain Llama for transformers, and gqa2 again for us. The step was not evaluated: the card says so."""
+    run = trained(data, tmp_path / "run", value_mode="gqa2", save_every=1, keep=0)
+    exported(run / "step_00000001.safetensors", tmp_path / "hf")
+    assert "LlamaForCausalLM" in (tmp_path / "hf" / "config.json").read_text()
+    assert checkpoint.load(tmp_path / "hf").cfg.value_mode.name == "gqa2"
+    assert "mean validation loss unknown" in (tmp_path / "hf" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -276,10 +290,18 @@ def test_starting_from_other_weights(runs, data, tmp_path):
         assert line.endswith("; new: lambdas.0.scalars.0, lambdas.0.scalars.1, lambdas.0.scalars.2"), line
         found = checkpoint.load(tmp_path / "same").state_dict()
         assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in start.items())
+        words[-2:-2] = ["--resume=auto", "--max_steps=6"]
+        assert in_process(train, *words).returncode == 0
+        words = [word for word in words if not word.startswith("--init_from")]
+        assert in_process(train, *words).returncode == 0  # need not be named again, but stays on record
+        assert json.loads((tmp_path / "same" / "config.json").read_text())["init_from"] == str(source)
+        refused(in_process(train, *words, f"--init_from={tmp_path}"), "started with other settings: init_from (was ")
         for path in (tmp_path / "same").iterdir():
             path.unlink()
+    words = [f"--init_from={run}", *words]
     fewer = in_process(train, *words, "--value_mode=svformer")
-    assert fewer.returncode == 0 and "new:" not in fewer.stdout  # q and k of a fused product fit without v
+    assert fewer.returncode == 0 and "new:" not in fewer.stdout  # q and k of a fused projection fit without v
+    assert "3 of that model's are not used" in fewer.stdout
     for more, message in (
         ("--n_embd=64", "has n_embd=32, this model 64"),
         ("--arch=gpt2", "has arch=llama, this model gpt2"),
@@ -289,6 +311,12 @@ def test_starting_from_other_weights(runs, data, tmp_path):
         refused(in_process(train, *words, more, f"--out_dir={tmp_path / 'none'}"), message)
     other = make_data(tmp_path / "other", tokenizer=byte_tokenizer(r"[\s\S]{1,2}"))
     refused(in_process(train, *words, f"--data_dir={other}", f"--out_dir={tmp_path / 'none'}"), "another tokenizer")
+    refused(in_process(train, *words, f"--resume={folder}"), "start from its weights with --init_from")
+    shutil.copytree(folder, tmp_path / "other's")
+    change(tmp_path / "other's" / "config.json", tokenizer_hash=None)
+    words.append(f"--out_dir={tmp_path / 'none'}")
+    refused(in_process(train, *words, f"--init_from={tmp_path / chr(34)}"), "holds no checkpoint")
+    refused(in_process(train, *words, f"--init_from={tmp_path}/other's"), "does not say which tokenizer it has")
 
 
 # ---- bad input
@@ -302,7 +330,7 @@ def test_refused(runs, data, tmp_path, monkeypatch):
     refused(in_process(export, run, f"--out_dir={folder}"), "exists; choose another --out_dir, or replace it")
     refused(in_process(export, run, f"--out_dir={run}", "--overwrite"), "exists and is no Hugging Face folder")
     assert checkpoint.find(run).exists()
-    refused(in_process(export, run, out, "--data_dir=nowhere"), "nowhere")
+    refused(in_process(export, run, out, "--data_dir=nowhere"), "nowhere is no folder; name prepared data")
     refused(in_process(export, run, out, "--max_shard_size=big"), "not a size such as 500MB")
     unfinished = trained(data, tmp_path / "unfinished", max_steps=4)
     for path in checkpoint.steps(unfinished).values():
@@ -344,6 +372,35 @@ def test_refused(runs, data, tmp_path, monkeypatch):
     }  # nothing half
 
 
+def test_what_was_there_stays(runs, tmp_path, monkeypatch):
+    """An export that is cut off, or that finds no room, leaves the folder as it was, and nothing else."""
+    run, _ = runs["svformer"]
+    out, rename = tmp_path / "hf", Path.rename
+
+    def cut_off(path, target):
+        if path.name == ".hf.new":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    def no_room(*args, **settings):
+        raise SafetensorError("no space left on device")
+
+    exported(run, out, "--check=false")
+    (out / "mine.txt").write_text("first")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", cut_off)
+        assert in_process(export, run, f"--out_dir={out}", "--overwrite", "--check=false").returncode != 0
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub.save_torch_state_dict", no_room)
+        refused(in_process(export, run, f"--out_dir={out}", "--overwrite"), "cannot write", "free some space")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"] and (out / "mine.txt").exists()
+    out.rename(tmp_path / ".hf.old")  # what a kill -9 between the two renames leaves
+    refused(in_process(export, run, f"--out_dir={out}"), "exists")
+    shutil.copytree(out, tmp_path / ".hf.old")  # what one leaves behind them
+    exported(run, out, "--overwrite", "--check=false")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"] and not (out / "mine.txt").exists()
+
+
 def hf_damaged(source):
     """A network whose attention is scaled otherwise."""
     return source.replace("to_fp32(x).chunk(2", "to_fp32(3 * x).chunk(2")
@@ -352,6 +409,13 @@ def hf_damaged(source):
 def test_positions_of_packed_rows_are_refused():
     with pytest.raises(ValueError, match="position_ids are not supported"):
         wrapped(tiny().float())(tokens((1, 4)), position_ids=torch.tensor([[0, 1, 0, 1]]))
+
+
+def test_generate_computes_no_logits_of_the_prompt():
+    model, widths = wrapped(tiny().float()), []
+    model.get_output_embeddings().register_forward_hook(lambda head, args, logits: widths.append(logits.size(1)))
+    model.generate(tokens((1, 9)), max_new_tokens=2, do_sample=False)
+    assert widths == [1, 1]
 
 
 def test_a_parameter_without_a_name_is_refused(monkeypatch):
