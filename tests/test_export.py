@@ -63,9 +63,9 @@ def peer_of(folder, **settings):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **settings).eval()
 
 
-def wrapped(model):
+def wrapped(model, **settings):
     """A model of ours inside the class that goes with the export."""
-    peer = NanoResFormerForCausalLM(NanoResFormerConfig(shape=dataclasses.asdict(model.cfg))).eval()
+    peer = NanoResFormerForCausalLM(NanoResFormerConfig(shape=dataclasses.asdict(model.cfg), **settings)).eval()
     peer.model.load_state_dict(model.state_dict())
     return peer
 
@@ -117,9 +117,36 @@ def test_beams_and_training(mode):
         if recompute:
             peer.gradient_checkpointing_enable()
         peer.train()(idx, labels=idx).loss.backward()
+        assert peer.model.recompute == recompute
         grads.append({name: p.grad.clone() for name, p in peer.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys() and len(grads[0]) > 10
     assert all(torch.allclose(grads[0][name], grads[1][name], atol=1e-6) for name in grads[0])
+
+
+def test_padding_in_eager_attention():
+    """Rows of padding alone, where nothing is seen, would be NaN."""
+    peer, idx, mask = wrapped(tiny().float(), attn_implementation="eager"), tokens((1, 8)), torch.ones(1, 8).long()
+    mask[:, :3] = 0
+    torch.testing.assert_close(peer(idx, attention_mask=mask).logits[:, 3:], peer(idx[:, 3:]).logits)
+    with pytest.raises(ValueError, match=r"attention_mask \(1, 8\) must be \(batch, 7\)"):
+        peer(idx[:, 1:], attention_mask=mask)
+
+
+def test_angles_are_made_anew(tmp_path):
+    """They are in no file, and another theta and scaling than the usual ones give others."""
+    model, idx = tiny(rope_theta=5e5, rope_scaling=(8.0, 1.0, 4.0, 32.0)).float(), tokens((1, 32))
+    wrapped(model).save_pretrained(tmp_path)
+    torch.testing.assert_close(NanoResFormerForCausalLM.from_pretrained(tmp_path)(idx).logits, model(idx)[0])
+
+
+def test_names_that_other_code_asks_for():
+    model = tiny(n_kv_head=2).float()
+    peer, idx = wrapped(model), tokens((1, 8))
+    assert (peer.config.num_hidden_layers, peer.config.num_attention_heads) == (4, 8)
+    assert (peer.config.num_key_value_heads, peer.config.hidden_size) == (2, 32)
+    assert (peer.config.vocab_size, peer.config.max_position_embeddings) == (61, 32)
+    assert peer.get_input_embeddings() is peer.model.embed and peer.get_output_embeddings() is peer.model.head
+    torch.testing.assert_close(peer(idx, logits_to_keep=3).logits, peer(idx).logits[:, -3:])
 
 
 # ---- folders
@@ -155,6 +182,7 @@ def test_what_transformers_makes_of_it(runs, tmp_path):
         half = peer_of(folder, dtype=torch.bfloat16)
         assert half.dtype == torch.bfloat16
         assert (half(idx).logits - peer(idx).logits).abs().max() < 0.1, mode
+        assert transformers.AutoTokenizer.from_pretrained(folder).padding_side == "left", mode
         words = dict(max_new_tokens=8, do_sample=False)
         generate = transformers.pipeline("text-generation", str(folder), trust_remote_code=True)
         text = generate("abcabc", **words)[0]["generated_text"]
@@ -191,6 +219,9 @@ def test_shards_and_types(runs, tmp_path, dtype):
     model, again = checkpoint.load(run), checkpoint.load(tmp_path / "hf")
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor.to(getattr(torch, dtype)).float()), name
+    before, last = checkpoint.digest(checkpoint.find(tmp_path / "hf")), max(tmp_path.glob("hf/model-*.safetensors"))
+    last.write_bytes(last.read_bytes() + b"x")
+    assert checkpoint.digest(checkpoint.find(tmp_path / "hf")) != before
 
 
 def test_every_mode_comes_back(tmp_path):
@@ -210,6 +241,14 @@ def test_every_mode_comes_back(tmp_path):
         assert all(torch.equal(again.state_dict()[name], p) for name, p in model.state_dict().items()), mode
         assert torch.equal(again(tokens((1, 8)))[0], model(tokens((1, 8)))[0]), mode
         assert checkpoint.load_tokenizer(found).encode("abc <|endoftext|>") == tokenizer.encode("abc <|endoftext|>")
+
+
+def test_data_of_less_than_a_window(data, tmp_path):
+    """It is compared too."""
+    tokenizer, model = Tokenizer.load(data / "tokenizer.json"), tiny(vocab_size=257, block_size=4000).float()
+    path = checkpoint.save(tmp_path / "run", 3, model, tokenizer.hash)
+    tokenizer.save(path.with_name("tokenizer.json"))
+    assert "5,998 tokens" in exported(path, tmp_path / "hf", f"--data_dir={data}")
 
 
 # ---- tokenizers
@@ -302,6 +341,8 @@ def test_starting_from_other_weights(runs, data, tmp_path):
     fewer = in_process(train, *words, "--value_mode=svformer")
     assert fewer.returncode == 0 and "new:" not in fewer.stdout  # q and k of a fused projection fit without v
     assert "3 of that model's are not used" in fewer.stdout
+    grouped = in_process(train, *words, "--value_mode=vanilla", "--n_kv_head=2", f"--out_dir={tmp_path / 'grouped'}")
+    assert "; new: blocks.0.attn.proj.k.weight, blocks.0.attn.proj.v.weight, blocks.1." in grouped.stdout
     for more, message in (
         ("--n_embd=64", "has n_embd=32, this model 64"),
         ("--arch=gpt2", "has arch=llama, this model gpt2"),
@@ -337,6 +378,7 @@ def test_refused(runs, data, tmp_path, monkeypatch):
         if "4" in path.name:
             path.unlink()
     refused(in_process(export, unfinished, out), "is at step 2 of 4; finish it with --resume=auto")
+    assert "step 2" in exported(unfinished, tmp_path / "best", "--which=best")
     huge = checkpoint.load(run)
     huge.norm.weight.data.fill_(1e5)
     path = checkpoint.save(tmp_path / "huge", 1, huge, checkpoint.read_header(checkpoint.find(run))["tokenizer"])
@@ -347,29 +389,20 @@ def test_refused(runs, data, tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes()[:-7] + b"\0" + path.read_bytes()[-6:])
     refused(in_process(export, damaged, out), "altered")
     with monkeypatch.context() as patch:
-        patch.setattr(export, "tokenizer_json", lambda t: hf.tokenizer_json(t) | {"normalizer": {"type": "Lowercase"}})
-        capital = make_data(tmp_path / "capital")
-        for file in capital.rglob("*.bin"):
-            ids = bytearray(file.read_bytes())
-            ids[0] = 65
-            file.write_bytes(ids)
-        refused(in_process(export, run, out, f"--data_dir={capital}"), "sha256")
-    with monkeypatch.context() as patch:
-        right = export.as_module
-        patch.setattr(export, "as_module", lambda source: hf_damaged(right(source)))
-        refused(in_process(export, run, f"{out}2"), "makes another model of the folder")
+        other = {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "b"}}
+        patch.setattr(export, "tokenizer_json", lambda t: hf.tokenizer_json(t) | other)
+        refused(in_process(export, run, out), "makes another model of the folder")
+    right = export.as_module
+    for factor in ("3", "float('nan')"):
+        with monkeypatch.context() as patch:
+            patch.setattr(export, "as_module", lambda source, factor=factor: hf_damaged(right(source), factor))
+            refused(in_process(export, run, f"{out}2"), "makes another model of the folder")
     with monkeypatch.context() as patch:
         patch.setitem(__import__("sys").modules, "transformers", None)
         refused(in_process(export, run, out), "the package transformers is not installed")
         assert in_process(export, run, out, "--check=false").returncode == 0
     assert "svformer" in exported(run, tmp_path / "hf", "--overwrite")
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "unfinished",
-        "huge",
-        "damaged",
-        "capital",
-        "hf",
-    }  # nothing half
+    assert {path.name for path in tmp_path.iterdir()} == {"unfinished", "best", "huge", "damaged", "hf"}  # nothing half
 
 
 def test_what_was_there_stays(runs, tmp_path, monkeypatch):
@@ -401,9 +434,9 @@ def test_what_was_there_stays(runs, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"] and not (out / "mine.txt").exists()
 
 
-def hf_damaged(source):
+def hf_damaged(source, factor):
     """A network whose attention is scaled otherwise."""
-    return source.replace("to_fp32(x).chunk(2", "to_fp32(3 * x).chunk(2")
+    return source.replace("to_fp32(x).chunk(2", f"to_fp32({factor} * x).chunk(2")
 
 
 def test_positions_of_packed_rows_are_refused():
@@ -426,7 +459,8 @@ def test_a_parameter_without_a_name_is_refused(monkeypatch):
 
 
 def test_files_are_those_of_the_model(runs):
-    """The weights in the folder have our names, without Llama's."""
+    """The weights in the folder have our names, without Llama's; and all files may be read by the same users."""
     _, folder = runs["svformer"]
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
     names = load_file(folder / "model.safetensors").keys()
     assert names == {f"model.{name}" for name, _ in checkpoint.load(folder).named_parameters()}
