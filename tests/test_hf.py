@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -238,6 +239,11 @@ def pickled(folder):
         file.rename(file.with_suffix(".bin"))
 
 
+def rewritten(path, change):
+    """Change all tensors of a file."""
+    save_file({name: change(tensor) for name, tensor in load_file(path).items()}, path)
+
+
 def test_damaged_folders_are_refused(tmp_path):
     model, first = tiny(n_kv_head=2).float(), SHARDS[0]
     damages = [
@@ -248,6 +254,9 @@ def test_damaged_folders_are_refused(tmp_path):
         (lambda d: change(d / "config.json", value_mode="svformer"), ["v_proj.weight", "has no place in the model"]),
         (lambda d: change(d / "config.json", value_mode="resformer_lerp"), ["no names for the weights"]),
         (lambda d: (d / "config.json").unlink(), ["config.json is missing"]),
+        (lambda d: rewritten(d / first, lambda t: t / 0), ["has NaN or infinity in it"]),
+        (lambda d: rewritten(d / first, lambda t: t.int()), [first, "is of type I32; weights are floats"]),
+        (lambda d: shutil.copy(d / first, d / "model-4.safetensors"), ["in two files; remove the file"]),
     ]
     for i, (damage, says) in enumerate(damages):
         folder = hf_folder(tmp_path / str(i), model, shards=True)
@@ -277,21 +286,33 @@ def test_configs_of_other_models_are_refused(tmp_path):
 def test_fields_of_config(tmp_path):
     for fields, changed in (
         (dict(head_dim=4), {}),
+        (dict(model_type=None, architecture="llama"), {}),
         (dict(rope_scaling={"type": "default"}), {}),
         (dict(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, rope_theta=1.0), dict(rope_theta=5e5)),
         (dict(rope_scaling=scaled(LLAMA31), rope_theta=500000), dict(rope_theta=5e5, rope_scaling=LLAMA31)),
         (dict(rope_scaling=scaled(LLAMA31, rope_type="llama3", type="llama3")), dict(rope_scaling=LLAMA31)),
         (dict(rope_parameters=scaled(LLAMA31, rope_theta=5e5)), dict(rope_theta=5e5, rope_scaling=LLAMA31)),
         (dict(sliding_window=8), {}),  # transformers' Llama does not read it
+        (dict(value_mode="neutreno_resformer"), dict(value_mode=MODES["resformer_neutreno"])),  # the authors' name
         (dict(model_type="mistral", sliding_window=8), dict(block_size=8)),
         (dict(model_type="mistral", max_position_embeddings=8192), dict(block_size=4096)),  # the default of the field
     ):
         folder = hf_folder(tmp_path, tiny(n_kv_head=2).float(), **fields)
-        assert hf.load_hf(folder).cfg == config(n_kv_head=2, **changed), fields
+        assert hf.is_hf_folder(folder) and hf.load_hf(folder).cfg == config(n_kv_head=2, **changed), fields
     nulls = dict(sliding_window=None, num_key_value_heads=None, head_dim=None, rope_scaling=None)
     hf_folder(tmp_path, tiny().float(), model_type="mistral", max_position_embeddings=8192)
     change(tmp_path / "config.json", **nulls)  # fields that are there, and null
     assert hf.load_hf(tmp_path).cfg == config(block_size=8192)
+
+
+def test_fields_left_out_have_transformers_defaults(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    for right in (transformers.LlamaConfig(), transformers.MistralConfig()):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": right.model_type}))
+        found = hf.hf_config(tmp_path)
+        for ours, theirs in (hf.FIELDS | {"n_kv_head": "num_key_value_heads"}).items():
+            theirs = "sliding_window" if (right.model_type, ours) == ("mistral", "block_size") else theirs
+            assert getattr(found, ours) == getattr(right, theirs), (right.model_type, ours)
 
 
 # ---- tokenizer
