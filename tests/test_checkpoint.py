@@ -23,6 +23,8 @@ def test_round_trip_and_header(tmp_path):
     path = checkpoint.save(tmp_path, 7, model, "hash", val_loss=1.5)
     with safe_open(path, "pt") as f:
         raw = json.loads(f.metadata()["nanoresformer"])
+    (tmp_path / "new").write_text("")
+    assert path.stat().st_mode == (tmp_path / "new").stat().st_mode  # who may read any new file may read it
     header = checkpoint.read_header(path)
     assert raw == files.sealed(header | {"config": json.loads(json.dumps(asdict(header["config"])))})
     assert (header["step"], header["val_loss"], header["mode"], header["tokenizer"]) == (7, 1.5, "resformer", "hash")
@@ -30,17 +32,22 @@ def test_round_trip_and_header(tmp_path):
     again = checkpoint.load(tmp_path)
     idx = tokens((1, 9))
     assert again.cfg == model.cfg and not again.training and torch.equal(again(idx)[0], model.eval()(idx)[0])
+    assert checkpoint.gathered(model.state_dict(), is_main=False) == {}  # the other ranks keep nothing
 
 
 def test_last_best_and_keep(tmp_path):
     model = GPT(config())
+    optimizer = torch.optim.AdamW(model.parameters())
     for step, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0), (5, 2.5)):
-        checkpoint.save(tmp_path, step, model, "hash", loss, keep=2)
+        checkpoint.save(tmp_path, step, model, "hash", loss, optimizer, keep=2)
     assert list(checkpoint.steps(tmp_path)) == [2, 4, 5]  # the best and the last two
+    assert len(list(tmp_path.iterdir())) == 2 * 3
     assert checkpoint.find(tmp_path).stem == "step_00000005"
     assert checkpoint.find(tmp_path, "best").stem == "step_00000002"
     checkpoint.save(tmp_path, 6, model, "hash", keep=0)
     assert list(checkpoint.steps(tmp_path)) == [2, 4, 5, 6]
+    checkpoint.find(tmp_path, "best").write_text("damaged")
+    assert checkpoint.find(tmp_path, "best").stem == "step_00000004"
 
 
 def test_mode_comes_from_the_file_not_from_names(tmp_path):
@@ -62,6 +69,15 @@ def test_resume_puts_the_random_generator_back(tmp_path):
     right = torch.rand(3)
     checkpoint.resume(path, model, optimizer, None, "hash")
     assert torch.equal(torch.rand(3), right)
+
+
+def test_a_state_of_another_step_is_refused(tmp_path):
+    model = GPT(config())
+    optimizer = torch.optim.AdamW(model.parameters())
+    first, second = (checkpoint.save(tmp_path, step, model, "hash", optimizer=optimizer) for step in (1, 2))
+    checkpoint.state_file(first).rename(checkpoint.state_file(second))
+    with pytest.raises(UserError, match="is the training state of step 1; get the one of step 2"):
+        checkpoint.resume(second, model, optimizer, None, "hash")
 
 
 def altered(path, **changes):
@@ -112,3 +128,11 @@ def test_without_a_run_the_newest_is_taken(tmp_path, monkeypatch):
     assert checkpoint.find() == Path("out/b/step_00000001.safetensors")
     with pytest.raises(UserError, match="runs that do: out/b, out/c, out/a"):
         checkpoint.find("out/none")
+
+
+def test_what_a_run_was_trained_on(tmp_path):
+    """The mixture is of the run's own data, not of the data given instead."""
+    here = str(tmp_path)
+    files.write_json(tmp_path / "config.json", {"data_dir": here, "mixture": {"a": 1.0}, "max_steps": 1})
+    assert checkpoint.trained_on(tmp_path, "", "data") == (here, {"a": 1.0})
+    assert checkpoint.trained_on(tmp_path, here, "data") == (here, None)

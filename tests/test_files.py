@@ -1,5 +1,6 @@
 """Locks and writes; that damaged files are noticed is in test_fuzz.py, killed processes and full disks in faults.py."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -31,7 +32,9 @@ def test_a_folder_has_one_holder(tmp_path):
         process.wait()
     with files.hold(tmp_path):  # what held it is dead
         assert (tmp_path / ".lock").read_text().split()[0] == str(os.getpid())
-    assert not list(tmp_path.iterdir())
+    with files.hold(tmp_path / "new"):
+        pass
+    assert not list(tmp_path.iterdir())  # nor a folder that was made for the lock alone
 
 
 def test_a_holder_of_another_machine_is_believed(tmp_path):
@@ -75,3 +78,16 @@ def test_older_files_without_a_checksum_are_read_with_one_line(tmp_path, capsys)
     path.write_text(path.read_text().replace('"n": 1', '"n": 2'))
     with pytest.raises(UserError, match="a.json was altered"):
         files.read_record(path, "a file", {"n": int})
+
+
+def test_checksums(tmp_path):
+    """Of a file that is read in several pieces; of a record, whatever the order of its keys."""
+    content = bytes(range(256)) * 20_000
+    (tmp_path / "a").write_bytes(content)
+    assert files.sha256(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+    assert files.sealed({"a": 1, "b": 2}) == files.sealed({"b": 2, "a": 1})
+
+
+def test_half_a_surrogate_pair_is_escaped(tmp_path):
+    files.write_text(tmp_path / "a", "é\ud800")
+    assert (tmp_path / "a").read_text(encoding="utf-8") == "é\\ud800"
