@@ -100,6 +100,7 @@ DAMAGES = {
     "manifest.json is missing; it should be prepare.py": lambda f: (f / "manifest.json").unlink(),
     "is not JSON: .*should be prepare.py's manifest": lambda f: (f / "manifest.json").write_text("{"),
     "manifest.json takes object, not": lambda f: (f / "manifest.json").write_text("[1]"),
+    "manifest.json.format takes 1, not 2": lambda f: change(f / "manifest.json", format=2),
     "manifest.json lacks the field 'splits'": lambda f: change(f / "manifest.json", "splits"),
     "manifest.json has an unknown field 'x'": lambda f: change(f / "manifest.json", x=1),
     "manifest.json.mixture.code takes float, not 'x'": lambda f: change(f / "manifest.json", mixture={"code": "x"}),
@@ -110,7 +111,9 @@ DAMAGES = {
     "tokenizer.json lacks the field 'ranks'": lambda f: change(f / "tokenizer.json", "ranks"),
     "tokenizer.json.n_vocab takes int, not '257'": lambda f: change(f / "tokenizer.json", n_vocab="257"),
     "n_vocab takes int from 1 to 65536, not 65537": lambda f: change(f / "tokenizer.json", n_vocab=2**16 + 1),
+    "normalize takes 'NFC'.*, not 'NFKC'": lambda f: change(f / "tokenizer.json", normalize="NFKC"),
     "two tokens have the same id": lambda f: change(f / "tokenizer.json", special={"<|endoftext|>": 7}),
+    "it has no <.endoftext.>": lambda f: change(f / "tokenizer.json", special={"<|pad|>": 256}),
     "ids are not all in 0..255": lambda f: change(f / "tokenizer.json", n_vocab=256),
     "ranks are pairs of base64 text and an id": lambda f: change(f / "tokenizer.json", ranks=[["AA=="]]),
     "some bytes of UTF-8 have no token": lambda f: change(f / "tokenizer.json", ranks=[["AA==", 0]]),
@@ -127,6 +130,13 @@ def test_damaged_folders_are_refused(data_dir, tmp_path):
         with pytest.raises(UserError, match=message):
             Corpus(folder, 16)
     assert Corpus(folder, 16, verify=False).windows("train", "code")  # to find the last one takes reading everything
+
+
+def test_an_id_outside_of_the_vocabulary_is_refused(data_dir, tmp_path):
+    folder = shutil.copytree(data_dir, tmp_path / "data")
+    np.full(3000, 257, "<u2").tofile(folder / "val/code.bin")
+    with pytest.raises(UserError, match="holds the token id 257, but the vocabulary has 257"):
+        Corpus(folder, 16, verify=False).val_batch("code", 0, 1)
 
 
 def test_a_domain_without_a_target_is_refused(tmp_path):

@@ -71,6 +71,7 @@ def test_budget(plan):
     assert whole == pytest.approx([weights, weights, 2 * weights], rel=5e-3)
     assert total == pytest.approx(4 * weights + kept, rel=5e-3)
     part = weights / 8
+    assert rows[8, "none"][:3] == pytest.approx([weights, weights, 2 * weights], rel=5e-3)
     assert rows[8, "zero2"][:3] == pytest.approx([part + weights, weights, 2 * part], rel=5e-3)  # 16 micro-batches
     assert rows[8, "zero3"][:3] == pytest.approx([part + at_work, part, 2 * part], rel=5e-3)
     multiply = L * (4 * C * C + 3 * C * 7 * C // 2) + V * C
@@ -79,8 +80,9 @@ def test_budget(plan):
     right = [rate, seconds, 200e9 / rate / 86400, 2 * sent / seconds, 3 * 16 * sent / seconds]
     assert rows[8, "A100"] == pytest.approx(right, rel=5e-3)
     assert "400 GB of tokens, 20 GB for each checkpoint" in out
-    one_micro_batch = rows_of(plan("budget", "config/size_82m.py", "--gpus=32"))
-    assert one_micro_batch[32, "zero2"][1] == pytest.approx(4 * 81_901_056 / 32 / 1e9, rel=5e-3)
+    one_micro_batch = plan("budget", "config/size_82m.py", "--gpus=32")
+    assert "20,971,520,000 tokens in steps" in one_micro_batch
+    assert rows_of(one_micro_batch)[32, "zero2"][1] == pytest.approx(4 * 81_901_056 / 32 / 1e9, rel=5e-3)
 
 
 def test_budget_of_bad_input():
@@ -99,7 +101,8 @@ def test_budget_starts_from_the_settings_of_train():
 
 
 def test_kept_bytes_are_those_of_a_real_forward():
-    cfg, kept = budget.ModelConfig(vocab_size=257, n_layer=2, n_head=2, n_embd=64, block_size=32), {}
+    shape, kept = dict(vocab_size=257, n_layer=2, n_head=2, n_embd=64, block_size=32), {}
+    cfg = budget.BudgetConfig(**shape, batch_tokens=12 * 32, micro_batch=3)
     model = GPT(cfg)
     parameters = {p.data_ptr() for p in model.parameters()}
 
@@ -113,6 +116,7 @@ def test_kept_bytes_are_those_of_a_real_forward():
     with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         model(idx, idx.clone())
     assert budget.bytes_kept(cfg, 3) == sum(storage.nbytes() for storage in kept.values())
+    assert all(parts[3] == budget.bytes_kept(cfg, 3) for parts, _ in budget.needs(cfg, n_ranks=2).values())
 
 
 def test_command():
