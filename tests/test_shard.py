@@ -119,7 +119,11 @@ def other_settings(world, folder):
 
 
 def refusals(world, folder):
-    """What all ranks refuse: other data on another node, and a compiler that does not work."""
+    """What all ranks refuse: a fault of one, other data on another node, and a compiler that does not work."""
+    with pytest.raises(UserError if world.rank == 0 else SystemExit, match="^rank 1: no such file$|^2$"):
+        with world.together():
+            if world.rank == 1:
+                raise UserError("no such file")
     data = folder / ("data" if world.rank == 0 else "other_data")
     with pytest.raises(UserError, match="the ranks do not read the same data"):
         train.start(config_of("vanilla", folder, "refused", data_dir=str(data)), world)
@@ -249,6 +253,23 @@ def test_one_format(folder):
             with safe_open(folder / place / mode / names[1], "pt") as f:
                 forms.append({key: (f.get_slice(key).get_dtype(), f.get_slice(key).get_shape()) for key in f.keys()})
         assert forms[0] == forms[1], mode
+
+
+def test_a_broken_connection_names_the_ranks_that_have_ended(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    ended, host = subprocess.Popen(["true"]), socket.gethostname()
+    ended.wait()
+    world, lost = Distributed("cpu"), RuntimeError("[gloo] Connection closed by peer")
+    with pytest.raises(RuntimeError, match="gloo"), world.connected():
+        raise lost  # of one rank alone
+    world.size, world.processes = 3, [(host, os.getpid()), (host, ended.pid), ("elsewhere", ended.pid)]
+    with pytest.raises(RuntimeError, match="shapes"), world.connected():
+        raise RuntimeError("shapes do not fit")
+    with pytest.raises(UserError, match="^rank 1 of 3 has ended; what was saved is intact"), world.connected():
+        raise lost
+    world.processes[1] = (host, os.getpid())
+    with pytest.raises(UserError, match=r"^another rank has ended or cannot be reached \(\[gloo"), world.connected():
+        raise lost
 
 
 def test_two_nodes(folder):
