@@ -94,9 +94,17 @@ def describe(cfg):
         words = []
         for t in "qkv":
             owner = "own" if layer.owner[t] == n else f"of layer {layer.owner[t]}"
+            if t == "v" and n and mode.first_heads:
+                owner = f"{layer.heads['v']} heads own, {cfg.n_kv_head - layer.heads['v']} of layer 0"
+            if t == "v" and mode.share_v == "keys":
+                owner = "of its keys"
             words.append(f"{t} {owner:10}")
         words += [describe_mix(mix, start[mix.index][n]) for mix in layer.mixes]
         lines.append(f"layer {n:2}  " + "  ".join(words).rstrip())
+    if mode.output != "plain":
+        lines.append(f"attention's output: {mode.output}")
+    if mode.cut_first:
+        lines.append("layer 0 does not add its input to its output")
     if mode.dense:
         dilation, period = mode.dense
         lines.append(f"after each {period} blocks: weighted average over depth, dilation {dilation}")

@@ -177,8 +177,10 @@ class Lambdas(nn.Module):
         super().__init__()
         self.residual, self.n_sources = residual, n_sources
         self.layers = [n for n, count in enumerate(n_sources) if count]
-        if residual.learn == "scalar":
-            self.scalars = nn.ParameterList(torch.empty(1 + n_sources[n]) for n in self.layers)
+        self.n_fixed = 1 if residual.learn == "sources" else 0  # the layer's own weight is not learned
+        if residual.learn in ("scalar", "sources", "unit"):
+            self.scalars = nn.ParameterList(torch.empty(1 + n_sources[n] - self.n_fixed) for n in self.layers)
+            self.scale = nn.Parameter(torch.ones(len(self.layers))) if residual.learn == "unit" else None
         elif residual.learn == "lerp":
             self.share = nn.Parameter(torch.empty(len(self.layers)))
         elif residual.learn == "softmax":
@@ -190,9 +192,9 @@ class Lambdas(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         r = self.residual
-        if r.learn == "scalar":
+        if r.learn in ("scalar", "sources", "unit"):
             for n, scalars in zip(self.layers, self.scalars, strict=True):
-                scalars.copy_(torch.tensor(r.weights(self.n_sources[n])))
+                scalars.copy_(torch.tensor(r.weights(self.n_sources[n])[self.n_fixed :]))
         elif r.learn == "lerp":
             self.share.fill_(r.weights(1)[1])
         elif r.learn == "softmax":
@@ -207,6 +209,10 @@ class Lambdas(nn.Module):
             weights = [None for _ in self.layers]
         elif r.learn == "scalar":
             weights = [tuple(scalars) for scalars in self.scalars]
+        elif r.learn == "sources":
+            weights = [(r.weights(1)[0], *scalars) for scalars in self.scalars]
+        elif r.learn == "unit":
+            weights = [tuple(s * ab / ab.norm()) for s, ab in zip(self.scale, self.scalars, strict=True)]
         elif r.learn == "lerp":
             weights = [(1 - share, share) for share in self.share]
         elif r.learn == "softmax":
@@ -244,6 +250,33 @@ class Gate(nn.Module):
         return own, top * activation(z)
 
 
+class OutputGate(nn.Module):
+    """What becomes of y = A_n V' (B, H, T, D) before the output projection. x: the layer's normed input (B, T, C).
+    v: V' of the same tokens (B, G, T, D).
+
+    "exclusive":  y - tanh(a) (y·u) u, u = v / |v|, a from 0 for each query head     Exclusive self-attention
+    "gate":       sigmoid(W x) y, a number for each channel                          gated attention (Qwen)
+    "gate_heads": the same with a number for each query head
+    """
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.n_head, self.kind = cfg.n_head, cfg.value_mode.output
+        if self.kind == "exclusive":
+            self.strength = nn.Parameter(torch.zeros(cfg.n_head))
+        else:
+            per_head = cfg.head_dim if self.kind == "gate" else 1
+            self.w = Linear(cfg.n_embd, {"gate": cfg.n_head * per_head})
+
+    def forward(self, y, v, x):
+        if self.kind == "exclusive":
+            unit = repeat_heads(F.normalize(to_fp32(v), dim=-1).to(y.dtype), self.n_head)  # (B, H, T, D)
+            along = (y * unit).sum(dim=-1, keepdim=True) * unit
+            return y - self.strength.tanh().to(y.dtype)[:, None, None] * along
+        gate = self.w(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, H, T, D or 1)
+        return gate.sigmoid() * y
+
+
 class Attention(nn.Module):
     """One layer's attention, and the one place where tensors of earlier layers come in.
 
@@ -256,14 +289,17 @@ class Attention(nn.Module):
     def __init__(self, cfg, n, plan, kind):
         super().__init__()
         self.n, self.plan, self.kind = n, plan, kind
-        self.n_head, self.head_dim = cfg.n_head, cfg.head_dim
-        heads = {"q": cfg.n_head, "k": cfg.n_kv_head, "v": cfg.n_kv_head}
-        self.heads = {t: heads[t] for t in "qkv" if plan.owner[t] == n}  # a borrowed tensor has no weights here
+        self.n_head, self.head_dim, self.norm_eps = cfg.n_head, cfg.head_dim, cfg.norm_eps
+        self.n_first = cfg.n_kv_head - plan.heads.get("v", cfg.n_kv_head)  # value heads that are layer 0's
+        self.heads = dict(plan.heads)  # of what is projected; a borrowed tensor has no weights here
+        if cfg.value_mode.share_v == "keys":
+            del self.heads["v"]
         is_gpt2 = cfg.arch == "gpt2"
         self.proj = Linear(cfg.n_embd, {t: h * cfg.head_dim for t, h in self.heads.items()}, bias=is_gpt2)
         self.out = Linear(cfg.n_head * cfg.head_dim, {"o": cfg.n_embd}, bias=is_gpt2, std=into_stream_std(cfg))
         self.mixes = [m for m in plan.mixes if m.residual.of != "hidden"]  # those are Block's
         self.gates = nn.ModuleDict({str(m.index): Gate(cfg, m.residual) for m in self.mixes if m.residual.per_token})
+        self.output_gate = None if cfg.value_mode.output == "plain" else OutputGate(cfg)
 
     def project(self, x, angles):
         """The tensors that this layer owns, from one product: {t: (B, heads of t, T, D)}, q and k rotated."""
@@ -274,6 +310,8 @@ class Attention(nn.Module):
         own = dict(zip((t for t in self.heads if t != "v"), qk, strict=True))
         if "v" in self.heads:
             own["v"] = heads[:, sum(rotated) :]
+        elif "v" in self.plan.heads:  # share_v="keys"
+            own["v"] = F.rms_norm(heads[:, -self.heads["k"] :], (self.head_dim,), eps=self.norm_eps)
         return own
 
     def forward(self, x, angles, lambdas, raw, attended, cache=None):
@@ -290,16 +328,21 @@ class Attention(nn.Module):
                 now[of] = mix(weights, now[of], [raw[i][of] for i in m.sources])
             else:
                 after_attention.append((m, weights, now.get("v")))  # V_n of this call's tokens, as mixed so far
+        v_new = now.get("v")  # of this call's tokens, as mixed
         for t in "qkv":
-            if t not in self.heads:
+            if t not in self.plan.heads:
                 # Borrowed (SVFormer's V_1, Eq 10; CLA): read as the owner attends with it. The owner has cached it.
                 now[t] = attended[self.plan.owner[t]][t]
             elif t != "q" and cache is not None:
                 now[t] = cache.extend(t, self.n, now[t])  # (B, G, tokens so far, D)
+        if self.n_first:
+            now["v"] = torch.cat([now["v"], attended[0]["v"][:, -self.n_first :]], dim=1)  # (B, G, tokens so far, D)
         mask = None if cache is None else cache.mask
         y = self.attend_with_scores(now, after_attention, attended, mask)  # (B, H, T, D)
         for m, weights, v in after_attention:
             y = self.mix_after(y, m, weights, v, now, raw, attended, mask)
+        if self.output_gate:
+            y = self.output_gate(y, v_new, x)
         return self.out(y.transpose(1, 2).reshape(B, T, -1)), own, now  # (B, H, T, D) -> (B, T, H * D)
 
     def attend_with_scores(self, now, after_attention, attended, mask):
@@ -372,6 +415,7 @@ class Block(nn.Module):
     def __init__(self, cfg, n, plan, kind, keep_raw, keep_attended):
         super().__init__()
         self.keep_raw, self.keep_attended = keep_raw, keep_attended
+        self.is_cut = cfg.value_mode.cut_first and n == 0
         self.norm1, self.attn = new_norm(cfg), Attention(cfg, n, plan, kind)
         self.norm2, self.mlp = new_norm(cfg), MLP(cfg)
         self.hidden_mixes = [m for m in plan.mixes if m.residual.of == "hidden"]
@@ -381,7 +425,7 @@ class Block(nn.Module):
         for m in self.hidden_mixes:
             h = mix(lambdas[m.index], h, [raw[i]["hidden"] for i in m.sources])
         y, own, now = self.attn(self.norm1(h), angles, lambdas, raw, attended, cache)
-        h = h + y
+        h = y if self.is_cut else h + y
         own["hidden"] = x
         kept = {t: own[t] for t in self.keep_raw}
         kept_attended = {t: now[t] for t in self.keep_attended}
@@ -515,12 +559,15 @@ class GPT(nn.Module):
     def init_weights(self, seed):
         """N(0, std) for every matrix, each from (seed, its name), so modes share the weights of equal name and shape.
         A fused product is drawn part by part, so its weights do not depend on what is fused. std is the config's
-        init_std, but 1/sqrt(C) for token tables (nanochat's), and Linear.std where that is set."""
+        init_std, but 1/sqrt(C) for token tables (nanochat's), 0 with tables="one", and Linear.std where that is set."""
         for name, module in self.named_modules():
             if isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
                 module.weight.fill_(1)
             elif isinstance(module, nn.Embedding):
-                std = self.cfg.n_embd**-0.5 if name.startswith("tables.") else self.cfg.init_std
+                std = self.cfg.init_std
+                if name.startswith("tables."):
+                    is_one = any(r.tables == "one" for r in self.cfg.value_mode.residuals)
+                    std = 0.0 if is_one else self.cfg.n_embd**-0.5
                 module.weight.copy_(normal(seed, name, module.weight.shape, std))
             elif isinstance(module, Linear):
                 std = self.cfg.init_std if module.std is None else module.std

@@ -42,7 +42,7 @@ class Tokens:
 
     def __init__(self, cfg, cache, attention_mask, T):
         self.cache, self.past, self.mask = cache, 0 if cache is None else cache.get_seq_length(), None
-        self.stored = stored_tensors(cfg)
+        self.stored = list(stored_tensors(cfg))
         self.where = slice(self.past, self.past + T)
         if attention_mask is not None and not attention_mask.all():
             if attention_mask.shape[1:] != (self.past + T,):

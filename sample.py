@@ -61,8 +61,9 @@ class KVCache:
 
     def __init__(self, cfg, batch_size, length=None, device=None, dtype=None):
         self.length, self.pos = length or cfg.block_size, 0  # tokens there is room for, tokens stored
-        shape = (batch_size, cfg.n_kv_head, self.length, cfg.head_dim)
-        self.tensors = {place: torch.zeros(shape, device=device, dtype=dtype) for place in stored_tensors(cfg)}
+        self.tensors = {}
+        for place, heads in stored_tensors(cfg).items():
+            self.tensors[place] = torch.zeros(batch_size, heads, self.length, cfg.head_dim, device=device, dtype=dtype)
 
     def extend(self, t, n, new):
         """Append `new` (B, G, T, D) to tensor t of layer n; returns all of it, (B, G, pos + T, D)."""
@@ -98,14 +99,13 @@ class RaggedCache(KVCache):
 
     def __init__(self, cache, lengths):
         store = next(iter(cache.tensors.values()))
-        B, G, self.length, _ = store.shape
+        B, _, self.length, _ = store.shape
         require(len(lengths) == B, f"{len(lengths)} lengths for a KV cache of {B} rows")
         in_cache = 0 < min(lengths) and max(lengths) <= cache.pos
         message = f"rows of {min(lengths)} to {max(lengths)} tokens in a KV cache that holds {cache.pos}"
         require(in_cache, message)
         self.tensors, self.lengths = cache.tensors, torch.tensor(lengths, device=store.device)[:, None]  # (B, 1)
         self.batch = torch.arange(B, device=store.device)
-        self.heads = torch.arange(G, device=store.device)
         self.slots = torch.arange(self.length, device=store.device)
         self.next = self.lengths.clone()  # (B, 1): where each row's next token goes
         self.mask = store.new_empty(B, 1, 1, self.length)  # added to the scores
@@ -120,7 +120,8 @@ class RaggedCache(KVCache):
     def extend(self, t, n, new):
         """Store `new` (B, G, 1, D), each row in its own slot; returns all slots, (B, G, length, D)."""
         store = self.tensors[t, n]
-        store[self.batch[:, None], self.heads, self.next] = new[:, :, 0].to(store.dtype)  # (B, G, D)
+        heads = torch.arange(new.size(1), device=new.device)
+        store[self.batch[:, None], heads, self.next] = new[:, :, 0].to(store.dtype)  # (B, G, D)
         return store
 
     def end(self, T):

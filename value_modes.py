@@ -42,20 +42,21 @@ class Residual:
          "cross" attends to both layers under one softmax:            U_n = softmax(Q_n [K_n; K_i]^T) [V_n; V_i]  (Eq 2)
     lam: the weights (own, all sources together), or None for the plain mean of own tensor and sources.
     learn: "fixed" weights. Or learned from that start: "scalar", a weight for the layer's own tensor and for each
-        source; "lerp", (1 - l, l). "softmax" (Learnable-Plus): l_n = scale * softmax over layers of logits that start
-        with a rise of lam[1] per layer. Or a model.Gate computes them for each token: "head", "sigmoid", "relu".
+        source; "sources", one for each source alone; "lerp", (1 - l, l); "unit", s (a, b) / sqrt(a^2 + b^2) with s from
+        1. "softmax" (Learnable-Plus): l_n = scale * softmax over layers of logits that start with a rise of lam[1] per
+        layer. Or a model.Gate computes them for each token: "head", "sigmoid", "relu".
     layers: the layers that have it, see `pick_layers`; () = every layer that has a source.
     tables: with source="token": "each" layer has its own table, or they share them in the order "mirror" (0 1 2 2 1 0)
-        or "cycle" (0 1 2 0 1 2).
+        or "cycle" (0 1 2 0 1 2), or all share "one", which starts from 0.
     """
 
     of: Literal["q", "k", "v", "hidden", "scores", "probs"] = "v"
     source: Literal["first", "prev", "all", "token"] | int = "first"
     map: Literal["own", "identity", "delta", "cross"] = "own"
     lam: tuple[float, float] | None = None
-    learn: Literal["fixed", "scalar", "lerp", "softmax", "head", "sigmoid", "relu"] = "fixed"
+    learn: Literal["fixed", "scalar", "sources", "lerp", "unit", "softmax", "head", "sigmoid", "relu"] = "fixed"
     layers: str | tuple[int | float, ...] = ()
-    tables: Literal["each", "mirror", "cycle"] = "each"
+    tables: Literal["each", "mirror", "cycle", "one"] = "each"
 
     def __post_init__(self):
         coerce_fields(self)
@@ -75,7 +76,7 @@ class Residual:
         if self.map == "cross":
             plain = self.lam is None and self.learn == "fixed"
             require(plain, "one softmax sets the weights of map='cross': neither lam nor learn applies")
-        if self.learn not in ("fixed", "scalar"):
+        if self.learn not in ("fixed", "scalar", "sources"):
             require(self.source != "all", f"{learn} weighs one source against the layer's own: not source='all'")
         if self.per_token:
             require(is_value and self.map == "own", f"{learn} makes a weight per token, for of='v' and map='own' alone")
@@ -112,13 +113,13 @@ class Residual:
 
 def pick_layers(spec, n_layer):
     """Layer numbers, rising. spec: a slice as text ("-3:" the last three, "::-2" every second from the last), or a
-    tuple in which negative numbers count from the end and fractions go by depth (0.5 is layer n_layer // 2)."""
+    tuple in which negative numbers count from the end. In both, fractions go by depth (0.5 is layer n_layer // 2)."""
     if isinstance(spec, str):
         try:
-            parts = [int(part) if part else None for part in spec.split(":")]
+            parts = [layer_number(part, n_layer) for part in spec.split(":")]
             require(len(parts) in (2, 3), spec)
             return sorted(range(n_layer)[slice(*parts)])
-        except ValueError:
+        except (ValueError, OverflowError):
             raise ValueError(f"layers={spec!r} is not a slice of layers, as '-3:' or '::2'") from None
     found = set()
     for i in spec:
@@ -129,25 +130,41 @@ def pick_layers(spec, n_layer):
     return sorted(found)
 
 
+def layer_number(text, n_layer):
+    """A number in the text of a slice; None if it is left out."""
+    if not text:
+        return None
+    return int(float(text) * n_layer) if "." in text else int(text)
+
+
 @dataclass(frozen=True)
 class ValueMode:
-    """A variant: its residuals, which layers own their q, k and v, and averaging of the residual stream over depth.
+    """A variant: its residuals, which layers own their q, k and v, what becomes of A_n V', and averaging over depth.
 
     residuals: those with map="own" act before attention, the others after it; each group in this order, each residual
         on what those before it made.
     share_q, share_k, share_v: which layers own that tensor. 1 = every layer; c > 1 = the first of every c layers (CLA);
-        0 = layer 0 for all (SVFormer); (0, 4, 7) = these (see `pick_layers`). Another layer borrows the tensor of the
+        0 = layer 0 for all (SVFormer); (0, 4, 7) or ":0.5" = these, see `pick_layers`. Another layer borrows from the
         nearest owner below: it reads it as attended there (mixed, cached), has no weights for it and no residual on it.
+        share_v="keys": a layer's values are its keys before rope, divided by their RMS in each head.
+    borrow_v: "nearest" owner below, or the "first" layer.
+    first_heads: share of the value heads that are layer 0's in all layers; they project and cache the others.
     kv_group: query heads that share a key and value head (GQA), capped at n_head; 0 = all (MQA).
-    dense: (dilation, period) of DenseFormer's depth-weighted average, or None.
+    output: what becomes of Y = A_n V' before the output projection: nothing ("plain"), or a model.OutputGate.
+    cut_first: layer 0 does not add its input to its output: the embedding reaches later layers through it alone.
+    dense: (dilation, period) of DenseFormer's depth-weighted average of the residual stream, or None.
     name: what it is called on screen, in files and in folders; "" = the table's row that equals it, or custom_….
     """
 
     residuals: tuple[Residual, ...] = ()
-    share_q: int | tuple[int | float, ...] = 1
-    share_k: int | tuple[int | float, ...] = 1
-    share_v: int | tuple[int | float, ...] = 1
+    share_q: int | str | tuple[int | float, ...] = 1
+    share_k: int | str | tuple[int | float, ...] = 1
+    share_v: int | str | tuple[int | float, ...] = 1
+    borrow_v: Literal["nearest", "first"] = "nearest"
+    first_heads: float = setting(0.0, "share of heads", least=0, most=1)
     kv_group: int = setting(1, "0 = all", least=0)
+    output: Literal["plain", "exclusive", "gate", "gate_heads"] = "plain"
+    cut_first: bool = False
     dense: tuple[int, int] | None = None
     name: str = field(default="", compare=False, repr=False)
 
@@ -156,8 +173,11 @@ class ValueMode:
         check_ranges(self)
         for t in "qkv":
             share = getattr(self, f"share_{t}")
-            if isinstance(share, tuple):
-                require(share[:1] == (0,), f"share_{t}={share}: the owning layers begin with 0, as in (0, 4, 7)")
+            if (t, share) == ("v", "keys"):
+                require(self.share_k == 1, "share_v='keys' makes values of a layer's own keys: share_k must be 1")
+            elif isinstance(share, (str, tuple)):
+                has_0 = share[:1] in ((0,), ":")
+                require(has_0, f"share_{t}={share}: the owning layers begin with 0, as in (0, 4, 7) or ':0.5'")
             else:
                 require(share >= 0, f"share_{t}={share}: 1 (own), 0 (layer 0 for all), or layers in a group")
         if self.dense is not None:
@@ -167,15 +187,25 @@ class ValueMode:
         has_scores = any(r.of == "scores" for r in self.residuals)
         both = "map='cross' and of='scores' both replace the softmax's input: use one of them"
         require(not (has_cross and has_scores), both)
+        if self.first_heads:
+            plain = self.share_v == 1 and not any(r.of == "v" for r in self.residuals)
+            require(plain, "first_heads divides the value heads: share_v must be 1, and no residual may be of='v'")
+        if self.output == "exclusive":
+            own = self.share_v in (1, "keys") and not self.first_heads
+            require(own, "output='exclusive' takes out a layer's own values: share_v must be 1, and first_heads 0")
         plain_name = re.fullmatch(r"[\w.+-]*", self.name)
         require(plain_name, f"name={self.name!r} names folders too: use letters, digits and _ . + -")
 
     def owner(self, t, n, n_layer):
         """The layer whose tensor t ("q", "k" or "v") layer n uses."""
         share = getattr(self, f"share_{t}")
-        if isinstance(share, tuple):
-            return max(i for i in pick_layers(share, n_layer) if i <= n)
-        return n - n % share if share else 0
+        if share == "keys":
+            owner = n
+        elif isinstance(share, (str, tuple)):
+            owner = max((i for i in pick_layers(share, n_layer) if i <= n), default=0)
+        else:
+            owner = n - n % share if share else 0
+        return 0 if t == "v" and owner != n and self.borrow_v == "first" else owner
 
     def with_lam(self, value):
         """This mode with `value` as the weight of the sources, in its last residual that has a settable one."""
@@ -264,6 +294,25 @@ TABLE = {
         "V' = V_n + 3 σ(W x[:12]) E_n[token] per head, every 2nd layer", "nanochat"),
     "value_embed_gated2": (residual(source="token", learn="sigmoid", lam=(1.0, 2.0), layers=(1, 2, -3, -2, -1)),
         "V' = V_n + 2 σ(W x[:12]) E_n[token] in layers 2, 3 and the last 3", "modded-nanogpt"),
+    # -- successors
+    "resformer_zero": (residual(learn="sources", lam=(1.0, 0.0)), "A_n (V_n + λ_n V_1), from 0", "parameter-golf"),
+    "resformer_unit": (residual(learn="unit", lam=(1.0, 0.0)),
+        "A_n s_n (a_n V_n + b_n V_1) / √(a_n² + b_n²), from s, a, b = 1, 1, 0", "IMU-1 Eq 4"),
+    "skipv1": (ValueMode(first_heads=0.5), "A_n V_n in half of the heads, A_n V_1 in the others", "SkipV1Former"),
+    "fusedkv_lite": (ValueMode(share_k=":0.5", share_v=":0.5", borrow_v="first"),
+        "upper half: softmax(Q_n K_{L/2}ᵀ) V_1", "FusedKV-Lite"),
+    "share_last": (ValueMode(share_k=":0.5", share_v=":0.5"), "upper half: softmax(Q_n K_{L/2}ᵀ) V_{L/2}", "Gemma 3n"),
+    "k_eq_v": (ValueMode(share_v="keys"), "V_n = K_n before rope / its RMS in each head", "Gemma 4"),
+    "value_embed_shared": (residual(source="token", tables="one", lam=(1.0, 1.0), layers=(0, -1)),
+        "A_n (V_n + E[token]) in the first and last layer, E from 0", "NeoMME"),
+    "xsa": (ValueMode(output="exclusive"), "Y − tanh(a) (Y·v) v, Y = A_n V_n, v = V_n/|V_n|, a from 0", "XSA; NeoMME"),
+    "gated_attention": (ValueMode(output="gate"), "σ(W x) ⊙ A_n V_n, a gate per channel", "Qwen G1"),
+    "gated_attention_heads": (ValueMode(output="gate_heads"), "σ(W x) A_n V_n, a gate per query head", "Qwen G1"),
+    "resformer_v2": (residual(source=1), "½ A_n (V_n + V_2), n > 2", "v5"),
+    "resformer_v3": (residual(source=2), "½ A_n (V_n + V_3), n > 3", "v5"),
+    "cut": (ValueMode(cut_first=True), "A_n V_n, layer 1 without the path around it: H_1 without H_0", "v5"),
+    "resformer_v2_cut": (ValueMode((Residual(source=1),), cut_first=True), "resformer_v2 and cut", "v5"),
+    "resformer_v3_cut": (ValueMode((Residual(source=2),), cut_first=True), "resformer_v3 and cut", "v5"),
 }
 # fmt: on
 VALUE_MODES = {name: dataclasses.replace(mode, name=name) for name, (mode, _, _) in TABLE.items()}
@@ -374,6 +423,9 @@ def check_mode(cfg):
     for share in (mode.share_q, mode.share_k, mode.share_v):
         if isinstance(share, tuple):
             named.update(pick_layers(share, n_layer))
+    shared_heads = mode.first_heads * cfg.n_kv_head
+    whole = shared_heads == int(shared_heads) and shared_heads < cfg.n_kv_head
+    require(whole, f"first_heads={mode.first_heads} of {cfg.n_kv_head} value heads is no whole number below that")
     exist = all(0 <= n < n_layer for n in named)
     require(exist, f"value_mode names layers {sorted(named)}, but there are only 0..{n_layer - 1}")
     if mode.dense:
@@ -391,7 +443,7 @@ def check_mode(cfg):
             raise ValueError(f"{r} does nothing in layer {max(wrong)}: {why}")
     for n, layer in enumerate(plan):
         message = f"layer {n} would own none of q, k, v: its attention would read nothing of its input"
-        require(n in layer.owner.values(), message)
+        require(layer.heads, message)
 
 
 @dataclass(frozen=True)
@@ -408,9 +460,11 @@ class Mix:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What a layer reads. owner["q" | "k" | "v"]: the layer whose tensor it uses. mixes: its residuals, in order."""
+    """What a layer reads. owner["q" | "k" | "v"]: the layer whose tensor it uses. heads: {tensor that it owns: its
+    heads}. mixes: its residuals, in order."""
 
     owner: dict[str, int]
+    heads: dict[str, int]
     mixes: tuple[Mix, ...]
 
 
@@ -434,7 +488,14 @@ def plan_layers(cfg):
             sources = {lowest[i] for i in source_layers(r.source, n)}
             if sources:
                 mixes[n].append(Mix(index, r, tuple(sorted(sources))))
-    return [LayerPlan(owners[n], tuple(mixes[n])) for n in range(n_layer)]
+    plan = []
+    for n in range(n_layer):
+        heads = {"q": cfg.n_head, "k": cfg.n_kv_head, "v": cfg.n_kv_head}
+        if n:
+            heads["v"] -= int(mode.first_heads * cfg.n_kv_head)
+        heads = {t: h for t, h in heads.items() if owners[n][t] == n}
+        plan.append(LayerPlan(owners[n], heads, tuple(mixes[n])))
+    return plan
 
 
 def source_layers(source, n):
@@ -462,6 +523,8 @@ def assign_tables(order, n):
         return [min(j, n - 1 - j) for j in range(n)]
     if order == "cycle":
         return [j % ((n + 1) // 2) for j in range(n)]
+    if order == "one":
+        return [0] * n
     return list(range(n))
 
 
@@ -473,6 +536,8 @@ def tensors_to_keep(cfg):
         for t, owner in layer.owner.items():
             if owner != n:
                 attended[owner].add(t)
+        if layer.heads.get("v", cfg.n_kv_head) < cfg.n_kv_head:  # see ValueMode.first_heads
+            attended[0].add("v")
         for mix in layer.mixes:
             for source in mix.sources:
                 if mix.residual.reads_attended:
@@ -483,10 +548,11 @@ def tensors_to_keep(cfg):
 
 
 def stored_tensors(cfg):
-    """[("k" or "v", layer)] that a KV cache stores: those that a layer owns."""
-    return [(t, n) for n, layer in enumerate(plan_layers(cfg)) for t in "kv" if layer.owner[t] == n]
+    """{("k" or "v", layer): heads} of what a KV cache stores: the tensors that a layer owns."""
+    plan = plan_layers(cfg)
+    return {(t, n): layer.heads[t] for n, layer in enumerate(plan) for t in "kv" if t in layer.heads}
 
 
 def kv_floats_per_token(cfg):
-    """Numbers that a KV cache stores per token: n_kv_head * head_dim for each stored tensor."""
-    return len(stored_tensors(cfg)) * cfg.n_kv_head * cfg.head_dim
+    """Numbers that a KV cache stores per token: head_dim for each head of each stored tensor."""
+    return sum(stored_tensors(cfg).values()) * cfg.head_dim

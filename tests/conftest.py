@@ -40,6 +40,8 @@ MODES = VALUE_MODES | {
     "two_gates": ValueMode((Residual(learn="head"), Residual(source="token", learn="relu", layers="2:"))),
     "resformer_share_k": ValueMode((Residual(),), share_k=2),
     "token_after_attention": ValueMode((Residual(map="identity", source="token", lam=(1.0, 0.5)),)),
+    "keys_resformer_exclusive": ValueMode((Residual(),), share_v="keys", output="exclusive"),
+    "skip_queries_gate": ValueMode((Residual(of="q"),), share_k=":0.5", first_heads=0.25, output="gate"),
     "everything": ValueMode(
         (Residual(learn="scalar"), Residual(of="k"), Residual(map="delta", lam=(1.0, 0.2)), Residual(of="scores")),
         share_q=(0, 2),
@@ -60,7 +62,9 @@ def axis_values(mode):
     found = {f"dense {mode.dense}", f"kv_group {mode.kv_group > 1} {mode.kv_group == 0}"}
     for t in "qkv":
         share = getattr(mode, f"share_{t}")
-        found.add(f"share_{t} {'tuple' if isinstance(share, tuple) else min(share, 2)}")
+        found.add(f"share_{t} {min(share, 2) if isinstance(share, int) else share}")
+    found |= {f"borrow_v {mode.borrow_v}", f"first_heads {mode.first_heads > 0}", f"output {mode.output}"}
+    found.add(f"cut_first {mode.cut_first}")
     for r in mode.residuals:
         found |= {f"{r.of} {r.map}", f"{r.learn} {r.source}", f"{r.of} {r.source}", f"tables {r.tables}"}
         found.add(f"layers {type(r.layers).__name__} {bool(r.layers)}")
@@ -70,7 +74,8 @@ def axis_values(mode):
 
 def branches(mode):
     """The branches of the model's code that a mode takes, each for itself."""
-    found = {f"dense {mode.dense is not None}", f"kv_group {mode.kv_group == 1}"}
+    found = {f"dense {mode.dense is not None}", f"kv_group {mode.kv_group == 1}", f"output {mode.output}"}
+    found |= {f"first_heads {mode.first_heads > 0}", f"cut_first {mode.cut_first}", f"keys {mode.share_v == 'keys'}"}
     found |= {f"share_{t} {getattr(mode, f'share_{t}') != 1}" for t in "qkv"}
     for r in mode.residuals:
         found |= {f"of {r.of}", f"map {r.map}", f"learn {r.learn}", f"source {r.source}"}
@@ -107,8 +112,17 @@ def widths(*modes):
         if MODES[mode].kv_group != 1:
             found.append((mode, 0))
             continue
-        found += [(mode, n) for n in ((8, 4, 1) if mode in COVER else (4,))]
+        found += [(mode, n) for n in ((8, 4, 1) if mode in COVER else (4,)) if fits(mode, n)]
     return found
+
+
+def fits(mode, n_kv_head):
+    """Whether a mode takes so many key and value heads: half of one head is none."""
+    try:
+        config(mode, n_kv_head=n_kv_head)
+    except ValueError:
+        return False
+    return True
 
 
 def tiny(mode="vanilla", seed=0, std=0.2, attn="sdpa", **kw):

@@ -111,6 +111,29 @@ def gated(n, V, s, top, layers):
     return V[n] + top * sigmoid(gate(s, s.x[:, :12])) * E(s, layers.index(n)) if n in layers else V[n]
 
 
+def unit(n, V, s):  # IMU-1's Eq 4
+    scale, (a, b) = s.P["lambdas.0.scale"][n - 2], scalars(s, n - 2)
+    return scale * (a * V[n] + b * V[1]) / torch.sqrt(a * a + b * b)
+
+
+def exclusive(n, Q, K, V, s):
+    y, rows = A(Q[n], K[n]) @ V[n], []
+    for t in range(len(y)):  # what y_t has along the value of its own token
+        u = V[n][t] / torch.sqrt(V[n][t] @ V[n][t])
+        rows.append(y[t] - torch.tanh(s.W("output_gate.strength")[s.query_head]) * (y[t] @ u) * u)
+    return torch.stack(rows)
+
+
+def gated_output(n, Q, K, V, s, width):  # width: numbers of the gate for each query head
+    rows = slice(s.query_head * width, s.query_head * width + width)
+    return sigmoid(s.x @ s.W("output_gate.w.weight")[rows].T) * (A(Q[n], K[n]) @ V[n])
+
+
+def upper_half(n, Q, K, V, s, values_of):
+    k, v = (s.L // 2, values_of) if n > s.L // 2 else (n, n)
+    return A(Q[n], K[k]) @ V[v]
+
+
 def anchor(n, *anchors):
     return max(i for i in anchors if i <= n)
 
@@ -147,6 +170,12 @@ VALUES = {  # V' of U_n = A_n V'
     "value_embed_gated": lambda n, V, s: gated(n, V, s, 3, range(s.L, 0, -2)),
     "value_embed_gated2": lambda n, V, s: gated(n, V, s, 2, {2, 3, s.L - 2, s.L - 1, s.L}),
     "resformer_denseformer": lambda n, V, s: (V[n] + V[1]) / 2,
+    "resformer_zero": lambda n, V, s: V[n] + scalars(s, n - 2)[0] * V[1],
+    "resformer_unit": unit,
+    "k_eq_v": lambda n, V, s: s.K_before_rope / torch.sqrt((s.K_before_rope**2).mean(1, keepdim=True) + 1e-5),
+    "value_embed_shared": lambda n, V, s: V[n] + E(s, 0) if n in (1, s.L) else V[n],
+    "resformer_v2": lambda n, V, s: (V[n] + V[2]) / 2 if n > 2 else V[n],
+    "resformer_v3": lambda n, V, s: (V[n] + V[3]) / 2 if n > 3 else V[n],
 }
 OUTPUTS = {  # U_n
     "identity": lambda n, Q, K, V, s: A(Q[n], K[n]) @ V[n] + V[1],
@@ -168,7 +197,15 @@ OUTPUTS = {  # U_n
     "resformer_neutreno": lambda n, Q, K, V, s: A(Q[n], K[n]) @ (V[n] + V[1]) / 2 + 0.2 * (V[1] - (V[n] + V[1]) / 2),
     "resformer_neutreno_literal": lambda n, Q, K, V, s: A(Q[n], K[n]) @ (V[n] + V[1]) / 2 + 0.2 * (V[1] - V[n]),
 }
-OUTPUTS |= {"mlkv": OUTPUTS["cla4"], "cla2_gqa4": OUTPUTS["cla2"]}
+OUTPUTS |= {
+    "mlkv": OUTPUTS["cla4"],
+    "cla2_gqa4": OUTPUTS["cla2"],
+    "fusedkv_lite": lambda n, Q, K, V, s: upper_half(n, Q, K, V, s, 1),
+    "share_last": lambda n, Q, K, V, s: upper_half(n, Q, K, V, s, s.L // 2),
+    "xsa": exclusive,
+    "gated_attention": lambda n, Q, K, V, s: gated_output(n, Q, K, V, s, V[n].size(1)),
+    "gated_attention_heads": lambda n, Q, K, V, s: gated_output(n, Q, K, V, s, 1),
+}
 STREAMS = {  # what enters layer i + 1, or the last norm if i = L; X[0] the embedding, X[i] what layer i puts out
     "hidden": lambda i, X, s: (X[i] + X[0]) / 2 if i < s.L else X[i],
     "hidden_learned": lambda i, X, s: weighted(scalars(s, i - 1), X[i], X[0]) if i < s.L else X[i],
@@ -176,8 +213,10 @@ STREAMS = {  # what enters layer i + 1, or the last norm if i = L; X[0] the embe
     "denseformer_2x2": lambda i, X, s: X[i] if i % 2 else weighted(s.P[f"dense.alphas.{i // 2 - 1}"], *X[::2]),
 }
 STREAMS["resformer_denseformer"] = STREAMS["denseformer"]
-VALUES = dict.fromkeys((*STREAMS, "gqa2", "gqa4", "gqa8", "mqa"), VALUES["vanilla"]) | VALUES
+VALUES = dict.fromkeys((*STREAMS, "gqa2", "gqa4", "gqa8", "mqa", "skipv1", "cut"), VALUES["vanilla"]) | VALUES
+VALUES |= {"resformer_v2_cut": VALUES["resformer_v2"], "resformer_v3_cut": VALUES["resformer_v3"]}
 LAYER_1_TOO = {name for name in VALUES if name.startswith("value_embed")}  # a table is a source for layer 1 as well
+LAYER_1_TOO |= {"k_eq_v", "xsa", "gated_attention", "gated_attention_heads"}
 QUERIES_PER_KEY = dict(gqa2=2, gqa4=4, gqa8=8, mqa=8, mlkv=8, svformer_gqa4=4, cla2_gqa4=4)  # 8 query heads in all
 EQUATIONS = VALUES.keys() | OUTPUTS.keys()
 
@@ -194,8 +233,12 @@ def naive(model, mode, idx, queries_per_key=1):
         h = norm(x, P, name + "norm1", gpt2)
         y, row = linear(h, P, name + "attn.proj", gpt2), 0
         for t, rows in model.blocks[n - 1].attn.proj.parts.items():  # those that this layer projects
-            assert rows == H * D // (1 if t == "q" else queries_per_key)
             past[t][n] = list(y[:, row : row + rows].split(D, dim=1))
+            if mode == "skipv1" and t == "v" and n > 1:  # half of the value heads are layer 1's
+                past[t][n] += past[t][1][len(past[t][n]) :]
+            assert len(past[t][n]) == H // (1 if t == "q" else queries_per_key)
+            if t == "k":
+                keys = past[t][n]
             if t != "v" and not gpt2:
                 past[t][n] = [rotate(head, turn) for head in past[t][n]]
             row += rows
@@ -203,7 +246,8 @@ def naive(model, mode, idx, queries_per_key=1):
         for i in range(H):
             g = i // queries_per_key
             Q, K, V = ({j: heads[i if t == "q" else g] for j, heads in past[t].items()} for t in "qkv")
-            s = SimpleNamespace(P=P, L=L, x=h, tokens=idx, head=g, columns=slice(g * D, g * D + D))
+            s = SimpleNamespace(P=P, L=L, x=h, tokens=idx, head=g, query_head=i, columns=slice(g * D, g * D + D))
+            s.K_before_rope = keys[g]
             s.W = lambda w, name=name: P[f"{name}attn.{w}"]
             if n == 1 and mode not in LAYER_1_TOO:
                 outputs.append(A(Q[1], K[1]) @ V[1])
@@ -211,7 +255,8 @@ def naive(model, mode, idx, queries_per_key=1):
                 outputs.append(OUTPUTS[mode](n, Q, K, V, s))
             else:
                 outputs.append(A(Q[n], K[n]) @ VALUES[mode](n, V, s))
-        x = x + linear(torch.cat(outputs, dim=1), P, name + "attn.out", gpt2)
+        stream = 0 if n == 1 and mode.endswith("cut") else x  # cut: H_0 goes no further than into layer 1
+        x = stream + linear(torch.cat(outputs, dim=1), P, name + "attn.out", gpt2)
         X.append(x + mlp(norm(x, P, name + "norm2", gpt2), P, name + "mlp", gpt2))
         x = STREAMS[mode](n, X, SimpleNamespace(P=P, L=L)) if mode in STREAMS else X[n]
     return norm(x, P, "norm", gpt2) @ P["head.weight"].T

@@ -350,11 +350,23 @@ def test_modes_share_their_common_weights():
         vanilla = GPT(config("vanilla", n_kv_head=other.cfg.n_kv_head), seed=3)
         for n in range(4):
             for t in "qkv":
-                w = weight(other, n, t)
-                assert w is None or torch.equal(w, weight(vanilla, n, t)), mode
+                w, same_name = weight(other, n, t), weight(vanilla, n, t)
+                assert w is None or w.shape != same_name.shape or torch.equal(w, same_name), mode
         common = {k for k in vanilla.state_dict() if not k.endswith("proj.weight")}
         assert len(common) == 4 * 5 + 3
         assert all(torch.equal(other.state_dict()[k], vanilla.state_dict()[k]) for k in common), mode
+
+
+def test_rows_that_start_as_vanilla():
+    """Bit for bit, and what starts at 0 has a gradient."""
+    idx, right = tokens((2, 12)), GPT(config(), seed=3)(tokens((2, 12)))[0]
+    for mode in ("resformer_zero", "resformer_unit", "value_embed_shared", "xsa", "resformer_dense", "denseformer"):
+        model = GPT(config(mode), seed=3)
+        logits = model(idx)[0]
+        assert torch.equal(logits, right), mode
+        logits.square().sum().backward()
+        new = [p for name, p in model.named_parameters() if name not in dict(GPT(config()).named_parameters())]
+        assert new and all(p.grad.any() for p in new), mode
 
 
 def test_initial_values():
@@ -399,6 +411,9 @@ def cache_sizes(L, H):
         "svformer_gqa4": (L + 1) / 4,
         "cla2_gqa4": 2 * math.ceil(L / 2) / 4,
         "cla2_svformer": L - half + 1,
+        "skipv1": (3 * L + 1) / 2,
+        "fusedkv_lite": L,
+        "share_last": L,
     }
 
 
