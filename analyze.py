@@ -459,9 +459,12 @@ def by_layer(averages, names, n):
 
 def stack_rows(averages, name, n, most=None):
     """The mean of an array for each of n layers, its first `most` numbers; NaN where it was not measured."""
-    unknown = np.full_like(averages.mean(name, 0), np.nan)  # layer 0 owns all of its tensors
-    rows = [averages.mean(name, i) for i in range(n)]
-    return np.stack([unknown if row is None else row for row in rows])[:, :most].astype(np.float32)
+    found = np.full((n, len(averages.mean(name, 0))), np.nan, np.float32)  # layer 0 owns all of its tensors
+    for i in range(n):
+        row = averages.mean(name, i)
+        if row is not None:
+            found[i, : len(row)] = row  # shorter where a layer owns fewer value heads
+    return found[:, :most]
 
 
 def find_flags(averages, L, T):

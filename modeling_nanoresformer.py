@@ -42,7 +42,7 @@ class Tokens:
 
     def __init__(self, cfg, cache, attention_mask, T):
         self.cache, self.past, self.mask = cache, 0 if cache is None else cache.get_seq_length(), None
-        self.stored = list(stored_tensors(cfg))
+        self.stored = list(stored_tensors(cfg).items())  # [(place, heads)]
         self.where = slice(self.past, self.past + T)
         if attention_mask is not None and not attention_mask.all():
             if attention_mask.shape[1:] != (self.past + T,):
@@ -63,8 +63,10 @@ class Tokens:
         """Append `new` (B, G, T, D) to tensor t of layer n; returns all of it, (B, G, past + T, D)."""
         if self.cache is None:
             return new
-        layer, is_value = divmod(self.stored.index((t, n)), 2)
-        nothing = new[:, :, :0]
+        layer, is_value = divmod([place for place, _ in self.stored].index((t, n)), 2)
+        pair = self.stored[2 * layer : 2 * layer + 2]
+        other_heads = pair[0 if is_value else -1][1]
+        nothing = new.new_empty(new.size(0), other_heads, 0, new.size(3))
         return self.cache.update(nothing if is_value else new, new if is_value else nothing, layer)[is_value]
 
     def advance(self, T):

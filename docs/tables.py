@@ -6,6 +6,7 @@
 A page holds each table between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of MAKERS below.
 """
 
+import functools
 import math
 import re
 import sys
@@ -140,10 +141,26 @@ def budget_of_1600m():
     return budget(BudgetConfig(**shape, tokens=200_000_000_000, gpus=(8, 64), card=("A100", "H100")))
 
 
+GROUPS = {  # of the table of modes: their first rows
+    "modes-resformer": "vanilla",
+    "modes-sharing": "svformer",
+    "modes-neutreno": "neutreno",
+    "modes-other": "resformer_lerp",
+    "modes-successors": "resformer_zero",
+}
+
+
+def group_of_modes(name):
+    """The rows of one group at the paper's 82M shape."""
+    header, line, *rows = mode_table(ModelConfig()).splitlines()
+    starts = [list(TABLE).index(first) for first in GROUPS.values()] + [len(rows)]
+    place = list(GROUPS).index(name)
+    return "\n".join([header, line, *rows[starts[place] : starts[place + 1]]])
+
+
 MAKERS = {
     "fuzz": lambda: campaign_table("fuzz"),
     "faults": lambda: campaign_table("faults"),
-    "modes": lambda: mode_table(ModelConfig()),
     "budget-1.6B": budget_of_1600m,
     "claims-cpu": lambda: claims_text("cpu"),
     "claims-modes": lambda: claims_text("modes"),
@@ -159,6 +176,8 @@ MAKERS = {
     "scoring-82M": lambda: scoring_table(bench_rows("eval_intel_xeon_x2_82m", "tasks")),
     "scoring-demo": lambda: scoring_table(bench_rows("eval_intel_xeon_x2_demo", "tasks")),
 }
+for group in GROUPS:
+    MAKERS[group] = functools.partial(group_of_modes, group)
 
 
 def with_tables(text):

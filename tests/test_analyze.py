@@ -252,9 +252,9 @@ def test_every_mode():
             wanted = x.norm(dim=-1).mean(dim=0).numpy()
             np.testing.assert_allclose(found.mean(f"{name}_norm", n), wanted, rtol=1e-10, err_msg=f"{mode} {name} {n}")
         for n, (attn, _, (_, own, now)) in enumerate(watched(model, idx)):
-            assert (found.mean("raw_value_norm", n) is not None) == ("v" in attn.heads), (mode, n)
+            assert (found.mean("raw_value_norm", n) is not None) == ("v" in attn.plan.heads), (mode, n)
             assert found.mean("value_norm", n) is not None, (mode, n)
-            if "v" in attn.heads:
+            if "v" in attn.plan.heads:
                 same = found.mean("raw_value_largest", n) == found.mean("value_largest", n)
                 assert same == torch.equal(own["v"], now["v"]), (mode, n)
         numbers, arrays = analyze.summarize_layers(model, found, 9)

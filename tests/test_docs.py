@@ -158,7 +158,7 @@ def test_a_wrong_number_is_found_and_put_right(monkeypatch, tmp_path):
 
 
 def test_the_patch_applies_and_prints_its_plan(tmp_path):
-    blocks = BLOCK.findall(TEXTS["modes.md"])
+    blocks = BLOCK.findall(TEXTS["own_mode.md"])
     patch = next(block for language, block in blocks if language == "diff")
     plan = next(block for _, block in blocks if block.startswith("resformer_linear: "))
     for path in ROOT.glob("*.py"):

@@ -433,7 +433,7 @@ def test_every_mode_trains(data_dir, tmp_path):
         train.train(run, 0, *train.compare_settings(run, 0))
         assert [math.isfinite(r["loss"]) for r in steps_of(out)] == [True, True], mode
         (evaluation,) = [r for r in read_records(out / "metrics.jsonl") if r.get("event") == "eval"]
-        learns = any(r.learn in ("scalar", "lerp", "softmax") for r in MODES[mode].residuals)
+        learns = any(r.learn not in ("fixed", "head", "sigmoid", "relu") for r in MODES[mode].residuals)
         assert ("lam" in evaluation) == learns, mode
         if learns:
             assert evaluation["lam"] == run.model.mixing_weights(), mode
