@@ -163,8 +163,9 @@ def test_to_llama_and_back(tmp_path):
 def test_every_parameter_has_a_name_or_is_refused():
     for name in MODES:
         model = tiny(name)
-        layers = model.cfg.value_mode.residuals
-        has_more = model.cfg.value_mode.dense or any(r.learn != "fixed" or r.source == "token" for r in layers)
+        mode = model.cfg.value_mode
+        has_more = any(r.learn != "fixed" or r.source == "token" for r in mode.residuals)
+        has_more = has_more or mode.dense or mode.output != "plain"
         if has_more:
             with pytest.raises(UserError, match="no names for the weights that .* adds"):
                 hf.hf_parts(model)
