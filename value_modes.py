@@ -113,13 +113,13 @@ class Residual:
 
 def pick_layers(spec, n_layer):
     """Layer numbers, rising. spec: a slice as text ("-3:" the last three, "::-2" every second from the last), or a
-    tuple in which negative numbers count from the end. In both, fractions go by depth (0.5 is layer n_layer // 2)."""
+    tuple in which negative numbers count from the end and fractions go by depth (0.5 is layer n_layer // 2)."""
     if isinstance(spec, str):
         try:
-            parts = [layer_number(part, n_layer) for part in spec.split(":")]
+            parts = [int(part) if part else None for part in spec.split(":")]
             require(len(parts) in (2, 3), spec)
             return sorted(range(n_layer)[slice(*parts)])
-        except (ValueError, OverflowError):
+        except ValueError:
             raise ValueError(f"layers={spec!r} is not a slice of layers, as '-3:' or '::2'") from None
     found = set()
     for i in spec:
@@ -130,13 +130,6 @@ def pick_layers(spec, n_layer):
     return sorted(found)
 
 
-def layer_number(text, n_layer):
-    """A number in the text of a slice; None if it is left out."""
-    if not text:
-        return None
-    return int(float(text) * n_layer) if "." in text else int(text)
-
-
 @dataclass(frozen=True)
 class ValueMode:
     """A variant: its residuals, which layers own their q, k and v, what becomes of A_n V', and averaging over depth.
@@ -144,9 +137,9 @@ class ValueMode:
     residuals: those with map="own" act before attention, the others after it; each group in this order, each residual
         on what those before it made.
     share_q, share_k, share_v: which layers own that tensor. 1 = every layer; c > 1 = the first of every c layers (CLA);
-        0 = layer 0 for all (SVFormer); (0, 4, 7) or ":0.5" = these, see `pick_layers`. Another layer borrows from the
-        nearest owner below: it reads it as attended there (mixed, cached), has no weights for it and no residual on it.
-        share_v="keys": a layer's values are its keys before rope, divided by their RMS in each head.
+        0 = layer 0 for all (SVFormer); 0.5 = the lower half; (0, 4, 7) = these, see `pick_layers`. Others borrow from
+        the nearest owner below: they read the tensor as attended there (mixed, cached), and have no weights for it and
+        no residual on it. share_v="keys": values are the layer's keys before rope, over their RMS in each head.
     borrow_v: "nearest" owner below, or the "first" layer.
     first_heads: share of the value heads that are layer 0's in all layers; they project and cache the others.
     kv_group: query heads that share a key and value head (GQA), capped at n_head; 0 = all (MQA).
@@ -157,9 +150,9 @@ class ValueMode:
     """
 
     residuals: tuple[Residual, ...] = ()
-    share_q: int | str | tuple[int | float, ...] = 1
-    share_k: int | str | tuple[int | float, ...] = 1
-    share_v: int | str | tuple[int | float, ...] = 1
+    share_q: int | float | tuple[int | float, ...] = 1
+    share_k: int | float | tuple[int | float, ...] = 1
+    share_v: int | float | tuple[int | float, ...] | Literal["keys"] = 1
     borrow_v: Literal["nearest", "first"] = "nearest"
     first_heads: float = setting(0.0, "share of heads", least=0, most=1)
     kv_group: int = setting(1, "0 = all", least=0)
@@ -173,13 +166,15 @@ class ValueMode:
         check_ranges(self)
         for t in "qkv":
             share = getattr(self, f"share_{t}")
-            if (t, share) == ("v", "keys"):
+            if share == "keys":
                 require(self.share_k == 1, "share_v='keys' makes values of a layer's own keys: share_k must be 1")
-            elif isinstance(share, (str, tuple)):
-                has_0 = share[:1] in ((0,), ":")
-                require(has_0, f"share_{t}={share}: the owning layers begin with 0, as in (0, 4, 7) or ':0.5'")
+            elif isinstance(share, tuple):
+                require(share[:1] == (0,), f"share_{t}={share}: the owning layers begin with 0, as in (0, 4, 7)")
             else:
-                require(share >= 0, f"share_{t}={share}: 1 (own), 0 (layer 0 for all), or layers in a group")
+                fits = share >= 0 and (isinstance(share, int) or share < 1)
+                require(
+                    fits, f"share_{t}={share}: 1 (own), 0 (layer 0 for all), layers in a group, or a share of layers"
+                )
         if self.dense is not None:
             pair = len(self.dense) == 2 and min(self.dense) >= 1
             require(pair, f"dense={self.dense}: (dilation, period), both at least 1, or None")
@@ -201,8 +196,10 @@ class ValueMode:
         share = getattr(self, f"share_{t}")
         if share == "keys":
             owner = n
-        elif isinstance(share, (str, tuple)):
-            owner = max((i for i in pick_layers(share, n_layer) if i <= n), default=0)
+        elif isinstance(share, tuple):
+            owner = max(i for i in pick_layers(share, n_layer) if i <= n)
+        elif isinstance(share, float):
+            owner = max(0, min(n, int(share * n_layer) - 1))
         else:
             owner = n - n % share if share else 0
         return 0 if t == "v" and owner != n and self.borrow_v == "first" else owner
@@ -299,9 +296,9 @@ TABLE = {
     "resformer_unit": (residual(learn="unit", lam=(1.0, 0.0)),
         "A_n s_n (a_n V_n + b_n V_1) / √(a_n² + b_n²), from s, a, b = 1, 1, 0", "IMU-1 Eq 4"),
     "skipv1": (ValueMode(first_heads=0.5), "A_n V_n in half of the heads, A_n V_1 in the others", "SkipV1Former"),
-    "fusedkv_lite": (ValueMode(share_k=":0.5", share_v=":0.5", borrow_v="first"),
+    "fusedkv_lite": (ValueMode(share_k=0.5, share_v=0.5, borrow_v="first"),
         "upper half: softmax(Q_n K_{L/2}ᵀ) V_1", "FusedKV-Lite"),
-    "share_last": (ValueMode(share_k=":0.5", share_v=":0.5"), "upper half: softmax(Q_n K_{L/2}ᵀ) V_{L/2}", "Gemma 3n"),
+    "share_last": (ValueMode(share_k=0.5, share_v=0.5), "upper half: softmax(Q_n K_{L/2}ᵀ) V_{L/2}", "Gemma 3n"),
     "k_eq_v": (ValueMode(share_v="keys"), "V_n = K_n before rope / its RMS in each head", "Gemma 4"),
     "value_embed_shared": (residual(source="token", tables="one", lam=(1.0, 1.0), layers=(0, -1)),
         "A_n (V_n + E[token]) in the first and last layer, E from 0", "NeoMME"),

@@ -41,7 +41,7 @@ MODES = VALUE_MODES | {
     "resformer_share_k": ValueMode((Residual(),), share_k=2),
     "token_after_attention": ValueMode((Residual(map="identity", source="token", lam=(1.0, 0.5)),)),
     "keys_resformer_exclusive": ValueMode((Residual(),), share_v="keys", output="exclusive"),
-    "skip_queries_gate": ValueMode((Residual(of="q"),), share_k=":0.5", first_heads=0.25, output="gate"),
+    "skip_queries_gate": ValueMode((Residual(of="q"),), share_k=0.5, first_heads=0.25, output="gate"),
     "everything": ValueMode(
         (Residual(learn="scalar"), Residual(of="k"), Residual(map="delta", lam=(1.0, 0.2)), Residual(of="scores")),
         share_q=(0, 2),

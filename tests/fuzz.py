@@ -305,10 +305,14 @@ def random_residual(rng):
 
 def try_modes(rng, world):
     shares = [1, 1, 0, 2, 3, (0,), (0, 1), (0, -1), (0, 0.5), (1,), (), -1, 10**9, (0, 10**9), 0.5, "x", None]
+    shares += [0.5, 0.01, 1.5, -0.5, "keys"]
+    others = {"dense": [(1, 1), (2, 2), (0, 1)], "kv_group": [2, 0], "borrow_v": ["first"], "cut_first": [True, False]}
+    others |= {"first_heads": [0.5, 0.25, 0.3, 1.0], "output": ["exclusive", "gate", "gate_heads"], "name": ["x", ""]}
     kw = {f"share_{t}": rng.choice(shares) for t in "qkv" if rng.random() < 0.3}
     kw["residuals"] = tuple(random_residual(rng) for _ in range(rng.choice((0, 1, 1, 2))))
-    if rng.random() < 0.1:
-        kw[rng.choice(("dense", "kv_group", "name"))] = rng.choice([(1, 1), (2, 2), (0, 1), 2, 0, *VALUES])
+    for name in others:
+        if rng.random() < 0.05:
+            kw[name] = rng.choice([*others[name] * 5, *VALUES])
     mode = ValueMode(**kw) if rng.random() < 0.8 else rng.choice([*VALUE_MODES, *WORDS])
     shape = dict(vocab_size=61, block_size=16, n_layer=4, n_head=4, n_embd=16)
     sizes = [1, 2, 3, 5, 8, 0, -1, 2**31, 10**8, 10**400, 0.5, math.nan, "x", None]
