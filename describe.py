@@ -74,6 +74,8 @@ def describe_mix(mix, weights):
     if len(mix.sources) > 1:
         where = f"of each {where}"
     text = f"{what}: {own:.4g} own + {each:.4g} {where}"
+    if r.learn == "sources":
+        return f"{text} (learned)"
     return text if r.learn == "fixed" else f"{text} ({r.learn}, learned)"
 
 
@@ -95,16 +97,16 @@ def describe(cfg):
         for t in "qkv":
             owner = "own" if layer.owner[t] == n else f"of layer {layer.owner[t]}"
             if t == "v" and n and mode.first_heads:
-                owner = f"{layer.heads['v']} heads own, {cfg.n_kv_head - layer.heads['v']} of layer 0"
+                owner = f"own in heads 0 to {layer.heads['v'] - 1}, of layer 0 in the others"
             if t == "v" and mode.share_v == "keys":
-                owner = "of its keys"
+                owner = "made of its k"
             words.append(f"{t} {owner:10}")
         words += [describe_mix(mix, start[mix.index][n]) for mix in layer.mixes]
         lines.append(f"layer {n:2}  " + "  ".join(words).rstrip())
     if mode.output != "plain":
         lines.append(f"attention's output: {mode.output}")
     if mode.cut_first:
-        lines.append("layer 0 does not add its input to its output")
+        lines.append("layer 0 has no skip around its attention")
     if mode.dense:
         dilation, period = mode.dense
         lines.append(f"after each {period} blocks: weighted average over depth, dilation {dilation}")

@@ -9,8 +9,8 @@ the paper's V_1 is raw[0]["v"], and attended[0]["v"] where it is borrowed. A_n i
 sqrt(D)); U_n is the output of its attention before the output projection. Modes as data, and the table of them, are in
 value_modes.py. Paper: arXiv 2410.17897.
 
-Read top to bottom: Linear, Rope, attend, the weights of residuals (Lambdas, Gate), Attention (where values are mixed),
-MLP, Block, DepthAverage, the loss, GPT. Read next: train.py.
+Read top to bottom: Linear, Rope, attend, the weights of residuals (Lambdas, Gate), OutputGate, Attention (where values
+are mixed), MLP, Block, DepthAverage, the loss, GPT. Read next: train.py.
 """
 
 import hashlib
@@ -180,7 +180,7 @@ class Lambdas(nn.Module):
         self.n_fixed = 1 if residual.learn == "sources" else 0  # the layer's own weight is not learned
         if residual.learn in ("scalar", "sources", "unit"):
             self.scalars = nn.ParameterList(torch.empty(1 + n_sources[n] - self.n_fixed) for n in self.layers)
-            self.scale = nn.Parameter(torch.ones(len(self.layers))) if residual.learn == "unit" else None
+            self.scale = nn.Parameter(torch.empty(len(self.layers))) if residual.learn == "unit" else None
         elif residual.learn == "lerp":
             self.share = nn.Parameter(torch.empty(len(self.layers)))
         elif residual.learn == "softmax":
@@ -195,6 +195,8 @@ class Lambdas(nn.Module):
         if r.learn in ("scalar", "sources", "unit"):
             for n, scalars in zip(self.layers, self.scalars, strict=True):
                 scalars.copy_(torch.tensor(r.weights(self.n_sources[n])[self.n_fixed :]))
+            if r.learn == "unit":
+                self.scale.fill_(1)
         elif r.learn == "lerp":
             self.share.fill_(r.weights(1)[1])
         elif r.learn == "softmax":
@@ -205,12 +207,13 @@ class Lambdas(nn.Module):
 
     def forward(self):
         r = self.residual
+        starts = [r.weights(self.n_sources[n]) for n in self.layers]
         if r.per_token or r.map == "cross":
             weights = [None for _ in self.layers]
         elif r.learn == "scalar":
             weights = [tuple(scalars) for scalars in self.scalars]
         elif r.learn == "sources":
-            weights = [(r.weights(1)[0], *scalars) for scalars in self.scalars]
+            weights = [(start[0], *scalars) for start, scalars in zip(starts, self.scalars, strict=True)]
         elif r.learn == "unit":
             weights = [tuple(s * ab / ab.norm()) for s, ab in zip(self.scale, self.scalars, strict=True)]
         elif r.learn == "lerp":
@@ -218,7 +221,7 @@ class Lambdas(nn.Module):
         elif r.learn == "softmax":
             weights = zip(self.own, self.scale * self.logits.softmax(0), strict=True)
         else:
-            weights = [r.weights(self.n_sources[n]) for n in self.layers]
+            weights = starts
         of_layer = dict(zip(self.layers, weights, strict=True))
         return [of_layer.get(n) for n in range(len(self.n_sources))]
 
@@ -251,7 +254,7 @@ class Gate(nn.Module):
 
 
 class OutputGate(nn.Module):
-    """What becomes of y = A_n V' (B, H, T, D) before the output projection. x: the layer's normed input (B, T, C).
+    """What is done to y = U_n (B, H, T, D) before the output projection. x: the layer's normed input (B, T, C).
     v: V' of the same tokens (B, G, T, D).
 
     "exclusive":  y - tanh(a) (y·u) u, u = v / |v|, a from 0 for each query head     Exclusive self-attention
@@ -263,7 +266,7 @@ class OutputGate(nn.Module):
         super().__init__()
         self.n_head, self.kind = cfg.n_head, cfg.value_mode.output
         if self.kind == "exclusive":
-            self.strength = nn.Parameter(torch.zeros(cfg.n_head))
+            self.strength = nn.Parameter(torch.empty(cfg.n_head))
         else:
             per_head = cfg.head_dim if self.kind == "gate" else 1
             self.w = Linear(cfg.n_embd, {"gate": cfg.n_head * per_head})
@@ -291,9 +294,8 @@ class Attention(nn.Module):
         self.n, self.plan, self.kind = n, plan, kind
         self.n_head, self.head_dim, self.norm_eps = cfg.n_head, cfg.head_dim, cfg.norm_eps
         self.n_first = cfg.n_kv_head - plan.heads.get("v", cfg.n_kv_head)  # value heads that are layer 0's
-        self.heads = dict(plan.heads)  # of what is projected; a borrowed tensor has no weights here
-        if cfg.value_mode.share_v == "keys":
-            del self.heads["v"]
+        unprojected = "v" if cfg.value_mode.share_v == "keys" else None
+        self.heads = {t: h for t, h in plan.heads.items() if t != unprojected}  # of the tensors that have weights here
         is_gpt2 = cfg.arch == "gpt2"
         self.proj = Linear(cfg.n_embd, {t: h * cfg.head_dim for t, h in self.heads.items()}, bias=is_gpt2)
         self.out = Linear(cfg.n_head * cfg.head_dim, {"o": cfg.n_embd}, bias=is_gpt2, std=into_stream_std(cfg))
@@ -311,7 +313,8 @@ class Attention(nn.Module):
         if "v" in self.heads:
             own["v"] = heads[:, sum(rotated) :]
         elif "v" in self.plan.heads:  # share_v="keys"
-            own["v"] = F.rms_norm(heads[:, -self.heads["k"] :], (self.head_dim,), eps=self.norm_eps)
+            keys = heads[:, -self.heads["k"] :]  # (B, G, T, D)
+            own["v"] = F.rms_norm(keys, (self.head_dim,), eps=self.norm_eps).to(keys.dtype)  # fp32 in autocast on GPUs
         return own
 
     def forward(self, x, angles, lambdas, raw, attended, cache=None):
@@ -543,7 +546,9 @@ class GPT(nn.Module):
             self.positions, self.rope = nn.Embedding(cfg.block_size, cfg.n_embd), None
         else:
             self.positions, self.rope = None, Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling)
-        tables = {s for layer in plan for m in layer.mixes for s in m.sources if isinstance(s, str)}
+        mixes = [m for layer in plan for m in layer.mixes if m.residual.source == "token"]
+        tables = {m.sources for m in mixes}
+        self.zero_tables = {m.sources[0].replace(" ", "s.") for m in mixes if m.residual.tables == "one"}
         self.tables = nn.ModuleList(nn.Embedding(cfg.vocab_size, cfg.n_kv_head * cfg.head_dim) for _ in tables)
         self.lambdas = nn.ModuleList(new_lambdas(cfg))
         self.blocks = nn.ModuleList()
@@ -566,8 +571,7 @@ class GPT(nn.Module):
             elif isinstance(module, nn.Embedding):
                 std = self.cfg.init_std
                 if name.startswith("tables."):
-                    is_one = any(r.tables == "one" for r in self.cfg.value_mode.residuals)
-                    std = 0.0 if is_one else self.cfg.n_embd**-0.5
+                    std = 0.0 if name in self.zero_tables else self.cfg.n_embd**-0.5
                 module.weight.copy_(normal(seed, name, module.weight.shape, std))
             elif isinstance(module, Linear):
                 std = self.cfg.init_std if module.std is None else module.std
@@ -575,6 +579,8 @@ class GPT(nn.Module):
                 module.weight.copy_(torch.cat([normal(seed, part, shape, std) for part, shape in parts]))
             elif isinstance(module, (DepthAverage, Lambdas)):
                 module.init_weights()
+            elif isinstance(module, OutputGate) and module.kind == "exclusive":
+                module.strength.zero_()
             if getattr(module, "bias", None) is not None:
                 module.bias.zero_()
 

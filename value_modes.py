@@ -42,9 +42,9 @@ class Residual:
          "cross" attends to both layers under one softmax:            U_n = softmax(Q_n [K_n; K_i]^T) [V_n; V_i]  (Eq 2)
     lam: the weights (own, all sources together), or None for the plain mean of own tensor and sources.
     learn: "fixed" weights. Or learned from that start: "scalar", a weight for the layer's own tensor and for each
-        source; "sources", one for each source alone; "lerp", (1 - l, l); "unit", s (a, b) / sqrt(a^2 + b^2) with s from
-        1. "softmax" (Learnable-Plus): l_n = scale * softmax over layers of logits that start with a rise of lam[1] per
-        layer. Or a model.Gate computes them for each token: "head", "sigmoid", "relu".
+        source; "sources", one for each source alone; "lerp", (1 - l, l); "unit", s (a, b) / sqrt(a^2 + b^2), where
+        (a, b) start from lam and s from 1. "softmax" (Learnable-Plus): l_n = scale * softmax over layers of logits that
+        start with a rise of lam[1] per layer. Or a model.Gate computes them for each token: "head", "sigmoid", "relu".
     layers: the layers that have it, see `pick_layers`; () = every layer that has a source.
     tables: with source="token": "each" layer has its own table, or they share them in the order "mirror" (0 1 2 2 1 0)
         or "cycle" (0 1 2 0 1 2), or all share "one", which starts from 0.
@@ -80,6 +80,9 @@ class Residual:
             require(self.source != "all", f"{learn} weighs one source against the layer's own: not source='all'")
         if self.per_token:
             require(is_value and self.map == "own", f"{learn} makes a weight per token, for of='v' and map='own' alone")
+        if self.learn == "unit" or self.tables == "one":
+            starts = self.weights(1)[1] != 0 or self.learn == "unit" and self.weights(1)[0] != 0
+            require(starts, f"lam={self.lam}: nothing could learn from these zeros")
         if self.learn == "head":
             require(self.lam is None, f"{learn} divides 1 between own and source: lam stays None")
         if self.learn == "lerp" and self.lam:
@@ -132,7 +135,7 @@ def pick_layers(spec, n_layer):
 
 @dataclass(frozen=True)
 class ValueMode:
-    """A variant: its residuals, which layers own their q, k and v, what becomes of A_n V', and averaging over depth.
+    """A variant: its residuals, which layers own their q, k and v, what is done to U_n, and averaging over depth.
 
     residuals: those with map="own" act before attention, the others after it; each group in this order, each residual
         on what those before it made.
@@ -140,11 +143,11 @@ class ValueMode:
         0 = layer 0 for all (SVFormer); 0.5 = the lower half; (0, 4, 7) = these, see `pick_layers`. Others borrow from
         the nearest owner below: they read the tensor as attended there (mixed, cached), and have no weights for it and
         no residual on it. share_v="keys": values are the layer's keys before rope, over their RMS in each head.
-    borrow_v: "nearest" owner below, or the "first" layer.
-    first_heads: share of the value heads that are layer 0's in all layers; they project and cache the others.
+    borrow_v: whose values a layer without its own reads: those of the "nearest" owner below, or of the "first" layer.
+    first_heads: share of the value heads that layers above 0 read from layer 0, the last ones; they own the others.
     kv_group: query heads that share a key and value head (GQA), capped at n_head; 0 = all (MQA).
-    output: what becomes of Y = A_n V' before the output projection: nothing ("plain"), or a model.OutputGate.
-    cut_first: layer 0 does not add its input to its output: the embedding reaches later layers through it alone.
+    output: what is done to U_n before the output projection: nothing ("plain"), or what model.OutputGate says.
+    cut_first: layer 0 has no skip around its attention (its MLP has one).
     dense: (dilation, period) of DenseFormer's depth-weighted average of the residual stream, or None.
     name: what it is called on screen, in files and in folders; "" = the table's row that equals it, or custom_….
     """
@@ -185,9 +188,15 @@ class ValueMode:
         if self.first_heads:
             plain = self.share_v == 1 and not any(r.of == "v" for r in self.residuals)
             require(plain, "first_heads divides the value heads: share_v must be 1, and no residual may be of='v'")
+        owns_v = self.share_v in (1, "keys") and not self.first_heads
         if self.output == "exclusive":
-            own = self.share_v in (1, "keys") and not self.first_heads
-            require(own, "output='exclusive' takes out a layer's own values: share_v must be 1, and first_heads 0")
+            require(
+                owns_v, "output='exclusive' takes out a layer's own values: share_v must be 1 or 'keys', first_heads 0"
+            )
+        if self.borrow_v == "first":
+            require(
+                self.share_v != 0 and not owns_v, "borrow_v='first' does nothing: no layer borrows from another one"
+            )
         plain_name = re.fullmatch(r"[\w.+-]*", self.name)
         require(plain_name, f"name={self.name!r} names folders too: use letters, digits and _ . + -")
 
@@ -302,12 +311,12 @@ TABLE = {
     "k_eq_v": (ValueMode(share_v="keys"), "V_n = K_n before rope / its RMS in each head", "Gemma 4"),
     "value_embed_shared": (residual(source="token", tables="one", lam=(1.0, 1.0), layers=(0, -1)),
         "A_n (V_n + E[token]) in the first and last layer, E from 0", "NeoMME"),
-    "xsa": (ValueMode(output="exclusive"), "Y − tanh(a) (Y·v) v, Y = A_n V_n, v = V_n/|V_n|, a from 0", "XSA; NeoMME"),
+    "xsa": (ValueMode(output="exclusive"), "Y − tanh(a) (Y·v) v, Y = A_n V_n, v = V_n/‖V_n‖, a from 0", "XSA; NeoMME"),
     "gated_attention": (ValueMode(output="gate"), "σ(W x) ⊙ A_n V_n, a gate per channel", "Qwen G1"),
     "gated_attention_heads": (ValueMode(output="gate_heads"), "σ(W x) A_n V_n, a gate per query head", "Qwen G1"),
     "resformer_v2": (residual(source=1), "½ A_n (V_n + V_2), n > 2", "v5"),
     "resformer_v3": (residual(source=2), "½ A_n (V_n + V_3), n > 3", "v5"),
-    "cut": (ValueMode(cut_first=True), "A_n V_n, layer 1 without the path around it: H_1 without H_0", "v5"),
+    "cut": (ValueMode(cut_first=True), "A_n V_n, layer 1 without the skip around its attention", "v5"),
     "resformer_v2_cut": (ValueMode((Residual(source=1),), cut_first=True), "resformer_v2 and cut", "v5"),
     "resformer_v3_cut": (ValueMode((Residual(source=2),), cut_first=True), "resformer_v3 and cut", "v5"),
 }
@@ -420,8 +429,7 @@ def check_mode(cfg):
     for share in (mode.share_q, mode.share_k, mode.share_v):
         if isinstance(share, tuple):
             named.update(pick_layers(share, n_layer))
-    shared_heads = mode.first_heads * cfg.n_kv_head
-    whole = shared_heads == int(shared_heads) and shared_heads < cfg.n_kv_head
+    whole = mode.first_heads < 1 and mode.first_heads * cfg.n_kv_head % 1 == 0
     require(whole, f"first_heads={mode.first_heads} of {cfg.n_kv_head} value heads is no whole number below that")
     exist = all(0 <= n < n_layer for n in named)
     require(exist, f"value_mode names layers {sorted(named)}, but there are only 0..{n_layer - 1}")
@@ -485,13 +493,10 @@ def plan_layers(cfg):
             sources = {lowest[i] for i in source_layers(r.source, n)}
             if sources:
                 mixes[n].append(Mix(index, r, tuple(sorted(sources))))
-    plan = []
-    for n in range(n_layer):
-        heads = {"q": cfg.n_head, "k": cfg.n_kv_head, "v": cfg.n_kv_head}
-        if n:
-            heads["v"] -= int(mode.first_heads * cfg.n_kv_head)
-        heads = {t: h for t, h in heads.items() if owners[n][t] == n}
-        plan.append(LayerPlan(owners[n], heads, tuple(mixes[n])))
+    plan, heads = [], {"q": cfg.n_head, "k": cfg.n_kv_head, "v": cfg.n_kv_head}
+    for n, owner in enumerate(owners):
+        plan.append(LayerPlan(owner, {t: h for t, h in heads.items() if owner[t] == n}, tuple(mixes[n])))
+        heads["v"] = cfg.n_kv_head - int(mode.first_heads * cfg.n_kv_head)  # above layer 0
     return plan
 
 
@@ -499,10 +504,7 @@ def source_layers(source, n):
     """The layers below n that a residual of layer n reads."""
     if source == "all":
         return range(n)
-    if source == "first":
-        source = 0
-    if source == "prev":
-        source = n - 1
+    source = {"first": 0, "prev": n - 1}.get(source, source)
     return [source] if 0 <= source < n else []
 
 
@@ -533,7 +535,7 @@ def tensors_to_keep(cfg):
         for t, owner in layer.owner.items():
             if owner != n:
                 attended[owner].add(t)
-        if layer.heads.get("v", cfg.n_kv_head) < cfg.n_kv_head:  # see ValueMode.first_heads
+        if cfg.value_mode.first_heads:
             attended[0].add("v")
         for mix in layer.mixes:
             for source in mix.sources:
@@ -546,8 +548,7 @@ def tensors_to_keep(cfg):
 
 def stored_tensors(cfg):
     """{("k" or "v", layer): heads} of what a KV cache stores: the tensors that a layer owns."""
-    plan = plan_layers(cfg)
-    return {(t, n): layer.heads[t] for n, layer in enumerate(plan) for t in "kv" if t in layer.heads}
+    return {(t, n): h for n, layer in enumerate(plan_layers(cfg)) for t, h in layer.heads.items() if t != "q"}
 
 
 def kv_floats_per_token(cfg):

@@ -38,10 +38,10 @@ def test_plan_is_printed(plan):
     assert "heads           8 of width 128" in wide and "1.0000 of full attention's" in wide
     assert "gqa2" in plan("table", "--n_layer=2", "--n_kv_head=2")  # rows that do not fit are left out
     assert "v: 0.5 own + 0.5 layer 0" in plan("--value_mode=resformer")
-    assert "k own         v 4 heads own, 4 of layer 0\n" in plan("--value_mode=skipv1")
-    assert "v of its keys\n" in plan("--value_mode=k_eq_v")
+    assert "k own         v own in heads 0 to 3, of layer 0 in the others\n" in plan("--value_mode=skipv1")
+    assert "v made of its k\n" in plan("--value_mode=k_eq_v")
     assert "attention's output: gate_heads" in plan("--value_mode=gated_attention_heads")
-    assert "layer 0 does not add its input" in plan("--value_mode=cut")
+    assert "layer 0 has no skip around its attention" in plan("--value_mode=cut")
     assert "k of layer 3  v of layer 0" in plan("--value_mode=fusedkv_lite")
 
 

@@ -238,7 +238,7 @@ def naive(model, mode, idx, queries_per_key=1):
                 past[t][n] += past[t][1][len(past[t][n]) :]
             assert len(past[t][n]) == H // (1 if t == "q" else queries_per_key)
             if t == "k":
-                keys = past[t][n]
+                keys = past[t][n]  # before rope, in modes whose layers all have keys of their own
             if t != "v" and not gpt2:
                 past[t][n] = [rotate(head, turn) for head in past[t][n]]
             row += rows

@@ -369,6 +369,16 @@ def test_rows_that_start_as_vanilla():
         assert new and all(p.grad.any() for p in new), mode
 
 
+def test_weights_that_are_learned_for_sources_alone():
+    model = GPT(config(ValueMode((Residual(source="all", learn="sources"),))))
+    assert model.mixing_weights()[0][3] == pytest.approx([1 / 4] * 4) and model.lambdas[0].scalars[2].shape == (3,)
+
+
+def test_one_table_starts_from_0_and_others_do_not():
+    model = GPT(config(ValueMode((Residual(source="token", tables="one"), Residual(source="token")))))
+    assert [bool(table.weight.any()) for table in model.tables] == [False, True, True, True, True]
+
+
 def test_initial_values():
     model = GPT(config("value_embed", n_embd=64, vocab_size=500), seed=1)
     for name, p in model.named_parameters():
