@@ -7,6 +7,9 @@ import math
 import statistics
 import sys
 
+# Student's t: of n numbers, 95 % lie within this many standard errors of the mean (n - 1 degrees of freedom)
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+
 
 def plus_minus(value, error=None, digits=4, sign=False):
     """`0.1234 ± 0.0056`; without an error the value alone, "-" if there is none. sign: show a plus, for differences."""
@@ -25,6 +28,12 @@ def mean_std(values):
     if len(values) == 1:
         return float(values[0]), None
     return math.fsum(values) / len(values), statistics.stdev(map(float, values))
+
+
+def mean_interval(values):
+    """Mean of a list of numbers, and half the width of its 95 % interval (Student's t). None as in `mean_std`."""
+    mean, std = mean_std(values)
+    return mean, None if std is None else T_95[len(values)] * std / math.sqrt(len(values))
 
 
 def markdown(header, rows, left=1):

@@ -70,7 +70,7 @@ def llama_table():
 
 
 def claims_text(scale):
-    """How many of the paper's claims go the same way at a scale."""
+    """The verdicts on the paper's claims at a scale, counted."""
     return tally(read_json(ROOT / f"results/{scale}.json", "results of paper.reproduce")["figures"])
 
 

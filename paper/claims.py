@@ -1,11 +1,12 @@
-"""What the paper claims, as numbers computed from finished runs, and which way ours go.
+"""What the paper claims, as numbers computed from finished runs, and what ours say of it.
 
 A Claim is a function (found, seed) -> number, with the paper's bounds; `found` is a runs.Found. `claim_rows` computes
-the claims of a figure with every seed, `claim_cells` puts them in words, `tally` counts them. figures.py lists the
-claims of each figure. Read next: figures.py.
+the claims of a figure with every seed and gives verdicts, `claim_cells` puts them in words, `tally` counts them.
+figures.py lists the claims of each figure. Read next: figures.py.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 
 import plot
 from paper.runs import SCALES, Job, NoSeed
-from report import mean_std, plus_minus
+from report import mean_interval, plus_minus
 from tasks import TABLE1
 
 LABELS = {
@@ -25,7 +26,9 @@ LABELS = {
     "cla2": "CLA2", "gqa2": "GQA2", "gqa8": "GQA8", "svformer_gqa4": "SVFormer+GQA4", "cla2_gqa4": "CLA2+GQA4",
 }  # fmt: skip
 LENGTHS = tuple(SCALES["paper"].lengths)
-HEADER = ["claim", "the paper", "which way", "ours", "seeds"]  # three of texts, two of numbers
+HEADER = ["claim", "the paper", "verdict", "ours", "seeds"]  # three of texts, two of numbers
+CONFIRMED, CONTRADICTED, UNDETERMINED = "confirmed", "contradicted", "undetermined"
+ONE_SEED = {True: "one seed: the paper's way", False: "one seed: the other way"}
 
 
 @dataclass(frozen=True)
@@ -290,23 +293,32 @@ def domain_gap(size):
 
 
 def claim_row(claim, found, seeds):
-    """{what, paper, seeds, values: of each of them, mean, std, n, same, within} of a claim; same: whether the mean goes
-    the paper's way, None if there is no way or no value; within: whether the seeds' spread leaves that open. A value
-    that is undefined or infinite is None."""
+    """{what, paper, seeds, values: of each of them, mean, interval, n, verdict} of a claim. interval: half the width of
+    the mean's 95 % interval over seeds, None below two. A value that is undefined or infinite is None."""
     values = {}
     for seed in seeds:
         with suppress(NoSeed):  # a run that this claim needs has fewer seeds
             value = claim.value(found, seed)
             values[seed] = None if value is None or not math.isfinite(value) else float(value)
     known = [value for value in values.values() if value is not None]
-    mean, std = mean_std(known)
-    same = within = None
-    if known and (claim.above, claim.below) != (-math.inf, math.inf):
-        margin = min(mean - claim.above, claim.below - mean)
-        same = margin > 0
-        within = None if std is None else abs(margin) <= std
+    mean, interval = mean_interval(known)
     row = {"what": claim.what, "paper": claim.paper, "seeds": list(values), "values": list(values.values())}
-    return row | {"mean": mean, "std": std, "n": len(known), "same": same, "within": within}
+    return row | {"mean": mean, "interval": interval, "n": len(known), "verdict": verdict(claim, mean, interval)}
+
+
+def verdict(claim, mean, interval):
+    """What runs say of a claim: CONFIRMED if the whole interval goes the paper's way, CONTRADICTED if none of it does,
+    else UNDETERMINED. One seed is only said to go a way. "" if the paper gives no way."""
+    if (claim.above, claim.below) == (-math.inf, math.inf):
+        return ""
+    if mean is None:
+        return UNDETERMINED
+    if interval is None:
+        return ONE_SEED[claim.above < mean < claim.below]
+    low, high = mean - interval, mean + interval
+    if claim.above < low and high < claim.below:
+        return CONFIRMED
+    return CONTRADICTED if high <= claim.above or low >= claim.below else UNDETERMINED
 
 
 def claim_rows(figure, found):
@@ -315,35 +327,23 @@ def claim_rows(figure, found):
     return [claim_row(claim, found, seeds) for claim in figure.claims]
 
 
-def which_way(row):
-    """Whether a row goes the paper's way, in words."""
-    if row["same"] is None:
-        return "" if row["n"] else "undetermined"
-    said = "same way" if row["same"] else "the other way"
-    if row["within"] is None:
-        return f"{said}, one seed"
-    return f"{said}, within the seeds' spread" if row["within"] else said
-
-
 def claim_cells(row):
     """The texts of a row in a table under HEADER."""
     is_difference = "−" in row["what"]
-    ours = plus_minus(row["mean"], row["std"], sign=is_difference)
-    return [row["what"], row["paper"], which_way(row), ours, str(row["n"])]
+    ours = plus_minus(row["mean"], row["interval"], sign=is_difference)
+    return [row["what"], row["paper"], row["verdict"], ours, str(row["n"])]
 
 
 def tally(figures):
-    """A sentence that counts which claims go the paper's way; what one seed says is counted apart."""
-    rows = [row for record in figures.values() for row in record["rows"] if row["same"] is not None]
-    decided = {row["what"]: row for row in rows}.values()  # some claims stand in two figures
-    several = [row for row in decided if row["n"] > 1]
-    alone = [row["same"] for row in decided if row["n"] == 1]
-    clear = [row["same"] for row in several if not row["within"]]
+    """A sentence that counts the verdicts on the paper's claims; what one seed says is counted apart."""
+    rows = [row for record in figures.values() for row in record["rows"] if row["verdict"] and row["n"]]
+    counts = Counter({row["what"]: row["verdict"] for row in rows}.values())  # some claims stand in two figures
+    yes, no, unknown = (counts[name] for name in (CONFIRMED, CONTRADICTED, UNDETERMINED))
     text = (
-        f"These runs can speak to {len(decided)} claims of the paper. {len(several)} are backed by several seeds: "
-        f"{clear.count(True)} go the same way here, {clear.count(False)} go the other way, and "
-        f"{len(several) - len(clear)} are within the spread of the seeds."
+        f"These runs speak to {counts.total()} claims of the paper. {yes + no + unknown} have several seeds: {yes} are "
+        f"confirmed here, {no} contradicted, {unknown} undetermined."
     )
-    if alone:
-        text += f" {len(alone)} rest on one seed: {alone.count(True)} go the same way, {alone.count(False)} the other."
+    same, other = (counts[ONE_SEED[way]] for way in (True, False))
+    if same + other:
+        text += f" {same + other} rest on one seed: {same} go the paper's way, {other} do not."
     return text

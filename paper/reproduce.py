@@ -411,7 +411,8 @@ def report_text(results, scale):
         f"# The paper's figures and tables at scale `{scale}`",
         f"Written by `python -m paper.reproduce report --scale={scale}` from [{scale}.json](../{scale}.json).",
         f"This scale: {results['scale']}. {results['units']} Losses are in nats per token.",
-        f"{tally(figures)} A difference within one standard deviation of the seeds is within their spread.",
+        f"{tally(figures)} ± is half of the mean's 95 % interval over seeds. A claim is confirmed if the whole "
+        "interval goes the paper's way, contradicted if none of it does, else undetermined.",
     ]
     parts += [section(name, record) for name, record in figures.items()]
     return "\n\n".join(parts) + "\n"

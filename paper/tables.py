@@ -146,7 +146,7 @@ def table5(found):
 
 def modes_table(found, jobs):
     """Validation losses of runs, the lowest first."""
-    yield ["mode", "validation loss", "minus vanilla's", "parameters", "KV bytes per token"]
+    yield ["mode", "validation loss ± std", "minus vanilla's ± std", "parameters", "KV bytes per token"]
     groups = plot.by_mode([found.run(job, seed) for job in jobs for seed in found.seeds(job)], "vanilla")
     for runs, losses, gaps in sorted(plot.losses_by_mode(groups, "vanilla"), key=lambda row: row[1][0]):
         start = runs[0].start

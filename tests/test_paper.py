@@ -26,7 +26,7 @@ from configurator import UserError, load_settings
 from describe import count_parameters
 from eval import EvalConfig
 from paper import claims, figures, panels, reproduce, tables
-from paper.claims import Claim, claim_cells, claim_rows, which_way
+from paper.claims import Claim, claim_cells, claim_rows
 from paper.figures import FIGURES, PAPER, Figure, Panel
 from paper.panels import draw_figure, line_labels
 from paper.reproduce import ReproduceConfig
@@ -660,11 +660,12 @@ def test_whether_longer_ones_are_overtaken_later(monkeypatch):
 
 
 def test_counts_of_claims():
-    """Backed by several seeds: two the same way, one the other way, one within their spread; by one: two and one.
-    What two figures say is counted once."""
-    kinds = [(3, True, False), (3, True, False), (3, False, False), (2, False, True)]
-    kinds += [(1, True, None), (1, True, None), (1, False, None), (1, None, None), (0, None, None)]
-    table = [{"what": str(i), "n": n, "same": same, "within": within} for i, (n, same, within) in enumerate(kinds)]
+    """Of several seeds: two confirmed, one contradicted, one undetermined; of one: two and one. What two figures say is
+    counted once."""
+    one_way, other_way = "one seed: the paper's way", "one seed: the other way"
+    kinds = [(3, "confirmed"), (3, "confirmed"), (3, "contradicted"), (2, "undetermined")]
+    kinds += [(1, one_way), (1, one_way), (1, other_way), (1, ""), (0, "undetermined")]
+    table = [{"what": str(i), "n": n, "verdict": verdict} for i, (n, verdict) in enumerate(kinds)]
     said = claims.tally({"fig1": {"rows": table[:5]}, "fig2": {"rows": table[3:]}, "fig3": {"rows": []}})
     assert re.findall(r"\d+", said) == ["7", "4", "2", "1", "1", "3", "2", "1"]
 
@@ -692,27 +693,29 @@ def fake(values, **bounds):
     return row
 
 
-def test_rows():
-    """Which way a claim's values go, in numbers and in words."""
-    spread = "same way, within the seeds' spread"
-    for values, bounds, same, within, said in (
-        ([1.0, 2.0, 3.0], dict(above=0.0), True, False, "same way"),
-        ([-1.0, 2.0, 0.5], dict(above=0.0), True, True, spread),  # mean 0.5, std 1.5
-        ([-1.0, 2.0, 0.5], dict(above=2.1), False, False, "the other way"),  # 1.6 below the bound
-        ([-1.0, 2.0, 0.5], dict(below=1.9), True, True, spread),  # 1.4 below it
-        ([0.3], dict(below=0.0), False, None, "the other way, one seed"),
-        ([0.3, 0.5], {}, None, None, ""),
-        ([None, None], dict(above=1.0), None, None, "undetermined"),
-        ([1.0, 1.9], dict(above=1.0, below=2.0), True, True, spread),
-        ([2.5, 2.6], dict(above=1.0, below=2.0), False, False, "the other way"),
-        ([0.5, 0.6], dict(above=1.0, below=2.0), False, False, "the other way"),
+def test_verdicts():
+    """[1, 2, 3]: 2 ± 4.303 / √3 = 2.48. [-1, 2, 0.5]: 0.5 ± 3.73. [2.5, 2.6]: 2.55 ± 0.635."""
+    for values, bounds, said in (
+        ([1.0, 2.0, 3.0], dict(above=0.0), "undetermined"),
+        ([1.0, 2.0, 3.0], dict(above=-0.5), "confirmed"),
+        ([1.0, 2.0, 3.0], dict(below=4.4), "undetermined"),
+        ([1.0, 2.0, 3.0], dict(below=4.5), "confirmed"),
+        ([-1.0, 2.0, 0.5], dict(above=4.3), "contradicted"),
+        ([-1.0, 2.0, 0.5], dict(above=4.2), "undetermined"),
+        ([0.3], dict(below=0.0), "one seed: the other way"),
+        ([0.3], dict(above=0.0), "one seed: the paper's way"),
+        ([0.3, 0.5], {}, ""),
+        ([None, None], dict(above=1.0), "undetermined"),
+        ([2.5, 2.6], dict(above=1.9, below=3.2), "confirmed"),
+        ([2.5, 2.6], dict(above=1.0, below=2.0), "undetermined"),
+        ([2.5, 2.6], dict(above=1.0, below=1.9), "contradicted"),
+        ([2.5, 2.6], dict(above=3.2, below=9.0), "contradicted"),
     ):
-        row = fake(values, **bounds)
-        assert (row["same"], row["within"], which_way(row)) == (same, within, said), (values, bounds)
+        assert fake(values, **bounds)["verdict"] == said, (values, bounds)
     row = fake([1.0, 2.0, 3.0])
-    assert (row["mean"], row["std"], row["n"]) == (2, 1, 3)
-    assert claim_cells(row) == ["what", "paper", "", "2.0000 ± 1.0000", "3"] and claim_cells(fake([None]))[3] == "-"
-    assert claim_cells(fake([0.25, 0.75]) | {"what": "a − b"})[3] == "+0.5000 ± 0.3536"
+    assert (row["mean"], row["n"]) == (2, 3) and row["interval"] == pytest.approx(2.4843, abs=1e-3)
+    assert claim_cells(row) == ["what", "paper", "", "2.0000 ± 2.4843", "3"] and claim_cells(fake([None]))[3] == "-"
+    assert claim_cells(fake([0.25, 0.75]) | {"what": "a − b"})[3] == "+0.5000 ± 3.1765"
     row = fake([0.3, NoSeed("no seed 1"), 0.5])
     assert row["values"] == [0.3, 0.5] and row["seeds"] == [0, 2] and row["n"] == 2
     row = fake([math.inf, 0.5, math.nan])  # JSON has no such numbers
@@ -725,7 +728,7 @@ def test_rows():
 def test_one_model_before_training_is_one_seed(found):
     found.seeds = lambda job: (42, 1, 2)  # --seeds=3
     for row in claim_rows(dataclasses.replace(FIGURES["fig1"], claims=FIGURES["fig1"].claims[:2]), found):
-        assert row["n"] == 1 and row["std"] is None
+        assert row["n"] == 1 and row["interval"] is None
 
 
 # ---- tables
@@ -946,8 +949,10 @@ def test_it_trains_analyses_scores_and_draws(real, data_dir):
     assert "82M = 2 layers of 2 heads" in results["units"]
     four, nine, table = results["figures"].values()
     (row,) = nine["rows"]
-    assert row["values"] == [val["resformer"] - val["vanilla"]] and row["same"] == (row["mean"] < 0)
-    assert f"| {which_way(row)} | {row['mean']:+.4f} | 1 |" in said
+    assert (
+        row["values"] == [val["resformer"] - val["vanilla"]] and "the paper's way" in row["verdict"] or row["mean"] >= 0
+    )
+    assert f"| {row['verdict']} | {row['mean']:+.4f} | 1 |" in said
     assert nine["runs"] == {f"82M-2048-{mode}-42": val[mode] for mode in val} and nine["caption"] in said
     assert four["rows"][0]["n"] == 1 and four["commits"] == [four["environment"]["commit"]]
     assert table["rows"][0]["mean"] == pytest.approx(scored["resformer"]["val_mean"] - scored["vanilla"]["val_mean"])
