@@ -69,6 +69,31 @@ def gap_change(a, b):
     return lambda found, seed: gap_a(found, seed) - gap_b(found, seed)
 
 
+def best_rate(found, jobs):
+    """The one of a mode's Jobs, which differ in their rate, with the lowest loss: the mean over its seeds."""
+    return min(jobs, key=lambda job: np.mean([found.loss(job, seed) for seed in found.seeds(job)]))
+
+
+def at_rate(jobs, rate):
+    """The one of a mode's Jobs with this rate."""
+    return next(job for job in jobs if job.lr == rate)
+
+
+def gap_at_best(jobs, others):
+    """The loss of a mode minus another's, each at its best rate."""
+    return lambda found, seed: loss_gap(best_rate(found, jobs), best_rate(found, others))(found, seed)
+
+
+def gap_at_others_best(jobs, others):
+    """The loss of a mode minus another's, both at the other's best rate."""
+
+    def value(found, seed):
+        theirs = best_rate(found, others)
+        return loss_gap(at_rate(jobs, theirs.lr), theirs)(found, seed)
+
+    return value
+
+
 def semi_log(points):
     """(a, c) of the straight line L = a + c ln N through points [(parameters N, loss L)], least squares."""
     n, losses = np.array(points, float).T

@@ -371,6 +371,9 @@ MODE_GROUPS = {
         "resformer_lerp", "resformer_head", "resformer_relu", "hidden_learned", "value_embed", "value_embed_unet",
         "value_embed_cycle", "value_embed_gated", "value_embed_gated2"),
 }
+RATES = (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3)  # in the paper's units
+TUNED = ("vanilla", "resformer", "resformer_lambda", "resformer_plus", "svformer", "neutreno", "denseformer")
+GRIDS = {(size, mode): [Job(mode, size, lr=lr) for lr in RATES] for size in ("82M", "180M") for mode in TUNED}
 V5 = mode_claims("v5: Plus < Sparse < Constant < Learnable < ResFormer; on hidden states or A it hurts", [
     ("resformer_plus", "resformer_sparse"), ("resformer_sparse", "resformer_lambda"),
     ("resformer_lambda", "resformer_learned"), ("resformer_learned", "resformer"), ("vanilla", "hidden"),
@@ -394,4 +397,29 @@ FIGURES["modes"] = Figure(
     tuple(Panel("dots", title, tuple((mode, Job(mode)) for mode in modes)) for title, modes in MODE_GROUPS.items()),
     claims_on_modes(),
     table=lambda found: tables.modes_table(found, FIGURES["modes"].jobs),
+)
+
+
+def claims_on_rates():
+    """Claims on each mode against vanilla, with rates tuned for both."""
+    for (size, mode), jobs in GRIDS.items():
+        if mode == "vanilla":
+            continue
+        way = {"above": 0.0} if mode == "svformer" else {"below": 0.0}
+        what = f"{LABELS.get(mode, mode)} − Transformer at {size}"
+        vanilla = GRIDS[size, "vanilla"]
+        paper = "lower" if "below" in way else "higher"
+        yield Claim(f"{what}, each at its best rate", paper, claims.gap_at_best(jobs, vanilla), **way)
+        at_theirs = claims.gap_at_others_best(jobs, vanilla)
+        yield Claim(f"{what}, both at Transformer's best rate", paper, at_theirs, **way)
+
+
+FIGURES["rates"] = Figure(
+    "Validation loss against the learning rate: the paper trained every mode at one rate, which it did not tune.",
+    tuple(
+        Panel("rates", "", tuple((mode, job) for mode in TUNED for job in GRIDS[size, mode]))
+        for size in ("82M", "180M")
+    ),
+    tuple(claims_on_rates()),
+    table=lambda found: tables.rates_table(found, GRIDS),
 )

@@ -165,6 +165,23 @@ def draw_tokens(ax, panel, found):
     legend(ax)
 
 
+def draw_rates(ax, panel, found):
+    """Validation losses at the end over learning rates: means over seeds, and a dot for each seed."""
+    modes = {}
+    for job in panel.jobs:
+        modes.setdefault(job.mode, []).append(job)
+    for mode, jobs in modes.items():
+        style, rates = style_of(mode), [job.lr * found.scale.rate for job in jobs]
+        losses = [[found.loss(job, seed) for seed in found.seeds(job)] for job in jobs]
+        ax.plot(rates, [np.mean(of) for of in losses], markevery=[], label=LABELS.get(mode, mode), **style)
+        for rate, of in zip(rates, losses, strict=True):
+            ax.plot([rate] * len(of), of, **style | {"linestyle": ""})
+    ax.set(xlabel="peak learning rate", ylabel="validation loss (nats per token)", xscale="log")
+    ax.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
+    ax.set_xticks([], minor=True)
+    legend(ax)
+
+
 def draw_critical(ax, panel, found):
     """Critical points over lengths. Lengths without one are named in the legend, not drawn."""
     points, color = {}, style_of(panel.jobs[0].mode)["color"]
@@ -198,6 +215,7 @@ PANEL_KINDS = {
     "paper": draw_paper,
     "tokens": draw_tokens,
     "critical": draw_critical,
+    "rates": draw_rates,
 }
 
 

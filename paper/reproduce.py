@@ -4,12 +4,13 @@
     python -m paper.reproduce fig7                            run it and draw it; what is finished is not run again
     python -m paper.reproduce all                             everything at --scale=cpu, on a laptop
     python -m paper.reproduce modes                           every mode with three seeds, at config/small.py
+    python -m paper.reproduce rates                           seven modes, each at five learning rates
     python -m paper.reproduce all --scale=paper --dry_run     the paper's own settings
     python -m paper.reproduce report                          results/cpu/README.md, from results/cpu.json
 
-Names: fig1 fig2 fig4 … fig22, tab1 … tab5 (Figure 3 is a schematic), modes; figures.py says what each is made of. A run
-is an ordinary run of train.py in out/<scale>/<its name>-<seed>. Figures go to results/<scale>/, the numbers beside the
-paper's to results/<scale>.json. After a kill the same command goes on.
+Names: fig1 fig2 fig4 … fig22, tab1 … tab5 (Figure 3 is a schematic), modes, rates; figures.py says what each is made
+of. A run is an ordinary run of train.py in out/<scale>/<its name>-<seed>. Figures go to results/<scale>/, the numbers
+beside the paper's to results/<scale>.json. After a kill the same command goes on.
 """
 
 import contextlib
@@ -42,9 +43,9 @@ HERE = Path(__file__).parent.parent
 class ReproduceConfig:
     """Every setting of paper.reproduce."""
 
-    words: tuple[str, ...] = setting((), "fig1 … fig22, tab1 … tab5, all, modes, or report", positional=True)
-    scale: Literal["", "cpu", "small", "paper", "modes"] = setting(
-        "", "what the paper's sizes, lengths and tokens are here; empty = cpu, and modes for the figure of modes"
+    words: tuple[str, ...] = setting((), "fig1 … fig22, tab1 … tab5, all, modes, rates, or report", positional=True)
+    scale: Literal["", "cpu", "small", "paper", "modes", "rates"] = setting(
+        "", "what the paper's sizes, lengths and tokens are here; empty = cpu; modes and rates have their own"
     )
     seeds: int = setting(
         0,
@@ -71,9 +72,11 @@ class ReproduceConfig:
         if "report" in self.words and len(self.words) > 1:
             raise ValueError("report stands alone: it shows all that has been drawn")
         if not self.scale:
-            object.__setattr__(self, "scale", "modes" if self.words == ("modes",) else "cpu")
-        if self.scale == "modes" and set(self.words) - {"modes", "report"}:
-            raise ValueError("scale=modes has one size and length, enough for the figure of modes only; name another")
+            (word, *others) = self.words
+            object.__setattr__(self, "scale", word if word in SCALES and not others else "cpu")
+        only = self.units.figure
+        if only and set(self.words) - {only, "report"}:
+            raise ValueError(f"scale={self.scale} has the runs of the figure of {only} only; name another")
         if self.jobs > 1 and self.units.gpus:
             raise ValueError(f"jobs={self.jobs} would share the GPUs of one run; leave it out at scale={self.scale}")
         if len(self.public_folders) < len(self.public):
@@ -108,7 +111,8 @@ class ReproduceConfig:
     def seeds_of(self, job):
         """The seeds of a Job: of ablations as many as the scale says."""
         is_ablation = (job.size, job.length) == ("82M", 2048)
-        return SEEDS[: self.seeds or (self.units.seeds if is_ablation else 1)]
+        n = self.units.seeds_of.get(job.name, self.units.seeds if is_ablation else 1)
+        return SEEDS[: self.seeds or n]
 
 
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
@@ -387,7 +391,8 @@ def publish(name, figure, cfg, found):
 
 def section(name, record):
     """A figure or table of the report, as Markdown."""
-    title = {"fig": f"Figure {name[3:]}", "tab": f"Table {name[3:]}"}.get(name[:3], "All modes")
+    others = {"modes": "All modes", "rates": "Learning rates"}
+    title = others.get(name) or f"{'Figure' if name.startswith('fig') else 'Table'} {name[3:]}"
     parts = [f"## {title}", record["caption"]]
     if "png" in record:
         parts.append(f"![{title}]({Path(record['png']).name})")

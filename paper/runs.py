@@ -68,6 +68,8 @@ class Scale:
     micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
     tokens: float = 20e9  # of the data
     vocab: int = 50277  # of its tokenizer
+    figure: str = ""  # the only one that it has runs for; "" = all of the paper's
+    seeds_of: dict = field(default_factory=dict)  # name of a Job -> its number of seeds, where it is another
 
 
 PAPER_SIZES = {
@@ -112,7 +114,16 @@ SCALES = {
         {2048: (64, 16, 16)},
         steps=300, rate=5.0, warmups={120: 20}, seeds=3, gpus=0,
         data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
-        window=20, evals=1, chunks=200, settings=ON_CORES,
+        window=20, evals=1, chunks=200, settings=ON_CORES, figure="modes",
+    ),
+    "rates": Scale(
+        "learning rates from 1.5e-3 to 2.4e-2 for models of 1.2 and 2.4M parameters on 12M tokens each, on 2 cores",
+        {"82M": (6, 4, 96), "180M": (8, 4, 128)},
+        {2048: (128, 16, 16)},
+        steps=6000, rate=10.0, warmups={120: 100}, seeds=1, gpus=0,
+        data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
+        window=100, evals=1, chunks=200, figure="rates",
+        settings=ON_CORES | {"eval_tokens": 65536, "dtype": "bfloat16", "compile": True, "attn": "eager"},
     ),
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ texts, the header first.
 Read next: panels.py.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ import plot
 from configurator import UserError
 from data import Tokenizer
 from files import read_json
-from paper.claims import LABELS, scored
-from paper.runs import SCALES, Job, train_settings
-from report import plus_minus
+from paper.claims import LABELS, best_rate, gap_at_best, gap_at_others_best, scored
+from paper.runs import SCALES, Job, NoSeed, train_settings
+from plot import short_count
+from report import mean_interval, plus_minus
 from tasks import TABLE1
 
 # Numbers that the paper prints: Tables 1 (accuracies) and 5 (validation losses); domains and tasks in its order.
@@ -142,6 +144,28 @@ def table5(found):
         cells = [beside(np.mean([record["val"][name] for record in records]), theirs.get(name)) for name in domains]
         mean = np.mean([record["val_mean"] for record in records])
         yield [f"{LABELS[mode]} {size}", *cells, beside(mean, paper[-1])]
+
+
+def rates_table(found, grids):
+    """The best rates of modes. grids: {(size, mode): its Jobs, one for each rate}."""
+    yield [
+        "parameters",
+        "mode",
+        "best rate",
+        "loss there",
+        "− vanilla, each at its best",
+        "− vanilla, both at its best",
+    ]
+    for (size, mode), jobs in grids.items():
+        vanilla, best = grids[size, "vanilla"], best_rate(found, jobs)
+        cells = [plus_minus(*mean_interval([found.loss(best, seed) for seed in found.seeds(best)]))]
+        for gap in (gap_at_best(jobs, vanilla), gap_at_others_best(jobs, vanilla)):
+            values = []
+            for seed in found.seeds(best):
+                with suppress(NoSeed):
+                    values.append(gap(found, seed))
+            cells.append(plus_minus(*mean_interval(values), sign=True) if mode != "vanilla" else "-")
+        yield [short_count(found.parameters(best)), LABELS.get(mode, mode), f"{best.lr * found.scale.rate:.2g}", *cells]
 
 
 def modes_table(found, jobs):

@@ -114,7 +114,8 @@ JOBS = list(dict.fromkeys(job for name in PAPER for job in FIGURES[name].jobs)) 
 
 
 def jobs_at(scale):
-    return FIGURES["modes"].jobs if scale == "modes" else JOBS
+    only = SCALES[scale].figure
+    return FIGURES[only].jobs if only else JOBS
 
 
 def test_default_job_is_the_papers_recipe():
@@ -159,7 +160,7 @@ def test_every_run_of_every_figure_is_valid(name):
     assert len({str(train_settings(job, scale, 7, "same")) for job in every}) == len(every)
     tokens = {length: block * batch for length, (block, batch, _) in scale.lengths.items()}
     assert max(tokens.values()) / min(tokens.values()) < 1.03 and scale.steps > 2 * scale.window
-    assert tuple(tokens) == ((2048,) if name == "modes" else LENGTHS)
+    assert tuple(tokens) == ((2048,) if scale.figure else LENGTHS)
 
 
 def test_scale_modes_is_the_config_file():
@@ -294,7 +295,7 @@ def test_all_figures_are_there():
     """Each mode is one that train.py takes; every row of the table with a source is in the figure of modes, and so is
     every mode that a claim is about."""
     assert list(PAPER) == [f"fig{i}" for i in (1, 2, *range(4, 23))] + [f"tab{i}" for i in range(1, 6)]
-    assert list(FIGURES) == [*PAPER, "modes"]
+    assert list(FIGURES) == [*PAPER, "modes", "rates"]
     modes = FIGURES["modes"]
     for job in [*JOBS, *modes.jobs]:
         assert get_mode(job.mode).name == job.mode
@@ -693,6 +694,32 @@ def fake(values, **bounds):
     return row
 
 
+def test_rates_are_tuned_for_each_mode():
+    """vanilla is best at 2, the other mode at 1; seed 1 is there at these rates alone."""
+    losses = {
+        "vanilla": {1.0: [5.0], 2.0: [3.0, 3.2], 4.0: [4.0]},
+        "resformer": {1.0: [2.9, 3.4], 2.0: [3.5], 4.0: [9]},
+    }
+    grid = {mode: [Job(mode, lr=rate) for rate in of] for mode, of in losses.items()}
+    found = SimpleNamespace(
+        loss=lambda job, seed: losses[job.mode][job.lr][seed] if seed < len(losses[job.mode][job.lr]) else fail(NoSeed),
+        seeds=lambda job: range(len(losses[job.mode][job.lr])),
+        parameters=lambda job: 1_200_000,
+        scale=SimpleNamespace(rate=10),
+    )
+    jobs, vanilla = grid["resformer"], grid["vanilla"]
+    assert claims.best_rate(found, vanilla).lr == 2 and claims.best_rate(found, jobs).lr == 1
+    assert [claims.gap_at_best(jobs, vanilla)(found, seed) for seed in (0, 1)] == pytest.approx([-0.1, 0.2])
+    assert claims.gap_at_others_best(jobs, vanilla)(found, 0) == pytest.approx(0.5)
+    header, first, second = tables.rates_table(found, {("82M", mode): grid[mode] for mode in grid})
+    assert len(header) == len(first) == 6 and first[:3] == ["1.2M", "Transformer", "20"] and first[4:] == ["-", "-"]
+    assert second == ["1.2M", "ResFormer", "10", "3.1500 ± 3.1765", "+0.0500 ± 1.9059", "+0.5000"]
+
+
+def fail(error):
+    raise error
+
+
 def test_verdicts():
     """[1, 2, 3]: 2 ± 4.303 / √3 = 2.48. [-1, 2, 0.5]: 0.5 ± 3.73. [2.5, 2.6]: 2.55 ± 0.635."""
     for values, bounds, said in (
@@ -813,7 +840,7 @@ def planned(tmp_path_factory):
     """What --dry_run prints at each scale; in an empty folder."""
     said, folder = {}, tmp_path_factory.mktemp("empty")
     for scale in SCALES:
-        figures = "modes" if scale == "modes" else "all"
+        figures = SCALES[scale].figure or "all"
         result = in_process(reproduce, figures, f"--scale={scale}", "--dry_run", cwd=folder)
         assert result.returncode == 0, result.stderr
         said[scale] = result.stdout
@@ -824,7 +851,7 @@ def planned(tmp_path_factory):
 @pytest.mark.parametrize("scale", SCALES)
 def test_dry_run_prints_the_commands(scale, planned):
     """Each is one that its script takes, and makes exactly the run that paper.reproduce would."""
-    text, cfg = planned[scale], asked("modes" if scale == "modes" else "all", f"--scale={scale}")
+    text, cfg = planned[scale], asked(SCALES[scale].figure or "all", f"--scale={scale}")
     plans = {str(plan.folder): plan for plan in reproduce.make_plans(cfg)}
     assert list(plans) == [f"out/{scale}/{job.name}-{seed}" for job in jobs_at(scale) for seed in cfg.seeds_of(job)]
     assert cfg.units.prepare in text.splitlines()
@@ -1146,7 +1173,7 @@ def test_refused_settings(monkeypatch, tmp_path):
         (("fig4", "--jobs=-1"), ("jobs=-1",)),
         (("fig4", "--jobs=2", "--scale=paper"), ("jobs=2 would share the GPUs", "scale=paper")),
         (("fig4", "--scale=huge"), ("scale", "'cpu'", "'paper'")),
-        (("fig4", "--scale=modes"), ("scale=modes has one size and length",)),
+        (("fig4", "--scale=modes"), ("scale=modes has the runs of the figure of modes only",)),
         (("report",), ("results/cpu.json is missing; it should be what a figure at scale=cpu writes",)),
         (("fig18", "--public=a/8B,b/8B"), ("two folders of --public have the same name",)),
         (("fig4", "--scale=paper"), ("scale=paper needs GPUs", "--dry_run", "--scale=cpu")),
