@@ -260,12 +260,13 @@ def command_line(cls, usage):
         end_of_pipe()
 
 
-def need(module):
-    """Import an optional package; raises UserError that says how to get it."""
+def need(module, package=""):
+    """Import an optional package; raises UserError that says how to get it. package: its name for pip, if another."""
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UserError(f"the package {module} is not installed; run `pip install {module.split('.')[0]}`") from None
+        package = package or module.split(".")[0]
+        raise UserError(f"the package {module} is not installed; run `pip install {package}`") from None
 
 
 def say_error(message):
