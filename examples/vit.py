@@ -1,0 +1,199 @@
+"""The vision experiment of the paper's rebuttal: image classifiers that differ only in `value_mode`, side by side.
+
+    python examples/vit.py                                             scikit-learn's digits, minutes on 2 CPU cores
+    python examples/vit.py --value_mode=vanilla,neutreno_0.6 --seeds=1,2
+    python examples/vit.py examples/deit_b.py --data_dir=imagenet      DeiT-B's shape, without DeiT's recipe
+
+A ViT is the blocks of model.py without causality. It has LayerNorm, biases, learned positions and the exact GELU. Its
+tokens are a class token, which the logits are read from, and the patches of the image. The first layer's values of all
+tokens are the source of later layers. Read next: classify.py.
+"""
+
+import dataclasses
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configurator import UserError, check_ranges, command_line, require, run_main, setting
+from value_modes import ModelConfig, get_mode, plan_layers, tensors_to_keep
+
+MODES = ("vanilla", "neutreno", "resformer", "svformer")
+NOT_IMAGENET = """Small models of digits of 8 x 8 pixels: this says nothing about ImageNet. There, the paper's rebuttal
+reports top-1 accuracies of DeiT-B, with NeuTRENO, as ResFormer: 62.53, 61.83, 66.23 % after 50 epochs, and 81.99,
+81.64, 81.59 % after 300, where ResFormer has the lowest training loss and the highest test loss."""
+
+
+@dataclass(frozen=True)
+class VitConfig:
+    """Every setting of examples/vit.py. The defaults are for digits of 8 x 8 pixels."""
+
+    value_mode: tuple[str, ...] = setting(MODES, "to compare with the first; most other rows work too", group="Runs")
+    seeds: tuple[int, ...] = setting((1, 2, 3), "of weights and batches; each mode runs with each", least=0)
+    out_file: str = setting("out/vit.json", "JSON to write: settings, machine, and each run")
+    device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps")
+
+    data_dir: str = setting("", "holds train/<class>/ and val/<class>/; empty = scikit-learn's digits", group="Data")
+    image_size: int = setting(8, "pixels of a side; images of a folder are scaled and cropped to it", 1, 4096)
+    patch: int = setting(2, "pixels of a patch's side", least=1)
+
+    n_layer: int = setting(4, "layers", group="Model")
+    n_head: int = setting(4, "heads")
+    n_embd: int = setting(64, "width of the residual stream")
+    init_std: float = setting(0.07, "spread of the initial weights; DeiT's is 0.02, at 12 times the width", 0, 100)
+
+    epochs: int = setting(20, "passes over the training images", least=1, group="Optimization")
+    batch_size: int = setting(64, "images per step", least=1)
+    warmup_epochs: int = setting(2, "of linear warmup; then a cosine to 0", least=0)
+    learning_rate: float = setting(2e-3, "peak of the schedule", least=0, most=1e6)
+    weight_decay: float = setting(0.05, "of matrices, embeddings included; vectors have none", least=0)
+
+    def __post_init__(self):
+        check_ranges(self)
+        require(self.data_dir or self.image_size == 8, f"image_size={self.image_size}: the digits have 8; set data_dir")
+        require(self.image_size % self.patch == 0, f"image_size={self.image_size} is no multiple of patch={self.patch}")
+        for name, values in {"value_mode": self.value_mode, "seeds": self.seeds}.items():
+            require(values and len(set(values)) == len(values), f"{name}={values}: at least one, and none twice")
+        for mode in self.value_mode:
+            looks_up = any(r.source == "token" for r in get_mode(mode).residuals)
+            require(not looks_up, f"value_mode={mode} looks up values by token id, and images have none")
+            self.model_config(mode, n_classes=2)
+
+    def model_config(self, mode, n_classes):
+        """The ModelConfig of a mode; raises ValueError on an impossible shape."""
+        n_tokens = 1 + (self.image_size // self.patch) ** 2
+        shape = dict(n_layer=self.n_layer, n_head=self.n_head, n_embd=self.n_embd, init_std=self.init_std)
+        sizes = dict(vocab_size=n_classes, block_size=n_tokens)
+        return ModelConfig(arch="gpt2", norm_eps=1e-6, value_mode=mode, **sizes, **shape)
+
+
+if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
+    SETTINGS = command_line(VitConfig, __doc__)
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from examples.classify import cut, read_digits, read_folder, steps_per_epoch, test, train
+from files import write_json
+from model import GPT, MLP, Block, DepthAverage, Linear, new_lambdas, new_norm
+from report import markdown, mean_std, plus_minus, progress
+from runtime import environment, only_process
+
+
+class ExactMLP(MLP):
+    """GPT-2's MLP with the exact GELU, not its tanh approximation."""
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class BothWays:
+    """Stands in for a KVCache in a Block: every token attends to every token, and nothing is kept."""
+
+    def __init__(self, T, device):
+        self.mask = torch.zeros(T, T, device=device)  # is added to the scores instead of the causal mask
+
+    def extend(self, t, n, new):
+        return new
+
+
+class ViT(nn.Module):
+    """Images (B, S, S, channels) from -1 to 1 -> logits (B, classes).
+
+    cfg: a ModelConfig. Its vocab_size is the number of classes, its block_size T = 1 + the number of patches.
+    """
+
+    init_weights = GPT.init_weights  # each matrix from (seed, its name), so modes share what they have in common
+
+    def __init__(self, cfg, patch, channels, seed=0):
+        super().__init__()
+        self.cfg, self.patch = cfg, patch
+        self.patches = Linear(patch * patch * channels, {"patches": cfg.n_embd}, bias=True)
+        self.class_token = nn.Embedding(1, cfg.n_embd)
+        self.positions = nn.Embedding(cfg.block_size, cfg.n_embd)
+        self.lambdas = nn.ModuleList(new_lambdas(cfg))
+        self.blocks = nn.ModuleList()
+        for n, (plan, *keep) in enumerate(zip(plan_layers(cfg), *tensors_to_keep(cfg), strict=True)):
+            block = Block(cfg, n, plan, "sdpa", *keep)
+            block.mlp = ExactMLP(cfg)
+            self.blocks.append(block)
+        self.dense = DepthAverage(cfg.n_layer, *cfg.value_mode.dense) if cfg.value_mode.dense else None
+        self.norm = new_norm(cfg)
+        self.head = Linear(cfg.n_embd, {"head": cfg.vocab_size}, bias=True)
+        if not self.head.weight.is_meta:
+            self.init_weights(seed)
+
+    def forward(self, images):
+        class_token = self.class_token.weight.expand(len(images), 1, -1)  # (B, 1, C)
+        x = torch.cat([class_token, self.patches(cut(images, self.patch))], dim=1)  # (B, T, C)
+        x = x + self.positions.weight
+        both_ways = BothWays(x.size(1), x.device)
+        lambdas = [weights() for weights in self.lambdas]  # [residual][layer]; from here on as in GPT.hidden
+        raw, attended, outputs = {}, {}, [x]
+        for n, block in enumerate(self.blocks):
+            x, raw[n], attended[n] = block(x, None, [of_layer[n] for of_layer in lambdas], raw, attended, both_ways)
+            if self.dense:
+                outputs.append(x)
+                x = self.dense(n + 1, outputs)
+        return self.head(self.norm(x[:, 0]))
+
+
+def run(mode, seed, cfg, data, device, bar):
+    """Train and test one model; returns its record. Weights and batches follow from the seed: modes share them."""
+    model = ViT(cfg.model_config(mode, data.n_classes), cfg.patch, data.channels, seed).to(device)
+    for _ in train(model, data, cfg, seed, device):
+        bar.update(1)
+    record = dict(value_mode=mode, seed=seed, parameters=sum(p.numel() for p in model.parameters()))
+    record["accuracy"], record["loss"] = test(model, data.test, cfg.batch_size, device)
+    record["train_accuracy"], record["train_loss"] = test(model, data.train, cfg.batch_size, device)
+    if not math.isfinite(record["loss"] + record["train_loss"]):
+        raise UserError(f"{mode}, seed {seed}: the loss is not finite; try a lower learning_rate")
+    return record
+
+
+def table(runs, modes):
+    """Markdown: means of runs over seeds ± standard deviations, and of differences to the first mode, seed by seed."""
+    of_mode = {mode: [r for r in runs if r["value_mode"] == mode] for mode in modes}
+    first = of_mode[modes[0]]
+    rows = []
+    for mode, mine in of_mode.items():
+        row = [mode]
+        for name, digits in (("accuracy", 2), ("loss", 4), ("train_loss", 4)):
+            gaps = [r[name] - other[name] for r, other in zip(mine, first, strict=True)]
+            row.append(plus_minus(*mean_std([r[name] for r in mine]), digits))
+            row.append("-" if mine is first else plus_minus(*mean_std(gaps), digits, sign=True))
+        rows.append([*row, f"{mine[0]['parameters']:,}"])
+    versus = f"vs {modes[0]}"
+    return markdown(["mode", "accuracy, %", versus, "loss", versus, "train loss", versus, "parameters"], rows)
+
+
+def meaning(data, n_seeds, accuracy):
+    """What the table is, in words. accuracy: in %, as measured."""
+    n_train, n = len(data.train.labels), len(data.test.labels)
+    error = math.sqrt(accuracy * (100 - accuracy) / n)
+    return f"""
+Data: {data.name}, {n_train:,} images to train on, {n:,} held out, one split. {n_seeds} seeds of weights and batches:
+means ± standard deviations; vs: differences of equal seeds. Which {n:,} images are held out leaves each accuracy
+uncertain by ± {error:.2f} points besides (its standard error)."""
+
+
+def main(cfg: VitConfig):
+    device = only_process(cfg.device).device
+    data = read_folder(cfg.data_dir, cfg.image_size) if cfg.data_dir else read_digits()
+    jobs = [(mode, seed) for seed in cfg.seeds for mode in cfg.value_mode]
+    record = {"what": "vit", "data": data.name, "train_images": len(data.train.labels)}
+    record |= {"test_images": len(data.test.labels), "settings": dataclasses.asdict(cfg), **environment(), "runs": []}
+    with progress("train", len(jobs) * cfg.epochs * steps_per_epoch(data, cfg), "step") as bar:
+        for mode, seed in jobs:
+            record["runs"].append(run(mode, seed, cfg, data, device, bar))
+            write_json(cfg.out_file, record)  # after each run: a path that cannot be written shows early
+    print(table(record["runs"], cfg.value_mode))
+    print(meaning(data, len(cfg.seeds), record["runs"][0]["accuracy"]))
+    print("" if cfg.data_dir else NOT_IMAGENET)
+
+
+if __name__ == "__main__":
+    run_main(main, SETTINGS)
