@@ -36,6 +36,7 @@ from bench.scoring import scoring_table
 from bench.training import memory_table, training_table
 from budget import BudgetConfig, budget
 from describe import mode_table
+from examples import vit
 from files import read_json, write_text
 from paper.claims import tally
 from report import markdown, plus_minus
@@ -141,6 +142,12 @@ def budget_of_1600m():
     return budget(BudgetConfig(**shape, tokens=200_000_000_000, gpus=(8, 64), card=("A100", "H100")))
 
 
+def digits_table():
+    """Accuracies and losses of the vision experiment."""
+    found = read_json(ROOT / "results/vit_digits.json", "results of examples/vit.py")
+    return vit.table(found["runs"], found["settings"]["value_mode"])
+
+
 GROUPS = {  # of the table of modes: their first rows
     "modes-resformer": "vanilla",
     "modes-sharing": "svformer",
@@ -162,6 +169,7 @@ MAKERS = {
     "fuzz": lambda: campaign_table("fuzz"),
     "faults": lambda: campaign_table("faults"),
     "budget-1.6B": budget_of_1600m,
+    "vit": digits_table,
     "claims-cpu": lambda: claims_text("cpu"),
     "claims-modes": lambda: claims_text("modes"),
     "demo-accuracy": accuracy_table,
