@@ -24,7 +24,7 @@ LIMITS = {"README.md": 220, "tour.md": 150}  # lines; other pages have 250
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 SCRIPTS = "model train prepare sample eval analyze plot".split()
-WINGS = ["paper.reproduce", "bench.training", "bench.decoding", "bench.scoring"]
+WINGS = ["paper.reproduce", "bench.training", "bench.decoding", "bench.scoring", "examples.vit"]
 NOT_OURS = {"venv", "pip", "pytest"}
 MISTAKES = {"python train.py --max_iters=5"}  # which a page makes on purpose
 
@@ -66,7 +66,8 @@ def check_command(module, words):
 
 
 def test_commands_parse(monkeypatch, tmp_path):
-    (tmp_path / "config").symlink_to(ROOT / "config")
+    for folder in ("config", "examples"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     mine = [block for _, block in BLOCK.findall(TEXTS["README.md"]) if block.startswith("from value_modes import")]
     (tmp_path / "mine.py").write_text(mine[0])
     monkeypatch.chdir(tmp_path)
@@ -107,7 +108,7 @@ def test_links_and_files_exist():
             path = page.parent / file if file else page
             assert path.exists(), f"{page.name}: {target}"
             assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), f"{page.name}: {target}"
-        for name in re.findall(r"`((?:bench|config|docs|paper|results|tests)/[\w./-]+\.\w+)`", text):
+        for name in re.findall(r"`((?:bench|config|docs|examples|paper|results|tests)/[\w./-]+\.\w+)`", text):
             assert (ROOT / name).exists(), f"{page.name}: {name}"
     for _, command in commands():
         for name in re.findall(r"config/\w+\.py", command):
