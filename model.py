@@ -120,7 +120,7 @@ def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
     q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E). scale: 1 / sqrt(D) if None.
     kind: "sdpa" (torch's fused kernels), "flash" (the flash-attn package), "eager" (the formula, softmax in fp32).
     layers: k and v hold the S positions of this many layers one after another, (B, G, layers * S, …), all under one
-    softmax. mask: (B, 1, T, S), added to the scores instead of the causal mask.
+    softmax. mask: (B, 1, T, S) or (T, S), added to the scores instead of the causal mask.
     """
     T, S = q.size(2), k.size(2) // layers
     causal = mask is None and T == S and layers == 1

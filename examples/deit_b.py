@@ -1,5 +1,5 @@
-# DeiT-B: 86,567,656 parameters for 1,000 classes, as published. It is the shape alone, without DeiT's augmentation
-# and regularization: python examples/vit.py examples/deit_b.py --data_dir=imagenet
+# DeiT-B: 86,567,656 parameters for 1,000 classes, as published, with its batch, rate and schedule, but without its
+# augmentation and regularization: python examples/vit.py examples/deit_b.py --data_dir=imagenet
 image_size, patch = 224, 16
 n_layer, n_head, n_embd = 12, 12, 768
 init_std = 0.02

@@ -1,7 +1,7 @@
 """The vision experiment of the paper's rebuttal: image classifiers that differ only in `value_mode`, side by side.
 
     python examples/vit.py                                             scikit-learn's digits, minutes on a CPU core
-    python examples/vit.py examples/deit_b.py --data_dir=imagenet      DeiT-B's shape, without DeiT's recipe
+    python examples/vit.py examples/deit_b.py --data_dir=imagenet      DeiT-B's shape, without its augmentation
 
 A ViT is the blocks of model.py without causality. It has LayerNorm, biases, learned positions and the exact GELU. Its
 tokens are a class token, which the logits are read from, and the patches of the image. The first layer's values of all
@@ -21,8 +21,8 @@ from value_modes import ModelConfig, get_mode, plan_layers, tensors_to_keep
 
 MODES = ("vanilla", "neutreno", "resformer", "svformer")
 NOT_IMAGENET = """Small models of digits of 8 x 8 pixels: this says nothing about ImageNet. There, the paper's rebuttal
-reports top-1 accuracies of DeiT-B, with NeuTRENO, as ResFormer: 62.53, 61.83, 66.23 % after 50 epochs, and 81.99,
-81.64, 81.59 % after 300, where ResFormer has the lowest training loss and the highest test loss."""
+reports top-1 accuracies of 62.53 % for DeiT-B, 61.83 % with NeuTRENO and 66.23 % as ResFormer after 50 epochs, and of
+81.99, 81.64 and 81.59 % after 300, where ResFormer has the lowest training loss and the highest test loss."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class VitConfig:
         check_ranges(self)
         require(self.data_dir or self.image_size == 8, f"image_size={self.image_size}: the digits have 8; set data_dir")
         require(self.image_size % self.patch == 0, f"image_size={self.image_size} is no multiple of patch={self.patch}")
-        for name, values in {"value_mode": self.value_mode, "seeds": self.seeds}.items():
+        for name, values in {"value_mode": [get_mode(m).name for m in self.value_mode], "seeds": self.seeds}.items():
             require(values and len(set(values)) == len(values), f"{name}={values}: at least one, and none twice")
         for mode in self.value_mode:
             looks_up = any(r.source == "token" for r in get_mode(mode).residuals)
@@ -175,8 +175,8 @@ def meaning(data, n_seeds, accuracy):
     error = math.sqrt(accuracy * (100 - accuracy) / n)
     return f"""
 Data: {data.name}, {n_train:,} images to train on, {n:,} held out, one split. {n_seeds} seeds of weights and batches:
-means ± standard deviations; vs: differences of equal seeds. Which {n:,} images are held out leaves each accuracy
-uncertain by ± {error:.2f} points besides (its standard error)."""
+means ± standard deviations; vs: differences of equal seeds. The standard error of one accuracy, from the {n:,} images
+that are held out, is {error:.2f} points besides."""
 
 
 def main(cfg: VitConfig):
@@ -189,11 +189,11 @@ def main(cfg: VitConfig):
     record |= {"test_images": len(data.test.labels), "settings": dataclasses.asdict(cfg), **environment(), "runs": []}
     with progress("train", len(jobs) * cfg.epochs * steps_per_epoch(data, cfg), "step") as bar:
         for mode, seed in jobs:
+            write_json(cfg.out_file, record)  # before each run: a path that cannot be written shows at once
             record["runs"].append(run(mode, seed, cfg, data, device, bar))
-            write_json(cfg.out_file, record)  # after each run: a path that cannot be written shows early
+    write_json(cfg.out_file, record)
     print(table(record["runs"], cfg.value_mode))
-    print(meaning(data, len(cfg.seeds), record["runs"][0]["accuracy"]))
-    print("" if cfg.data_dir else NOT_IMAGENET)
+    print(meaning(data, len(cfg.seeds), record["runs"][0]["accuracy"]), "" if cfg.data_dir else NOT_IMAGENET, sep="\n")
 
 
 if __name__ == "__main__":

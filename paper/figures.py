@@ -401,21 +401,20 @@ FIGURES["modes"] = Figure(
 
 
 def claims_on_rates():
-    """Claims on each mode against vanilla, with rates tuned for both."""
+    """Each mode against vanilla, with rates tuned for both: the paper's way, though it did not tune. And at vanilla's
+    best rate, as a number."""
     for (size, mode), jobs in GRIDS.items():
+        vanilla, what = GRIDS[size, "vanilla"], f"{LABELS.get(mode, mode)} − Transformer at {size}"
         if mode == "vanilla":
             continue
-        way = {"above": 0.0} if mode == "svformer" else {"below": 0.0}
-        what = f"{LABELS.get(mode, mode)} − Transformer at {size}"
-        vanilla = GRIDS[size, "vanilla"]
-        paper = "lower" if "below" in way else "higher"
+        paper, way = ("higher", {"above": 0.0}) if mode == "svformer" else ("lower", {"below": 0.0})
         yield Claim(f"{what}, each at its best rate", paper, claims.gap_at_best(jobs, vanilla), **way)
-        at_theirs = claims.gap_at_others_best(jobs, vanilla)
-        yield Claim(f"{what}, both at Transformer's best rate", paper, at_theirs, **way)
+        yield Claim(f"{what}, both at Transformer's best rate", "", claims.gap_at_others_best(jobs, vanilla))
 
 
 FIGURES["rates"] = Figure(
-    "Validation loss against the learning rate: the paper trained every mode at one rate, which it did not tune.",
+    "Validation loss against the learning rate. The paper trained every mode at one rate. Here the best of five is "
+    "chosen by the losses that are then compared, so each best is a little too low.",
     tuple(
         Panel("rates", "", tuple((mode, job) for mode in TUNED for job in GRIDS[size, mode]))
         for size in ("82M", "180M")
