@@ -7,9 +7,8 @@ import functools
 import sys
 from dataclasses import dataclass
 
-import describe
 from configurator import UserError, setting
-from describe import count_parameters, flops_per_token, meta_model, print_for
+from describe import count_parameters, describe, flops_per_token, meta_model, mode_table, print_for
 from report import markdown
 from value_modes import ModelConfig
 
@@ -28,10 +27,13 @@ class BudgetConfig(ModelConfig):
 
 
 def command():
-    """`python model.py …`; ends the process."""
-    if sys.argv[1:2] == ["budget"]:
-        print_for(budget, BudgetConfig, sys.argv[2:])
-    describe.command()
+    """`python model.py …`: a plan, or after the word `table` all modes, after `budget` a budget. Ends the process."""
+    words = sys.argv[1:]
+    if words[:1] == ["budget"]:
+        print_for(budget, BudgetConfig, words[1:])
+    if words[:1] == ["table"]:
+        print_for(mode_table, ModelConfig, words[1:])
+    print_for(describe, ModelConfig, words)
 
 
 @functools.cache

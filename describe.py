@@ -6,15 +6,7 @@ from pathlib import Path
 
 from configurator import UserError, load_settings, run_main, say_error
 from report import markdown
-from value_modes import TABLE, ModelConfig, kv_floats_per_token, plan_layers
-
-
-def command():
-    """`python model.py …` and `python model.py table …`; ends the process."""
-    words = sys.argv[1:]
-    if words[:1] == ["table"]:
-        print_for(mode_table, ModelConfig, words[1:])
-    print_for(describe, ModelConfig, words)
+from value_modes import TABLE, kv_floats_per_token, plan_layers
 
 
 def print_for(what, settings, words):

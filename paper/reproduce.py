@@ -111,8 +111,7 @@ class ReproduceConfig:
     def seeds_of(self, job):
         """The seeds of a Job: of ablations as many as the scale says."""
         is_ablation = (job.size, job.length) == ("82M", 2048)
-        n = self.units.seeds_of.get(job.name, self.units.seeds if is_ablation else 1)
-        return SEEDS[: self.seeds or n]
+        return SEEDS[: self.seeds or (self.units.seeds if is_ablation else 1)]
 
 
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once

@@ -69,7 +69,6 @@ class Scale:
     tokens: float = 20e9  # of the data
     vocab: int = 50277  # of its tokenizer
     figure: str = ""  # the only one that it has runs for; "" = all of the paper's
-    seeds_of: dict = field(default_factory=dict)  # name of a Job -> its number of seeds, where it is another
 
 
 PAPER_SIZES = {

@@ -15,7 +15,6 @@ from data import Tokenizer
 from files import read_json
 from paper.claims import LABELS, best_rate, gap_at_best, gap_at_others_best, scored
 from paper.runs import SCALES, Job, NoSeed, train_settings
-from plot import short_count
 from report import mean_interval, plus_minus
 from tasks import TABLE1
 
@@ -159,7 +158,12 @@ def rates_table(found, grids):
                 with suppress(NoSeed):
                     values.append(gap(found, seed))
             cells.append(plus_minus(*mean_interval(values), sign=True) if mode != "vanilla" else "-")
-        yield [short_count(found.parameters(best)), LABELS.get(mode, mode), f"{best.lr * found.scale.rate:.2g}", *cells]
+        yield [
+            plot.short_count(found.parameters(best)),
+            LABELS.get(mode, mode),
+            f"{best.lr * found.scale.rate:.2g}",
+            *cells,
+        ]
 
 
 def modes_table(found, jobs):

@@ -14,6 +14,7 @@ import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
+import matplotlib.figure
 import numpy as np
 import pytest
 from conftest import ROOT, finished, in_process, refused
@@ -21,6 +22,7 @@ from test_plot import make_run
 
 import plot
 import prepare
+import report
 from analyze import AnalyzeConfig
 from configurator import UserError, load_settings
 from describe import count_parameters
@@ -714,6 +716,18 @@ def test_rates_are_tuned_for_each_mode():
     header, first, second = tables.rates_table(found, {("82M", mode): grid[mode] for mode in grid})
     assert len(header) == len(first) == 6 and first[:3] == ["1.2M", "Transformer", "20"] and first[4:] == ["-", "-"]
     assert second == ["1.2M", "ResFormer", "10", "3.1500 ± 3.1765", "+0.0500 ± 1.9059", "+0.5000"]
+    ax = matplotlib.figure.Figure().subplots()
+    panels.draw_rates(ax, Panel("rates", "", tuple((mode, job) for mode in grid for job in grid[mode])), found)
+    assert [y.tolist() for y in lines(ax)["Transformer"]] == [[10, 20, 40], pytest.approx([5.0, 3.1, 4.0])]
+    dots = [line.get_xydata().tolist() for line in ax.lines if line.get_linestyle() == "None"]
+    assert [[20, 3.0], [20, 3.2]] in dots and [[10, 2.9], [10, 3.4]] in dots and len(dots) == 6
+
+
+def test_intervals_are_students():
+    """The table of quantiles against scipy's."""
+    stats = pytest.importorskip("scipy.stats")
+    for n, quantile in report.T_95.items():
+        assert quantile == pytest.approx(stats.t.ppf(0.975, n - 1), abs=5e-4), n
 
 
 def fail(error):
