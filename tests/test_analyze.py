@@ -264,6 +264,14 @@ def test_every_mode():
         assert {row.count("|") for row in (head, *rows)} == {10} and len(arrays) == 7, mode
 
 
+def test_a_layer_with_fewer_value_heads_has_a_shorter_row():
+    model = tiny("skipv1")  # 8 heads of 4: layers above 0 own half of them
+    _, arrays = analyze.summarize_layers(model, recorded(model, tokens((2, 32))), 32)
+    missing = np.isnan(arrays["raw_value_spectrum"])
+    assert not missing[0].any() and not missing[1:, :16].any() and missing[1:, 16:].all()
+    assert (arrays["raw_value_spectrum"][1, :16] > 0).all()
+
+
 def test_a_recorder_leaves_nothing_behind():
     model, idx = tiny("two_gates"), tokens((2, 9))
     before = model(idx)[0]
