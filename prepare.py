@@ -1,6 +1,7 @@
 """Text to tokens: read documents, train or load a tokenizer, write one uint16 file per domain and split.
 
     python prepare.py pysource --tokens=8e6                      # Python code and docstrings of this environment
+    python prepare.py pysource --packages=torch,numpy            # of the packages only these
     python prepare.py slimpajama --input_dir=/data/SlimPajama --tokenizer_file=tokenizer.json
     python prepare.py slimpajama --hub_id=DKYoon/SlimPajama-6B --tokens=5e9
     python prepare.py files --input_dir=texts                    # .txt, .jsonl, .jsonl.zst, .parquet, recursively
@@ -48,6 +49,7 @@ class PrepareConfig:
     )
     out_dir: str = setting("", "where the result goes; data/<source> if empty")
     input_dir: str = setting("", "folder to read: of texts for files, in SlimPajama's layout for slimpajama")
+    packages: tuple[str, ...] = setting((), "for pysource: of installed packages only these, by name; empty = all")
     text_field: str = setting("text", "column of .jsonl and .parquet files that holds the text")
     hub_id: str = setting("cerebras/SlimPajama-627B", "data set on the hub, for slimpajama without input_dir")
     revision: str = setting("", "commit of the hub's data set; give one to be able to get the same data again")
@@ -90,6 +92,8 @@ class PrepareConfig:
             raise ValueError(f"unknown tokenizer {self.tokenizer!r}; there are bpe:<vocabulary size>, gpt2 and neox")
         if self.tokenizer.startswith("bpe:") and not 257 <= int(self.tokenizer[4:]) <= 2**16:
             raise ValueError(f"{self.tokenizer}: a vocabulary has 257 (bytes, end-of-text) to 65,536 (uint16) tokens")
+        if self.packages and self.source != "pysource":
+            raise ValueError(f"only pysource reads packages; leave out --packages with {self.source}")
         if self.source == "files" and not self.input_dir:
             raise ValueError("files needs --input_dir=<folder with .txt, .jsonl, .jsonl.zst or .parquet files>")
 
@@ -327,6 +331,7 @@ def open_output(cfg, inputs):
     finished. UserError if out_dir holds anything else."""
     out = Path(cfg.out_dir)
     settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_DIFFER}
+    settings = json.loads(json.dumps(settings))  # as they are read back
     listing = hashlib.sha256(json.dumps([[source.name, source.size] for source in inputs]).encode()).hexdigest()
     for path, schema in ((out / "manifest.json", MANIFEST), (out / "progress.json", PROGRESS)):
         if not path.exists():
@@ -334,7 +339,7 @@ def open_output(cfg, inputs):
         state = read_record(path, "a file that prepare.py wrote", schema)
         differ = []
         for name, value in settings.items():
-            before = state["settings"].get(name)
+            before = state["settings"].get(name, value)  # an older version may not have had this setting
             if before != value:
                 differ.append(f"{name} {before!r} there, {value!r} now")
         if state["inputs"] != listing:

@@ -44,8 +44,9 @@ class Input(NamedTuple):
     path: Path | None  # None: on the hub
 
 
-def python_files():
-    """Yield the Inputs of pysource: the standard library, then the installed packages, without duplicates."""
+def python_files(packages=()):
+    """Yield the Inputs of pysource, without duplicates: the standard library, then the installed packages, of which
+    only those named in `packages` if there are names."""
     roots = {Path(sysconfig.get_path("stdlib")): "stdlib"}
     for folder in map(Path, sys.path):
         if folder.name in ("site-packages", "dist-packages"):
@@ -56,6 +57,8 @@ def python_files():
         for path in sorted(root.rglob("*.py")):
             parts = path.relative_to(root).parts
             if left_out.intersection(parts) or not path.is_file() or path.stat().st_size > 1_000_000:
+                continue
+            if packages and domain == "packages" and parts[0] not in packages:
                 continue
             content = path.read_bytes()
             digest = hashlib.sha256(content).digest()
@@ -90,7 +93,11 @@ def find_inputs(cfg):
     if cfg.source == "slimpajama" and not cfg.input_dir:
         name = f"{cfg.hub_id}@{cfg.revision}"
         return [Input(f"{name}/validation", 0, "val", None, None), Input(f"{name}/train", 0, "train", None, None)]
-    inputs = list(python_files() if cfg.source == "pysource" else text_files(cfg))
+    inputs = list(python_files(cfg.packages) if cfg.source == "pysource" else text_files(cfg))
+    installed = {source.name.split("/")[0] for source in inputs}
+    for package in cfg.packages:
+        if package not in installed:
+            raise UserError(f"no package {package!r} is installed; --packages takes names of folders in site-packages")
     if not any(source.split == "train" for source in inputs):
         layout = "train/ and validation/ folders with " if cfg.source == "slimpajama" else ""
         raise UserError(f"no texts in {cfg.input_dir}: there should be {layout}files {', '.join(SUFFIXES)}")

@@ -36,6 +36,7 @@ from report import markdown
 from tasks import TABLE1
 
 MFU = 0.4  # the share of an A100's bf16 peak that GPU-hours are computed with
+OWN_SCALE = {"modes": "modes", "rates": "night"}  # of figures that the paper does not have
 HERE = Path(__file__).parent.parent
 
 
@@ -44,8 +45,9 @@ class ReproduceConfig:
     """Every setting of paper.reproduce."""
 
     words: tuple[str, ...] = setting((), "fig1 … fig22, tab1 … tab5, all, modes, rates, or report", positional=True)
-    scale: Literal["", "cpu", "small", "paper", "modes", "rates"] = setting(
-        "", "what the paper's sizes, lengths and tokens are here; empty = cpu; modes and rates have their own"
+    scale: Literal["", "cpu", "small", "paper", "modes", "night"] = setting(
+        "",
+        "what the paper's sizes, lengths and tokens are here; empty = cpu, for modes modes, for rates night",
     )
     seeds: int = setting(
         0,
@@ -72,8 +74,8 @@ class ReproduceConfig:
         if "report" in self.words and len(self.words) > 1:
             raise ValueError("report stands alone: it shows all that has been drawn")
         if not self.scale:
-            (word, *others) = self.words
-            object.__setattr__(self, "scale", word if word in SCALES and not others else "cpu")
+            own = OWN_SCALE.get(self.words[0], "cpu") if len(self.words) == 1 else "cpu"
+            object.__setattr__(self, "scale", own)
         only = self.units.figure
         if only and set(self.words) - {only, "report"}:
             raise ValueError(f"scale={self.scale} has the runs of the figure of {only} only; name another")
@@ -93,7 +95,7 @@ class ReproduceConfig:
             if self.public:
                 panels = [dataclasses.replace(p, lines=()) if p.kind == "public" else p for p in figure.panels]
                 figure = dataclasses.replace(figure, panels=tuple(panels))
-            asked[name] = figure
+            asked[name] = figure.without(self.units.left_out)
         return asked
 
     @property

@@ -68,7 +68,8 @@ class Scale:
     micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
     tokens: float = 20e9  # of the data
     vocab: int = 50277  # of its tokenizer
-    figure: str = ""  # the only one that it has runs for; "" = all of the paper's
+    figure: str = ""  # the only one that it has runs for; "" = all
+    left_out: tuple[str, ...] = ()  # modes that need more heads than its models have
 
 
 PAPER_SIZES = {
@@ -80,6 +81,11 @@ PAPER_SIZES = {
 }
 SLIMPAJAMA = "python prepare.py slimpajama --tokenizer_file=tokenizer.json"
 PYSOURCE = "python prepare.py pysource --tokenizer=bpe:2048 --tokens=12e6"
+PYSOURCE_ALL = "python prepare.py pysource --tokenizer=bpe:2048"
+# by name, so that packages that are installed later do not change the text
+PACKAGES = (
+    "datasets,fontTools,fsspec,huggingface_hub,matplotlib,mpmath,networkx,numpy,pandas,PIL,pyarrow,sympy,torch,torchgen"
+)
 ON_CORES = {"eval_tokens": 8192, "dtype": "float32", "compile": False, "device": "cpu"}
 SCALES = {
     "paper": Scale(
@@ -115,14 +121,15 @@ SCALES = {
         data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
         window=20, evals=1, chunks=200, settings=ON_CORES, figure="modes",
     ),
-    "rates": Scale(
-        "learning rates from 1.5e-3 to 2.4e-2 for models of 1.2 and 2.4M parameters on 12M tokens each, on 2 cores",
-        {"82M": (6, 4, 96), "180M": (8, 4, 128)},
-        {2048: (128, 16, 16)},
-        steps=6000, rate=10.0, warmups={120: 100}, seeds=1, gpus=0,
-        data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
-        window=100, evals=1, chunks=200, figure="rates",
-        settings=ON_CORES | {"eval_tokens": 65536, "dtype": "bfloat16", "compile": True, "attn": "eager"},
+    "night": Scale(
+        "models of 0.5 to 8.7M parameters on 12M tokens each, for 2 cores without a GPU",
+        {"2M": (4, 2, 64), "82M": (6, 4, 128), "180M": (6, 6, 192), "320M": (8, 6, 192), "468M": (8, 8, 256)},
+        {512: (32, 64, 64), 2048: (128, 16, 16), 8192: (256, 8, 8), 32000: (512, 4, 4), 64000: (1024, 2, 2)},
+        steps=6000, rate=10.0, warmups={120: 100, 1200: 1000}, seeds=1, gpus=0,
+        data_dir="data/night", prepare=f"{PYSOURCE_ALL} --packages={PACKAGES}", tokens=50e6, vocab=2048,
+        window=100, evals=10, chunks=200, left_out=("gqa8",),
+        settings=ON_CORES | {"eval_tokens": 65536, "dtype": "bfloat16", "compile": True, "attn": "eager",
+                             "save_every": 500},
     ),
 }  # fmt: skip
 

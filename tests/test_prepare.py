@@ -14,6 +14,7 @@ from conftest import ROOT, finished, in_process, refused, script
 
 import prepare
 import reading
+from configurator import UserError
 from data import Tokenizer, load_manifest
 
 zstandard = pytest.importorskip("zstandard")
@@ -258,6 +259,7 @@ def test_refusals(tmp_path, monkeypatch):
         (["pysource", "--tokenizer=word"], ["unknown tokenizer 'word'"]),
         (["pysource", "--val_fraction=0.7"], ["val_fraction=0.7 must be at most 0.5"]),
         (["pysource", "--mixture={'stdlib': -1}"], ["weights above 0"]),
+        (["files", "--packages=torch", "--input_dir=."], ["only pysource reads packages"]),
     ):
         refused(in_process(prepare, f"--out_dir={tmp_path / 'out'}", *words, cwd=ROOT), *fragments)
         assert not (tmp_path / "out").exists(), words
@@ -319,6 +321,10 @@ def test_pysource(tmp_path, monkeypatch):
         patch.setattr(reading.sysconfig, "get_path", lambda name: str(stdlib))
         patch.setattr(sys, "path", [str(site)])
         inputs = reading.find_inputs(prepare.PrepareConfig("pysource"))
+        named = reading.find_inputs(prepare.PrepareConfig("pysource", packages=("b", "torch")))
+        assert sorted(i.name for i in named) == ["b/copy.py", "os.py", "torch/z.py"]  # a's copy hides b's no more
+        with pytest.raises(UserError, match="no package 'c' is installed"):
+            reading.find_inputs(prepare.PrepareConfig("pysource", packages=("c",)))
     monkeypatch.setattr(prepare, "find_inputs", lambda cfg: inputs)
     assert "no validation text of domain stdlib" in make("pysource", f"--out_dir={out}", "--tokenizer=bpe:257")
     found = {path.stem: decoded(out, "train", path.stem) for path in (out / "train").iterdir()}
