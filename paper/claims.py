@@ -16,7 +16,7 @@ from itertools import combinations
 import numpy as np
 
 import plot
-from paper.runs import SCALES, Job, NoSeed
+from paper.runs import INSPECTED, SCALES, Job, NoSeed
 from report import mean_interval, plus_minus
 from tasks import TABLE1
 
@@ -33,9 +33,10 @@ ONE_SEED = {True: "one seed: the paper's way", False: "one seed: the other way"}
 
 @dataclass(frozen=True)
 class Claim:
-    """A number that says whether our runs go the paper's way. value(found, seed) -> float, or None if undefined; the
-    paper's way is `above` a number, `below` one, both, or neither where the paper only gives a value. `jobs`: the two
-    runs of a claim that is about their validation losses alone, the lower one first."""
+    """A number that says whether our runs go the paper's way. `what` may hold the paper's units in brackets, see
+    Found.in_words. value(found, seed) -> float, or None if undefined; the paper's way is `above` a number, `below` one,
+    both, or neither where the paper only gives a value. `jobs`: the two runs of a claim that is about their validation
+    losses alone, the lower one first."""
 
     what: str
     paper: str
@@ -70,8 +71,10 @@ def gap_change(a, b):
 
 
 def best_rate(found, jobs):
-    """The one of a mode's Jobs, which differ in their rate, with the lowest loss: the mean over its seeds."""
-    return min(jobs, key=lambda job: np.mean([found.loss(job, seed) for seed in found.seeds(job)]))
+    """The one of a mode's Jobs, which differ in their rate, with the lowest loss: the mean over the seeds that all of
+    them have, because a rate with more seeds would be chosen by luck more seldom."""
+    shared = set.intersection(*(set(found.seeds(job)) for job in jobs))
+    return min(jobs, key=lambda job: np.mean([found.loss(job, seed) for seed in shared]))
 
 
 def at_rate(jobs, rate):
@@ -121,7 +124,7 @@ def saved_parameters(mode, sizes):
     def value(found, seed):
         points = {}
         for name in (mode, "vanilla"):
-            jobs = [Job(name, size) for size in sizes]
+            jobs = [Job(name, size) for size in sizes if size in found.scale.sizes]
             points[name] = [(found.parameters(job), found.loss(job, seed)) for job in jobs]
         return saving(points[mode], points["vanilla"])
 
@@ -151,7 +154,7 @@ def tokens_saved(curve, target):
 
 
 def saved_tokens(found, seed):
-    """The share of tokens that ResFormer saves at 468M."""
+    """The share of tokens that ResFormer saves at the largest size."""
     return tokens_saved(*(found.validation(Job(mode, "468M"), seed) for mode in ("resformer", "vanilla")))
 
 
@@ -246,14 +249,14 @@ def start_token(mode):
         if mode != "resformer":
             paper, bound = "", {}
         what = f"{LABELS[mode]}: {what} of the first token, relative to other tokens"
-        claims.append(Claim(what, paper, partial(quantity, Job(mode, "468M")), **bound))
+        claims.append(Claim(what, paper, partial(quantity, Job(mode, INSPECTED)), **bound))
     return tuple(claims)
 
 
 def over_vanilla(mode, size, what, paper, quantity, **bound):
     """The claim on how a quantity of `mode` differs from vanilla's."""
     difference = minus(quantity, Job(mode, size), Job("vanilla", size))
-    return Claim(f"{LABELS[mode]} − Transformer: {what}", paper, difference, **bound)
+    return Claim(f"{LABELS[mode]} − Transformer at [size {size}]: {what}", paper, difference, **bound)
 
 
 def more_entropy(mode, size):
@@ -327,7 +330,12 @@ def claim_row(claim, found, seeds):
             values[seed] = None if value is None or not math.isfinite(value) else float(value)
     known = [value for value in values.values() if value is not None]
     mean, interval = mean_interval(known)
-    row = {"what": claim.what, "paper": claim.paper, "seeds": list(values), "values": list(values.values())}
+    row = {
+        "what": claim.what,
+        "paper": claim.paper,
+        "seeds": list(values),
+        "values": list(values.values()),
+    }
     return row | {"mean": mean, "interval": interval, "n": len(known), "verdict": verdict(claim, mean, interval)}
 
 
@@ -349,7 +357,10 @@ def verdict(claim, mean, interval):
 def claim_rows(figure, found):
     """The row of each of a figure's claims, see `claim_row`."""
     seeds = max((found.seeds(job) for job in figure.jobs), key=len, default=())
-    return [claim_row(claim, found, seeds) for claim in figure.claims]
+    rows = [claim_row(claim, found, seeds) for claim in figure.claims]
+    for row in rows:
+        row["what"] = found.in_words(row["what"])
+    return rows
 
 
 def claim_cells(row):

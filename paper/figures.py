@@ -12,7 +12,7 @@ import numpy as np
 
 from paper import claims, tables
 from paper.claims import LABELS, LENGTHS, Claim, gap_change, layer_mean, lower_loss, minus, mode_claims, over_vanilla
-from paper.runs import Job
+from paper.runs import INSPECTED, Job
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Figure:
                 jobs += [job.baseline for job in panel.jobs]
         return list(dict.fromkeys(jobs))
 
-    def without(self, modes):
-        """The figure without the lines and claims of some modes."""
+    def at(self, scale):
+        """The figure without the lines, claims and runs that a Scale does not have."""
         panels = []
         for panel in self.panels:
-            lines = tuple((label, job) for label, job in panel.lines if job.mode not in modes)
+            lines = tuple((label, job) for label, job in panel.lines if scale.has(job))
             panels.append(replace(panel, lines=lines))
-        kept = [claim for claim in self.claims if not any(job.mode in modes for job in claim.jobs)]
-        return replace(self, panels=tuple(panels), claims=tuple(kept))
+        kept = tuple(claim for claim in self.claims if all(map(scale.has, claim.jobs)))
+        return replace(self, panels=tuple(panels), claims=kept, runs=tuple(filter(scale.has, self.runs)))
 
     @property
     def analysed(self):
@@ -125,7 +125,7 @@ FIGURES = {
         (
             Panel("initial", "before training", label=ENTROPY),
             Panel("public", "public models", key="entropy", label=ENTROPY),
-            Panel("layers", "trained", named(*FOUR, size="468M"), "entropy", ENTROPY),
+            Panel("layers", "trained", named(*FOUR, size=INSPECTED), "entropy", ENTROPY),
         ),
         (
             Claim("468M before training: entropy at l = 2,048, mean over layers (nats)", "7.194–7.204",
@@ -134,14 +134,14 @@ FIGURES = {
                   above=7.1935),
             Claim("468M before training: highest of a layer (nats)", "7.204", lambda f, s: f.initial(max, s),
                   below=7.2045),
-            claims.more_entropy("resformer", "468M"),
-            claims.more_entropy("svformer", "468M"),
+            claims.more_entropy("resformer", INSPECTED),
+            claims.more_entropy("svformer", INSPECTED),
         ),
     ),
     "fig2": Figure(
         "The first token by layer: what attention it gets, and how long its value and its hidden state are.",
-        tuple(Panel("layers", "", named(*FOUR, size="468M"), key, label) for key, label in FIRST.items()),
-        claims.fewer_extremes("resformer", "468M"),
+        tuple(Panel("layers", "", named(*FOUR, size=INSPECTED), key, label) for key, label in FIRST.items()),
+        claims.fewer_extremes("resformer", INSPECTED),
     ),
     "fig4": Figure(
         "How near two cheap substitutes come to true cross-layer attention (Eq 2) in a trained Transformer.",
@@ -167,7 +167,7 @@ FIGURES = {
         (
             Claim("share of parameters that ResFormer saves", "0.104",
                   claims.saved_parameters("resformer", SIZES), above=0.0),
-            Claim("share of tokens that ResFormer saves at 468M", "0.136", claims.saved_tokens, above=0.0),
+            Claim("share of tokens that ResFormer saves at [size 468M]", "0.136", claims.saved_tokens, above=0.0),
         ),
     ),
     "fig7": Figure(
@@ -180,7 +180,7 @@ FIGURES = {
                     [("resformer", "vanilla"), ("resformer", "denseformer"), ("resformer", "neutreno"),
                      ("resformer_neutreno", "resformer")])
         + tuple(
-            lower_loss(Job("resformer", length=n), Job(length=n), f"ResFormer − Transformer at length {n:,}")
+            lower_loss(Job("resformer", length=n), Job(length=n), f"ResFormer − Transformer at length [length {n}]")
             for n in (32000, 64000)
         ),
     ),
@@ -220,7 +220,7 @@ FIGURES = {
                         "value_largest", "largest eigenvalue"),
         ),
         tuple(
-            Claim(f"share of {size}'s layers whose largest eigenvalue is larger in ResFormer", "most",
+            Claim(f"share of layers at [size {size}] whose largest eigenvalue is larger in ResFormer", "most",
                   claims.larger_eigenvalue(size), above=0.5)
             for size in ("180M", "468M")
         ),
@@ -233,7 +233,8 @@ FIGURES = {
         ),
         mode_claims("at length 2,048 GQA2 beats SVFormer", [("gqa2", "svformer")])
         + tuple(
-            lower_loss(Job(a, length=64000), Job(b, length=64000), f"{LABELS[a]} − {LABELS[b]} at length 64,000")
+            lower_loss(Job(a, length=64000), Job(b, length=64000),
+                       f"{LABELS[a]} − {LABELS[b]} at length [length 64000]")
             for a, b in (("svformer", "gqa2"), ("svformer", "cla2"), ("svformer_gqa4", "gqa8"),
                          ("svformer_gqa4", "cla2_gqa4"))
         ),
@@ -247,7 +248,7 @@ FIGURES = {
         (
             Claim("share of pairs of lengths whose longer one has the later critical point", "all",
                   claims.later_when_longer, above=0.5),
-            Claim("SVFormer − Transformer, at length 64,000 minus at 512", "lower",
+            Claim("SVFormer − Transformer, at length [length 64000] minus at [length 512]", "lower",
                   gap_change(Job("svformer", length=64000), Job("svformer", length=512)), below=0.0),
         ),
     ),
@@ -263,9 +264,9 @@ FIGURES = {
                   by_size("vanilla", "svformer", sizes=("2M", *tables.PARAMETERS))),
         ),
         (
-            Claim("SVFormer − Transformer, at rate 1e-4 minus at 6e-4", "lower",
+            Claim("SVFormer − Transformer, at rate [rate 1e-4] minus at [rate 6e-4]", "lower",
                   gap_change(Job("svformer", lr=1e-4), SV), below=0.0),
-            Claim("SVFormer − Transformer, at 1,200 warmup steps minus at 120", "about 0",
+            Claim("SVFormer − Transformer, at [warmup 1200] warmup steps minus at [warmup 120]", "about 0",
                   gap_change(Job("svformer", warmup=1200), SV)),
             Claim("SVFormer − Transformer, GPT2's minus Llama's", "about 0",
                   gap_change(Job("svformer", arch="gpt2"), SV)),
@@ -291,11 +292,11 @@ FIGURES = {
     ),
     "fig18": Figure(
         "Token similarity of hidden states by layer: in public models, or where there are none in ours.",
-        (Panel("public", "", named(*FOUR, size="468M"), "hidden_similarity", "token similarity"),),
+        (Panel("public", "", named(*FOUR, size=INSPECTED), "hidden_similarity", "token similarity"),),
     ),
     "fig19": Figure(
         "Importance, value norm and hidden norm of the first hundred tokens, by layer.",
-        (Panel("heat", "", named(*FOUR, size="468M")),),
+        (Panel("heat", "", named(*FOUR, size=INSPECTED)),),
         (*claims.start_token("resformer"), *claims.start_token("vanilla")),
     ),
     "fig20": Figure(
@@ -315,11 +316,11 @@ FIGURES = {
     "fig21": Figure(
         "The largest token importances of a sequence, by rank and layer.",
         tuple(
-            Panel("layers", LABELS[mode], tuple((label, Job(mode, "468M")) for label in TOP), TOP, "importance")
+            Panel("layers", LABELS[mode], tuple((label, Job(mode, INSPECTED)) for label in TOP), TOP, "importance")
             for mode in FOUR
         ),
         tuple(
-            over_vanilla(mode, "468M", "largest importance, mean over layers", "lower",
+            over_vanilla(mode, INSPECTED, "largest importance, mean over layers", "lower",
                          partial(layer_mean, "top_1"), below=0.0)
             for mode in ("resformer", "svformer")
         ),
@@ -333,7 +334,7 @@ FIGURES = {
     "tab1": Figure(
         "Zero-shot accuracy on six tasks.",
         claims=tuple(
-            Claim(f"ResFormer − Transformer at length {n:,}, mean accuracy of the tasks that both are scored on",
+            Claim(f"ResFormer − Transformer at length [length {n}], mean accuracy of the tasks that both are scored on",
                   "+0.022", claims.accuracy_gap(n), above=0.0)
             for n in (2048, 64000)
         ),
@@ -347,7 +348,8 @@ FIGURES = {
     "tab5": Figure(
         "Validation loss by domain (nats per token).",
         claims=tuple(
-            Claim(f"ResFormer − Transformer at {size}, mean over domains", gap, claims.domain_gap(size), below=0.0)
+            Claim(f"ResFormer − Transformer at [size {size}], mean over domains", gap, claims.domain_gap(size),
+                  below=0.0)
             for size, gap in {"82M": "-0.0272", "180M": "-0.0323", "468M": "-0.0269"}.items()
         ),
         table=tables.table5,
@@ -413,7 +415,7 @@ def claims_on_rates():
     """Each mode against vanilla, with rates tuned for both: the paper's way, though it did not tune. And at vanilla's
     best rate, as a number."""
     for (size, mode), jobs in GRIDS.items():
-        vanilla, what = GRIDS[size, "vanilla"], f"{LABELS.get(mode, mode)} − Transformer at {size}"
+        vanilla, what = GRIDS[size, "vanilla"], f"{LABELS.get(mode, mode)} − Transformer at [size {size}]"
         if mode == "vanilla":
             continue
         paper, way = ("higher", {"above": 0.0}) if mode == "svformer" else ("lower", {"below": 0.0})

@@ -29,7 +29,7 @@ def line_labels(panel, found):
         filled = label.format(
             length=f"{scale.lengths[job.length][0]:,}",
             size=short_count(found.parameters(job)),
-            rate=f"{job.lr * scale.rate:.4g}",
+            rate=f"{scale.here(job).lr * scale.rate:.4g}",
             warmup=scale.warmups[job.warmup],
         )
         lines.append((filled, job))

@@ -95,7 +95,7 @@ class ReproduceConfig:
             if self.public:
                 panels = [dataclasses.replace(p, lines=()) if p.kind == "public" else p for p in figure.panels]
                 figure = dataclasses.replace(figure, panels=tuple(panels))
-            asked[name] = figure.without(self.units.left_out)
+            asked[name] = figure.at(self.units)
         return asked
 
     @property
@@ -111,9 +111,8 @@ class ReproduceConfig:
         return {Path(self.out_dir, "public", Path(folder).name): folder for folder in self.public}
 
     def seeds_of(self, job):
-        """The seeds of a Job: of ablations as many as the scale says."""
-        is_ablation = (job.size, job.length) == ("82M", 2048)
-        return SEEDS[: self.seeds or (self.units.seeds if is_ablation else 1)]
+        """The seeds of a Job: as many as were asked for, or as the scale says."""
+        return SEEDS[: self.seeds or self.units.seeds(self.units.here(job))]
 
 
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
@@ -152,10 +151,11 @@ def make_plans(cfg):
     plans = {}
     for figure in cfg.figures.values():
         for job in figure.jobs:
+            real = cfg.units.here(job)
             for seed in cfg.seeds_of(job):
-                folder = Path(cfg.out_dir, f"{job.name}-{seed}")
-                new = Plan(job, seed, folder, train_settings(job, cfg.units, seed, folder))
-                plan = plans.setdefault((job, seed), new)
+                folder = Path(cfg.out_dir, f"{real.name}-{seed}")
+                new = Plan(real, seed, folder, train_settings(real, cfg.units, seed, folder))
+                plan = plans.setdefault(folder, new)
                 plan.analyse |= job in figure.analysed
                 if figure.tasks and (seed == SEEDS[0] or cfg.seeds):  # tasks cost more than small runs: one seed
                     plan.tasks.add(figure.tasks)

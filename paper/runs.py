@@ -5,6 +5,8 @@ cores. `Found` reads what the runs have left. Read next: claims.py.
 """
 
 import dataclasses
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,35 +17,69 @@ from configurator import UserError
 
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
 INITIAL = "init-468M"  # folder of the analysis of a model before training
+PAPER_LR = 6e-4
+INSPECTED = "inspected"  # the size of the model of Figures 1, 2, 18, 19 and 21: Scale.inspected says which it is
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training run in the paper's units."""
+    """A training run in the paper's units. lr: None = the one that a Scale has for the mode; change: what else differs,
+    as settings of train.py, `name=value` with commas."""
 
     mode: str = "vanilla"
     size: str = "82M"
     length: int = 2048
-    lr: float = 6e-4
+    lr: float | None = None
     warmup: int = 120
     arch: str = "llama"
+    change: str = ""
 
     @property
     def name(self):
         """Of its folder: size, length and mode, and what else is not the paper's default."""
         parts = [self.size, str(self.length), self.mode]
-        if self.lr != 6e-4:
+        if self.lr not in (None, PAPER_LR):
             parts.append(f"lr{self.lr:g}")
         if self.warmup != 120:
             parts.append(f"warmup{self.warmup}")
         if self.arch != "llama":
             parts.append(self.arch)
+        if self.change:
+            parts.append(self.change.replace("=", "").replace(",", "-"))
         return "-".join(parts)
 
     @property
     def baseline(self):
-        """The vanilla run of the same settings."""
+        """The vanilla run of the same settings; where the Scale gives the rate, at vanilla's."""
         return dataclasses.replace(self, mode="vanilla")
+
+
+def three_for_ablations(job):
+    """The number of seeds of a Job: three for 82M at length 2,048."""
+    return 3 if (job.size, job.length) == ("82M", 2048) else 1
+
+
+NIGHT_RATES = {}  # at scale night, of modes whose best rate is not 6e-3, in the paper's units
+# At scale night: seeds of modes at the base size, each at its own rate; runs that are not named have one
+NIGHT_SEEDS = dict.fromkeys(("vanilla", "resformer", "svformer"), 5)
+NIGHT_SEEDS |= dict.fromkeys(
+    (
+        *("resformer_lambda", "resformer_plus", "resformer_learned", "resformer_sparse"),
+        *("resformer_prev", "resformer_all", "resformer_neutreno", "neutreno", "denseformer"),
+        *("identity", "cross", "query", "key"),
+        *("share_q", "share_k", "share_k2", "share_v2", "cla2", "gqa2", "svformer_2anchors"),
+    ),
+    3,
+)
+
+
+def seeds_at_night(job):
+    """The number of seeds of a Job at scale night."""
+    if job != Job(job.mode, job.size, lr=NIGHT_RATES.get(job.mode, PAPER_LR)):
+        return 1
+    if job.size == "82M":
+        return NIGHT_SEEDS.get(job.mode, 1)
+    return min(3, NIGHT_SEEDS.get(job.mode, 1))
 
 
 @dataclass(frozen=True)
@@ -57,19 +93,34 @@ class Scale:
     steps: int
     rate: float
     warmups: dict
-    seeds: int  # of each 82M run at length 2,048, the ablations; other runs have one
     gpus: int  # ranks of a run; 0 = no GPU
     data_dir: str
     prepare: str  # the command that makes it, but for --out_dir
     window: int  # steps of the moving average of training losses
     evals: int  # evaluations of a 468M run (Figure 6, right); other runs are evaluated at their end
     chunks: int  # of an analysis
+    seeds: Callable = lambda job: 1  # how many each run has
     settings: dict = field(default_factory=dict)  # of train.py, besides
     micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
     tokens: float = 20e9  # of the data
     vocab: int = 50277  # of its tokenizer
+    tuned: dict = field(default_factory=dict)  # mode -> its learning rate in the paper's units, where it is another
+    inspected: dict = field(default_factory=lambda: {"size": "468M"})  # the model whose attention is looked into
     figure: str = ""  # the only one that it has runs for; "" = all
     left_out: tuple[str, ...] = ()  # modes that need more heads than its models have
+
+    def has(self, job):
+        """Whether this scale makes a Job."""
+        has_size = job.size in self.sizes or job.size == INSPECTED
+        return has_size and job.length in self.lengths and job.mode not in self.left_out
+
+    def here(self, job):
+        """The Job with what this scale decides: its learning rate, and which model is inspected."""
+        if job.size == INSPECTED:
+            job = dataclasses.replace(job, **self.inspected)
+        if job.lr is None:
+            job = dataclasses.replace(job, lr=self.tuned.get(job.mode, PAPER_LR))
+        return job
 
 
 PAPER_SIZES = {
@@ -93,7 +144,7 @@ SCALES = {
         PAPER_SIZES,
         {512: (512, 4096, 128), 2048: (2048, 1024, 32), 8192: (8192, 256, 8), 32000: (32000, 64, 2),
          64000: (64000, 32, 1)},
-        steps=10_000, rate=1.0, warmups={120: 120, 1200: 1200}, seeds=1, gpus=8,
+        steps=10_000, rate=1.0, warmups={120: 120, 1200: 1200}, gpus=8,
         data_dir="data/slimpajama", prepare=SLIMPAJAMA,
         window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 4, "468M": 4},
     ),
@@ -101,7 +152,7 @@ SCALES = {
         "the paper's models and lengths, 0.52B tokens a run on one GPU",
         PAPER_SIZES,
         {512: (512, 1024, 64), 2048: (2048, 256, 16), 8192: (8192, 64, 4), 32000: (32000, 16, 1), 64000: (64000, 8, 1)},
-        steps=1000, rate=1.0, warmups={120: 40, 1200: 120}, seeds=1, gpus=1,
+        steps=1000, rate=1.0, warmups={120: 40, 1200: 120}, gpus=1,
         data_dir="data/slimpajama", prepare=SLIMPAJAMA + " --tokens=2e9", tokens=2e9,
         window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 2, "468M": 4},
     ),
@@ -109,7 +160,7 @@ SCALES = {
         "models of 0.1 to 3.4M parameters on 0.4M tokens each, for 2 cores without a GPU",
         {"2M": (4, 2, 16), "82M": (8, 8, 64), "180M": (8, 8, 96), "320M": (8, 8, 128), "468M": (12, 8, 128)},
         {512: (64, 16, 16), 2048: (128, 8, 8), 8192: (256, 4, 4), 32000: (512, 2, 2), 64000: (1024, 1, 1)},
-        steps=400, rate=5.0, warmups={120: 20, 1200: 100}, seeds=3, gpus=0,
+        steps=400, rate=5.0, warmups={120: 20, 1200: 100}, seeds=three_for_ablations, gpus=0,
         data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
         window=20, evals=5, chunks=200, settings=ON_CORES,
     ),
@@ -117,17 +168,18 @@ SCALES = {
         "every mode at the shape of config/small.py: 0.7M parameters on 0.3M tokens each, for 2 cores without a GPU",
         {"82M": (8, 8, 64)},
         {2048: (64, 16, 16)},
-        steps=300, rate=5.0, warmups={120: 20}, seeds=3, gpus=0,
+        steps=300, rate=5.0, warmups={120: 20}, seeds=three_for_ablations, gpus=0,
         data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
         window=20, evals=1, chunks=200, settings=ON_CORES, figure="modes",
     ),
     "night": Scale(
         "models of 0.5 to 8.7M parameters on 12M tokens each, for 2 cores without a GPU",
-        {"2M": (4, 2, 64), "82M": (6, 4, 128), "180M": (6, 6, 192), "320M": (8, 6, 192), "468M": (8, 8, 256)},
+        {"2M": (4, 2, 64), "82M": (6, 4, 128), "180M": (6, 6, 192), "468M": (8, 8, 256)},
         {512: (32, 64, 64), 2048: (128, 16, 16), 8192: (256, 8, 8), 32000: (512, 4, 4), 64000: (1024, 2, 2)},
-        steps=6000, rate=10.0, warmups={120: 100, 1200: 1000}, seeds=1, gpus=0,
+        steps=6000, rate=10.0, warmups={120: 100, 1200: 1000}, gpus=0,
         data_dir="data/night", prepare=f"{PYSOURCE_ALL} --packages={PACKAGES}", tokens=50e6, vocab=2048,
-        window=100, evals=10, chunks=200, left_out=("gqa8",),
+        window=100, evals=10, chunks=200, left_out=("gqa8",), seeds=seeds_at_night,
+        tuned=NIGHT_RATES, inspected={"size": "82M", "change": "max_steps=30000"},
         settings=ON_CORES | {"eval_tokens": 65536, "dtype": "bfloat16", "compile": True, "attn": "eager",
                              "save_every": 500},
     ),
@@ -136,6 +188,7 @@ SCALES = {
 
 def train_settings(job, scale, seed, folder):
     """{setting of train.py: value} of a Job."""
+    job = scale.here(job)
     block, batch, micro = scale.lengths[job.length]
     n_layer, n_head, n_embd = scale.sizes[job.size]
     saves = 10 if scale.gpus else 2
@@ -160,17 +213,22 @@ def train_settings(job, scale, seed, folder):
         "seed": seed,
         "out_dir": str(folder),
     }
-    return values | scale.settings
+    values |= scale.settings
+    for change in filter(None, job.change.split(",")):
+        name, value = change.split("=")
+        values[name] = float(value) if "." in value else int(value)
+    return values
 
 
 def units_in_words(scale):
-    """What a scale makes of the paper's units, in a sentence."""
-    sizes = ", ".join(f"{name} = {a} layers of {b} heads, {c} wide" for name, (a, b, c) in scale.sizes.items())
-    lengths = ", ".join(f"{n:,} = {tokens:,}" for n, (tokens, *_) in scale.lengths.items())
-    warmups = ", ".join(f"{n:,} = {steps:,}" for n, steps in scale.warmups.items())
+    """What a scale makes of the paper's units, in sentences."""
+    sizes = "; ".join(f"{a} layers, {b} heads, width {c} for {name}" for name, (a, b, c) in scale.sizes.items())
+    lengths = ", ".join(f"{tokens:,} for {n:,}" for n, (tokens, *_) in scale.lengths.items())
+    warmups = ", ".join(f"{steps:,} for {n:,}" for n, steps in scale.warmups.items())
     return (
-        f"Sizes, lengths, rates and warmups bear the paper's names. Here they are: sizes {sizes}; lengths in tokens "
-        f"{lengths}; learning rates {scale.rate:g} times the paper's; warmup steps {warmups}; {scale.steps:,} steps."
+        f"In place of the paper's sizes: {sizes}. In place of its lengths in tokens: {lengths}. "
+        f"In place of its warmup steps: {warmups}. "
+        f"Learning rates are {scale.rate:g} times the paper's. A run has {scale.steps:,} steps."
     )
 
 
@@ -198,7 +256,7 @@ class Found:
     def folder(self, job, seed):
         if seed not in self.seeds(job):
             raise NoSeed(f"{job.name} has no seed {seed}")
-        return self.root / f"{job.name}-{seed}"
+        return self.root / f"{self.scale.here(job).name}-{seed}"
 
     def run(self, job, seed):
         """The plot.Curves of a run. Raises UserError if it is not finished, or of other settings or data."""
@@ -208,8 +266,9 @@ class Found:
             if not run or not run.finished:
                 raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
             first = next(iter(self.curves.values()), run)
+            values = train_settings(job, self.scale, seed, folder)
             made = (run.max_steps, run.start["block_size"], run.start["data"])
-            asked = (self.scale.steps, self.scale.lengths[job.length][0], first.start["data"])
+            asked = (values["max_steps"], values["block_size"], first.start["data"])
             if made != asked:
                 raise UserError(
                     f"{folder} has (steps, length, data) = {made} instead of {asked}; remove it, or set another "
@@ -220,6 +279,23 @@ class Found:
 
     def parameters(self, job):
         return self.run(job, self.seeds(job)[0]).start["parameters"]
+
+    def in_words(self, text):
+        """Text in which [size 468M], [length 64000], [rate 1e-4] and [warmup 1200] become what they are here."""
+
+        def here(match):
+            unit, paper = match.groups()
+            if unit == "size":
+                run = self.run(Job(size=paper), SEEDS[0])
+                steps = f", {run.max_steps:,} steps" if run.max_steps != self.scale.steps else ""
+                return f"{plot.short_count(run.start['parameters'])} parameters{steps}"
+            if unit == "length":
+                return f"{self.scale.lengths[int(paper)][0]:,}"
+            if unit == "warmup":
+                return f"{self.scale.warmups[int(paper)]:,}"
+            return f"{float(paper) * self.scale.rate:.4g}"
+
+        return re.sub(r"\[(size|length|rate|warmup) ([^\]]+)\]", here, text)
 
     def loss(self, job, seed):
         """Validation loss at the end of a run."""

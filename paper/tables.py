@@ -73,7 +73,7 @@ def table1(found):
             cells.append(beside(np.mean(values) if values else None, f"{theirs:.3f}"))
         if len(common) < len(TABLE1):
             cells[-1] += f" of {len(common)}"
-        yield [f"{LABELS[mode]} {length:,}", *cells]
+        yield [found.in_words(f"{LABELS[mode]}, length [length {length}]"), *cells]
 
 
 def table2(found):
@@ -142,7 +142,7 @@ def table5(found):
         theirs = dict(zip(DOMAINS, paper, strict=False))
         cells = [beside(np.mean([record["val"][name] for record in records]), theirs.get(name)) for name in domains]
         mean = np.mean([record["val_mean"] for record in records])
-        yield [f"{LABELS[mode]} {size}", *cells, beside(mean, paper[-1])]
+        yield [found.in_words(f"{LABELS[mode]}, [size {size}]"), *cells, beside(mean, paper[-1])]
 
 
 def rates_table(found, grids):
@@ -158,12 +158,10 @@ def rates_table(found, grids):
                 with suppress(NoSeed):
                     values.append(gap(found, seed))
             cells.append(plus_minus(*mean_interval(values), sign=True) if mode != "vanilla" else "-")
-        yield [
-            plot.short_count(found.parameters(best)),
-            LABELS.get(mode, mode),
-            f"{best.lr * found.scale.rate:.2g}",
-            *cells,
-        ]
+        rate = f"{best.lr * found.scale.rate:.2g}"
+        if best in (jobs[0], jobs[-1]):
+            rate += " (end of the grid)"
+        yield [plot.short_count(found.parameters(best)), LABELS.get(mode, mode), rate, *cells]
 
 
 def modes_table(found, jobs):

@@ -32,7 +32,7 @@ from paper.claims import Claim, claim_cells, claim_rows
 from paper.figures import FIGURES, PAPER, Figure, Panel
 from paper.panels import draw_figure, line_labels
 from paper.reproduce import ReproduceConfig
-from paper.runs import SCALES, Found, Job, NoSeed, train_settings
+from paper.runs import INSPECTED, SCALES, Found, Job, NoSeed, train_settings
 from train import TrainConfig
 from value_modes import TABLE, get_mode
 
@@ -112,18 +112,20 @@ def test_critical_point():
 # ---- runs: settings, scales, names
 
 
-JOBS = list(dict.fromkeys(job for name in PAPER for job in FIGURES[name].jobs))  # all runs of the paper's figures
-
-
 def jobs_at(scale):
-    """The runs of `all`, or of the only figure of a scale."""
-    only, left_out = SCALES[scale].figure, SCALES[scale].left_out
-    return [job for job in (FIGURES[only].jobs if only else JOBS) if job.mode not in left_out]
+    """The runs of `all`, or of the only figure of a scale, as they are there."""
+    units = SCALES[scale]
+    names = [units.figure] if units.figure else PAPER
+    return list(dict.fromkeys(units.here(job) for name in names for job in FIGURES[name].at(units).jobs))
+
+
+here = SCALES["cpu"].here
+JOBS = jobs_at("cpu")  # all runs of the paper's figures
 
 
 def test_default_job_is_the_papers_recipe():
     """train.py's defaults are Table 4; only how often it is evaluated, logged and saved may differ."""
-    assert dataclasses.astuple(Job()) == ("vanilla", "82M", 2048, 6e-4, 120, "llama")
+    assert dataclasses.astuple(SCALES["paper"].here(Job())) == ("vanilla", "82M", 2048, 6e-4, 120, "llama", "")
     values = train_settings(Job(), SCALES["paper"], 42, "x")
     mine, default = (dataclasses.asdict(TrainConfig(**of)) for of in (values, {}))
     assert {k for k in default if mine[k] != default[k]} <= {"out_dir", "eval_every", "log_every", "keep", "save_every"}
@@ -189,6 +191,23 @@ def test_seeds():
     assert all(plan.tasks == {"table5"} for plan in plans.values())  # by default of one seed, see the plans
 
 
+def test_what_a_scale_decides():
+    """At scale night: each mode's own rate, the model that is inspected, and a run that differs in one setting."""
+    night = dataclasses.replace(SCALES["night"], tuned={"gqa2": 3e-4})
+    assert night.here(Job("gqa2")).lr == 3e-4 and night.here(Job("gqa2", lr=1e-4)).lr == 1e-4
+    assert night.here(Job("gqa2").baseline).lr == 6e-4  # vanilla's
+    values = train_settings(Job("gqa2", INSPECTED), night, 42, "x")
+    assert (values["max_steps"], values["n_embd"], values["learning_rate"]) == (30_000, 128, 3e-3)
+    job = Job(change="weight_decay=0.3,batch_tokens=4096")
+    values = train_settings(job, night, 42, "x")
+    assert (values["weight_decay"], values["batch_tokens"]) == (0.3, 4096)
+    assert job.name == "82M-2048-vanilla-weight_decay0.3-batch_tokens4096"
+    cfg = asked("all", "--scale=night")
+    assert len(cfg.seeds_of(Job())) == 5 and len(cfg.seeds_of(Job("cross"))) == 3 and len(cfg.seeds_of(Job("mqa"))) == 1
+    assert len(cfg.seeds_of(Job("resformer", "468M"))) == 3 and len(cfg.seeds_of(Job("resformer", lr=3e-4))) == 1
+    assert len(cfg.seeds_of(Job(length=512))) == len(cfg.seeds_of(job)) == len(cfg.seeds_of(Job(size=INSPECTED))) == 1
+
+
 # ---- figures, on made-up runs
 
 
@@ -235,7 +254,8 @@ class Made:
 
     def loss(self, job, seed):
         """Validation loss at the end; with seed 42, straight lines over the logarithm of the size."""
-        if seed == 42 and job == Job(job.mode, job.size) and job.mode in NEEDS and job.size != "2M":
+        job = here(job)
+        if seed == 42 and job == here(Job(job.mode, job.size)) and job.mode in NEEDS and job.size != "2M":
             return 5 - 0.15 * math.log(parameters(job) / NEEDS[job.mode])
         return 2.5 + crc("loss", job.name, seed) % 1000 / 1000
 
@@ -246,6 +266,7 @@ class Made:
         return [*((3.0, 2.6, 2.4) if job.mode == "vanilla" else (2.9, 2.5, 2.3)), self.loss(job, seed)]
 
     def training(self, job, seed):
+        job = here(job)
         noise = np.random.default_rng(crc("train", job.baseline.name, seed)).random(STEPS) + 3
         if job.mode == "svformer":
             at = CROSSINGS[job.length] if job.lr == 6e-4 and job.arch == "llama" else 25.5
@@ -253,6 +274,7 @@ class Made:
         return noise + (job.mode != "vanilla") * np.random.default_rng(crc("of", job.name, seed)).random(STEPS)
 
     def analysis(self, job, seed):
+        job = here(job)
         rng, L = np.random.default_rng(crc("analysis", job.name, seed)), LAYERS[job.size]
         names = ("first", "top_1", "top_2", "top_3", "top_10", "top_1%", "eq4", "eq6", "value_largest")
         layers = {name: rng.random(L).tolist() for name in names + ("value_norm_first", "value_norm_rest")}
@@ -271,10 +293,11 @@ class Made:
         return numbers["states" if key.startswith("hidden") else "layers"][key]["mean"]
 
     def results(self, job, seed):
+        job = here(job)
         found, rng = {}, np.random.default_rng(crc("eval", job.name, seed))
-        if job in FIGURES["tab1"].runs:
+        if job in map(here, FIGURES["tab1"].runs):
             found |= {task: {"acc": float(rng.random())} for task in SIX}
-        if job in FIGURES["tab5"].runs:
+        if job in map(here, FIGURES["tab5"].runs):
             val = dict(zip(("CommonCrawl", "ArXiv", "mine"), rng.random(3).tolist(), strict=True))
             found["loss"] = {"val": val, "val_mean": sum(val.values()) / 3}
         return found
@@ -329,7 +352,7 @@ class Spy(Found):
         super().__init__(found.root, found.scale, found.seeds)
 
     def run(self, job, seed):
-        self.asked.add(job)
+        self.asked.add(here(job))
         return super().run(job, seed)
 
     def analysis(self, folder):
@@ -337,7 +360,7 @@ class Spy(Found):
         return super().analysis(folder)
 
     def evaluation(self, job, seed, task):
-        self.scored.setdefault(job, set()).add(task)
+        self.scored.setdefault(here(job), set()).add(task)
         return super().evaluation(job, seed, task)
 
 
@@ -360,17 +383,17 @@ def axes_of(figure, found):
 
 def test_a_figure_names_all_that_it_needs_and_no_more(found):
     for name in PAPER:
-        figure, spy = FIGURES[name], Spy(found)
+        figure, spy, runs = FIGURES[name], Spy(found), set(map(here, FIGURES[name].jobs))
         if figure.panels:
             axes_of(figure, spy)
         if figure.table:
             list(figure.table(spy))
         rows = claim_rows(figure, spy)
         assert len(rows) == len(figure.claims) and all(row["n"] for row in rows), name
-        assert spy.asked | spy.analysed | spy.scored.keys() == set(figure.jobs), name
-        assert spy.analysed == figure.analysed, name
+        assert spy.asked | spy.analysed | spy.scored.keys() == runs, name
+        assert spy.analysed == set(map(here, figure.analysed)), name
         tasks = {"table1": set(SIX), "table5": {"loss"}}.get(figure.tasks, set())
-        assert set().union(*spy.scored.values()) == tasks and spy.scored.keys() == set(figure.runs), name
+        assert set().union(*spy.scored.values()) == tasks and spy.scored.keys() == set(map(here, figure.runs)), name
 
 
 def test_labels_and_titles_say_what_is_drawn(found):
@@ -614,12 +637,12 @@ OTHERS = {
     "share of parameters that ResFormer": lambda m, s: 1 - NEEDS["resformer"],
     "share of parameters that SVFormer": lambda m, s: 1 - NEEDS["svformer"],
     "share of tokens": tokens_saved,
-    "share of 180M's layers": lambda m, s: larger_in_resformer(m, s, "180M"),
-    "share of 468M's layers": lambda m, s: larger_in_resformer(m, s, "468M"),
+    "share of layers at [size 180M]": lambda m, s: larger_in_resformer(m, s, "180M"),
+    "share of layers at [size 468M]": lambda m, s: larger_in_resformer(m, s, "468M"),
     "share of pairs of lengths": lambda m, s: 1.0,
     "SVFormer − Transformer, at length": lambda m, s: gap(m, s, length=64000) - gap(m, s, length=512),
     "SVFormer − Transformer, at rate": lambda m, s: gap(m, s, lr=1e-4) - gap(m, s),
-    "SVFormer − Transformer, at 1,200": lambda m, s: gap(m, s, warmup=1200) - gap(m, s),
+    "SVFormer − Transformer, at [warmup": lambda m, s: gap(m, s, warmup=1200) - gap(m, s),
     "SVFormer − Transformer, GPT2": lambda m, s: gap(m, s, arch="gpt2") - gap(m, s),
 }
 
@@ -651,9 +674,11 @@ def test_claims(made, found):
             claim.value(spy, 42)
             jobs = spy.asked | spy.analysed | spy.scored.keys()
             if jobs:
-                assert set(re.findall(r"\d+M", claim.what)) <= {job.size for job in jobs}, claim.what
-                lengths = re.findall(r"length (\d[\d,]*\d)", claim.what)
-                assert set(lengths) <= {f"{job.length:,}" for job in jobs}, claim.what
+                sizes = [here(Job(size=name)).size for name in re.findall(r"\[size (\w+)\]", claim.what)]
+                assert set(sizes) <= {job.size for job in jobs}, claim.what
+                lengths = re.findall(r"\[length (\d+)\]", claim.what)
+                assert set(lengths) <= {str(job.length) for job in jobs}, claim.what
+                assert "[" not in row["what"] and row["what"] == found.in_words(claim.what), claim.what
             seeds = [seed for seed in (42, 1) if all(seed in made.seeds(job) for job in jobs or [Job(length=512)])]
             numbers = [worked_out(made, claim, jobs, seed) for seed in seeds]
             assert row["seeds"] == seeds and row["values"] == pytest.approx(numbers, abs=1e-9), claim.what
@@ -703,16 +728,18 @@ def fake(values, **bounds):
         return values[seed]
 
     figure = Figure("x", claims=(Claim("what", "paper", value, **bounds),), runs=(Job(), Job(length=512)))
-    seeds = SimpleNamespace(seeds=lambda job: tuple(range(len(values))) if job == Job() else (0,))
-    (row,) = claim_rows(figure, seeds)
+    found = SimpleNamespace(
+        seeds=lambda job: tuple(range(len(values))) if job == Job() else (0,), in_words=lambda text: text
+    )
+    (row,) = claim_rows(figure, found)
     return row
 
 
 def test_rates_are_tuned_for_each_mode():
-    """vanilla is best at 2, the other mode at 1; seed 1 is there at these rates alone."""
+    """vanilla is best at 2, the other mode at 1, by the seed that all rates have. Seed 1 is there at these alone."""
     losses = {
         "vanilla": {1.0: [5.0], 2.0: [3.0, 3.2], 4.0: [4.0]},
-        "resformer": {1.0: [2.9, 3.4], 2.0: [3.5], 4.0: [9]},
+        "resformer": {1.0: [2.9, 4.4], 2.0: [3.5], 4.0: [9]},
     }
     grid = {mode: [Job(mode, lr=rate) for rate in of] for mode, of in losses.items()}
     found = SimpleNamespace(
@@ -723,16 +750,16 @@ def test_rates_are_tuned_for_each_mode():
     )
     jobs, vanilla = grid["resformer"], grid["vanilla"]
     assert claims.best_rate(found, vanilla).lr == 2 and claims.best_rate(found, jobs).lr == 1
-    assert [claims.gap_at_best(jobs, vanilla)(found, seed) for seed in (0, 1)] == pytest.approx([-0.1, 0.2])
+    assert [claims.gap_at_best(jobs, vanilla)(found, seed) for seed in (0, 1)] == pytest.approx([-0.1, 1.2])
     assert claims.gap_at_others_best(jobs, vanilla)(found, 0) == pytest.approx(0.5)
     header, first, second = tables.rates_table(found, {("82M", mode): grid[mode] for mode in grid})
     assert len(header) == len(first) == 6 and first[:3] == ["1.2M", "Transformer", "20"] and first[4:] == ["-", "-"]
-    assert second == ["1.2M", "ResFormer", "10", "3.1500 ± 3.1765", "+0.0500 ± 1.9059", "+0.5000"]
+    assert second == ["1.2M", "ResFormer", "10 (end of the grid)", "3.6500 ± 9.5295", "+0.5500 ± 8.2589", "+0.5000"]
     ax = matplotlib.figure.Figure().subplots()
     panels.draw_rates(ax, Panel("rates", "", tuple((mode, job) for mode in grid for job in grid[mode])), found)
     assert [y.tolist() for y in lines(ax)["Transformer"]] == [[10, 20, 40], pytest.approx([5.0, 3.1, 4.0])]
     dots = [line.get_xydata().tolist() for line in ax.lines if line.get_linestyle() == "None"]
-    assert [[20, 3.0], [20, 3.2]] in dots and [[10, 2.9], [10, 3.4]] in dots and len(dots) == 6
+    assert [[20, 3.0], [20, 3.2]] in dots and [[10, 2.9], [10, 4.4]] in dots and len(dots) == 6
 
 
 def test_intervals_are_students():
@@ -790,19 +817,24 @@ def test_one_model_before_training_is_one_seed(found):
 def test_accuracies_and_losses(made, found):
     """Tables 1 and 5: means over seeds, the paper's numbers in brackets."""
     one = {line[0]: line[1:] for line in FIGURES["tab1"].table(found)}
-    assert list(one) == ["", "Transformer 2,048", "ResFormer 2,048", "Transformer 64,000", "ResFormer 64,000"]
+    assert list(one) == [
+        "",
+        *("Transformer, length 128", "ResFormer, length 128", "Transformer, length 1,024", "ResFormer, length 1,024"),
+    ]
     assert one[""] == [*SIX, "Avg"]
     seeds = [made.results(Job("resformer"), seed) for seed in (42, 1)]
     ours = [np.mean([results[task]["acc"] for results in seeds]) for task in SIX]
     paper = ("0.273", "0.148", "0.512", "0.182", "0.414", "0.604", "0.355")
-    assert one["ResFormer 2,048"] == [f"{x:.4f} ({y})" for x, y in zip([*ours, np.mean(ours)], paper, strict=True)]
+    assert one["ResFormer, length 128"] == [
+        f"{x:.4f} ({y})" for x, y in zip([*ours, np.mean(ours)], paper, strict=True)
+    ]
 
     five = {line[0]: line[1:] for line in FIGURES["tab5"].table(found)}
     assert five[""] == ["CommonCrawl", "ArXiv", "mine", "Avg"] and len(five) == 7
     loss = made.results(Job("resformer", "180M"), 42)["loss"]
     values = [f"{x:.4f}" for x in [*loss["val"].values(), loss["val_mean"]]]
     cells = [f"{values[0]} (3.0631)", f"{values[1]} (1.9732)", values[2], f"{values[3]} (2.4692)"]
-    assert five["ResFormer 180M"] == cells
+    assert five["ResFormer, 180M parameters"] == cells
 
 
 def test_tables_of_settings(found, data_dir):
@@ -836,8 +868,11 @@ def test_averages_are_of_tasks_that_all_models_of_a_length_have(made, found, mon
     lines = {line[0]: line[1:] for line in FIGURES["tab1"].table(found)}
     ours, seeds = SIX[1:5], found.seeds(Job())
     mean = np.mean([made.results(Job(), s)[task]["acc"] for s in seeds for task in ours])
-    assert lines["Transformer 2,048"][-1] == f"{mean:.4f} (0.333) of 4" and lines["ResFormer 2,048"][0] == "- (0.273)"
-    assert lines["Transformer 2,048"][0][0] != "-" and " of " not in lines["ResFormer 64,000"][-1]
+    assert (
+        lines["Transformer, length 128"][-1] == f"{mean:.4f} (0.333) of 4"
+        and lines["ResFormer, length 128"][0] == "- (0.273)"
+    )
+    assert lines["Transformer, length 128"][0][0] != "-" and " of " not in lines["ResFormer, length 1,024"][-1]
     row, _ = claim_rows(FIGURES["tab1"], found)
     both = [[made.results(Job(m), 42)[task]["acc"] for task in ours] for m in ("resformer", "vanilla")]
     assert row["values"][row["seeds"].index(42)] == pytest.approx(np.mean(both[0]) - np.mean(both[1]))
@@ -899,9 +934,10 @@ def test_dry_run_prints_the_commands(scale, planned):
             scored |= set(load_settings(EvalConfig, shlex.split(words)).runs)
     assert trained == plans.keys()
     every = cfg.figures.values()
-    assert analysed == {name for name, plan in plans.items() if any(plan.job in of.analysed for of in every)}
+    needed = {cfg.units.here(job) for of in every for job in of.analysed}
+    assert analysed == {name for name, plan in plans.items() if plan.job in needed}
     assert {(plans[name].job, plans[name].seed) for name in scored} == {
-        (job, 42) for of in every if of.tasks for job in of.runs
+        (cfg.units.here(job), 42) for of in every if of.tasks for job in of.runs
     }
 
 
@@ -944,7 +980,8 @@ def test_public_models_train_nothing():
 
 def shrink(monkeypatch, data):
     """Make the scales cpu and modes tiny, and few figures of two runs each."""
-    shape = dict(sizes={"82M": (2, 2, 16), "468M": (2, 2, 16)}, lengths={2048: (16, 8, 8)}, steps=4, seeds=1)
+    shape = dict(sizes={"82M": (2, 2, 16), "468M": (2, 2, 16)}, lengths={2048: (16, 8, 8)}, steps=4)
+    shape["seeds"] = lambda job: 1
     shape |= dict(window=2, evals=2, chunks=4, settings={"eval_tokens": 512, "dtype": "float32", "compile": False})
     tiny = dataclasses.replace(SCALES["cpu"], what="tiny", data_dir=str(data), **shape)
     value, one = figures.relative_losses("", {"Value": "resformer"}), figures.named("resformer")
@@ -999,7 +1036,7 @@ def test_it_trains_analyses_scores_and_draws(real, data_dir):
 
     results = json.loads((folder / "results" / "cpu.json").read_text())
     assert list(results["figures"]) == ["fig4", "fig9", "tab5"] and results["scale"] == "tiny"
-    assert "82M = 2 layers of 2 heads" in results["units"]
+    assert "2 layers, 2 heads, width 16 for 82M" in results["units"]
     four, nine, table = results["figures"].values()
     (row,) = nine["rows"]
     assert (
@@ -1010,7 +1047,7 @@ def test_it_trains_analyses_scores_and_draws(real, data_dir):
     assert four["rows"][0]["n"] == 1 and four["commits"] == [four["environment"]["commit"]]
     assert table["rows"][0]["mean"] == pytest.approx(scored["resformer"]["val_mean"] - scored["vanilla"]["val_mean"])
     assert table["table"][1][-1] == f"{scored['vanilla']['val_mean']:.4f} (2.7389)" and "png" not in table
-    assert f"| ResFormer 82M | {scored['resformer']['val']['prose']:.4f} |" in said
+    assert f"| ResFormer, 15.7k parameters | {scored['resformer']['val']['prose']:.4f} |" in said
     for record in (four, nine):
         assert (folder / "results" / record["png"]).read_bytes().startswith(PNG)
 
@@ -1052,10 +1089,13 @@ def test_committed_results_are_those_of_the_code(scale):
         figure = FIGURES[name]
         assert record["caption"] == figure.caption, name
         assert "png" not in record or (ROOT / "results" / record["png"]).exists(), name
-        assert set(record["runs"]) == {f"{job.name}-{seed}" for job in figure.jobs for seed in cfg.seeds_of(job)}
+        jobs = [(cfg.units.here(job), cfg.seeds_of(job)) for job in figure.jobs]
+        assert set(record["runs"]) == {f"{job.name}-{seed}" for job, seeds in jobs for seed in seeds}
         for claim, row in zip(figure.claims, record["rows"], strict=True):
             values = dict(zip(row["seeds"], row["values"], strict=True))
-            again = dataclasses.replace(claim, value=lambda found, seed, values=values: values[seed])
+            template = re.sub(r"\\\[.*?\\\]", ".+", re.escape(claim.what))  # [length 64000] is what it is at the scale
+            assert re.fullmatch(template, row["what"])
+            again = dataclasses.replace(claim, what=row["what"], value=lambda found, seed, values=values: values[seed])
             assert claim_cells(claims.claim_row(again, None, row["seeds"])) == claim_cells(row), claim.what
             if claim.jobs:
                 losses = Recorded(record["runs"])
