@@ -15,7 +15,7 @@ demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6
 	for mode in $(DEMO); do \
 	  $(PY) train.py config/tiny.py config/$$mode.py --out_dir=out/demo/$$mode --resume=auto || exit; done
-	$(PY) plot.py compare $(DEMO:%=out/demo/%) --window=10 --out_file=out/demo/relative.png
+	$(PY) plot.py compare $(DEMO:%=out/demo/%) --out_file=out/demo/relative.png
 	$(PY) sample.py out/demo/resformer --prompt="def __init__(self" --max_new_tokens=120
 
 modes: .venv/ready

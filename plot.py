@@ -42,7 +42,9 @@ LOSSES = {"val": dict[str, float], "val_mean": float}  # of --task=loss in eval.
 SCORES = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance")  # of another task, as far as it has them
 MEANS = {"mean": tuple[float | None, ...]}  # of a quantity, by layer or state
 ANALYSED = {"mode": str, "length": int, "layers": dict[str, MEANS], "states": dict[str, MEANS]}
-EARLY = 0.1  # share of the steps that may leave the y axis: the first losses would squash all others
+EARLY = 0.1  # share of the training that may leave the y axis: the first losses would squash all others
+GROWTH = 1.15  # of the windows that relative losses are averaged over: the end of each relative to its beginning
+SHOWN = 1 / 40  # share of the training after which the figure of relative losses begins
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class PlotConfig:
         (), "what to draw (relative, loss, compare, eval or analysis), then the runs", positional=True
     )
     baseline: str = setting("vanilla", "value_mode that the others are compared with")
-    window: int = setting(0, "steps of the moving average; 0 = 100, or 10 if a run has fewer than 200 steps", least=0)
+    window: int = setting(0, "loss: steps of the moving average; 0 = 100, or 10 below 200 steps", least=0)
     metric: Literal["acc", "acc_norm"] = setting("acc", "eval: the accuracy to draw, see eval.py")
     out_file: str = setting("", "PNG to write; empty = <what is drawn>.png in the folder that holds the first run")
 
@@ -318,8 +320,20 @@ def align(curves):
 def smooth(x, y, window):
     """Moving average of y over `window` steps, at the first x of each. Source: the authors' plot_relative_loss.py."""
     if window > len(y):
-        raise UserError(f"window={window} is longer than the {len(y)} steps that can be drawn; set a smaller --window")
+        raise UserError(f"window={window} is longer than a run of {len(y)} steps; set a smaller --window")
     return x[: len(x) - window + 1], np.convolve(y, np.ones(window) / window, "valid")
+
+
+def growing_means(x, y):
+    """Means of x and y over windows that grow with x, as a logarithmic axis needs them: each ends at GROWTH times its
+    beginning. A last window that is not full is part of the one before."""
+    window = np.floor(np.log(x / x[0]) / np.log(GROWTH) + 1e-9)
+    step = x[-1] - x[-2] if len(x) > 1 else 1
+    if x[-1] + step < x[0] * GROWTH ** (window[-1] + 1):
+        window[window == window[-1]] = np.max(window[window < window[-1]], initial=0)
+    _, first = np.unique(window, return_index=True)
+    sizes = np.diff([*first, len(x)])
+    return np.add.reduceat(x, first) / sizes, np.add.reduceat(y, first) / sizes
 
 
 def pick_window(runs, asked):
@@ -354,35 +368,38 @@ def draw_line(ax, x, y, label, style, points=None):
     ax.plot(x, mean, markevery=[], label=f"{label}, {seeds}", **line)  # so that only the legend shows the marker
 
 
-def fit_axes(ax, zero):
-    """End the x axis with the data, and fit the y axis to it, and to 0 if `zero`. The first EARLY steps may leave the y
-    axis if they would squash the rest to less than half of it."""
+def fit_axes(ax, zero, start=0.0, squashed=2):
+    """Let the x axis begin with the share `start` of the data and end with it, and fit the y axis to that part, and to
+    0 if `zero`. What is before EARLY may leave the y axis if it made it more than `squashed` times as long."""
     shapes = [line.get_xydata() for line in ax.lines]
     for collection in ax.collections:
         shapes += [path.vertices for path in collection.get_paths()]
     x, y = np.concatenate(shapes).T
     late = y[x >= x.min() + EARLY * np.ptp(x)]
+    y = y[x >= start * x.max()]
     if zero:
         late = np.append(late, 0.0)
         y = np.append(y, 0.0)
-    if np.ptp(y) > 2 * np.ptp(late):
+    if np.ptp(y) > squashed * np.ptp(late):
         y = late
     pad = 0.05 * np.ptp(y) or 1
-    ax.set(xlim=(0, x.max()), ylim=(y.min() - pad, y.max() + pad))
+    ax.set(xlim=(start * x.max(), x.max()), ylim=(y.min() - pad, y.max() + pad))
 
 
-def relative_panel(ax, pairs, styles, window, baseline="Transformer"):
-    """pairs: {label: [(run, the baseline's run of its seed)]} -> training loss minus the baseline's over steps."""
+def relative_panel(ax, pairs, styles, baseline="Transformer"):
+    """pairs: {label: [(run, the baseline's run of its seed)]} -> training loss minus the baseline's, over tokens on a
+    logarithmic axis."""
     for label, both in pairs.items():
         seeds = []
         for two in both:
-            x, y = align([(run.steps["step"], run.steps["loss"]) for run in two])
-            seeds.append(smooth(x, y[0] - y[1], window))
+            x, y = align([(run.steps["tokens"], run.steps["loss"]) for run in two])
+            seeds.append(growing_means(x, y[0] - y[1]))
         draw_line(ax, *align(seeds), label, styles[label])
-    fit_axes(ax, zero=True)
+    fit_axes(ax, zero=True, start=SHOWN, squashed=4)
     ax.axhline(0, color="0.5", linewidth=0.8, zorder=0)
-    label = f"training step s (mean over s to s + {window - 1})"
-    ax.set(xlabel=label, ylabel=f"loss minus {baseline}'s (nats per token)")
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter(lambda x, _: short_count(x))
+    ax.set(xlabel="training tokens", ylabel=f"training loss minus {baseline}'s (nats per token)")
     legend(ax)
 
 
@@ -403,17 +420,18 @@ def layer_panel(ax, lines, styles, ylabel, first=1, level=None):
 # -- what is drawn of runs
 
 
-def relative(path, cfg, groups, window):
+def relative(path, cfg, groups):
     """Training loss of each run minus that of the baseline's run of its seed, averaged over seeds."""
     pairs = pair(groups, cfg.baseline)
     with page(path, (6, 4.4)) as paper:
         ax = paper.subplots()
         ax.set_title(size_of(sum(groups.values(), [])), loc="left")
-        relative_panel(ax, pairs, {mode: style_of(mode) for mode in pairs}, window, cfg.baseline)
+        relative_panel(ax, pairs, {mode: style_of(mode) for mode in pairs}, cfg.baseline)
 
 
-def loss(path, cfg, groups, window):
+def loss(path, cfg, groups):
     """Training loss of each mode; averages stand in the middle of their window, as validation losses do."""
+    window = pick_window(sum(groups.values(), []), cfg.window)
     with page(path, (6, 4.4)) as paper:
         ax = paper.subplots()
         for mode, runs in groups.items():
@@ -438,7 +456,7 @@ def losses_by_mode(groups, baseline):
         yield runs, mean_std(losses), mean_std([run.final_loss - base.final_loss for run, base in both])
 
 
-def compare(path, cfg, groups, window):
+def compare(path, cfg, groups):
     """Print the table of modes, and draw the relative losses."""
     rows = []
     for runs, losses, gaps in losses_by_mode(groups, cfg.baseline):
@@ -453,7 +471,7 @@ def compare(path, cfg, groups, window):
     print(markdown(header, rows))
     places = {f"{run.start['device']} {run.start['dtype']}" for runs in groups.values() for run in runs}
     print(f"losses: nats per token, of finished runs, ± standard deviation; tokens/s: {', '.join(sorted(places))}")
-    relative(path, cfg, groups, window)
+    relative(path, cfg, groups)
 
 
 # -- what is drawn of eval.py's and analyze.py's files
@@ -610,7 +628,7 @@ def main(cfg: PlotConfig):
         FROM_FILES[kind](path, cfg, list(dict.fromkeys(names)))
     else:
         runs = read_runs(names)
-        KINDS[kind](path, cfg, by_mode(runs, cfg.baseline), pick_window(runs, cfg.window))
+        KINDS[kind](path, cfg, by_mode(runs, cfg.baseline))
 
 
 if __name__ == "__main__":

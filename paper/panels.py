@@ -55,9 +55,9 @@ def by_label(panel, found, get):
 
 
 def draw_relative(ax, panel, found):
-    """Training loss minus that of vanilla with the same settings and seed, over steps."""
+    """Training loss minus that of vanilla with the same settings and seed, over tokens."""
     pairs, styles = by_label(panel, found, lambda job, seed: (found.run(job, seed), found.run(job.baseline, seed)))
-    plot.relative_panel(ax, pairs, styles, found.scale.window)
+    plot.relative_panel(ax, pairs, styles)
 
 
 def draw_layers(ax, panel, found):

@@ -88,9 +88,9 @@ def test_relative_loss_is_paired_by_seed(tmp_path, monkeypatch):
         ("vanilla", 2, [9, 8, 7, 6]),
     )]  # fmt: skip
     out = tmp_path / "deep" / "r.png"
-    x, y, points = drawn(monkeypatch, "relative", *runs, "--window=2", f"--out_file={out}")["resformer"]
-    assert x.tolist() == [1, 2, 3] and points is None
-    np.testing.assert_allclose(y, [[-1.5, 0, -0.5], [-1, -0.5, -0.5]])  # seed 2, seed 1: means of -3 0 0 -1, -1 -1 0 -1
+    x, y, points = drawn(monkeypatch, "relative", *runs, f"--out_file={out}")["resformer"]
+    assert x.tolist() == [512, 1024, 1536, 2048] and points is None  # tokens
+    np.testing.assert_allclose(y, [[-3, 0, 0, -1], [-1, -1, 0, -1]])  # seed 2, seed 1
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and not list(tmp_path.rglob("*.tmp"))
 
 
@@ -99,16 +99,31 @@ def test_runs_of_different_length_share_their_steps(tmp_path, monkeypatch, capsy
     short = make_run(tmp_path / "r", "resformer", 1, np.arange(12.0) + 3, val={}, max_steps=30)
     with open(short + "/metrics.jsonl", "a") as f:
         f.write('{"step": 13, "lo')  # it still runs, and its last line is half written
-    refused(in_process(plot, "relative", base, short, "--window=13"), "window=13 is longer than the 12 steps")
+    refused(in_process(plot, "loss", base, short, "--window=13"), "window=13 is longer than a run of 12 steps")
     seen = drawn(monkeypatch, "relative", base, short, f"--out_file={tmp_path}/r.png")
     x, y, _ = seen["resformer"]
-    assert seen["axes"].get_xlim() == (0, 3)  # the axis ends with the data
-    assert x.tolist() == [1, 2, 3]
-    np.testing.assert_allclose(y, [[3, 3, 3]])
+    assert seen["axes"].get_xlim()[1] == x[-1]  # the axis ends with the data
+    np.testing.assert_allclose(y, [[3] * len(x)])
     assert seen["axes"].get_ylim()[0] < 0  # a difference is shown with its 0
-    said = capsys.readouterr().out
-    assert "r is not finished: step 12/30\n" in said
-    assert "moving average over 10 steps: a run of 12 steps becomes a line of 3 points" in said
+    assert "r is not finished: step 12/30\n" in capsys.readouterr().out
+    drawn(monkeypatch, "loss", base, short, f"--out_file={tmp_path}/l.png")
+    assert "moving average over 10 steps: a run of 12 steps becomes a line of 3 points" in capsys.readouterr().out
+
+
+def test_growing_means():
+    """Windows of 3000 steps: the first ones hold one step, the last 15 % or more of the run."""
+    x = np.arange(1.0, 3001)
+    middle, y = plot.growing_means(x, 2 * x)
+    np.testing.assert_allclose(y, 2 * middle)
+    assert middle[:5].tolist() == [1, 2, 3, 4, 5] and np.all(np.diff(middle) > 0)
+    edges = [1.15**k for k in range(58) if 1.15**k <= 3000]
+    whole = [x[(x >= low) & (x < 1.15 * low)].mean() for low in edges[30:-2]]
+    np.testing.assert_allclose(middle[-len(whole) - 1 : -1], whole)
+    assert middle[-1] == x[x >= edges[-2]].mean()  # 2,884 to 3,000 are not a whole window
+    for last, first in ((115, 101), (114, 88)):  # 1.15^32 = 87.6, 1.15^33 = 100.7, 1.15^34 = 115.8
+        assert plot.growing_means(x[:last], x[:last])[0][-1] == (first + last) / 2
+    assert [part.tolist() for part in plot.growing_means(x[:1], x[:1])] == [[1], [1]]
+    np.testing.assert_allclose(plot.growing_means(2048 * x, x)[1], middle)  # over tokens the windows are the same
 
 
 def test_band():
