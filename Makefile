@@ -10,7 +10,7 @@ DEMO := vanilla resformer svformer
 # OpenMP threads that wait a long time awake make each other late when anything else runs (1.6 x on 2 busy cores)
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo modes figures test test-peers fuzz faults bench-gpu lint clean
+.PHONY: demo modes figures test test-peers fuzz faults bench-gpu gpu lint clean
 demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6
 	for mode in $(DEMO); do \
@@ -58,6 +58,11 @@ bench-gpu: .venv/ready-dev
 	  --modes=vanilla,svformer --peers=dynamic,static --out_file=results/bench_decode_gpu_468m.json
 	$(PY) -m bench.decoding $(ON_GPU) --dtype=bfloat16 --shape=82M --batch=1 --prompt=1024 \
 	  --modes=vanilla,svformer --peers=dynamic,static --out_file=results/bench_decode_gpu_82m.json
+
+# half an hour of a GPU: the bench, then 82M models at two learning rates; what is finished is not run again
+gpu: bench-gpu
+	$(PY) -m paper.reproduce all --scale=gpu
+	$(PY) -m paper.reproduce report --scale=gpu
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .

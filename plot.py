@@ -397,9 +397,10 @@ def relative_panel(ax, pairs, styles, baseline="Transformer"):
         draw_line(ax, *align(seeds), label, styles[label])
     fit_axes(ax, zero=True, start=SHOWN, squashed=4)
     ax.axhline(0, color="0.5", linewidth=0.8, zorder=0)
-    ax.set_xscale("log")
+    ax.set_xscale("log", subs=())
+    ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
     ax.xaxis.set_major_formatter(lambda x, _: short_count(x))
-    ax.set(xlabel="training tokens", ylabel=f"training loss minus {baseline}'s (nats per token)")
+    ax.set(xlabel="training tokens", ylabel=f"training loss minus {baseline}'s (nats)")
     legend(ax)
 
 

@@ -50,7 +50,7 @@ class Figure:
         """All runs that it needs."""
         jobs = [*self.runs, *(job for panel in self.panels for job in panel.jobs)]
         for panel in self.panels:
-            if panel.kind in ("relative", "critical", "dots"):
+            if panel.kind in ("relative", "critical", "dots", "regime"):
                 jobs += [job.baseline for job in panel.jobs]
         return list(dict.fromkeys(jobs))
 
@@ -60,7 +60,7 @@ class Figure:
         for panel in self.panels:
             lines = tuple((label, job) for label, job in panel.lines if scale.has(job))
             panels.append(replace(panel, lines=lines))
-        kept = tuple(claim for claim in self.claims if all(map(scale.has, claim.jobs)))
+        kept = tuple(c for c in self.claims if all(map(scale.has, c.jobs)) and scale.knows(c.what))
         return replace(self, panels=tuple(panels), claims=kept, runs=tuple(filter(scale.has, self.runs)))
 
     @property
@@ -300,7 +300,7 @@ FIGURES = {
         (*claims.start_token("resformer"), *claims.start_token("vanilla")),
     ),
     "fig20": Figure(
-        "The quantities of Figures 1 and 2 at 82M, with cross-layer attention.",
+        "The quantities of Figures 1 and 2 in the base model, with cross-layer attention.",
         tuple(
             Panel("layers", "", named(*FOUR, "cross"), key, label)
             for key, label in ({"entropy": ENTROPY} | FIRST).items()
@@ -431,4 +431,57 @@ FIGURES["rates"] = Figure(
     ),
     tuple(claims_on_rates()),
     table=lambda found: tables.rates_table(found, GRIDS),
+)
+
+# What may move the sign of a gain: one thing at a time, at the same number of tokens but for the last two
+REGIME = {
+    "base": Job(),
+    "width 64": Job(change="n_embd=64"),
+    "width 192": Job(size="180M"),
+    "3 layers": Job(change="n_layer=3"),
+    "12 layers": Job(change="n_layer=12"),
+    "2 heads": Job(change="n_head=2"),
+    "8 heads": Job(change="n_head=8"),
+    "shorter: length {length}": Job(length=512),
+    "longer: length {length}": Job(length=32000),
+    "no weight decay": Job(change="weight_decay=0.0"),
+    "weight decay 0.5": Job(change="weight_decay=0.5"),
+    "half the batch": Job(change="batch_tokens=1024,micro_batch=8,max_steps=12000"),
+    "four batches in one": Job(change="batch_tokens=8192,micro_batch=64,max_steps=1500"),
+    "a quarter of the tokens": Job(change="max_steps=1500"),
+    "five times the tokens": Job(change="max_steps=30000"),
+}
+FIGURES["regime"] = Figure(
+    "Where value residuals pay: validation loss minus vanilla's, when one thing differs from the base. Each mode has "
+    "the learning rate that is its best at the base.",
+    (
+        Panel(
+            "regime",
+            "",
+            tuple(
+                (label, replace(job, mode=mode)) for label, job in REGIME.items() for mode in ("resformer", "svformer")
+            ),
+        ),
+    ),
+)
+
+# What half an hour of a GPU is for, the most valuable runs first
+ON_GPU = (
+    ("Transformer, rate {rate}", Job()),
+    ("ResFormer, rate {rate}", Job("resformer")),
+    ("Transformer, rate {rate}", Job(lr=2.4e-3)),
+    ("ResFormer, rate {rate}", Job("resformer", lr=2.4e-3)),
+    ("SVFormer, rate {rate}", Job("svformer")),
+    ("NeuTRENO, rate {rate}", Job("neutreno")),
+)
+FIGURES["gpu"] = Figure(
+    "The paper's 82M model, by mode and learning rate, on the same batches.",
+    (
+        Panel("tokens", "validation loss", ON_GPU),
+        relative_losses("training loss", tuple((label, job) for label, job in ON_GPU if job.mode != "vanilla")),
+    ),
+    tuple(
+        lower_loss(Job(mode, lr=lr), Job(lr=lr), f"{LABELS[mode]} − Transformer, rate [rate {rate}]")
+        for mode, lr, rate in (("resformer", None, "6e-4"), ("resformer", 2.4e-3, "2.4e-3"), ("neutreno", None, "6e-4"))
+    ),
 )

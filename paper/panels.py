@@ -13,7 +13,7 @@ from paper.claims import LABELS, critical, loss_gap, semi_log
 from paper.runs import INITIAL
 from paper.tables import size_and_loss
 from plot import COLORS, HEADLINE, LEVEL, count_range, legend, page, short_count, style_of, styles_of
-from report import mean_std
+from report import mean_interval, mean_std
 
 HEAT = {"importance": "importance", "value_norm": "norm of the value", "hidden_norm": "norm of the hidden state"}
 KEY = {"color": "0.35", "markersize": 9, "markeredgewidth": 1.6}
@@ -205,6 +205,27 @@ def draw_critical(ax, panel, found):
     legend(ax)
 
 
+def draw_regime(ax, panel, found):
+    """Losses minus vanilla's, a row for each label: means over seeds, their 95 % interval, and a dot for each seed."""
+    rows = list(dict.fromkeys(label for label, _ in panel.lines))
+    shift = {mode: 0.15 - 0.3 * i for i, mode in enumerate(dict.fromkeys(job.mode for job in panel.jobs))}
+    for label, job in panel.lines:
+        gaps = [loss_gap(job, job.baseline)(found, seed) for seed in found.seeds(job)]
+        mean, interval = mean_interval(gaps)
+        style, y = style_of(job.mode), len(rows) - rows.index(label) + shift[job.mode]
+        look = {"color": style["color"], "marker": style["marker"], "linestyle": "", "markerfacecolor": "none"}
+        name = LABELS[job.mode] if label == rows[0] else "_"
+        ax.plot(gaps, [y] * len(gaps), ".", color="0.75", markersize=3)
+        ax.errorbar(mean, y, xerr=interval, label=name, **look)
+    names = [label for label, _ in line_labels(panel, found)]
+    ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
+    ax.set(yticks=range(len(rows), 0, -1), yticklabels=list(dict.fromkeys(names)))
+    ax.set_xlabel("validation loss minus vanilla's (nats per token)")
+    ax.grid(axis="x", color="0.9", linewidth=0.6)
+    ax.set_axisbelow(True)
+    legend(ax)
+
+
 PANEL_KINDS = {
     "relative": draw_relative,
     "layers": draw_layers,
@@ -216,6 +237,7 @@ PANEL_KINDS = {
     "tokens": draw_tokens,
     "critical": draw_critical,
     "rates": draw_rates,
+    "regime": draw_regime,
 }
 
 

@@ -5,12 +5,13 @@
     python -m paper.reproduce all                             everything at --scale=cpu, on a laptop
     python -m paper.reproduce modes                           every mode with three seeds, at config/small.py
     python -m paper.reproduce rates                           seven modes, each at five learning rates
+    python -m paper.reproduce regime                          what moves the sign of a gain: width, depth, decay …
     python -m paper.reproduce all --scale=paper --dry_run     the paper's own settings
     python -m paper.reproduce report                          results/cpu/README.md, from results/cpu.json
 
-Names: fig1 fig2 fig4 … fig22, tab1 … tab5 (Figure 3 is a schematic), modes, rates; figures.py says what each is made
-of. A run is an ordinary run of train.py in out/<scale>/<its name>-<seed>. Figures go to results/<scale>/, the numbers
-beside the paper's to results/<scale>.json. After a kill the same command goes on.
+Names: fig1 fig2 fig4 … fig22, tab1 … tab5 (Figure 3 is a schematic), modes, rates, regime, gpu; figures.py says what
+each is made of. A run is an ordinary run of train.py in out/<scale>/<its name>-<seed>. Figures go to results/<scale>/,
+the numbers beside the paper's to results/<scale>.json. After a kill the same command goes on.
 """
 
 import contextlib
@@ -36,7 +37,8 @@ from report import markdown
 from tasks import TABLE1
 
 MFU = 0.4  # the share of an A100's bf16 peak that GPU-hours are computed with
-OWN_SCALE = {"modes": "modes", "rates": "night"}  # of figures that the paper does not have
+# of figures that the paper does not have
+OWN_SCALE = {"modes": "modes", "rates": "night", "regime": "night", "gpu": "gpu"}
 HERE = Path(__file__).parent.parent
 
 
@@ -44,14 +46,16 @@ HERE = Path(__file__).parent.parent
 class ReproduceConfig:
     """Every setting of paper.reproduce."""
 
-    words: tuple[str, ...] = setting((), "fig1 … fig22, tab1 … tab5, all, modes, rates, or report", positional=True)
-    scale: Literal["", "cpu", "small", "paper", "modes", "night"] = setting(
+    words: tuple[str, ...] = setting(
+        (), "fig1 … fig22, tab1 … tab5, all, modes, rates, regime, gpu, or report", positional=True
+    )
+    scale: Literal["", "cpu", "night", "gpu", "small", "paper", "modes"] = setting(
         "",
-        "what the paper's sizes, lengths and tokens are here; empty = cpu, for modes modes, for rates night",
+        "what the paper's sizes, lengths and tokens are here; empty = cpu, or the one that a figure is made for",
     )
     seeds: int = setting(
         0,
-        "seeds of every run; 0 = at cpu and modes three for 82M at length 2,048, else one",
+        "seeds of every run; 0 = as many as the scale says",
         least=0,
         most=len(SEEDS),
     )
@@ -76,9 +80,9 @@ class ReproduceConfig:
         if not self.scale:
             own = OWN_SCALE.get(self.words[0], "cpu") if len(self.words) == 1 else "cpu"
             object.__setattr__(self, "scale", own)
-        only = self.units.figure
-        if only and set(self.words) - {only, "report"}:
-            raise ValueError(f"scale={self.scale} has the runs of the figure of {only} only; name another")
+        only = self.units.figures
+        if only and set(self.words) - {*only, "all", "report"}:
+            raise ValueError(f"scale={self.scale} is for {', '.join(only)} alone; set another --scale")
         if self.jobs > 1 and self.units.gpus:
             raise ValueError(f"jobs={self.jobs} would share the GPUs of one run; leave it out at scale={self.scale}")
         if len(self.public_folders) < len(self.public):
@@ -87,11 +91,13 @@ class ReproduceConfig:
 
     @property
     def figures(self):
-        """{name: Figure} of what was asked for, in the paper's order. Public models take the places of ours."""
+        """{name: Figure} of what was asked for, in that order. Public models take the places of ours."""
+        names = []
+        for word in self.words:
+            names += (self.units.figures or PAPER) if word == "all" else [word]
         asked = {}
-        for name, figure in FIGURES.items():
-            if name not in self.words and ("all" not in self.words or name not in PAPER):
-                continue
+        for name in names:
+            figure = FIGURES[name]
             if self.public:
                 panels = [dataclasses.replace(p, lines=()) if p.kind == "public" else p for p in figure.panels]
                 figure = dataclasses.replace(figure, panels=tuple(panels))
@@ -342,11 +348,11 @@ def make_all(plans, cfg):
 
 
 def make_data(cfg):
-    """Make the data of a scale without GPUs if it is not there; that of other scales is the user's to make."""
+    """Make the data if it is not there and is pysource, for which nothing is to be downloaded."""
     folder = Path(cfg.units.data_dir)
     if (folder / "manifest.json").exists():
         return
-    if cfg.units.gpus or cfg.data_dir:
+    if cfg.data_dir or " pysource " not in cfg.units.prepare:
         raise UserError(f"{folder} has no manifest.json; make the data: `{cfg.units.prepare}`")
     print(f"making the data: {cfg.units.prepare}", flush=True)
     code = subprocess.run(of_any_folder(cfg.units.prepare.split())).returncode
@@ -392,7 +398,7 @@ def publish(name, figure, cfg, found):
 
 def section(name, record):
     """A figure or table of the report, as Markdown."""
-    others = {"modes": "All modes", "rates": "Learning rates"}
+    others = {"modes": "All modes", "rates": "Learning rates", "regime": "What moves the sign", "gpu": "82M on one GPU"}
     title = others.get(name) or f"{'Figure' if name.startswith('fig') else 'Table'} {name[3:]}"
     parts = [f"## {title}", record["caption"]]
     if "png" in record:

@@ -18,6 +18,7 @@ from configurator import UserError
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
 INITIAL = "init-468M"  # folder of the analysis of a model before training
 PAPER_LR = 6e-4
+UNIT = re.compile(r"\[(size|length|rate|warmup) ([^\]]+)\]")  # of the paper, in a claim's words
 INSPECTED = "inspected"  # the size of the model of Figures 1, 2, 18, 19 and 21: Scale.inspected says which it is
 
 
@@ -106,13 +107,23 @@ class Scale:
     vocab: int = 50277  # of its tokenizer
     tuned: dict = field(default_factory=dict)  # mode -> its learning rate in the paper's units, where it is another
     inspected: dict = field(default_factory=lambda: {"size": "468M"})  # the model whose attention is looked into
-    figure: str = ""  # the only one that it has runs for; "" = all
+    figures: tuple[str, ...] = ()  # the only ones that it is for; () = all of the paper's
     left_out: tuple[str, ...] = ()  # modes that need more heads than its models have
 
     def has(self, job):
         """Whether this scale makes a Job."""
         has_size = job.size in self.sizes or job.size == INSPECTED
-        return has_size and job.length in self.lengths and job.mode not in self.left_out
+        has_plan = job.length in self.lengths and job.warmup in self.warmups
+        return has_size and has_plan and job.mode not in self.left_out
+
+    def knows(self, text):
+        """Whether all units in a text's brackets are this scale's, see Found.in_words."""
+        for unit, paper in UNIT.findall(text):
+            if unit == "size" and paper not in (*self.sizes, INSPECTED):
+                return False
+            if unit == "length" and int(paper) not in self.lengths:
+                return False
+        return True
 
     def here(self, job):
         """The Job with what this scale decides: its learning rate, and which model is inspected."""
@@ -156,6 +167,15 @@ SCALES = {
         data_dir="data/slimpajama", prepare=SLIMPAJAMA + " --tokens=2e9", tokens=2e9,
         window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 2, "468M": 4},
     ),
+    "gpu": Scale(
+        "the paper's 82M model on 52M tokens of Python at length 2,048, on one GPU",
+        {"82M": (8, 8, 512)},
+        {2048: (2048, 64, 32)},
+        steps=400, rate=1.0, warmups={120: 40}, gpus=1, inspected={"size": "82M"},
+        data_dir="data/gpu", prepare="python prepare.py pysource --tokenizer=bpe:16384", tokens=42e6, vocab=16384,
+        window=20, evals=1, chunks=200, settings={"eval_every": 50, "eval_tokens": 65536, "save_every": 100},
+        figures=("gpu", "fig2", "fig19", "fig20", "fig21", "tab5"),
+    ),
     "cpu": Scale(
         "models of 0.1 to 3.4M parameters on 0.4M tokens each, for 2 cores without a GPU",
         {"2M": (4, 2, 16), "82M": (8, 8, 64), "180M": (8, 8, 96), "320M": (8, 8, 128), "468M": (12, 8, 128)},
@@ -170,7 +190,7 @@ SCALES = {
         {2048: (64, 16, 16)},
         steps=300, rate=5.0, warmups={120: 20}, seeds=three_for_ablations, gpus=0,
         data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
-        window=20, evals=1, chunks=200, settings=ON_CORES, figure="modes",
+        window=20, evals=1, chunks=200, settings=ON_CORES, figures=("modes",),
     ),
     "night": Scale(
         "models of 0.5 to 8.7M parameters on 12M tokens each, for 2 cores without a GPU",
@@ -295,7 +315,7 @@ class Found:
                 return f"{self.scale.warmups[int(paper)]:,}"
             return f"{float(paper) * self.scale.rate:.4g}"
 
-        return re.sub(r"\[(size|length|rate|warmup) ([^\]]+)\]", here, text)
+        return UNIT.sub(here, text)
 
     def loss(self, job, seed):
         """Validation loss at the end of a run."""

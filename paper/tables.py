@@ -130,8 +130,8 @@ def recipe(scale, size, vocab):
 
 def table5(found):
     """Validation losses by domain; the paper's in brackets where the domain is one of its own."""
-    for i, ((mode, size), paper) in enumerate(PAPER_LOSSES.items()):
-        job = Job(mode, size)
+    asked = [(Job(*key), paper) for key, paper in PAPER_LOSSES.items() if found.scale.has(Job(*key))]
+    for i, (job, paper) in enumerate(asked):
         records = [found.evaluation(job, seed, "loss") for seed in found.seeds(job)]
         records = [record for record in records if record]
         if not records:
@@ -142,7 +142,7 @@ def table5(found):
         theirs = dict(zip(DOMAINS, paper, strict=False))
         cells = [beside(np.mean([record["val"][name] for record in records]), theirs.get(name)) for name in domains]
         mean = np.mean([record["val_mean"] for record in records])
-        yield [found.in_words(f"{LABELS[mode]}, [size {size}]"), *cells, beside(mean, paper[-1])]
+        yield [found.in_words(f"{LABELS[job.mode]}, [size {job.size}]"), *cells, beside(mean, paper[-1])]
 
 
 def rates_table(found, grids):

@@ -115,7 +115,7 @@ def test_critical_point():
 def jobs_at(scale):
     """The runs of `all`, or of the only figure of a scale, as they are there."""
     units = SCALES[scale]
-    names = [units.figure] if units.figure else PAPER
+    names = units.figures or PAPER
     return list(dict.fromkeys(units.here(job) for name in names for job in FIGURES[name].at(units).jobs))
 
 
@@ -165,7 +165,7 @@ def test_every_run_of_every_figure_is_valid(name):
     assert len({str(train_settings(job, scale, 7, "same")) for job in every}) == len(every)
     tokens = {length: block * batch for length, (block, batch, _) in scale.lengths.items()}
     assert max(tokens.values()) / min(tokens.values()) < 1.03 and scale.steps > 2 * scale.window
-    assert tuple(tokens) == ((2048,) if scale.figure else LENGTHS)
+    assert tuple(tokens) == ((2048,) if scale.figures else LENGTHS)
 
 
 def test_scale_modes_is_the_config_file():
@@ -321,7 +321,7 @@ def test_all_figures_are_there():
     """Each mode is one that train.py takes; every row of the table with a source is in the figure of modes, and so is
     every mode that a claim is about."""
     assert list(PAPER) == [f"fig{i}" for i in (1, 2, *range(4, 23))] + [f"tab{i}" for i in range(1, 6)]
-    assert list(FIGURES) == [*PAPER, "modes", "rates"]
+    assert list(FIGURES) == [*PAPER, "modes", "rates", "regime", "gpu"]
     modes = FIGURES["modes"]
     for job in [*JOBS, *modes.jobs]:
         assert get_mode(job.mode).name == job.mode
@@ -568,6 +568,40 @@ def test_dots():
     (legend,) = first.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["a seed", "mean", "± standard deviation", "vanilla"]
     assert legend.get_title().get_text() == "7 parameters, length 64, 300 steps"
+
+
+def test_what_moves_the_sign():
+    """A row for each difference, from the base down; each mode against vanilla with the same difference and seed."""
+    night = dataclasses.replace(SCALES["night"], tuned={"resformer": 3e-4})
+    half = Job(change="batch_tokens=1024")
+    losses = {"vanilla": [5.0, 5.5], "resformer": [4.9, 5.6], "svformer": [4.5, 4.5]}
+    found = SimpleNamespace(
+        scale=night,
+        loss=lambda job, seed: losses[job.mode][seed] + 2 * (job.mode == "resformer" and job.change != ""),
+        seeds=lambda job: (0,) if job.change else (0, 1),
+        parameters=lambda job: 7,
+    )
+    rows = [(label, dataclasses.replace(job, mode=mode)) for label, job in (("base", Job()), ("half", half))
+            for mode in ("resformer", "svformer")]  # fmt: skip
+    figure = Figure("x", (Panel("regime", "", tuple(rows)),))
+    assert set(figure.jobs) == {dataclasses.replace(job, mode=mode) for job in (Job(), half) for mode in losses}
+    (ax,) = axes_of(figure, found)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["base", "half"]
+    dots = [line.get_xydata().round(9).tolist() for line in ax.lines if line.get_marker() == "."]
+    assert dots == [
+        [[-0.1, 2.15], [0.1, 2.15]],
+        [[-0.5, 1.85], [-1.0, 1.85]],
+        [[1.9, 1.15]],
+        [[-0.5, 0.85]],
+    ]
+    means = [box.lines[0].get_xdata()[0] for box in ax.containers]
+    assert means == pytest.approx([0.0, -0.75, 1.9, -0.5])
+    for job in FIGURES["regime"].jobs:  # each differs from the base as its label says, and sees as many tokens
+        values = train_settings(job, night, 42, "x")
+        cfg = TrainConfig(**values)
+        cfg.model_config(2048)
+        tokens = cfg.max_steps * cfg.batch_tokens / (6000 * 2048)
+        assert tokens == (1 if "max_steps" not in job.change or "batch" in job.change else cfg.max_steps / 6000), job
 
 
 # ---- claims
@@ -898,8 +932,7 @@ def planned(tmp_path_factory):
     """What --dry_run prints at each scale; in an empty folder."""
     said, folder = {}, tmp_path_factory.mktemp("empty")
     for scale in SCALES:
-        figures = SCALES[scale].figure or "all"
-        result = in_process(reproduce, figures, f"--scale={scale}", "--dry_run", cwd=folder)
+        result = in_process(reproduce, "all", f"--scale={scale}", "--dry_run", cwd=folder)
         assert result.returncode == 0, result.stderr
         said[scale] = result.stdout
     assert not list(folder.iterdir())  # nothing is written
@@ -909,7 +942,7 @@ def planned(tmp_path_factory):
 @pytest.mark.parametrize("scale", SCALES)
 def test_dry_run_prints_the_commands(scale, planned):
     """Each is one that its script takes, and makes exactly the run that paper.reproduce would."""
-    text, cfg = planned[scale], asked(SCALES[scale].figure or "all", f"--scale={scale}")
+    text, cfg = planned[scale], asked("all", f"--scale={scale}")
     plans = {str(plan.folder): plan for plan in reproduce.make_plans(cfg)}
     assert list(plans) == [f"out/{scale}/{job.name}-{seed}" for job in jobs_at(scale) for seed in cfg.seeds_of(job)]
     assert cfg.units.prepare in text.splitlines()
@@ -1236,7 +1269,7 @@ def test_refused_settings(monkeypatch, tmp_path):
         (("fig4", "--jobs=-1"), ("jobs=-1",)),
         (("fig4", "--jobs=2", "--scale=paper"), ("jobs=2 would share the GPUs", "scale=paper")),
         (("fig4", "--scale=huge"), ("scale", "'cpu'", "'paper'")),
-        (("fig4", "--scale=modes"), ("scale=modes has the runs of the figure of modes only",)),
+        (("fig4", "--scale=modes"), ("scale=modes is for modes alone",)),
         (("report",), ("results/cpu.json is missing; it should be what a figure at scale=cpu writes",)),
         (("fig18", "--public=a/8B,b/8B"), ("two folders of --public have the same name",)),
         (("fig4", "--scale=paper"), ("scale=paper needs GPUs", "--dry_run", "--scale=cpu")),
