@@ -169,9 +169,10 @@ def make_plans(cfg):
 
 
 def show_plan(plans, cfg):
-    """Print runs, their sizes and whether they are done, disk, and at a scale with GPUs the hours of training."""
+    """Print runs, their sizes and whether they are done, disk, and the hours of training where the speed is known."""
     scale, path = cfg.units, Path(cfg.units.data_dir, "tokenizer.json")
     vocab = Tokenizer.load(path).n_vocab if path.exists() else scale.vocab
+    unit, speed = ("GPU", PEAK_FLOPS["A100"] * MFU) if scale.gpus else ("core", scale.core_speed)
     rows, hours, disk = [], 0.0, 2 * scale.tokens
     for plan in plans:
         settings = TrainConfig(**plan.values)
@@ -180,18 +181,20 @@ def show_plan(plans, cfg):
         tokens = settings.max_steps * settings.batch_tokens
         checkpoints = 2 if settings.eval_every < settings.max_steps else 1  # the last, and the best of several
         bytes_kept = 12 * checkpoints * size  # weights and optimizer in fp32
-        cost = 0.0 if plan.done else flops_per_token(model) * tokens / (PEAK_FLOPS["A100"] * MFU) / 3600
+        cost = flops_per_token(model) * tokens / speed / 3600 if speed and not plan.done else 0.0
         hours += cost
         disk += bytes_kept
         row = [plan.folder.name, "done" if plan.done else "to do", f"{size:,}", f"{tokens:,}"]
-        rows.append([*row, f"{bytes_kept / 1e9:.2f}", f"{cost:,.2f}" if scale.gpus else "-"])
+        rows.append([*row, f"{bytes_kept / 1e9:.2f}", f"{cost:,.2f}" if speed else "-"])
     print(f"scale {cfg.scale}: {scale.what}\n")
-    print(markdown(["run", "state", "parameters", "tokens", "disk (GB)", "GPU-hours"], rows))
+    print(markdown(["run", "state", "parameters", "tokens", "disk (GB)", f"{unit}-hours"], rows))
     if cfg.dry_run:
         print(*map(shlex.join, commands(plans, cfg)), "", sep="\n")
     said = f"{len(plans)} runs, {sum(plan.done for plan in plans)} of them done; "
     if scale.gpus:
         said += f"training takes {hours:,.1f} GPU-hours at {MFU:.0%} of an A100's bf16 peak; "
+    elif speed:
+        said += f"training takes {hours:,.1f} core-hours at {speed / 1e9:,.0f} GFLOP/s a core; "
     print(f"{said}analyses and tasks come on top; disk {disk / 1e9:,.1f} GB with the data", flush=True)
 
 

@@ -65,10 +65,8 @@ NIGHT_RATES = {}  # at scale night, of modes whose best rate is not 6e-3, in the
 NIGHT_SEEDS = dict.fromkeys(("vanilla", "resformer", "svformer"), 5)
 NIGHT_SEEDS |= dict.fromkeys(
     (
-        *("resformer_lambda", "resformer_plus", "resformer_learned", "resformer_sparse"),
-        *("resformer_prev", "resformer_all", "resformer_neutreno", "neutreno", "denseformer"),
-        *("identity", "cross", "query", "key"),
-        *("share_q", "share_k", "share_k2", "share_v2", "cla2", "gqa2", "svformer_2anchors"),
+        *("resformer_lambda", "resformer_plus", "resformer_prev", "resformer_neutreno", "neutreno", "denseformer"),
+        *("identity", "cross", "query", "key", "share_k", "share_k2", "share_v2", "cla2", "gqa2", "svformer_2anchors"),
     ),
     3,
 )
@@ -76,11 +74,13 @@ NIGHT_SEEDS |= dict.fromkeys(
 
 def seeds_at_night(job):
     """The number of seeds of a Job at scale night."""
-    if job != Job(job.mode, job.size, lr=NIGHT_RATES.get(job.mode, PAPER_LR)):
+    if job != Job(job.mode, job.size, job.length, lr=NIGHT_RATES.get(job.mode, PAPER_LR)):
         return 1
-    if job.size == "82M":
+    if job.size == "82M" and job.length == 2048:
         return NIGHT_SEEDS.get(job.mode, 1)
-    return min(3, NIGHT_SEEDS.get(job.mode, 1))
+    by_size = job.length == 2048 and job.mode in ("vanilla", "resformer")  # Figure 6
+    by_length = job.length in (512, 8192) and job.mode in ("vanilla", "svformer")  # Figure 14
+    return 3 if by_size or by_length else 1
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class Scale:
     tuned: dict = field(default_factory=dict)  # mode -> its learning rate in the paper's units, where it is another
     inspected: dict = field(default_factory=lambda: {"size": "468M"})  # the model whose attention is looked into
     figures: tuple[str, ...] = ()  # the only ones that it is for; () = all of the paper's
+    core_speed: float = 0.0  # FLOP/s of a core in training, measured without GPUs; 0 = not measured
     left_out: tuple[str, ...] = ()  # modes that need more heads than its models have
 
     def has(self, job):
@@ -198,7 +199,7 @@ SCALES = {
         {512: (32, 64, 64), 2048: (128, 16, 16), 8192: (256, 8, 8), 32000: (512, 4, 4), 64000: (1024, 2, 2)},
         steps=6000, rate=10.0, warmups={120: 100, 1200: 1000}, gpus=0,
         data_dir="data/night", prepare=f"{PYSOURCE_ALL} --packages={PACKAGES}", tokens=50e6, vocab=2048,
-        window=100, evals=10, chunks=200, left_out=("gqa8",), seeds=seeds_at_night,
+        window=100, evals=10, chunks=200, core_speed=180e9, left_out=("gqa8",), seeds=seeds_at_night,
         tuned=NIGHT_RATES, inspected={"size": "82M", "change": "max_steps=30000"},
         settings=ON_CORES | {"eval_tokens": 65536, "dtype": "bfloat16", "compile": True, "attn": "eager",
                              "save_every": 500},

@@ -205,7 +205,7 @@ def test_what_a_scale_decides():
     cfg = asked("all", "--scale=night")
     assert len(cfg.seeds_of(Job())) == 5 and len(cfg.seeds_of(Job("cross"))) == 3 and len(cfg.seeds_of(Job("mqa"))) == 1
     assert len(cfg.seeds_of(Job("resformer", "468M"))) == 3 and len(cfg.seeds_of(Job("resformer", lr=3e-4))) == 1
-    assert len(cfg.seeds_of(Job(length=512))) == len(cfg.seeds_of(job)) == len(cfg.seeds_of(Job(size=INSPECTED))) == 1
+    assert len(cfg.seeds_of(Job(length=32000))) == len(cfg.seeds_of(job)) == len(cfg.seeds_of(Job(size=INSPECTED))) == 1
 
 
 # ---- figures, on made-up runs
