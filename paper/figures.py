@@ -96,6 +96,9 @@ def relative_losses(title, lines):
 FOUR = ("vanilla", "neutreno", "resformer", "svformer")
 SIZES = ("82M", "180M", "320M", "468M")
 SV = Job("svformer")
+SV_LENGTHS = by_length("svformer", lengths=LENGTHS)
+SV_RATES = tuple(("rate {rate}", Job("svformer", lr=lr)) for lr in (1e-4, 3e-4, 6e-4))
+SV_WARMUPS = tuple(("{warmup} steps of warmup", Job("svformer", warmup=n)) for n in (120, 1200))
 FIRST = {
     "first": "importance of the first token",
     "value_norm_first": "norm of the first token's value",
@@ -242,8 +245,8 @@ FIGURES = {
     "fig14": Figure(
         "SVFormer at five lengths, and the step at which vanilla overtakes it.",
         (
-            relative_losses("SVFormer", by_length("svformer", lengths=LENGTHS)),
-            Panel("critical", "the step at which vanilla overtakes it", by_length("svformer", lengths=LENGTHS)),
+            relative_losses("SVFormer", SV_LENGTHS),
+            Panel("critical", "the step at which vanilla overtakes it", SV_LENGTHS),
         ),
         (
             Claim("share of pairs of lengths whose longer one has the later critical point", "all",
@@ -251,14 +254,13 @@ FIGURES = {
             Claim("SVFormer − Transformer, at length [length 64000] minus at [length 512]", "lower",
                   gap_change(Job("svformer", length=64000), Job("svformer", length=512)), below=0.0),
         ),
+        table=lambda found: tables.critical_table(found, found.labels(SV_LENGTHS)),
     ),
     "fig15": Figure(
         "What SVFormer's loss against vanilla's depends on: learning rate, warmup, architecture, size.",
         (
-            relative_losses("SVFormer by learning rate",
-                            tuple(("rate {rate}", Job("svformer", lr=lr)) for lr in (1e-4, 3e-4, 6e-4))),
-            relative_losses("SVFormer by steps of warmup",
-                            tuple(("{warmup} steps", Job("svformer", warmup=n)) for n in (120, 1200))),
+            relative_losses("SVFormer by learning rate", SV_RATES),
+            relative_losses("SVFormer by steps of warmup", SV_WARMUPS),
             relative_losses("SVFormer by architecture", {"Llama": SV, "GPT2": Job("svformer", arch="gpt2")}),
             Panel("scaling", "by size\n(in the paper SVFormer needs 12.2 % more parameters)",
                   by_size("vanilla", "svformer", sizes=("2M", *tables.PARAMETERS))),
@@ -273,6 +275,7 @@ FIGURES = {
             Claim("share of parameters that SVFormer saves", "-0.122",
                   claims.saved_parameters("svformer", tuple(tables.PARAMETERS)), below=0.0),
         ),
+        table=lambda found: tables.critical_table(found, found.labels((*SV_RATES, *SV_WARMUPS))),
     ),
     "fig16": Figure(
         "Layer 1's values, queries or keys for all layers.",

@@ -22,20 +22,6 @@ KEY = {"color": "0.35", "markersize": 9, "markeredgewidth": 1.6}
 # -- what is drawn, in words
 
 
-def line_labels(panel, found):
-    """[(label, Job)] of a panel's lines, with the scale's numbers for {length}, {size}, {rate} and {warmup}."""
-    scale, lines = found.scale, []
-    for label, job in panel.lines:
-        filled = label.format(
-            length=f"{scale.lengths[job.length][0]:,}",
-            size=short_count(found.parameters(job)),
-            rate=f"{scale.here(job).lr * scale.rate:.4g}",
-            warmup=scale.warmups[job.warmup],
-        )
-        lines.append((filled, job))
-    return lines
-
-
 def real_size(jobs, found):
     """Parameters and length of what is drawn: 706k–738k parameters, length 128."""
     lengths = count_range([found.scale.lengths[job.length][0] for job in jobs], "{:,}".format)
@@ -48,7 +34,7 @@ def real_size(jobs, found):
 def by_label(panel, found, get):
     """({label: [get(job, seed) of each seed]}, {label: style}) of a panel's lines."""
     lines, modes = {}, {}
-    for label, job in line_labels(panel, found):
+    for label, job in found.labels(panel.lines):
         lines[label] = [get(job, seed) for seed in found.seeds(job)]
         modes[label] = job.mode
     return lines, styles_of(modes)
@@ -63,7 +49,7 @@ def draw_relative(ax, panel, found):
 def draw_layers(ax, panel, found):
     """A quantity of the analysis over layers; with several quantities of one run, those that are equal are one line."""
     equal = {}  # at length 128 the token at 1 % of the length is the second
-    for label, job in line_labels(panel, found):
+    for label, job in found.labels(panel.lines):
         key = panel.key[label] if isinstance(panel.key, dict) else panel.key
         values = [found.by_layer(job, seed, key) for seed in found.seeds(job)]
         labels, _ = equal.setdefault((job.mode, str(values)), ([], values))
@@ -217,7 +203,7 @@ def draw_regime(ax, panel, found):
         name = LABELS[job.mode] if label == rows[0] else "_"
         ax.plot(gaps, [y] * len(gaps), ".", color="0.75", markersize=3)
         ax.errorbar(mean, y, xerr=interval, label=name, **look)
-    names = [label for label, _ in line_labels(panel, found)]
+    names = [label for label, _ in found.labels(panel.lines)]
     ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
     ax.set(yticks=range(len(rows), 0, -1), yticklabels=list(dict.fromkeys(names)))
     ax.set_xlabel("validation loss minus vanilla's (nats per token)")

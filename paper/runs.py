@@ -301,6 +301,19 @@ class Found:
     def parameters(self, job):
         return self.run(job, self.seeds(job)[0]).start["parameters"]
 
+    def labels(self, lines):
+        """[(label, Job)] of lines, with what the Jobs are here for {length}, {size}, {rate} and {warmup}."""
+        filled = []
+        for label, job in lines:
+            units = {
+                "length": f"{self.scale.lengths[job.length][0]:,}",
+                "size": plot.short_count(self.parameters(job)),
+                "rate": f"{self.scale.here(job).lr * self.scale.rate:.4g}",
+                "warmup": self.scale.warmups[job.warmup],
+            }
+            filled.append((label.format(**units), job))
+        return filled
+
     def in_words(self, text):
         """Text in which [size 468M], [length 64000], [rate 1e-4] and [warmup 1200] become what they are here."""
 

@@ -4,6 +4,7 @@ texts, the header first.
 Read next: panels.py.
 """
 
+import math
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import plot
 from configurator import UserError
 from data import Tokenizer
 from files import read_json
-from paper.claims import LABELS, best_rate, gap_at_best, gap_at_others_best, scored
+from paper.claims import LABELS, best_rate, critical, gap_at_best, gap_at_others_best, scored
 from paper.runs import SCALES, Job, NoSeed, train_settings
 from report import mean_interval, plus_minus
 from tasks import TABLE1
@@ -143,6 +144,26 @@ def table5(found):
         cells = [beside(np.mean([record["val"][name] for record in records]), theirs.get(name)) for name in domains]
         mean = np.mean([record["val_mean"] for record in records])
         yield [found.in_words(f"{LABELS[job.mode]}, [size {job.size}]"), *cells, beside(mean, paper[-1])]
+
+
+def critical_table(found, lines):
+    """When vanilla overtakes for good. lines: [(label, Job)]."""
+    yield ["", "overtaken after (tokens), ± 95 %", "seeds overtaken", "foreseen", "never ahead", "never overtaken"]
+    for label, job in lines:
+        points = [critical(found, job, seed) for seed in found.seeds(job)]
+        block, batch, _ = found.scale.lengths[job.length]
+        finite = [step * block * batch for step, _ in points if 0 < step < math.inf]
+        mean, interval = mean_interval(finite)
+        when = "-" if mean is None else plot.short_count(mean)
+        if interval is not None:
+            when += f" ± {plot.short_count(interval)}"
+        kinds = [
+            sum(not foreseen and step > 0 for step, foreseen in points),
+            sum(foreseen and step < math.inf for step, foreseen in points),
+            sum(step == 0 for step, _ in points),
+            sum(step == math.inf for step, _ in points),
+        ]
+        yield [label, when, *map(str, kinds)]
 
 
 def rates_table(found, grids):

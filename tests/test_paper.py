@@ -30,7 +30,7 @@ from eval import EvalConfig
 from paper import claims, figures, panels, reproduce, tables
 from paper.claims import Claim, claim_cells, claim_rows
 from paper.figures import FIGURES, PAPER, Figure, Panel
-from paper.panels import draw_figure, line_labels
+from paper.panels import draw_figure
 from paper.reproduce import ReproduceConfig
 from paper.runs import INSPECTED, SCALES, Found, Job, NoSeed, train_settings
 from train import TrainConfig
@@ -402,9 +402,9 @@ def test_labels_and_titles_say_what_is_drawn(found):
         ("fig7", 0, ["ResFormer, length 128", "ResFormer, length 512", "ResFormer, length 1,024"]),
         ("fig12", 1, ["Transformer 180M", "Transformer 468M", "ResFormer 180M", "ResFormer 468M"]),
         ("fig15", 0, ["rate 0.0005", "rate 0.0015", "rate 0.003"]),
-        ("fig15", 1, ["20 steps", "100 steps"]),
+        ("fig15", 1, ["20 steps of warmup", "100 steps of warmup"]),
     ):
-        assert [label for label, _ in line_labels(FIGURES[name].panels[i], found)] == labels
+        assert [label for label, _ in found.labels(FIGURES[name].panels[i].lines)] == labels
     titles = [ax.get_legend().get_title().get_text() for ax in axes_of(FIGURES["fig7"], found)]
     assert titles == [
         "by length\n81.9M parameters, length 128–1,024",
@@ -422,7 +422,7 @@ def test_relative_panels(made, found):
         for ax, panel in zip(axes_of(figure, found), figure.panels, strict=True):
             if panel.kind != "relative":
                 continue
-            drawn, expected = lines(ax), dict(line_labels(panel, found))
+            drawn, expected = lines(ax), dict(found.labels(panel.lines))
             assert len(expected) == len(panel.lines) and "Transformer" in ax.get_ylabel(), name
             low, high = ax.get_ylim()
             assert low < 0 < high and ax.get_xscale() == "log", name
@@ -447,8 +447,8 @@ def test_layer_panels(made, found):
             drawn, key = lines(ax), panel.key
             if key == "entropy":
                 assert set(drawn.pop("uniform causal attention")[1]) == {7.2025}
-            assert drawn.keys() == dict(line_labels(panel, found)).keys(), name
-            for label, job in line_labels(panel, found):
+            assert drawn.keys() == dict(found.labels(panel.lines)).keys(), name
+            for label, job in found.labels(panel.lines):
                 if panel.kind == "spectrum":
                     seeds, first = [made.analysis(job, s)[1]["value_spectrum"][0] for s in made.seeds(job)], 1
                     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
@@ -580,6 +580,7 @@ def test_what_moves_the_sign():
         loss=lambda job, seed: losses[job.mode][seed] + 2 * (job.mode == "resformer" and job.change != ""),
         seeds=lambda job: (0,) if job.change else (0, 1),
         parameters=lambda job: 7,
+        labels=lambda lines: lines,
     )
     rows = [(label, dataclasses.replace(job, mode=mode)) for label, job in (("base", Job()), ("half", half))
             for mode in ("resformer", "svformer")]  # fmt: skip
@@ -713,6 +714,17 @@ def test_claims(made, found):
             seeds = [seed for seed in (42, 1) if all(seed in made.seeds(job) for job in jobs or [Job(length=512)])]
             numbers = [worked_out(made, claim, jobs, seed) for seed in seeds]
             assert row["seeds"] == seeds and row["values"] == pytest.approx(numbers, abs=1e-9), claim.what
+
+
+def test_when_vanilla_overtakes(monkeypatch):
+    """Steps in tokens, mean and interval over the seeds that have a crossing, seen or foreseen."""
+    at = [(1000, False), (3000, True), (0.0, False), (math.inf, True)]
+    monkeypatch.setattr(tables, "critical", lambda found, job, seed: at[seed])
+    found = SimpleNamespace(scale=SCALES["night"], seeds=lambda job: range(4) if job == Job() else [2])
+    header, first, second = tables.critical_table(found, [("a", Job()), ("b", Job("svformer"))])
+    # 2,000 steps of 2,048 tokens; the deviation is 1414 steps, over √2 and times 12.706
+    assert first == ["a", "4.1M ± 26M", "1", "1", "1", "1"] and len(header) == len(first)
+    assert second == ["b", "-", "0", "0", "1", "0"]
 
 
 def test_whether_longer_ones_are_overtaken_later(monkeypatch):
