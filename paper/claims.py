@@ -26,7 +26,7 @@ LABELS = {
     "cla2": "CLA2", "gqa2": "GQA2", "gqa8": "GQA8", "svformer_gqa4": "SVFormer+GQA4", "cla2_gqa4": "CLA2+GQA4",
 }  # fmt: skip
 LENGTHS = tuple(SCALES["paper"].lengths)
-HEADER = ["claim", "the paper", "verdict", "ours", "seeds"]  # three of texts, two of numbers
+HEADER = ["claim", "the paper", "verdict", "ours", "seeds"]  # three columns of texts, two of numbers
 CONFIRMED, CONTRADICTED, UNDETERMINED = "confirmed", "contradicted", "undetermined"
 ONE_SEED = {True: "one seed: the paper's way", False: "one seed: the other way"}
 
@@ -72,8 +72,8 @@ def gap_change(a, b):
 
 def best_rate(found, jobs):
     """The one of a mode's Jobs, which differ in their rate, with the lowest loss: the mean over the seeds that all of
-    them have, because a rate with more seeds would be chosen by luck more seldom."""
-    shared = set.intersection(*(set(found.seeds(job)) for job in jobs))
+    them have, so that a rate with few seeds does not win by luck."""
+    shared = found.common_seeds(*jobs)
     return min(jobs, key=lambda job: np.mean([found.loss(job, seed) for seed in shared]))
 
 
@@ -144,8 +144,8 @@ def reached(curve, loss):
 
 
 def tokens_saved(curve, target):
-    """Share of tokens that curve (tokens, losses) saves on the way to the last loss of `target`. Below 0 if it ends
-    above that: then it needs at least as many more as `target` was earlier at the curve's last loss."""
+    """Share of tokens that curve (tokens, losses) saves on the way to the last loss of `target`. If it never gets there:
+    below 0, by the share of extra tokens that it needs for its own last loss."""
     at = reached(curve, target[1][-1])
     if at is not None:
         return 1 - at / target[0][-1]
@@ -159,7 +159,7 @@ def saved_tokens(found, seed):
 
 
 def critical_point(x, y):
-    """(step, extrapolated?) where a relative loss y over steps x goes from below 0 above it for good: the last such
+    """(step, extrapolated?) where a relative loss y over steps x rises through 0 for the last time: the last such
     crossing, or where the line through the last tenth of the points will; infinity if that does not rise, 0 if y is
     never below 0. Source: the paper's Figure 14, whose last tenth is 1,000 steps."""
     rises = np.flatnonzero((y[:-1] < 0) & (y[1:] >= 0))

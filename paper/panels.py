@@ -10,7 +10,7 @@ import numpy as np
 
 import plot
 from paper.claims import LABELS, critical, loss_gap, semi_log
-from paper.runs import INITIAL
+from paper.runs import INITIAL, INSPECTED, SEEDS, train_settings
 from paper.tables import size_and_loss
 from plot import COLORS, HEADLINE, LEVEL, count_range, legend, page, short_count, style_of, styles_of
 from report import mean_interval, mean_std
@@ -23,9 +23,14 @@ KEY = {"color": "0.35", "markersize": 9, "markeredgewidth": 1.6}
 
 
 def real_size(jobs, found):
-    """Parameters and length of what is drawn: 706k–738k parameters, length 128."""
+    """Parameters and length of what is drawn, and the steps if they are not the scale's: 706k–738k parameters, length
+    128, 30,000 steps."""
     lengths = count_range([found.scale.lengths[job.length][0] for job in jobs], "{:,}".format)
-    return f"{count_range([found.parameters(job) for job in jobs])} parameters, length {lengths}"
+    text = f"{count_range([found.parameters(job) for job in jobs])} parameters, length {lengths}"
+    if {job.size for job in jobs} == {INSPECTED}:
+        steps = train_settings(jobs[0], found.scale, SEEDS[0], "")["max_steps"]
+        text += f", {steps:,} steps" if steps != found.scale.steps else ""
+    return text
 
 
 # -- kinds of panels
@@ -42,8 +47,12 @@ def by_label(panel, found, get):
 
 def draw_relative(ax, panel, found):
     """Training loss minus that of vanilla with the same settings and seed, over tokens."""
-    pairs, styles = by_label(panel, found, lambda job, seed: (found.run(job, seed), found.run(job.baseline, seed)))
-    plot.relative_panel(ax, pairs, styles)
+    pairs, modes = {}, {}
+    for label, job in found.labels(panel.lines):
+        seeds = found.common_seeds(job, job.baseline)
+        pairs[label] = [(found.run(job, seed), found.run(job.baseline, seed)) for seed in seeds]
+        modes[label] = job.mode
+    plot.relative_panel(ax, pairs, styles_of(modes))
 
 
 def draw_layers(ax, panel, found):
@@ -163,6 +172,7 @@ def draw_rates(ax, panel, found):
         for rate, of in zip(rates, losses, strict=True):
             ax.plot([rate] * len(of), of, **style | {"linestyle": ""})
     ax.set(xlabel="peak learning rate", ylabel="validation loss (nats per token)", xscale="log")
+    rates = sorted({job.lr * found.scale.rate for job in panel.jobs})
     ax.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
     ax.set_xticks([], minor=True)
     legend(ax)
@@ -173,7 +183,7 @@ def draw_critical(ax, panel, found):
     points, color = {}, style_of(panel.jobs[0].mode)["color"]
     for job in panel.jobs:
         length = found.scale.lengths[job.length][0]
-        points[length] = [critical(found, job, seed) for seed in found.seeds(job)]
+        points[length] = [critical(found, job, seed) for seed in found.common_seeds(job, job.baseline)]
     for kind, name, face in ((False, "crossed", color), (True, "extrapolated from the last tenth", "none")):
         there = []
         for n, seeds in points.items():
@@ -196,7 +206,8 @@ def draw_regime(ax, panel, found):
     rows = list(dict.fromkeys(label for label, _ in panel.lines))
     shift = {mode: 0.15 - 0.3 * i for i, mode in enumerate(dict.fromkeys(job.mode for job in panel.jobs))}
     for label, job in panel.lines:
-        gaps = [loss_gap(job, job.baseline)(found, seed) for seed in found.seeds(job)]
+        seeds = found.common_seeds(job, job.baseline)
+        gaps = [loss_gap(job, job.baseline)(found, seed) for seed in seeds]
         mean, interval = mean_interval(gaps)
         style, y = style_of(job.mode), len(rows) - rows.index(label) + shift[job.mode]
         look = {"color": style["color"], "marker": style["marker"], "linestyle": "", "markerfacecolor": "none"}
@@ -243,7 +254,9 @@ def draw_figure(path, figure, found):
     size = (4.5 * columns, 4 * rows) if len(panels) > 1 else (6, 4.4)
     with page(path, size) as paper:
         axes = paper.subplots(rows, columns, squeeze=False, sharey=figure.one_scale)
-        for ax, panel in zip(axes.flat, panels, strict=True):
+        for ax in axes.flat[len(panels) :]:
+            ax.set_axis_off()
+        for ax, panel in zip(axes.flat, panels, strict=False):
             size = real_size(panel.jobs, found) if panel.lines else ""
             ax.set_title(f"{panel.title}\n{size}".strip(), loc="left")
             PANEL_KINDS[panel.kind](ax, panel, found)
@@ -313,7 +326,10 @@ def dots_key():
 
 def dots_panel(ax, panel, found):
     """One group of modes: seeds as grey dots, mean and standard deviation as tick and bar, the lowest loss on top."""
-    gaps = {job.mode: [loss_gap(job, job.baseline)(found, seed) for seed in found.seeds(job)] for job in panel.jobs}
+    gaps = {}
+    for job in panel.jobs:
+        seeds = found.common_seeds(job, job.baseline)
+        gaps[job.mode] = [loss_gap(job, job.baseline)(found, seed) for seed in seeds]
     gaps = dict(sorted(gaps.items(), key=lambda item: -np.mean(item[1])))
     for y, (mode, seeds) in enumerate(gaps.items()):
         mean, std = mean_std(seeds)

@@ -37,8 +37,6 @@ from report import markdown
 from tasks import TABLE1
 
 MFU = 0.4  # the share of an A100's bf16 peak that GPU-hours are computed with
-# of figures that the paper does not have
-OWN_SCALE = {"modes": "modes", "rates": "night", "regime": "night", "gpu": "gpu"}
 HERE = Path(__file__).parent.parent
 
 
@@ -65,7 +63,9 @@ class ReproduceConfig:
     public: tuple[str, ...] = setting((), "Llama or Mistral folders in Hugging Face layout, for fig1 and fig18")
     eval_dir: str = setting("", "local files of tab1's tasks, see eval.py; empty = from the hub")
     out_dir: str = setting("", "folder of the runs; empty = out/<scale>")
-    data_dir: str = setting("", "prepared data; empty = what the scale says, which cpu and modes make themselves")
+    data_dir: str = setting(
+        "", "prepared data; empty = what the scale says; data of pysource is made where it is missing"
+    )
     results_dir: str = setting("results", "folder of the figures and numbers")
 
     def __post_init__(self):
@@ -77,9 +77,14 @@ class ReproduceConfig:
                 raise ValueError(f"cannot reproduce {word!r}; there are {', '.join(FIGURES)}, all, report")
         if "report" in self.words and len(self.words) > 1:
             raise ValueError("report stands alone: it shows all that has been drawn")
+        own = {FIGURES[word].scale for word in self.words if word in FIGURES} - {""}
         if not self.scale:
-            own = OWN_SCALE.get(self.words[0], "cpu") if len(self.words) == 1 else "cpu"
-            object.__setattr__(self, "scale", own)
+            object.__setattr__(self, "scale", min(own, default="cpu"))
+        if own - {self.scale}:
+            names = " and ".join(word for word in self.words if word in FIGURES and FIGURES[word].scale in own)
+            raise ValueError(
+                f"{names} cannot be made at scale={self.scale}; they are for scale={', '.join(sorted(own))}"
+            )
         only = self.units.figures
         if only and set(self.words) - {*only, "all", "report"}:
             raise ValueError(f"scale={self.scale} is for {', '.join(only)} alone; set another --scale")
@@ -136,7 +141,7 @@ from train import TrainConfig
 
 @dataclass
 class Plan:
-    """A run that is to be made: its settings, and what is computed from it."""
+    """A run that the figures need: its settings, and what is computed from it."""
 
     job: Job
     seed: int

@@ -14,6 +14,7 @@ import numpy as np
 
 import plot
 from configurator import UserError
+from files import read_json
 
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
 INITIAL = "init-468M"  # folder of the analysis of a model before training
@@ -22,10 +23,14 @@ UNIT = re.compile(r"\[(size|length|rate|warmup) ([^\]]+)\]")  # of the paper, in
 INSPECTED = "inspected"  # the size of the model of Figures 1, 2, 18, 19 and 21: Scale.inspected says which it is
 
 
+# settings of a run that its result does not depend on
+MAY_DIFFER = ("data_dir", "out_dir", "device", "compile", "eval_every", "save_every", "log_every", "keep")
+
+
 @dataclass(frozen=True)
 class Job:
     """A training run in the paper's units. lr: None = the one that a Scale has for the mode; change: what else differs,
-    as settings of train.py, `name=value` with commas."""
+    as settings of train.py that are numbers, `name=value` with commas."""
 
     mode: str = "vanilla"
     size: str = "82M"
@@ -37,7 +42,7 @@ class Job:
 
     @property
     def name(self):
-        """Of its folder: size, length and mode, and what else is not the paper's default."""
+        """The name of its folder, without the seed: size, length, mode, and what else is not the paper's default."""
         parts = [self.size, str(self.length), self.mode]
         if self.lr not in (None, PAPER_LR):
             parts.append(f"lr{self.lr:g}")
@@ -60,26 +65,27 @@ def three_for_ablations(job):
     return 3 if (job.size, job.length) == ("82M", 2048) else 1
 
 
-NIGHT_RATES = {}  # at scale night, of modes whose best rate is not 6e-3, in the paper's units
-# At scale night: seeds of modes at the base size, each at its own rate; runs that are not named have one
-NIGHT_SEEDS = dict.fromkeys(("vanilla", "resformer", "svformer"), 5)
-NIGHT_SEEDS |= dict.fromkeys(
-    (
-        *("resformer_lambda", "resformer_plus", "resformer_prev", "resformer_neutreno", "neutreno", "denseformer"),
-        *("identity", "cross", "query", "key", "share_k", "share_k2", "share_v2", "cla2", "gqa2", "svformer_2anchors"),
-    ),
-    3,
-)
+# At scale night: the best rates in the paper's units, where they are not 6e-4. A size without one has 82M's.
+NIGHT_RATES = {}
+# At scale night: how many seeds a mode has at 82M and length 2,048, at its own rate; a mode that is not here has one
+NIGHT_SEEDS = {
+    "vanilla": 5, "resformer": 5, "svformer": 5,
+    "resformer_lambda": 3, "resformer_plus": 3, "resformer_prev": 3, "resformer_neutreno": 3, "neutreno": 3,
+    "denseformer": 3, "identity": 3, "cross": 3, "query": 3, "key": 3, "share_k": 3, "share_k2": 3, "share_v2": 3,
+    "cla2": 3, "gqa2": 3, "svformer_2anchors": 3,
+}  # fmt: skip
 
 
 def seeds_at_night(job):
-    """The number of seeds of a Job at scale night."""
-    if job != Job(job.mode, job.size, job.length, lr=NIGHT_RATES.get(job.mode, PAPER_LR)):
-        return 1
-    if job.size == "82M" and job.length == 2048:
+    """The number of seeds of a Job at scale night. At other sizes Figure 6 has three, at other lengths Figure 14, up to
+    where a run takes half an hour."""
+    own_rate = NIGHT_RATES.get((job.size, job.mode), NIGHT_RATES.get(("82M", job.mode), PAPER_LR))
+    if job != Job(job.mode, job.size, job.length, own_rate):
+        return 1  # its rate or another setting is not the usual one
+    if (job.size, job.length) == ("82M", 2048):
         return NIGHT_SEEDS.get(job.mode, 1)
-    by_size = job.length == 2048 and job.mode in ("vanilla", "resformer")  # Figure 6
-    by_length = job.length in (512, 8192) and job.mode in ("vanilla", "svformer")  # Figure 14
+    by_size = job.length == 2048 and job.mode in ("vanilla", "resformer")
+    by_length = job.length in (512, 8192) and job.mode in ("vanilla", "svformer")
     return 3 if by_size or by_length else 1
 
 
@@ -96,19 +102,19 @@ class Scale:
     warmups: dict
     gpus: int  # ranks of a run; 0 = no GPU
     data_dir: str
-    prepare: str  # the command that makes it, but for --out_dir
+    prepare: str  # the command that makes the data, without --out_dir
     window: int  # steps of the moving average of training losses
-    evals: int  # evaluations of a 468M run (Figure 6, right); other runs are evaluated at their end
+    evals: int  # evaluations of a 468M run (Figure 6, right); other runs are evaluated every `steps`
     chunks: int  # of an analysis
     seeds: Callable = lambda job: 1  # how many each run has
-    settings: dict = field(default_factory=dict)  # of train.py, besides
+    settings: dict = field(default_factory=dict)  # more settings of train.py, which come before those computed here
     micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
     tokens: float = 20e9  # of the data
     vocab: int = 50277  # of its tokenizer
-    tuned: dict = field(default_factory=dict)  # mode -> its learning rate in the paper's units, where it is another
+    tuned: dict = field(default_factory=dict)  # (size, mode) -> its rate in the paper's units, where it is not 6e-4
     inspected: dict = field(default_factory=lambda: {"size": "468M"})  # the model whose attention is looked into
-    figures: tuple[str, ...] = ()  # the only ones that it is for; () = all of the paper's
-    core_speed: float = 0.0  # FLOP/s of a core in training, measured without GPUs; 0 = not measured
+    figures: tuple[str, ...] = ()  # the only ones that it is for; () = any
+    core_speed: float = 0.0  # FLOP/s of one core in training, for the hours of a plan; 0 = not measured
     left_out: tuple[str, ...] = ()  # modes that need more heads than its models have
 
     def has(self, job):
@@ -124,6 +130,8 @@ class Scale:
                 return False
             if unit == "length" and int(paper) not in self.lengths:
                 return False
+            if unit == "warmup" and int(paper) not in self.warmups:
+                return False
         return True
 
     def here(self, job):
@@ -131,7 +139,8 @@ class Scale:
         if job.size == INSPECTED:
             job = dataclasses.replace(job, **self.inspected)
         if job.lr is None:
-            job = dataclasses.replace(job, lr=self.tuned.get(job.mode, PAPER_LR))
+            base = self.tuned.get(("82M", job.mode), PAPER_LR)
+            job = dataclasses.replace(job, lr=self.tuned.get((job.size, job.mode), base))
         return job
 
 
@@ -287,14 +296,14 @@ class Found:
             if not run or not run.finished:
                 raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
             first = next(iter(self.curves.values()), run)
-            values = train_settings(job, self.scale, seed, folder)
-            made = (run.max_steps, run.start["block_size"], run.start["data"])
-            asked = (values["max_steps"], values["block_size"], first.start["data"])
-            if made != asked:
-                raise UserError(
-                    f"{folder} has (steps, length, data) = {made} instead of {asked}; remove it, or set another "
-                    "--out_dir"
-                )
+            made = read_json(folder / "config.json", "settings of train.py") | {"data": run.start["data"]}
+            asked = train_settings(job, self.scale, seed, folder) | {"data": first.start["data"]}
+            asked["value_mode_name"] = asked.pop("value_mode")
+            for name, value in asked.items():
+                if name not in MAY_DIFFER and made.get(name) != value:
+                    raise UserError(
+                        f"{folder} has {name}={made.get(name)} instead of {value}; remove it, or set another --out_dir"
+                    )
             self.curves[folder] = run
         return self.curves[folder]
 
@@ -315,7 +324,8 @@ class Found:
         return filled
 
     def in_words(self, text):
-        """Text in which [size 468M], [length 64000], [rate 1e-4] and [warmup 1200] become what they are here."""
+        """Text in which [size 468M], [length 64000], [rate 1e-4] and [warmup 1200] become what they are here. A size is
+        vanilla's parameters, and the steps of a run that has more than others."""
 
         def here(match):
             unit, paper = match.groups()
@@ -330,6 +340,11 @@ class Found:
             return f"{float(paper) * self.scale.rate:.4g}"
 
         return UNIT.sub(here, text)
+
+    def common_seeds(self, *jobs):
+        """The seeds that all of several Jobs have."""
+        first, *others = map(self.seeds, jobs)
+        return [seed for seed in first if all(seed in seeds for seeds in others)]
 
     def loss(self, job, seed):
         """Validation loss at the end of a run."""

@@ -148,9 +148,9 @@ def table5(found):
 
 def critical_table(found, lines):
     """When vanilla overtakes for good. lines: [(label, Job)]."""
-    yield ["", "overtaken after (tokens), ± 95 %", "seeds overtaken", "foreseen", "never ahead", "never overtaken"]
+    yield ["", "overtaken after (tokens), ± 95 %", "seen in (seeds)", "foreseen in", "never ahead in", "no end in"]
     for label, job in lines:
-        points = [critical(found, job, seed) for seed in found.seeds(job)]
+        points = [critical(found, job, seed) for seed in found.common_seeds(job, job.baseline)]
         block, batch, _ = found.scale.lengths[job.length]
         finite = [step * block * batch for step, _ in points if 0 < step < math.inf]
         mean, interval = mean_interval(finite)
@@ -173,12 +173,15 @@ def rates_table(found, grids):
     for (size, mode), jobs in grids.items():
         vanilla, best = grids[size, "vanilla"], best_rate(found, jobs)
         cells = [plus_minus(*mean_interval([found.loss(best, seed) for seed in found.seeds(best)]))]
-        for gap in (gap_at_best(jobs, vanilla), gap_at_others_best(jobs, vanilla)):
-            values = []
-            for seed in found.seeds(best):
-                with suppress(NoSeed):
-                    values.append(gap(found, seed))
-            cells.append(plus_minus(*mean_interval(values), sign=True) if mode != "vanilla" else "-")
+        if mode == "vanilla":
+            cells += ["-", "-"]
+        else:
+            for gap in (gap_at_best(jobs, vanilla), gap_at_others_best(jobs, vanilla)):
+                values = []
+                for seed in found.seeds(best):
+                    with suppress(NoSeed):
+                        values.append(gap(found, seed))
+                cells.append(plus_minus(*mean_interval(values), sign=True))
         rate = f"{best.lr * found.scale.rate:.2g}"
         if best in (jobs[0], jobs[-1]):
             rate += " (end of the grid)"

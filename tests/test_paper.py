@@ -193,7 +193,8 @@ def test_seeds():
 
 def test_what_a_scale_decides():
     """At scale night: each mode's own rate, the model that is inspected, and a run that differs in one setting."""
-    night = dataclasses.replace(SCALES["night"], tuned={"gqa2": 3e-4})
+    night = dataclasses.replace(SCALES["night"], tuned={("82M", "gqa2"): 3e-4, ("2M", "gqa2"): 1e-3})
+    assert night.here(Job("gqa2", "180M")).lr == 3e-4 and night.here(Job("gqa2", "2M")).lr == 1e-3
     assert night.here(Job("gqa2")).lr == 3e-4 and night.here(Job("gqa2", lr=1e-4)).lr == 1e-4
     assert night.here(Job("gqa2").baseline).lr == 6e-4  # vanilla's
     values = train_settings(Job("gqa2", INSPECTED), night, 42, "x")
@@ -237,6 +238,8 @@ class Made:
             val = dict(zip(QUARTERS[-len(self.val(job, seed)) :], self.val(job, seed), strict=True))
             about = dict(parameters=parameters(job), block_size=SCALES["cpu"].lengths[job.length][0])
             make_run(folder, job.mode, seed, self.training(job, seed), val, **about)
+            settings = train_settings(job, made_scale(), seed, folder)
+            (folder / "config.json").write_text(json.dumps(settings | {"value_mode_name": job.mode}))
             self.write_analysis(folder, job, seed)
             if results := self.results(job, seed):
                 of = {"step_x": {"step": STEPS, "mode": job.mode, "results": results}}
@@ -341,7 +344,7 @@ def test_a_scale_leaves_out_modes_that_its_models_cannot_be():
         claimed = {job.mode for claim in figure.claims for job in claim.jobs}
         assert shown | left_out == {"svformer", "gqa2", "cla2", "svformer_gqa4", "gqa8", "cla2_gqa4"}
         assert claimed | left_out == shown | left_out and not left_out & claimed
-    assert asked("rates").scale == "night" and asked("rates", "fig7").scale == "cpu"
+    assert asked("rates").scale == asked("rates", "fig7").scale == "night" and asked("fig7").scale == "cpu"
 
 
 class Spy(Found):
@@ -537,6 +540,15 @@ def test_public_models(made, tmp_path):
             assert x.tolist() == list(range(first, first + len(y)))
 
 
+def common(seeds):
+    """Found.common_seeds, of a function Job -> its seeds."""
+    return lambda *jobs: [seed for seed in seeds(jobs[0]) if all(seed in seeds(job) for job in jobs)]
+
+
+def fake_found(seeds, **rest):
+    return SimpleNamespace(seeds=seeds, common_seeds=common(seeds), **rest)
+
+
 class Recorded:
     """Losses of modes by seed, in the place of a Found: {run's name: loss}."""
 
@@ -547,6 +559,9 @@ class Recorded:
 
     def seeds(self, job):
         return tuple(seed for seed in (42, 1, 2) if f"{job.name}-{seed}" in self.losses)
+
+    def common_seeds(self, *jobs):
+        return common(self.seeds)(*jobs)
 
     def loss(self, job, seed):
         return self.losses[f"{job.name}-{seed}"]
@@ -572,10 +587,10 @@ def test_dots():
 
 def test_what_moves_the_sign():
     """A row for each difference, from the base down; each mode against vanilla with the same difference and seed."""
-    night = dataclasses.replace(SCALES["night"], tuned={"resformer": 3e-4})
+    night = dataclasses.replace(SCALES["night"], tuned={("82M", "resformer"): 3e-4})
     half = Job(change="batch_tokens=1024")
     losses = {"vanilla": [5.0, 5.5], "resformer": [4.9, 5.6], "svformer": [4.5, 4.5]}
-    found = SimpleNamespace(
+    found = fake_found(
         scale=night,
         loss=lambda job, seed: losses[job.mode][seed] + 2 * (job.mode == "resformer" and job.change != ""),
         seeds=lambda job: (0,) if job.change else (0, 1),
@@ -720,7 +735,7 @@ def test_when_vanilla_overtakes(monkeypatch):
     """Steps in tokens, mean and interval over the seeds that have a crossing, seen or foreseen."""
     at = [(1000, False), (3000, True), (0.0, False), (math.inf, True)]
     monkeypatch.setattr(tables, "critical", lambda found, job, seed: at[seed])
-    found = SimpleNamespace(scale=SCALES["night"], seeds=lambda job: range(4) if job == Job() else [2])
+    found = fake_found(lambda job: [2] if job.mode == "svformer" else range(4), scale=SCALES["night"])
     header, first, second = tables.critical_table(found, [("a", Job()), ("b", Job("svformer"))])
     # 2,000 steps of 2,048 tokens; the deviation is 1414 steps, over √2 and times 12.706
     assert first == ["a", "4.1M ± 26M", "1", "1", "1", "1"] and len(header) == len(first)
@@ -771,7 +786,7 @@ def fake(values, **bounds):
         return values[seed]
 
     figure = Figure("x", claims=(Claim("what", "paper", value, **bounds),), runs=(Job(), Job(length=512)))
-    found = SimpleNamespace(
+    found = fake_found(
         seeds=lambda job: tuple(range(len(values))) if job == Job() else (0,), in_words=lambda text: text
     )
     (row,) = claim_rows(figure, found)
@@ -785,7 +800,7 @@ def test_rates_are_tuned_for_each_mode():
         "resformer": {1.0: [2.9, 4.4], 2.0: [3.5], 4.0: [9]},
     }
     grid = {mode: [Job(mode, lr=rate) for rate in of] for mode, of in losses.items()}
-    found = SimpleNamespace(
+    found = fake_found(
         loss=lambda job, seed: losses[job.mode][job.lr][seed] if seed < len(losses[job.mode][job.lr]) else fail(NoSeed),
         seeds=lambda job: range(len(losses[job.mode][job.lr])),
         parameters=lambda job: 1_200_000,
@@ -1291,6 +1306,13 @@ def test_refused_settings(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def finished_run(folder, mode, **other):
+    """A made-up run of the shrunken scale, or of other settings."""
+    settings = train_settings(Job(mode), reproduce.SCALES["cpu"], 42, folder) | {"value_mode_name": mode} | other
+    make_run(folder, mode, 42, np.ones(settings["max_steps"]), block_size=settings["block_size"])
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
 def test_runs_that_are_missing(small):
     """Whatever is there is drawn; the rest is named."""
     says = "82M-2048-resformer-42 is missing or not finished; leave out --run=false, or see its train.log"
@@ -1300,8 +1322,8 @@ def test_runs_that_are_missing(small):
     refused(command("fig9", "--run=false"), says)
     (resformer / "metrics.jsonl").unlink()
     resformer.rmdir()
-    make_run(resformer, "resformer", 42, np.ones(4), block_size=16)
-    make_run(vanilla, "vanilla", 42, np.ones(4), block_size=16)
+    finished_run(resformer, "resformer")
+    finished_run(vanilla, "vanilla")
     result = command("all", "--run=false")
     refused(result, "not drawn: fig4, tab5, ", "analysis.json is missing; it should be what `python analyze.py")
     assert "no losses by domain" in result.stdout and (small / "results/cpu/fig9.png").exists()
@@ -1309,14 +1331,18 @@ def test_runs_that_are_missing(small):
 
 
 def test_runs_of_other_settings_or_data(small, tmp_path):
-    for name, steps, length, data in (("steps", 8, 16, "d"), ("length", 4, 8, "d"), ("data", 4, 16, "e")):
+    for name, value, mine in (("max_steps", 8, 4), ("learning_rate", 0.004, 0.003), ("n_embd", 8, 16)):
         out = tmp_path / name
-        make_run(out / "82M-2048-resformer-42", "resformer", 42, np.ones(4), block_size=16)
-        folder = make_run(out / "82M-2048-vanilla-42", "vanilla", 42, np.ones(steps), block_size=length)
-        file = Path(folder, "metrics.jsonl")
-        file.write_text(file.read_text().replace('"data": "d"', f'"data": "{data}"'))
+        finished_run(out / "82M-2048-resformer-42", "resformer")
+        finished_run(out / "82M-2048-vanilla-42", "vanilla", **{name: value})
         result = command("fig9", f"--out_dir={out}", "--run=false")
-        refused(result, f"82M-2048-vanilla-42 has (steps, length, data) = ({steps}, {length}, '{data}') instead of")
+        refused(result, f"82M-2048-vanilla-42 has {name}={value} instead of {mine}")
+    out = tmp_path / "data"
+    finished_run(out / "82M-2048-resformer-42", "resformer")
+    finished_run(out / "82M-2048-vanilla-42", "vanilla")
+    file = Path(out, "82M-2048-vanilla-42", "metrics.jsonl")
+    file.write_text(file.read_text().replace('"data": "d"', '"data": "e"'))
+    refused(command("fig9", f"--out_dir={out}", "--run=false"), "82M-2048-vanilla-42 has data=e instead of d")
 
 
 def test_without_matplotlib(small, real, monkeypatch):
