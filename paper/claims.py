@@ -144,8 +144,8 @@ def reached(curve, loss):
 
 
 def tokens_saved(curve, target):
-    """Share of tokens that curve (tokens, losses) saves on the way to the last loss of `target`. If it never gets there:
-    below 0, by the share of extra tokens that it needs for its own last loss."""
+    """Share of tokens that curve (tokens, losses) saves on the way to the last loss of `target`. If it never gets
+    there: below 0, by the share of extra tokens that it needs for its own last loss."""
     at = reached(curve, target[1][-1])
     if at is not None:
         return 1 - at / target[0][-1]
