@@ -65,7 +65,8 @@ def three_for_ablations(job):
     return 3 if (job.size, job.length) == ("82M", 2048) else 1
 
 
-# At scale night: the best rates in the paper's units, where they are not 6e-4. A size without one has 82M's.
+# At scale night: the best rates in the paper's units, where they are not NIGHT_LR. A size without one has 82M's.
+NIGHT_LR = 3e-4
 NIGHT_RATES = {}
 # At scale night: how many seeds a mode has at 82M and length 2,048, at its own rate; a mode that is not here has one
 NIGHT_SEEDS = {
@@ -79,7 +80,7 @@ NIGHT_SEEDS = {
 def seeds_at_night(job):
     """The number of seeds of a Job at scale night. At other sizes Figure 6 has three, at other lengths Figure 14, up to
     where a run takes half an hour."""
-    own_rate = NIGHT_RATES.get((job.size, job.mode), NIGHT_RATES.get(("82M", job.mode), PAPER_LR))
+    own_rate = NIGHT_RATES.get((job.size, job.mode), NIGHT_RATES.get(("82M", job.mode), NIGHT_LR))
     if job != Job(job.mode, job.size, job.length, own_rate):
         return 1  # its rate or another setting is not the usual one
     if (job.size, job.length) == ("82M", 2048):
@@ -111,7 +112,8 @@ class Scale:
     micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
     tokens: float = 20e9  # of the data
     vocab: int = 50277  # of its tokenizer
-    tuned: dict = field(default_factory=dict)  # (size, mode) -> its rate in the paper's units, where it is not 6e-4
+    lr: float = PAPER_LR  # the rate of a mode, in the paper's units
+    tuned: dict = field(default_factory=dict)  # (size, mode) -> its rate where it is another
     inspected: dict = field(default_factory=lambda: {"size": "468M"})  # the model whose attention is looked into
     figures: tuple[str, ...] = ()  # the only ones that it is for; () = any
     core_speed: float = 0.0  # FLOP/s of one core in training, for the hours of a plan; 0 = not measured
@@ -139,7 +141,7 @@ class Scale:
         if job.size == INSPECTED:
             job = dataclasses.replace(job, **self.inspected)
         if job.lr is None:
-            base = self.tuned.get(("82M", job.mode), PAPER_LR)
+            base = self.tuned.get(("82M", job.mode), self.lr)
             job = dataclasses.replace(job, lr=self.tuned.get((job.size, job.mode), base))
         return job
 
@@ -209,7 +211,7 @@ SCALES = {
         steps=6000, rate=10.0, warmups={120: 100, 1200: 1000}, gpus=0,
         data_dir="data/night", prepare=f"{PYSOURCE_ALL} --packages={PACKAGES}", tokens=50e6, vocab=2048,
         window=100, evals=10, chunks=200, core_speed=180e9, left_out=("gqa8",), seeds=seeds_at_night,
-        tuned=NIGHT_RATES, inspected={"size": "82M", "change": "max_steps=30000"},
+        lr=NIGHT_LR, tuned=NIGHT_RATES, inspected={"size": "82M", "change": "max_steps=30000"},
         settings=ON_CORES | {"eval_tokens": 65536, "dtype": "bfloat16", "compile": True, "attn": "eager",
                              "save_every": 500},
     ),

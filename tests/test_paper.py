@@ -193,19 +193,19 @@ def test_seeds():
 
 def test_what_a_scale_decides():
     """At scale night: each mode's own rate, the model that is inspected, and a run that differs in one setting."""
-    night = dataclasses.replace(SCALES["night"], tuned={("82M", "gqa2"): 3e-4, ("2M", "gqa2"): 1e-3})
-    assert night.here(Job("gqa2", "180M")).lr == 3e-4 and night.here(Job("gqa2", "2M")).lr == 1e-3
-    assert night.here(Job("gqa2")).lr == 3e-4 and night.here(Job("gqa2", lr=1e-4)).lr == 1e-4
-    assert night.here(Job("gqa2").baseline).lr == 6e-4  # vanilla's
+    night = dataclasses.replace(SCALES["night"], tuned={("82M", "gqa2"): 2e-4, ("2M", "gqa2"): 1e-3})
+    assert night.here(Job("gqa2", "180M")).lr == 2e-4 and night.here(Job("gqa2", "2M")).lr == 1e-3
+    assert night.here(Job("gqa2")).lr == 2e-4 and night.here(Job("gqa2", lr=1e-4)).lr == 1e-4
+    assert night.here(Job("gqa2").baseline).lr == 3e-4  # vanilla's
     values = train_settings(Job("gqa2", INSPECTED), night, 42, "x")
-    assert (values["max_steps"], values["n_embd"], values["learning_rate"]) == (30_000, 128, 3e-3)
+    assert (values["max_steps"], values["n_embd"], values["learning_rate"]) == (30_000, 128, 2e-3)
     job = Job(change="weight_decay=0.3,batch_tokens=4096")
     values = train_settings(job, night, 42, "x")
     assert (values["weight_decay"], values["batch_tokens"]) == (0.3, 4096)
     assert job.name == "82M-2048-vanilla-weight_decay0.3-batch_tokens4096"
     cfg = asked("all", "--scale=night")
     assert len(cfg.seeds_of(Job())) == 5 and len(cfg.seeds_of(Job("cross"))) == 3 and len(cfg.seeds_of(Job("mqa"))) == 1
-    assert len(cfg.seeds_of(Job("resformer", "468M"))) == 3 and len(cfg.seeds_of(Job("resformer", lr=3e-4))) == 1
+    assert len(cfg.seeds_of(Job("resformer", "468M"))) == 3 and len(cfg.seeds_of(Job("resformer", lr=6e-4))) == 1
     assert len(cfg.seeds_of(Job(length=32000))) == len(cfg.seeds_of(job)) == len(cfg.seeds_of(Job(size=INSPECTED))) == 1
 
 
