@@ -330,12 +330,7 @@ def claim_row(claim, found, seeds):
             values[seed] = None if value is None or not math.isfinite(value) else float(value)
     known = [value for value in values.values() if value is not None]
     mean, interval = mean_interval(known)
-    row = {
-        "what": claim.what,
-        "paper": claim.paper,
-        "seeds": list(values),
-        "values": list(values.values()),
-    }
+    row = {"what": claim.what, "paper": claim.paper, "seeds": list(values), "values": list(values.values())}
     return row | {"mean": mean, "interval": interval, "n": len(known), "verdict": verdict(claim, mean, interval)}
 
 

@@ -77,11 +77,16 @@ NIGHT_SEEDS = {
 }  # fmt: skip
 
 
+def rate_of(job, tuned, usual):
+    """The rate that a Scale has for a Job: its size's and mode's among the `tuned`, else the base size's, else the
+    usual one."""
+    return tuned.get((job.size, job.mode), tuned.get(("82M", job.mode), usual))
+
+
 def seeds_at_night(job):
     """The number of seeds of a Job at scale night. At other sizes Figure 6 has three, at other lengths Figure 14, up to
     where a run takes half an hour."""
-    own_rate = NIGHT_RATES.get((job.size, job.mode), NIGHT_RATES.get(("82M", job.mode), NIGHT_LR))
-    if job != Job(job.mode, job.size, job.length, own_rate):
+    if job != Job(job.mode, job.size, job.length, rate_of(job, NIGHT_RATES, NIGHT_LR)):
         return 1  # its rate or another setting is not the usual one
     if (job.size, job.length) == ("82M", 2048):
         return NIGHT_SEEDS.get(job.mode, 1)
@@ -141,8 +146,7 @@ class Scale:
         if job.size == INSPECTED:
             job = dataclasses.replace(job, **self.inspected)
         if job.lr is None:
-            base = self.tuned.get(("82M", job.mode), self.lr)
-            job = dataclasses.replace(job, lr=self.tuned.get((job.size, job.mode), base))
+            job = dataclasses.replace(job, lr=rate_of(job, self.tuned, self.lr))
         return job
 
 

@@ -209,6 +209,13 @@ def test_what_a_scale_decides():
     assert len(cfg.seeds_of(Job(length=32000))) == len(cfg.seeds_of(job)) == len(cfg.seeds_of(Job(size=INSPECTED))) == 1
 
 
+def test_claims_in_units_that_a_scale_does_not_have():
+    scale = SCALES["modes"]  # one size, one length, one warmup
+    known = ("[size 82M]", f"[size {INSPECTED}]", "[length 2048]", "[warmup 120]", "[rate 1e-4]", "no unit")
+    unknown = ("[size 468M]", "[length 512]", "[warmup 1200]", "[size 82M] and [size 2M]")
+    assert [text for text in (*known, *unknown) if scale.knows(text)] == list(known)
+
+
 # ---- figures, on made-up runs
 
 
@@ -540,16 +547,14 @@ def test_public_models(made, tmp_path):
             assert x.tolist() == list(range(first, first + len(y)))
 
 
-def common(seeds):
-    """Found.common_seeds, of a function Job -> its seeds."""
-    return lambda *jobs: [seed for seed in seeds(jobs[0]) if all(seed in seeds(job) for job in jobs)]
+class Fake(Found):
+    """A Found that answers what it is given: attributes in the place of its methods."""
+
+    def __init__(self, **given):
+        vars(self).update(given)
 
 
-def fake_found(seeds, **rest):
-    return SimpleNamespace(seeds=seeds, common_seeds=common(seeds), **rest)
-
-
-class Recorded:
+class Recorded(Found):
     """Losses of modes by seed, in the place of a Found: {run's name: loss}."""
 
     scale = SCALES["modes"]
@@ -559,9 +564,6 @@ class Recorded:
 
     def seeds(self, job):
         return tuple(seed for seed in (42, 1, 2) if f"{job.name}-{seed}" in self.losses)
-
-    def common_seeds(self, *jobs):
-        return common(self.seeds)(*jobs)
 
     def loss(self, job, seed):
         return self.losses[f"{job.name}-{seed}"]
@@ -590,7 +592,7 @@ def test_what_moves_the_sign():
     night = dataclasses.replace(SCALES["night"], tuned={("82M", "resformer"): 3e-4})
     half = Job(change="batch_tokens=1024")
     losses = {"vanilla": [5.0, 5.5], "resformer": [4.9, 5.6], "svformer": [4.5, 4.5]}
-    found = fake_found(
+    found = Fake(
         scale=night,
         loss=lambda job, seed: losses[job.mode][seed] + 2 * (job.mode == "resformer" and job.change != ""),
         seeds=lambda job: (0,) if job.change else (0, 1),
@@ -735,7 +737,7 @@ def test_when_vanilla_overtakes(monkeypatch):
     """Steps in tokens, mean and interval over the seeds that have a crossing, seen or foreseen."""
     at = [(1000, False), (3000, True), (0.0, False), (math.inf, True)]
     monkeypatch.setattr(tables, "critical", lambda found, job, seed: at[seed])
-    found = fake_found(lambda job: [2] if job.mode == "svformer" else range(4), scale=SCALES["night"])
+    found = Fake(seeds=lambda job: [2, 9] if job.mode == "svformer" else range(4), scale=SCALES["night"])
     header, first, second = tables.critical_table(found, [("a", Job()), ("b", Job("svformer"))])
     # 2,000 steps of 2,048 tokens; the deviation is 1414 steps, over √2 and times 12.706
     assert first == ["a", "4.1M ± 26M", "1", "1", "1", "1"] and len(header) == len(first)
@@ -786,9 +788,7 @@ def fake(values, **bounds):
         return values[seed]
 
     figure = Figure("x", claims=(Claim("what", "paper", value, **bounds),), runs=(Job(), Job(length=512)))
-    found = fake_found(
-        seeds=lambda job: tuple(range(len(values))) if job == Job() else (0,), in_words=lambda text: text
-    )
+    found = Fake(seeds=lambda job: range(len(values)) if job == Job() else [0], in_words=lambda text: text)
     (row,) = claim_rows(figure, found)
     return row
 
@@ -800,7 +800,7 @@ def test_rates_are_tuned_for_each_mode():
         "resformer": {1.0: [2.9, 4.4], 2.0: [3.5], 4.0: [9]},
     }
     grid = {mode: [Job(mode, lr=rate) for rate in of] for mode, of in losses.items()}
-    found = fake_found(
+    found = Fake(
         loss=lambda job, seed: losses[job.mode][job.lr][seed] if seed < len(losses[job.mode][job.lr]) else fail(NoSeed),
         seeds=lambda job: range(len(losses[job.mode][job.lr])),
         parameters=lambda job: 1_200_000,
