@@ -326,12 +326,17 @@ PROGRESS = {  # see MANIFEST
 }
 
 
+def kept_settings(cfg):
+    """Those that the data depends on, as they are read back from JSON."""
+    settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_DIFFER}
+    return json.loads(json.dumps(settings))
+
+
 def open_output(cfg, inputs):
     """The state of the work in out_dir: new, as a killed run left it (see PROGRESS), or the manifest if the work is
     finished. UserError if out_dir holds anything else."""
     out = Path(cfg.out_dir)
-    settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_DIFFER}
-    settings = json.loads(json.dumps(settings))  # as they are read back
+    settings, defaults = kept_settings(cfg), kept_settings(PrepareConfig())
     listing = hashlib.sha256(json.dumps([[source.name, source.size] for source in inputs]).encode()).hexdigest()
     for path, schema in ((out / "manifest.json", MANIFEST), (out / "progress.json", PROGRESS)):
         if not path.exists():
@@ -339,7 +344,7 @@ def open_output(cfg, inputs):
         state = read_record(path, "a file that prepare.py wrote", schema)
         differ = []
         for name, value in settings.items():
-            before = state["settings"].get(name, value)  # an older version may not have had this setting
+            before = state["settings"].get(name, defaults[name])  # an older version may not have had this setting
             if before != value:
                 differ.append(f"{name} {before!r} there, {value!r} now")
         if state["inputs"] != listing:

@@ -420,6 +420,9 @@ def test_labels_and_titles_say_what_is_drawn(found):
         "by length\n81.9M parameters, length 128–1,024",
         "by mode\n81.9M parameters, length 128, 2 seeds, min–max",
     ]
+    night = Fake(scale=SCALES["night"], parameters=lambda job: 1_951_360)
+    assert panels.real_size([Job()], night) == "1.95M parameters, length 128"
+    assert panels.real_size([Job(size=INSPECTED)], night) == "1.95M parameters, length 128, 30,000 steps"
 
 
 def test_relative_panels(made, found):
@@ -436,6 +439,7 @@ def test_relative_panels(made, found):
             assert len(expected) == len(panel.lines) and "Transformer" in ax.get_ylabel(), name
             low, high = ax.get_ylim()
             assert low < 0 < high and ax.get_xscale() == "log", name
+            assert ax.get_xlim()[1] / ax.get_xlim()[0] == pytest.approx(40), name  # the first instants are left out
             colors = {re.sub(SEEDS, "", line.get_label()): line.get_color() for line in ax.lines}
             styles = plot.styles_of({label: job.mode for label, job in expected.items()})
             for label, job in expected.items():
@@ -614,6 +618,9 @@ def test_what_moves_the_sign():
     ]
     means = [box.lines[0].get_xdata()[0] for box in ax.containers]
     assert means == pytest.approx([0.0, -0.75, 1.9, -0.5])
+    bars = [[bar.get_segments()[0] for bar in box.lines[2]] for box in ax.containers]
+    half = 12.7062 * 0.1  # Student's quantile for two seeds, times the standard error of -0.1 and 0.1
+    assert bars[0][0][:, 0] == pytest.approx([-half, half], abs=1e-4) and not bars[2]  # one seed has none
     for job in FIGURES["regime"].jobs:  # each differs from the base as its label says, and sees as many tokens
         values = train_settings(job, night, 42, "x")
         cfg = TrainConfig(**values)
@@ -813,6 +820,8 @@ def test_rates_are_tuned_for_each_mode():
     header, first, second = tables.rates_table(found, {("82M", mode): grid[mode] for mode in grid})
     assert len(header) == len(first) == 6 and first[:3] == ["1.2M", "Transformer", "20"] and first[4:] == ["-", "-"]
     assert second == ["1.2M", "ResFormer", "10 (end of the grid)", "3.6500 ± 9.5295", "+0.5500 ± 8.2589", "+0.5000"]
+    backwards = {("82M", mode): grid[mode][::-1] for mode in grid}  # the best is the last one
+    assert list(tables.rates_table(found, backwards))[2] == second
     ax = matplotlib.figure.Figure().subplots()
     panels.draw_rates(ax, Panel("rates", "", tuple((mode, job) for mode in grid for job in grid[mode])), found)
     assert [y.tolist() for y in lines(ax)["Transformer"]] == [[10, 20, 40], pytest.approx([5.0, 3.1, 4.0])]
@@ -1039,7 +1048,9 @@ def shrink(monkeypatch, data):
     """Make the scales cpu and modes tiny, and few figures of two runs each."""
     shape = dict(sizes={"82M": (2, 2, 16), "468M": (2, 2, 16)}, lengths={2048: (16, 8, 8)}, steps=4)
     shape["seeds"] = lambda job: 1
-    shape |= dict(window=2, evals=2, chunks=4, settings={"eval_tokens": 512, "dtype": "float32", "compile": False})
+    shape |= dict(
+        window=2, evals=2, chunks=4, core_speed=1e4, settings={"eval_tokens": 512, "dtype": "float32", "compile": False}
+    )
     tiny = dataclasses.replace(SCALES["cpu"], what="tiny", data_dir=str(data), **shape)
     value, one = figures.relative_losses("", {"Value": "resformer"}), figures.named("resformer")
     few = {
@@ -1116,7 +1127,8 @@ def test_a_second_call_trains_nothing(real, small, monkeypatch):
     before, image = json.loads(Path("results/cpu.json").read_text()), Path("results/cpu/fig9.png").read_bytes()
     result = command("all")
     assert result.returncode == 0 and "2 runs, 2 of them done; " in result.stdout
-    assert table_of(result.stdout)["82M-2048-vanilla-42"][0] == "done"
+    state, *_, hours = table_of(result.stdout)["82M-2048-vanilla-42"]
+    assert (state, hours) == ("done", "0.00") and "training takes 0.0 core-hours" in result.stdout
     result = command("all", "--run=false")
     assert result.returncode == 0 and "2 runs" not in result.stdout
     for name, record in json.loads(Path("results/cpu.json").read_text())["figures"].items():
@@ -1297,6 +1309,7 @@ def test_refused_settings(monkeypatch, tmp_path):
         (("fig4", "--jobs=2", "--scale=paper"), ("jobs=2 would share the GPUs", "scale=paper")),
         (("fig4", "--scale=huge"), ("scale", "'cpu'", "'paper'")),
         (("fig4", "--scale=modes"), ("scale=modes is for modes alone",)),
+        (("rates", "fig4", "--scale=cpu"), ("rates cannot be made at scale=cpu; they are for scale=night",)),
         (("report",), ("results/cpu.json is missing; it should be what a figure at scale=cpu writes",)),
         (("fig18", "--public=a/8B,b/8B"), ("two folders of --public have the same name",)),
         (("fig4", "--scale=paper"), ("scale=paper needs GPUs", "--dry_run", "--scale=cpu")),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, finished, in_process, refused, script
+from conftest import ROOT, change, finished, in_process, refused, script
 
 import prepare
 import reading
@@ -144,6 +144,17 @@ def test_rerun_and_other_settings(corpus, tmp_path):
     assert contents(out) == before
     (tmp_path / "train").mkdir()
     refused(call(*files(folder, tmp_path)), "did not write", "--out_dir")
+
+
+def test_settings_that_older_versions_did_not_have(corpus, tmp_path):
+    """They count as their defaults."""
+    out = tmp_path / "out"
+    shutil.copytree(corpus[1], out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    old = {name: value for name, value in manifest["settings"].items() if name not in ("packages", "seed")}
+    change(out / "manifest.json", settings=old)
+    assert "finished" in make(*files(corpus[0], out))
+    refused(call(*files(corpus[0], out, "--seed=5")), "other data (seed 0 there, 5 now;")
 
 
 def test_full_disk_loses_nothing(corpus, tmp_path):
