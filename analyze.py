@@ -295,8 +295,6 @@ class Recorder:
         for n, block in enumerate(model.blocks):
             self.handles.append(block.register_forward_pre_hook(functools.partial(self.state, n)))
             self.handles.append(block.attn.register_forward_hook(functools.partial(self.layer, n)))
-            for index, gate in block.attn.gates.items():
-                self.handles.append(gate.register_forward_hook(functools.partial(self.gate, index, n)))
         self.handles.append(model.norm.register_forward_pre_hook(functools.partial(self.state, len(model.blocks))))
         self.handles.append(model.norm.register_forward_hook(self.normed))
 
@@ -318,14 +316,6 @@ class Recorder:
         """After the final norm."""
         check_finite(x, "the final norm")
         self.averages.add(0, measure_vectors(to_fp32(x)), "normed_")
-
-    def gate(self, index, n, gate, args, weights):
-        """After a Gate, which computes (own, source) for each token: their means."""
-        means = []
-        for w in weights:
-            w = torch.as_tensor(w)  # a number, or (B, G, T, 1)
-            means.append(to_fp32(w).flatten(1).mean(dim=1).cpu() if w.ndim else w)
-        self.averages.add(n, {f"gate_{index}": torch.stack(torch.broadcast_tensors(*means), dim=1)})
 
     def layer(self, n, attn, args, output):
         """After the attention of a layer."""
@@ -486,23 +476,6 @@ def find_flags(averages, L, T):
     }
 
 
-def learned_weights(model, averages):
-    """The mode's mixing weights: "lam" [residual][layer], for a Gate its means over tokens, and DenseFormer's "alpha"
-    [block]."""
-    found = {}
-    if model.lambdas:
-        found["lam"] = []
-        for index, layers in enumerate(model.mixing_weights()):
-            for n in range(len(layers)):
-                gate = averages.mean(f"gate_{index}", n)
-                if gate is not None:
-                    layers[n] = gate.tolist()
-            found["lam"].append([None if weights is None else [short(x) for x in weights] for weights in layers])
-    if model.dense:
-        found["alpha"] = [[short(x) for x in alpha.tolist()] for alpha in model.dense.alphas]
-    return found
-
-
 def summarize_layers(model, averages, T):
     """(the measured part of analysis.json, the arrays of analysis.npz)."""
     L = model.cfg.n_layer
@@ -517,7 +490,6 @@ def summarize_layers(model, averages, T):
         "normed": by_layer(averages, NORMED, 1),
         "flags": find_flags(averages, L, T),
         "thresholds": {"sink": SINK, "drain": DRAIN, "peak": PEAK, "massive": MASSIVE},
-        "learned": learned_weights(model, averages),
     }
     arrays = {}
     for name in BY_POSITION:

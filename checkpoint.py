@@ -30,7 +30,6 @@ from model import GPT
 from runtime import whole
 from value_modes import ModelConfig, plan_layers
 
-__all__ = ["load", "load_hf"]
 HEADER = {
     "format": Literal["nanoresformer/1"],
     "step": COUNT,
@@ -106,10 +105,10 @@ def steps(run):
     return dict(sorted(found.items()))
 
 
-def runs_below(folder="out"):
-    """The folders below `folder` that hold a checkpoint, the one with the newest last."""
+def runs_in_out():
+    """The folders below out/ that hold a checkpoint, the one with the newest last."""
     newest = {}
-    for path in Path(folder).glob("**/step_*[0-9].safetensors"):
+    for path in Path("out").glob("**/step_*[0-9].safetensors"):
         with contextlib.suppress(FileNotFoundError):  # that run has just replaced it
             newest[path.parent] = max(newest.get(path.parent, 0), path.stat().st_mtime)
     return sorted(newest, key=lambda run: newest[run])
@@ -120,7 +119,7 @@ def find(run_or_file="", which="last"):
     first one of a Hugging Face folder. "" is the newest run below out/. Raises UserError, with the runs that do exist,
     if there is none."""
     if not run_or_file:
-        run_or_file = (runs_below() or ["out"])[-1]
+        run_or_file = (runs_in_out() or ["out"])[-1]
     path = Path(run_or_file)
     if path.is_file():
         return path
@@ -128,7 +127,7 @@ def find(run_or_file="", which="last"):
         return hf_files(path)[0]
     files = steps(path)
     if not files:
-        runs = runs_below()
+        runs = runs_in_out()
         there = ", ".join(str(run) for run in runs[:-9:-1])
         hint = f"runs that do: {there}" if runs else "no run is below out/ yet, `make demo` trains three small ones"
         raise UserError(f"{path} holds no checkpoint (step_*.safetensors); {hint}")
@@ -197,7 +196,8 @@ def read_checked(path):
 
 def check_forms(path, tensors, expected):
     """Raise UserError unless tensors have the names, types and shapes of those in `expected`."""
-    theirs, mine = ({name: (t.dtype, t.shape) for name, t in some.items()} for some in (tensors, expected))
+    theirs = {name: (t.dtype, t.shape) for name, t in tensors.items()}
+    mine = {name: (t.dtype, t.shape) for name, t in expected.items()}
     differ = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
     if differ:
         few = ", ".join(differ[:3])

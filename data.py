@@ -306,14 +306,27 @@ class Corpus:
         return self._read("train", [self.place(step * size + row) for row in range(first, last)])
 
     def val_batch(self, domain, first, last):
-        """Validation windows first..last-1 of a domain: x, y (rows, block_size) int64."""
-        return self._read("val", [(domain, window) for window in range(first, last)])
-
-    def val_rest(self, domain):
-        """The rest after the validation windows: x, y (1, 0 to block_size - 1) int64, y one token after x."""
-        start = self.windows("val", domain) * self.block_size
+        """Validation windows first..last-1 of a domain: x, y (rows, block_size) int64. Number windows("val", domain) is
+        what is left after the whole windows, x, y (1, fewer)."""
+        if first < self.windows("val", domain):
+            return self._read("val", [(domain, window) for window in range(first, last)])
+        start = first * self.block_size
         rest = self._ids("val", domain, start, self._files["val"][domain][1] - start).astype(np.int64)
         return rest[None, :-1], rest[None, 1:]
+
+    def val_parts(self, size, most=None):
+        """[(number of the domain, first window, last)], the arguments of val_batch for a pass over all domains, up to
+        `size` windows in a part. most: windows of a domain; None = all, and what is left after them. Of a domain
+        without a whole window that is all there is."""
+        parts = []
+        for d, domain in enumerate(self.domains):
+            n = self.windows("val", domain)
+            shown = n if most is None else min(n, most)
+            parts += [(d, first, min(first + size, shown)) for first in range(0, shown, size)]
+            has_rest = self._files["val"][domain][1] - n * self.block_size > 1
+            if has_rest and (most is None or n == 0):
+                parts.append((d, n, n + 1))
+        return parts
 
 
 def domain_losses(corpus, sums):

@@ -34,8 +34,9 @@ class EvalConfig:
     limit: int = setting(0, "only the first documents of each task; 0 = all", least=0)
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
     batch_tokens: int = setting(0, "tokens of a forward pass; 0 = 2,048 on a CPU, 65,536 on a GPU", least=0)
-    log_samples: str = setting("", "file that gets one JSON line for each choice of each document", group="Results")
-    out_file: str = setting("", "the tables; empty = eval.md in the run's folder, for several runs in its parent")
+    out_file: str = setting(
+        "", "the tables; empty = eval.md in the run's folder, for several runs in its parent", group="Results"
+    )
 
     def __post_init__(self):
         check_ranges(self)
@@ -244,14 +245,13 @@ def collect_samples(path, header):
     return records
 
 
-def score_table(world, records, documents):
-    """The scores of all ranks' sample records on all ranks: (documents, choices, 3) of log-probability, whether greedy,
-    and 1; zeros where nothing is scored."""
-    table = np.zeros((len(documents), max(map(len, documents)), 3))
-    for record in records:
-        if record["document"] < len(documents):  # a call before this one may have had no limit
-            table[record["document"], record["choice"]] = record["log_prob"], record["greedy"], 1
-    return world.sum(table).numpy()
+def gathered_scores(world, records):
+    """{(document, choice): (sum of log-probabilities in nats, greedy)} of all ranks' sample records, on all ranks."""
+    mine = {(r["document"], r["choice"]): (r["log_prob"], r["greedy"]) for r in records}
+    scores = {}
+    for of_rank in world.gather(mine):
+        scores |= of_rank
+    return scores
 
 
 # ---- tasks
@@ -260,7 +260,7 @@ def score_table(world, records, documents):
 @dataclass
 class Entry:
     """A checkpoint and its results. records: {task: what eval.json says of it}; correct: {task: what `per_document`
-    returns}; samples: the records for --log_samples."""
+    returns}."""
 
     path: Path
     digest: str
@@ -270,17 +270,12 @@ class Entry:
     label: str = ""
     records: dict = field(default_factory=dict)
     correct: dict = field(default_factory=dict)
-    samples: list = field(default_factory=list)
 
 
 def run_task(entry, model, name, asked, where, cfg, world):
-    """Score a task for an Entry: its record, correct answers and samples."""
+    """Score a task for an Entry: its record and correct answers."""
     documents = rows_of(name, asked, entry.tokenizer, model.cfg.block_size)
     results = task_scores(entry, model, name, asked, documents, where, cfg, world)
-    if cfg.log_samples:
-        for i, scores in enumerate(results):
-            for j, found in enumerate(scores):
-                entry.samples.append(sample_record(entry.label, name, (i, j), asked[i], documents[i][j], *found))
     entry.correct[name] = per_document(name, asked, results)
     entry.records[name] = task_record(asked, documents, entry.correct[name]) | {"data": where, "limit": cfg.limit}
 
@@ -295,12 +290,12 @@ def task_scores(entry, model, name, asked, documents, where, cfg, world):
     facts = json.dumps([entry.digest, where, cfg.dtype, world.kind, code])
     header = {"scores_follow_from": hashlib.sha256(facts.encode()).hexdigest()}
     path = entry.path.with_name(f"samples_{name}.{entry.path.stem}.jsonl")
-    known = score_table(world, collect_samples(path, header) if world.rank == 0 else [], documents)
+    scores = gathered_scores(world, collect_samples(path, header) if world.rank == 0 else [])
     if world.rank > 0:
         path = path.with_suffix(f".{world.rank}.jsonl")
         write_text(path, json_lines([header]))
     sizes = [sum(len(row.ids) for row in rows) for rows in documents]
-    left = [i for i, rows in enumerate(documents) if not known[i, : len(rows), 2].all()]
+    left = [i for i, rows in enumerate(documents) if any((i, j) not in scores for j in range(len(rows)))]
     mine = sorted(left, key=lambda i: sizes[i])[world.rank :: world.size]
     what = f"{entry.label}, {name}"
     if world.rank == 0:
@@ -313,21 +308,27 @@ def task_scores(entry, model, name, asked, documents, where, cfg, world):
                     failed = f"{name}: the model's log-probabilities are not finite"
                     raise UserError(f"{failed}; its training failed, or use --dtype=float32")
                 i = mine[k]
-                record = sample_record(entry.label, name, (i, j), asked[i], documents[i][j], total, greedy)
+                record = sample_record(entry.label, name, i, j, asked[i], documents[i][j])
+                record |= {"log_prob": total, "greedy": greedy}
                 records.append(record)
                 append(file, json_lines([record]))
                 bar.update(len(documents[i][j].ids))
-    table = np.where(known[..., 2:] > 0, known, score_table(world, records, documents)).tolist()
-    return [[(total, greedy > 0) for total, greedy, _ in table[i][: len(rows)]] for i, rows in enumerate(documents)]
+    scores = gathered_scores(world, records) | scores  # what was known stays as it was
+    return [[scores[i, j] for j in range(len(rows))] for i, rows in enumerate(documents)]
 
 
-def sample_record(label, name, slot, q, row, total, greedy):
-    """What is kept of one choice; slot: (document, choice)."""
-    i, j = slot
-    record = {"checkpoint": label, "task": name, "document": i, "choice": j, "context": q.contexts[j]}
-    record["continuation"] = q.delimiter + q.choices[j]
-    record.update(ids=row.ids[-row.n :], log_prob=total, greedy=greedy, gold=q.gold)
-    return record
+def sample_record(label, name, i, j, q, row):
+    """What is kept of choice j of document i, before its score."""
+    return {
+        "checkpoint": label,
+        "task": name,
+        "document": i,
+        "choice": j,
+        "context": q.contexts[j],
+        "continuation": q.delimiter + q.choices[j],
+        "ids": row.ids[-row.n :],
+        "gold": q.gold,
+    }
 
 
 # ---- loss
@@ -341,19 +342,12 @@ def run_loss(entry, model, cfg, world):
     """
     corpus = entry.corpus
     step = max(1, cfg.tokens_per_pass(world) // corpus.block_size)
-    parts = []  # (number of the domain, first window, last): a forward pass each
-    for d, domain in enumerate(corpus.domains):
-        n = corpus.windows("val", domain)
-        parts += [(d, first, min(n, first + step)) for first in range(0, n, step)]
-        if corpus.val_rest(domain)[1].size:
-            parts.append((d, n, None))  # the tokens after the last window
-    parts = parts[world.rank :: world.size]
+    parts = corpus.val_parts(step)[world.rank :: world.size]
     n_bytes = corpus.tokenizer.token_bytes()
     sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes of text
     with progress(f"{entry.label}, loss", len(parts), "batch", world.rank == 0) as bar:
         for d, first, last in parts:
-            domain = corpus.domains[d]
-            x, y = corpus.val_rest(domain) if last is None else corpus.val_batch(domain, first, last)
+            x, y = corpus.val_batch(corpus.domains[d], first, last)
             loss = model(*world.to_device(world.pin_memory((x, y))))[1]
             sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()
             bar.update(1)
@@ -548,8 +542,6 @@ def evaluate(entries, cfg, world):
             raise UserError(f"out of the GPU's memory; set --batch_tokens below {cfg.tokens_per_pass(world)}") from None
         if world.rank == 0:
             store_results(entry)
-    if cfg.log_samples and world.rank == 0:
-        write_text(cfg.log_samples, json_lines(record for e in entries for record in e.samples))
     return all_tables(entries, cfg.task)
 
 

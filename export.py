@@ -167,7 +167,7 @@ def check_export(folder, model, tokenizer, corpus, dtype):
     largest, n_tokens, differ, texts = 0.0, 0, 0, []
     for domain in corpus.domains:
         n = min(2, corpus.windows("val", domain))
-        x, _ = corpus.val_batch(domain, 0, n) if n else corpus.val_rest(domain)
+        x, _ = corpus.val_batch(domain, 0, max(1, n))
         idx = torch.from_numpy(x)
         largest = max(largest, (model(idx)[0] - peer(idx).logits).abs().nan_to_num(math.inf).max().item())
         n_tokens += idx.numel()

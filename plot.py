@@ -144,9 +144,9 @@ def page(path, size):
     """
     style, figure = need("matplotlib.style"), need("matplotlib.figure")
     with style.context(["default", LOOK]):
-        paper = figure.Figure(figsize=size, dpi=150, layout="constrained")
-        yield paper
-        write_atomic(path, lambda temporary: paper.savefig(temporary, format="png", metadata={"Software": None}))
+        fig = figure.Figure(figsize=size, dpi=150, layout="constrained")
+        yield fig
+        write_atomic(path, lambda temporary: fig.savefig(temporary, format="png", metadata={"Software": None}))
     print(f"wrote {path}")
 
 
@@ -298,6 +298,11 @@ def pair(groups, baseline):
     return pairs
 
 
+def all_runs(groups):
+    """The runs of {mode: [its runs]}."""
+    return [run for of_mode in groups.values() for run in of_mode]
+
+
 def size_of(runs):
     """Size and length of runs, for a title: 2.95M parameters, length 256, 300 steps of 2,048 tokens."""
     parts = [
@@ -326,14 +331,12 @@ def smooth(x, y, window):
 
 def growing_means(x, y):
     """Means of x and y over windows that grow with x, as a logarithmic axis needs them: each ends at GROWTH times its
-    beginning. A last window that is not full is part of the one before."""
-    window = np.floor(np.log(x / x[0]) / np.log(GROWTH) + 1e-9)
-    step = x[-1] - x[-2] if len(x) > 1 else 1
-    if x[-1] + step < x[0] * GROWTH ** (window[-1] + 1):
-        window[window == window[-1]] = np.max(window[window < window[-1]], initial=0)
-    _, first = np.unique(window, return_index=True)
-    sizes = np.diff([*first, len(x)])
-    return np.add.reduceat(x, first) / sizes, np.add.reduceat(y, first) / sizes
+    beginning, and the last one with the data."""
+    n_windows = int(np.log(x[-1] / x[0]) / np.log(GROWTH))
+    ends = x[0] * GROWTH ** np.arange(1, n_windows)  # of all but the last
+    windows = np.split(np.arange(len(x)), np.searchsorted(x, ends))
+    means = [(x[window].mean(), y[window].mean()) for window in windows if len(window)]
+    return np.array(means).T
 
 
 def pick_window(runs, asked):
@@ -424,17 +427,17 @@ def layer_panel(ax, lines, styles, ylabel, first=1, level=None):
 def relative(path, cfg, groups):
     """Training loss of each run minus that of the baseline's run of its seed, averaged over seeds."""
     pairs = pair(groups, cfg.baseline)
-    with page(path, (6, 4.4)) as paper:
-        ax = paper.subplots()
-        ax.set_title(size_of(sum(groups.values(), [])), loc="left")
+    with page(path, (6, 4.4)) as fig:
+        ax = fig.subplots()
+        ax.set_title(size_of(all_runs(groups)), loc="left")
         relative_panel(ax, pairs, {mode: style_of(mode) for mode in pairs}, cfg.baseline)
 
 
 def loss(path, cfg, groups):
     """Training loss of each mode; averages stand in the middle of their window, as validation losses do."""
-    window = pick_window(sum(groups.values(), []), cfg.window)
-    with page(path, (6, 4.4)) as paper:
-        ax = paper.subplots()
+    window = pick_window(all_runs(groups), cfg.window)
+    with page(path, (6, 4.4)) as fig:
+        ax = fig.subplots()
         for mode, runs in groups.items():
             x, y = align([smooth(run.steps["step"], run.steps["loss"], window) for run in runs])
             at, val = align([np.array([*run.val.items()]).reshape(-1, 2).T for run in runs])
@@ -443,7 +446,7 @@ def loss(path, cfg, groups):
         ax.set_xlim(0, 1.02 * ax.get_xlim()[1])  # room for the last marker
         label = f"training step (lines: training loss, mean over {window} steps; markers: validation loss)"
         ax.set(xlabel=label, ylabel="loss (nats per token)")
-        ax.set_title(size_of(sum(groups.values(), [])), loc="left")
+        ax.set_title(size_of(all_runs(groups)), loc="left")
         legend(ax)
 
 
@@ -556,13 +559,13 @@ def evaluation(path, cfg, names):
     sizes = [read_run(name).start["parameters"] for name in names if Path(name, "metrics.jsonl").exists()]
     if sizes:
         title = f"{count_range(sizes)} parameters, {title}"
-    with page(path, (sum(widths), 4)) as paper:
-        axes = list(np.atleast_1d(paper.subplots(1, len(widths), width_ratios=widths)))
+    with page(path, (sum(widths), 4)) as fig:
+        axes = list(np.atleast_1d(fig.subplots(1, len(widths), width_ratios=widths)))
         if has_loss:
             losses_by_domain(axes[-1], runs, styles)
         if tasks:
             accuracies(axes[0], runs, styles, tasks, cfg.metric)
-        paper.legend(
+        fig.legend(
             *axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4, title=title, alignment="left"
         )
 
@@ -578,10 +581,9 @@ ANALYSIS = (
 )
 
 
-def read_analysis(folder, make=""):
+def read_analysis(folder):
     """The analysis.json of a folder; raises UserError, which names the command that makes it, if there is none."""
-    make = make or f"python analyze.py {folder}"
-    return read_json(Path(folder, "analysis.json"), f"what `{make}` writes", ANALYSED)
+    return read_json(Path(folder, "analysis.json"), f"what `python analyze.py {folder}` writes", ANALYSED)
 
 
 def analysis_groups(names):
@@ -607,8 +609,8 @@ def analysis(path, cfg, names):
         size = f"{short_count(first['parameters'])}, " if "parameters" in first else ""
         labels[name] = f"{short} ({size}length {first['length']:,})"
     styles = styles_of({labels[name]: mode for name, mode in modes.items()})
-    with page(path, (12.5, 7.5)) as paper:
-        for ax, (title, part, key, over) in zip(paper.subplots(2, 3).flat, ANALYSIS, strict=True):
+    with page(path, (12.5, 7.5)) as fig:
+        for ax, (title, part, key, over) in zip(fig.subplots(2, 3).flat, ANALYSIS, strict=True):
             lines = {}
             for name, runs in groups.items():
                 y = np.array([found[part][key]["mean"] for found in runs], float)

@@ -39,7 +39,8 @@ MAY_DIFFER = ("out_dir", "input_dir", "skip_bad", "workers")  # settings that a 
 PAPER_MIXTURE = dict(CommonCrawl=0.5, C4=0.2, Github=0.1, Book=0.05, ArXiv=0.05, Wikipedia=0.05, StackExchange=0.05)
 # GPT-2's pattern with another end: it has `\s+(?!\S)|\s+` there. Ours matches the same up to 99,999 characters; the
 # regex engine's stack overflows in a million characters of whitespace.
-PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|(?:\s(?!\S)){1,99999}|\s"
+WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
+PATTERN = WORDS + r"|(?:\s(?!\S)){1,99999}|\s"
 
 
 @dataclass
@@ -263,7 +264,7 @@ def neox_spec(path):
     # which, listed last, hides the vocabulary's own entry for that run.
     pattern = PATTERN
     if runs:
-        pattern = f" {{2,{len(runs) + 1}}}|" + PATTERN.replace(r"(?:\s(?!\S))", r"(?:(?!  )\s(?!\S))")
+        pattern = f" {{2,{len(runs) + 1}}}|" + WORDS + r"|(?:(?!  )\s(?!\S)){1,99999}|\s"
     ranks += [(run.encode(), i) for run, i in runs]
     return tokenizer_spec("neox", pattern, ranks, special, "NFC" if normalizer else None)
 

@@ -45,7 +45,7 @@ def markdown(header, rows, left=1):
     return "\n".join(lines)
 
 
-def progress(name, total, unit="it", show=True):
+def progress(name, total, unit, show=True):
     """A tqdm bar over `total` units, with update(n) and close(). Off a terminal it prints a line every ten seconds."""
     from tqdm import tqdm
 

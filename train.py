@@ -134,8 +134,8 @@ from value_modes import kv_floats_per_token
 
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
 REMEDY = "nothing of this step is saved; continue from a checkpoint before it with a lower learning_rate"
-NO_RESULT = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every")
-NO_RESULT += ("recompute", "shard")  # settings that change no result: a resumed run changes them without a note
+MAY_DIFFER = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every")
+MAY_DIFFER += ("recompute", "shard")  # settings that change no result: a resumed run changes them without a note
 
 
 def learning_rate(step, peak, end, warmup, steps):
@@ -143,8 +143,8 @@ def learning_rate(step, peak, end, warmup, steps):
     Source: the authors' train.py."""
     if step < warmup:
         return LR_START + (peak - LR_START) * step / warmup
-    progress = min(1, (step - warmup) / max(1, steps - warmup))
-    return end + (peak - end) * (1 + math.cos(math.pi * progress)) / 2
+    share_done = min(1, (step - warmup) / max(1, steps - warmup))
+    return end + (peak - end) * (1 + math.cos(math.pi * share_done)) / 2
 
 
 def adamw(model, lr, weight_decay, betas, device_type):
@@ -313,7 +313,7 @@ def compare_settings(run, done):
     if done and path.exists():
         old = {"init_from": ""} | read_json(path, "the config of a run", checkpoint.RUN)
         new["init_from"] = cfg.init_from or old["init_from"]  # a resumed run need not name it again
-    changed = {k: old[k] for k in new if k in old and old[k] != new[k] and k not in NO_RESULT}
+    changed = {k: old[k] for k in new if k in old and old[k] != new[k] and k not in MAY_DIFFER}
     what = ", ".join(f"{k} (was {str(v)[:40] or 'empty'})" for k, v in changed.items())
     is_finished = done >= cfg.max_steps
     if changed.keys() & {"seed", "batch_tokens", "data", "init_from"} or (changed and is_finished):
@@ -455,24 +455,17 @@ def validate(run):
     Returns what data.domain_losses does, and for modes with learned scalars "lam", see GPT.mixing_weights.
     """
     cfg, world, corpus = run.cfg, run.world, run.corpus
-    jobs = []  # (number of the domain, first window, last window)
-    for d, domain in enumerate(corpus.domains):
-        n = corpus.windows("val", domain)
-        if cfg.eval_tokens:
-            n = min(n, max(1, cfg.eval_tokens // cfg.block_size))
-        jobs += [(d, first, min(n, first + cfg.micro_batch)) for first in range(0, n, cfg.micro_batch)]
-        if n == 0:
-            jobs.append((d, 0, 0))  # a domain of less than one window: all that it has
+    most = max(1, cfg.eval_tokens // cfg.block_size) if cfg.eval_tokens else None
+    parts = corpus.val_parts(cfg.micro_batch, most)
     n_bytes = corpus.tokenizer.token_bytes()
     sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes of text
-    n_rounds = math.ceil(len(jobs) / world.size)
+    n_rounds = math.ceil(len(parts) / world.size)
     for i in range(world.rank, n_rounds * world.size, world.size):
-        d, first, last = jobs[i % len(jobs)]
-        domain = corpus.domains[d]
-        x, y = corpus.val_batch(domain, first, last) if last else corpus.val_rest(domain)
+        d, first, last = parts[i % len(parts)]
+        x, y = corpus.val_batch(corpus.domains[d], first, last)
         with run.autocast, torch.compiler.set_stance("force_eager"):  # each size would be compiled anew
             loss = run.model(*world.to_device(world.pin_memory((x, y))))[1]
-        if i < len(jobs):  # past them a rank only computes along: a sharded model is gathered by all ranks or none
+        if i < len(parts):  # past them a rank only computes along: a sharded model is gathered by all ranks or none
             sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()
     result = domain_losses(corpus, world.sum(sums).numpy())
     if list(run.model.lambdas.parameters()):
@@ -546,8 +539,8 @@ def train(run, done, config, note):
         if n % cfg.eval_every == 0 or n == cfg.max_steps:
             val_loss = metrics.evaluation(n, validate(run))
         if n % cfg.save_every == 0 or is_stopped or val_loss is not None:
-            hash, is_main = run.corpus.tokenizer.hash, world.rank == 0
-            checkpoint.save(cfg.out_dir, n, run.model, hash, val_loss, run.optimizer, run.scaler, cfg.keep, is_main)
+            state = run.model, run.corpus.tokenizer.hash, val_loss, run.optimizer, run.scaler
+            checkpoint.save(cfg.out_dir, n, *state, cfg.keep, is_main=world.rank == 0)
         if is_stopped and n < cfg.max_steps:
             metrics.say(f"stopped and saved at step {n}; the same command with --resume=auto continues")
             break

@@ -228,8 +228,8 @@ def draw_decoding(files, figure):
     if not found:
         raise UserError(f"there is no model of ours in {', '.join(files)}")
     kv_gib = read_json(files[0], "a file of bench.decoding")["kv_gib"]
-    with page(figure, (12.5, 3.8 * len(found))) as paper:
-        for axes, (title, modes) in zip(paper.subplots(len(found), 3, squeeze=False), found.items(), strict=True):
+    with page(figure, (12.5, 3.8 * len(found))) as fig:
+        for axes, (title, modes) in zip(fig.subplots(len(found), 3, squeeze=False), found.items(), strict=True):
             batch = max(row["batch"] for rows in modes.values() for row in rows)
             prompt = max(row["prompt"] for rows in modes.values() for row in rows)
             speed_panel(axes[0], modes, "prompt", "batch", batch)

@@ -7,7 +7,6 @@ A page holds each table between `<!-- table: NAME -->` and `<!-- end -->`; NAME 
 """
 
 import functools
-import math
 import re
 import sys
 from dataclasses import dataclass
@@ -36,11 +35,12 @@ from bench.scoring import scoring_table
 from bench.training import memory_table, training_table
 from budget import BudgetConfig, budget
 from describe import mode_table
+from eval import loss_table
 from examples import vit
 from files import read_json, write_text
 from paper.claims import tally
 from report import markdown, plus_minus
-from tasks import TABLE1
+from tasks import TABLE1, average
 from value_modes import TABLE, ModelConfig
 
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
@@ -100,9 +100,7 @@ def accuracy_table():
     rows = []
     for mode, results in demo_results().items():
         pairs = [(results[task]["acc"], results[task]["acc_stderr"]) for task in TABLE1]
-        mean = sum(value for value, _ in pairs) / len(pairs)
-        error = math.sqrt(sum(error**2 for _, error in pairs)) / len(pairs)
-        rows.append([mode, *(plus_minus(*pair) for pair in pairs), plus_minus(mean, error)])
+        rows.append([mode, *(plus_minus(*pair) for pair in [*pairs, average(pairs)])])
     chance = [results[task]["chance"] for task in TABLE1]  # the same for all models
     rows.append(["chance", *map(plus_minus, chance), plus_minus(sum(chance) / len(chance))])
     rows.append(["documents", *(f"{results[task]['n']:,}" for task in TABLE1), ""])
@@ -111,16 +109,11 @@ def accuracy_table():
 
 def domain_loss_table():
     """Losses of the demo-sized models by domain, and their differences from vanilla's."""
-    losses = {}
-    for mode, results in demo_results().items():
-        record = results["loss"]
-        losses[mode] = {**record["val"], "Avg": record["val_mean"], "mixture": record["val_mixture"]}
-    first, *others = losses
-    rows = [[mode, *map(plus_minus, found.values())] for mode, found in losses.items()]
-    for mode in others:
-        gaps = [loss - losses[first][domain] for domain, loss in losses[mode].items()]
-        rows.append([f"{mode} − {first}", *(plus_minus(gap, sign=True) for gap in gaps)])
-    return markdown(["loss (nats per token)", *losses[first]], rows)
+    results = demo_results()
+    found = []
+    for record in (of["loss"] for of in results.values()):
+        found.append({**record["val"], "Avg": record["val_mean"], "mixture": record["val_mixture"]})
+    return loss_table(list(results), "loss (nats per token)", found)
 
 
 def campaign_table(name):

@@ -252,8 +252,8 @@ def draw_figure(path, figure, found):
     columns = len(panels) if len(panels) < 4 else 2
     rows = -(-len(panels) // columns)
     size = (4.5 * columns, 4 * rows) if len(panels) > 1 else (6, 4.4)
-    with page(path, size) as paper:
-        axes = paper.subplots(rows, columns, squeeze=False, sharey=figure.one_scale)
+    with page(path, size) as fig:
+        axes = fig.subplots(rows, columns, squeeze=False, sharey=figure.one_scale)
         for ax in axes.flat[len(panels) :]:
             ax.set_axis_off()
         for ax, panel in zip(axes.flat, panels, strict=False):
@@ -268,9 +268,9 @@ def heat_figure(path, figure, found):
     from matplotlib.colors import LogNorm
 
     (panel,) = figure.panels
-    with page(path, (3.6 * len(HEAT), 2.1 * len(panel.lines) + 0.4)) as paper:
-        paper.suptitle(real_size(panel.jobs, found), x=0.01, ha="left", fontsize=9)
-        axes = paper.subplots(len(panel.lines), len(HEAT), squeeze=False)
+    with page(path, (3.6 * len(HEAT), 2.1 * len(panel.lines) + 0.4)) as fig:
+        fig.suptitle(real_size(panel.jobs, found), x=0.01, ha="left", fontsize=9)
+        axes = fig.subplots(len(panel.lines), len(HEAT), squeeze=False)
         for column, (key, quantity) in zip(axes.T, HEAT.items(), strict=True):
             maps = []  # (layers, positions) of each model, mean over its seeds
             for job in panel.jobs:
@@ -286,7 +286,7 @@ def heat_figure(path, figure, found):
                 ax.set_title(f"{label}: {quantity}", fontsize=8, loc="left")
                 ax.yaxis.get_major_locator().set_params(integer=True)
             ticks = np.geomspace(norm.vmin, norm.vmax, 4)
-            bar = paper.colorbar(image, ax=list(column), location="bottom", aspect=40, ticks=ticks, format="{x:.3g}")
+            bar = fig.colorbar(image, ax=list(column), location="bottom", aspect=40, ticks=ticks, format="{x:.3g}")
             bar.ax.minorticks_off()
             bar.set_label(f"{quantity} (one scale)")
             column[-1].set_xlabel("token position")
@@ -300,8 +300,8 @@ def dots_figure(path, figure, found):
     sizes = [len(panel.lines) + 1 for panel in panels]
     heights = [max(sizes[i : i + 2]) for i in range(0, len(sizes), 2)]
     title = f"{real_size(figure.jobs, found)}, {found.scale.steps:,} steps"
-    with page(path, (9.5, 0.19 * sum(heights) + 0.9)) as paper:
-        axes = paper.subplots(len(heights), 2, height_ratios=heights, sharex=True, squeeze=False).flat
+    with page(path, (9.5, 0.19 * sum(heights) + 0.9)) as fig:
+        axes = fig.subplots(len(heights), 2, height_ratios=heights, sharex=True, squeeze=False).flat
         for ax, panel in zip(axes, panels, strict=False):
             dots_panel(ax, panel, found)
         for ax in axes[len(panels) :]:
@@ -309,7 +309,7 @@ def dots_figure(path, figure, found):
         for ax in axes[len(panels) - 2 : len(panels)]:
             ax.tick_params(labelbottom=True)
             ax.set_xlabel("validation loss minus vanilla's (nats per token)")
-        paper.legend(handles=dots_key(), loc="outside upper left", ncols=4, title=title, alignment="left")
+        fig.legend(handles=dots_key(), loc="outside upper left", ncols=4, title=title, alignment="left")
 
 
 def dots_key():

@@ -301,37 +301,6 @@ def test_averages_over_uneven_batches():
     assert averages.std("alike", 0) < 1e-8  # rounding does not take it below 0, where there is no root
 
 
-def test_gates_are_means_over_tokens():
-    model, idx = tiny("two_gates"), tokens((2, 9))
-    lam = analyze.learned_weights(model, recorded(model, idx))["lam"]
-    with torch.no_grad():
-        for n, (attn, args, _) in enumerate(watched(model, idx)):
-            x, P = args[0], dict(attn.named_parameters())
-            assert (lam[0][n] is not None, lam[1][n] is not None) == (n >= 1, n >= 2)
-            if n >= 1:
-                own = torch.sigmoid(x @ P["gates.0.w.weight"].T + P["gates.0.w.bias"]).mean().item()
-                assert lam[0][n] == pytest.approx([own, 1 - own], rel=1e-6)
-            if n >= 2:
-                assert lam[1][n] == pytest.approx([0.5, 0.5 * (x @ P["gates.1.w.weight"].T).relu().mean().item()])
-
-
-def test_learned_weights():
-    names = ("vanilla", "resformer", "cross", "resformer_lerp", "probs_all", "denseformer", "denseformer_2x2")
-    models = {mode: tiny(mode) for mode in names}
-    found = {mode: analyze.learned_weights(model, recorded(model, tokens((1, 9)))) for mode, model in models.items()}
-    assert found["vanilla"] == {} and found["resformer"]["lam"] == [[None, *[[0.5, 0.5]] * 3]]
-    assert found["cross"]["lam"] == [[None] * 4]
-    share = models["resformer_lerp"].lambdas[0].share[1].item()
-    assert found["resformer_lerp"]["lam"][0][2] == pytest.approx([1 - share, share], rel=1e-6)
-    scalars = models["probs_all"].lambdas[0].scalars[2].tolist()
-    assert found["probs_all"]["lam"][0][3] == pytest.approx(scalars, rel=1e-6)
-    for mode, n_rows in (("denseformer", 4), ("denseformer_2x2", 2)):
-        assert len(found[mode]["alpha"]) == n_rows
-        for row, alpha in zip(found[mode]["alpha"], models[mode].dense.alphas, strict=True):
-            assert row == pytest.approx(alpha.tolist(), rel=1e-6)
-    json.dumps(found)
-
-
 # ---- closed forms, and what is planted is found
 
 
@@ -547,7 +516,7 @@ def near(found, wanted, rtol, name):
 
 
 KEYS = set("format mode step checkpoint parameters config chunks chunks_asked length first_token dtype device".split())
-KEYS |= set("entropy_uniform layers states normed flags thresholds learned environment".split())
+KEYS |= set("entropy_uniform layers states normed flags thresholds environment".split())
 ARRAYS = dict(importance=(2, 24), value_norm=(2, 24), raw_value_norm=(2, 24), key_norm=(2, 24), hidden_norm=(3, 24))
 ARRAYS |= dict(value_spectrum=(2, 32), raw_value_spectrum=(2, 32))
 

@@ -47,10 +47,29 @@ def test_each_window_once_per_epoch(data_dir):
 def test_windows_hold_every_target_once(data_dir):
     corpus = Corpus(data_dir, 16)
     text = np.fromfile(data_dir / "val" / "code.bin", "<u2")
-    x, y = corpus.val_batch("code", 0, corpus.windows("val", "code"))
-    rest_x, rest_y = corpus.val_rest("code")
+    n = corpus.windows("val", "code")
+    x, y = corpus.val_batch("code", 0, n)
+    rest_x, rest_y = corpus.val_batch("code", n, n + 1)
     np.testing.assert_array_equal([*x.ravel(), *rest_x.ravel()], text[:-1])
     np.testing.assert_array_equal([*y.ravel(), *rest_y.ravel()], text[1:])
+
+
+def test_parts_of_a_validation_pass(tmp_path):
+    """Of 3,000 tokens: two windows of 1,000 and a rest, one of 2,999 and no rest, or no window at all."""
+    folder = make_data(tmp_path, {"a": 5000, "b": 5000})
+    for block_size, size, most, expected in (
+        (1000, 1, None, [(0, 1), (1, 2), (2, 3)]),
+        (1000, 9, None, [(0, 2), (2, 3)]),
+        (1000, 9, 1, [(0, 1)]),
+        (2999, 1, None, [(0, 1)]),
+        (4000, 1, None, [(0, 1)]),
+        (4000, 1, 5, [(0, 1)]),
+    ):
+        corpus = Corpus(folder, block_size, verify=False)
+        parts = corpus.val_parts(size, most)
+        assert parts == [(d, *windows) for d in (0, 1) for windows in expected]
+        n_tokens = sum(corpus.val_batch("b", first, last)[1].size for d, first, last in parts if d == 1)
+        assert n_tokens == (1000 if most == 1 else 2999)
 
 
 def test_mixture_is_what_is_drawn(data_dir):
@@ -148,7 +167,7 @@ def test_a_domain_without_a_target_is_refused(tmp_path):
         splits["val"]["a"]["tokens"] = n
         change(folder / "manifest.json", splits=splits)
         if n == 2:
-            assert Corpus(folder, 16, verify=False).val_rest("a")[1].shape == (1, 1)
+            assert Corpus(folder, 16, verify=False).val_batch("a", 0, 1)[1].shape == (1, 1)
     with pytest.raises(UserError, match="val data of domain 'a' in .* has 1 tokens, but needs 2"):
         Corpus(folder, 16, verify=False)
 

@@ -411,6 +411,12 @@ def forget(*folders):
             path.unlink()
 
 
+def samples_of(run):
+    """The records of all samples files, in the order of tasks, documents and choices."""
+    found = [record for path in run.glob("samples_*") for record in read_records(path)[1:]]
+    return sorted(found, key=lambda record: (record["task"], record["document"], record["choice"]))
+
+
 def results(run, step=8):
     return json.loads((run / "eval.json").read_text())["checkpoints"][f"step_{step:08d}.safetensors"]["results"]
 
@@ -426,11 +432,9 @@ def same(found, wanted):
 
 
 def test_a_run_as_a_user_does_it(runs, tmp_path):
-    lines = tmp_path / "samples.jsonl"
-    words = [runs / "a", "--task=all", f"--log_samples={lines}", f"--data_dir={runs / 'evals'}"]
-    result = script("eval.py", *words)
+    result = script("eval.py", runs / "a", "--task=all", f"--data_dir={runs / 'evals'}")
     assert result.returncode == 0 and "vanilla, lambada: 50 of 50 tokens to score" in result.stderr, result.stderr
-    out, found, samples = result.stdout, results(runs / "a"), read_records(lines)
+    out, found, samples = result.stdout, results(runs / "a"), samples_of(runs / "a")
     assert list(found) == ["loss", *tasks.TASKS]
     tokenizer = byte_tokenizer()
     for name in tasks.TASKS:
@@ -511,16 +515,16 @@ def test_beginnings_that_are_worth_it():
     assert [(u.shared, len(u.rows), u.width) for u in e.bundles_of([rows])] == [(1, 1, 20)] * 20
 
 
-def test_two_ranks_equal_one(runs, tmp_path):
-    words = ["--task=table5,table1,lambada", f"--data_dir={runs / 'evals'}", f"--log_samples={tmp_path}/s.jsonl"]
+def test_two_ranks_equal_one(runs):
+    words = ["--task=table5,table1,lambada", f"--data_dir={runs / 'evals'}"]
     forget(runs / "b")
-    evaluate(runs, runs / "b", words[0], words[2])
-    one, samples = results(runs / "b"), read_records(tmp_path / "s.jsonl")
+    evaluate(runs, runs / "b", words[0])
+    one, samples = results(runs / "b"), samples_of(runs / "b")
     forget(runs / "b")
     result = torchrun(2, runs / "b", *words, of="eval.py")
     assert result.returncode == 0, result.stderr
     same(results(runs / "b"), one)
-    for a, b in zip(samples, read_records(tmp_path / "s.jsonl"), strict=True):
+    for a, b in zip(samples, samples_of(runs / "b"), strict=True):
         assert abs(a.pop("log_prob") - b.pop("log_prob")) < 1e-5 and a == b
     files = sorted((runs / "b").glob("samples_piqa.*"))
     shares = [{record.get("document") for record in read_records(path)} - {None} for path in files]
@@ -634,8 +638,6 @@ def test_bad_calls(runs, tmp_path):
     refused(
         call(runs / "a", "--task=loss", f"--corpus={tmp_path}"), "manifest.json is missing; it should be prepare.py"
     )
-    under_a_file = runs / "a" / "config.json" / "x"
-    refused(call(runs / "a", "--task=piqa", evals, f"--log_samples={under_a_file}"), "config.json")
     alone = tmp_path / "alone"
     alone.mkdir()
     shutil.copy(runs / "a" / "step_00000008.safetensors", alone)
