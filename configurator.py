@@ -6,7 +6,7 @@ A config file is plain Python: its top-level names are settings (`learning_rate 
 underscore, modules, functions and classes are ignored. The file is executed, so only use files that you trust.
 Settings stored in checkpoints are JSON and are never executed.
 
-Read next: value_modes.py. This file imports nothing heavy, so a script can check its settings before it loads torch.
+This file imports nothing heavy, so a script can check its settings before it loads torch.
 """
 
 import ast

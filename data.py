@@ -7,7 +7,7 @@ A data folder, as prepare.py makes it:
     train/<domain>.bin       little-endian uint16 token ids, each document followed by the end-of-text id
     val/<domain>.bin         the same for held-out documents
 
-No torch here: prepare.py's worker processes import this file too. Read next: train.py.
+No torch here: prepare.py's worker processes import this file too. Read next: checkpoint.py.
 """
 
 import base64

@@ -16,7 +16,7 @@ are mixed), MLP, Block, DepthAverage, the loss, GPT. Read next: train.py.
 import hashlib
 import math
 
-if __name__ == "__main__":  # prints what is asked for, and ends the process before torch is imported
+if __name__ == "__main__":  # prints what is asked for, and ends the process
     import budget
 
     budget.command()
@@ -281,7 +281,8 @@ class OutputGate(nn.Module):
 
 
 class Attention(nn.Module):
-    """One layer's attention, and the one place where tensors of earlier layers come in.
+    """One layer's attention, the place where q, k, v and scores of earlier layers come in. (Their hidden states come in
+    in Block, and DenseFormer's average in GPT.hidden.)
 
     forward: x (B, T, C) -> U_n W_o (B, T, C), this layer's own q, k, v as projected, and its q, k, v as they attend
     (mixed or borrowed; with a cache, keys and values of all tokens so far). The arguments `raw` and `attended` map
@@ -322,7 +323,7 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         own = self.project(x, angles)
         now = dict(own)  # what this layer attends with
-        after_attention = []
+        later = []  # mixes in the softmax and after attention
         for m in self.mixes:
             of = m.residual.of
             weights = self.gates[str(m.index)](x) if m.residual.per_token else lambdas[m.index]
@@ -330,7 +331,7 @@ class Attention(nn.Module):
                 # ResFormer (Eq 7): V' = l_own V_n + l V_1. The source is raw and not detached.
                 now[of] = mix(weights, now[of], [raw[i][of] for i in m.sources])
             else:
-                after_attention.append((m, weights, now.get("v")))  # V_n of this call's tokens, as mixed so far
+                later.append((m, weights, now.get("v")))  # V_n of this call's tokens, as mixed so far
         v_new = now.get("v")  # of this call's tokens, as mixed
         for t in "qkv":
             if t not in self.plan.heads:
@@ -341,8 +342,8 @@ class Attention(nn.Module):
         if self.n_first:
             now["v"] = torch.cat([now["v"], attended[0]["v"][:, -self.n_first :]], dim=1)  # (B, G, tokens so far, D)
         mask = None if cache is None else cache.mask
-        y = self.attend_with_scores(now, after_attention, attended, mask)  # (B, H, T, D)
-        for m, weights, v in after_attention:
+        y = self.attend_with_scores(now, later, attended, mask)  # (B, H, T, D)
+        for m, weights, v in later:
             y = self.mix_after(y, m, weights, v, now, raw, attended, mask)
         if self.output_gate:
             y = self.output_gate(y, v_new, x)
@@ -552,8 +553,8 @@ class GPT(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(cfg.vocab_size, cfg.n_kv_head * cfg.head_dim) for _ in tables)
         self.lambdas = nn.ModuleList(new_lambdas(cfg))
         self.blocks = nn.ModuleList()
-        for n, keep in enumerate(zip(*tensors_to_keep(cfg), strict=True)):
-            self.blocks.append(Block(cfg, n, plan[n], attn, *keep))
+        for n, (keep_raw, keep_attended) in enumerate(zip(*tensors_to_keep(cfg), strict=True)):
+            self.blocks.append(Block(cfg, n, plan[n], attn, keep_raw, keep_attended))
         self.dense = DepthAverage(cfg.n_layer, *cfg.value_mode.dense) if cfg.value_mode.dense else None
         self.norm = new_norm(cfg)
         self.head = Linear(cfg.n_embd, {"head": cfg.vocab_size})
@@ -577,8 +578,6 @@ class GPT(nn.Module):
                 std = self.cfg.init_std if module.std is None else module.std
                 parts = [(f"{name}.{part}", (width, module.in_features)) for part, width in module.parts.items()]
                 module.weight.copy_(torch.cat([normal(seed, part, shape, std) for part, shape in parts]))
-            elif isinstance(module, (DepthAverage, Lambdas)):
-                module.init_weights()
             elif isinstance(module, OutputGate) and module.kind == "exclusive":
                 module.strength.zero_()
             if getattr(module, "bias", None) is not None:

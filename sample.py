@@ -20,7 +20,9 @@ from configurator import UserError, check_ranges, command_line, require, run_mai
 class SampleConfig:
     """Every setting of sample.py."""
 
-    run: str = setting("out/resformer", "a run, a checkpoint's file or a Hugging Face folder", positional=True)
+    run: str = setting(
+        "", "a run, a checkpoint's file or a Hugging Face folder; empty = the newest run below out/", positional=True
+    )
     which: Literal["last", "best"] = setting("last", "which checkpoint of a run: last, or best in validation")
     prompt: str = setting("\n", "text to continue; '<|endoftext|>' in it ends a document", group="Text")
     prompt_file: str = setting("", "file with one prompt per line, instead of prompt")

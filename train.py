@@ -1,6 +1,6 @@
 """Train a model on prepared data, on one CPU or GPU, or on many with torchrun.
 
-    python train.py config/tiny.py config/resformer.py               a laptop, two minutes
+    python train.py config/tiny.py config/resformer.py               a laptop, a minute or two
     torchrun --nproc_per_node=8 train.py config/resformer.py         the paper's 82M recipe on 8 GPUs
     python train.py config/resformer.py --resume=auto                continue where the run stopped
 
@@ -135,7 +135,7 @@ from value_modes import kv_floats_per_token
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
 REMEDY = "nothing of this step is saved; continue from a checkpoint before it with a lower learning_rate"
 MAY_DIFFER = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every")
-MAY_DIFFER += ("recompute", "shard")  # settings that change no result: a resumed run changes them without a note
+MAY_DIFFER += ("recompute", "shard", "micro_batch", "attn")  # they change no result beyond rounding: no note on resume
 
 
 def learning_rate(step, peak, end, warmup, steps):
@@ -242,8 +242,9 @@ class Metrics:
 
 @dataclass
 class Run:
-    """What the parts of a run share. `model` is the model itself; what computes the loss is `model`, maybe compiled and
-    wrapped. micro_batch, accumulation: see TrainConfig.split_batch. is_sharded: see Distributed.shard."""
+    """What the parts of a run share. `model` is the bare GPT, which is clipped, evaluated and saved; a function's
+    argument `model` is the same one compiled and wrapped, which computes the loss. micro_batch, accumulation: see
+    TrainConfig.split_batch. is_sharded: see Distributed.shard."""
 
     cfg: TrainConfig
     world: Distributed
@@ -285,7 +286,7 @@ def build(cfg, world):
     return Run(cfg, world, corpus, model, optimizer, scaler, dtype, micro_batch, accumulation, is_sharded)
 
 
-def steps_done(run):
+def resumed(run):
     """Steps already done: 0, or those of the checkpoint to continue from, which is loaded into the run."""
     cfg, files, done = run.cfg, checkpoint.steps(run.cfg.out_dir), 0
     if cfg.resume == "never" and files:
@@ -452,7 +453,7 @@ def train_step(run, model, step, batches):
 def validate(run):
     """Validation on the first eval_tokens of each domain, the same windows whatever the number of ranks.
 
-    Returns what data.domain_losses does, and for modes with learned scalars "lam", see GPT.mixing_weights.
+    Returns what data.domain_losses does, and where residuals have learned weights "lam", see GPT.mixing_weights.
     """
     cfg, world, corpus = run.cfg, run.world, run.corpus
     most = max(1, cfg.eval_tokens // cfg.block_size) if cfg.eval_tokens else None
@@ -463,7 +464,7 @@ def validate(run):
     for i in range(world.rank, n_rounds * world.size, world.size):
         d, first, last = parts[i % len(parts)]
         x, y = corpus.val_batch(corpus.domains[d], first, last)
-        with run.autocast, torch.compiler.set_stance("force_eager"):  # each size would be compiled anew
+        with run.autocast, torch.compiler.set_stance("force_eager"):  # a sharded model's blocks are compiled in place
             loss = run.model(*world.to_device(world.pin_memory((x, y))))[1]
         if i < len(parts):  # past them a rank only computes along: a sharded model is gathered by all ranks or none
             sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()
@@ -554,7 +555,7 @@ def start(cfg, world):
             run = build(cfg, world)
             if world.rank == 0:
                 stack.enter_context(hold(cfg.out_dir))
-            done = steps_done(run)
+            done = resumed(run)
             config, note = compare_settings(run, done)
             if cfg.init_from and not done:
                 note = checkpoint.start_from(checkpoint.find(cfg.init_from), run.model, run.corpus.tokenizer.hash)

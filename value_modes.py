@@ -35,16 +35,17 @@ class Residual:
     source: the "first" layer, the one before ("prev"), "all" before, the layer with this number, or a learned table of
         values for each token id ("token"). A source is never detached. It is read as projected, without its own mixes;
         map="cross", of="scores" and of="probs" read it as it attended.
-    map: "own" mixes before attention, so that A_n acts on the mix:   V' = l_own V_n + sum_i l_i V_i              (Eq 7)
+    map: "own" mixes the tensor itself; on a mix of values A_n acts:  V' = l_own V_n + sum_i l_i V_i              (Eq 7)
          "identity" adds after attention, at the same position:       U_n = l_own A_n V' + sum_i l_i V_i          (Eq 6)
          "delta" adds the difference after attention (NeuTRENO):      U_n = l_own A_n V' + sum_i l_i (V_i - V_n') (Eq 8)
             V' has all mixes before attention, V_n' only those that are listed before this residual
          "cross" attends to both layers under one softmax:            U_n = softmax(Q_n [K_n; K_i]^T) [V_n; V_i]  (Eq 2)
     lam: the weights (own, all sources together), or None for the plain mean of own tensor and sources.
     learn: "fixed" weights. Or learned from that start: "scalar", a weight for the layer's own tensor and for each
-        source; "sources", one for each source alone; "lerp", (1 - l, l); "unit", s (a, b) / sqrt(a^2 + b^2), where
-        (a, b) start from lam and s from 1. "softmax" (Learnable-Plus): l_n = scale * softmax over layers of logits that
-        start with a rise of lam[1] per layer. Or a model.Gate computes them for each token: "head", "sigmoid", "relu".
+        source; "sources", one for each source, while the own weight stays lam[0]; "lerp", (1 - l, l); "unit",
+        s (a, b) / sqrt(a^2 + b^2), where (a, b) start from lam and s from 1. "softmax" (Learnable-Plus): the own weight
+        starts from lam[0], and l_n = scale * softmax over layers of logits that start with a rise of lam[1] per layer.
+        Or a model.Gate computes them for each token: "head", "sigmoid", "relu".
     layers: the layers that have it, see `pick_layers`; () = every layer that has a source.
     tables: with source="token": "each" layer has its own table, or they share them in the order "mirror" (0 1 2 2 1 0)
         or "cycle" (0 1 2 0 1 2), or all share "one", which starts from 0.
@@ -137,12 +138,13 @@ def pick_layers(spec, n_layer):
 class ValueMode:
     """A variant: its residuals, which layers own their q, k and v, what is done to U_n, and averaging over depth.
 
-    residuals: those with map="own" act before attention, the others after it; each group in this order, each residual
-        on what those before it made.
+    residuals: of "hidden" acts on the layer's input; of q, k, v with map="own" before attention; map="cross" and of
+        "scores" in the softmax; the others after it. Each group acts in this order, on what those before it made.
     share_q, share_k, share_v: which layers own that tensor. 1 = every layer; c > 1 = the first of every c layers (CLA);
-        0 = layer 0 for all (SVFormer); 0.5 = the lower half; (0, 4, 7) = these, see `pick_layers`. Others borrow from
-        the nearest owner below: they read the tensor as attended there (mixed, cached), and have no weights for it and
-        no residual on it. share_v="keys": values are the layer's keys before rope, over their RMS in each head.
+        0 = one group of all layers: layer 0 owns it (SVFormer); 0.5 = the lower half; (0, 4, 7) = these, see
+        `pick_layers`. Others borrow from the nearest owner below: they read the tensor as attended there (mixed,
+        cached), and have no weights for it and no residual on it. share_v="keys": values are the layer's keys before
+        rope, over their RMS in each head.
     borrow_v: whose values a layer without its own reads: those of the "nearest" owner below, or of the "first" layer.
     first_heads: share of the value heads that layers above 0 read from layer 0, the last ones; they own the others.
     kv_group: query heads that share a key and value head (GQA), capped at n_head; 0 = all (MQA).
@@ -474,7 +476,8 @@ class LayerPlan:
 
 
 def plan_layers(cfg):
-    """The LayerPlan of each layer of a ModelConfig: all that the mode means."""
+    """The LayerPlan of each layer of a ModelConfig. It does not say what is done to U_n, nor cut_first and dense: the
+    model reads these from the mode itself."""
     mode, n_layer = cfg.value_mode, cfg.n_layer
     owners = [{t: mode.owner(t, n, n_layer) for t in "qkv"} for n in range(n_layer)]
     mixes = [[] for _ in range(n_layer)]
@@ -482,7 +485,7 @@ def plan_layers(cfg):
     for index, r in enumerate(mode.residuals):
         layers = pick_layers(r.layers or ":", n_layer)
         lowest = lowest_layers_sharing(r.reads, owners)
-        layers = [n for n in layers if lowest[n] == n]  # not where all of it is borrowed
+        layers = [n for n in layers if lowest[n] == n]  # not where a lower layer has the same tensors
         if r.source == "token":
             tables = assign_tables(r.tables, len(layers))
             for n, table in zip(layers, tables, strict=True):
@@ -493,10 +496,11 @@ def plan_layers(cfg):
             sources = {lowest[i] for i in source_layers(r.source, n)}
             if sources:
                 mixes[n].append(Mix(index, r, tuple(sorted(sources))))
-    plan, heads = [], {"q": cfg.n_head, "k": cfg.n_kv_head, "v": cfg.n_kv_head}
+    plan = []
+    v_heads = cfg.n_kv_head - int(mode.first_heads * cfg.n_kv_head)  # that layers above 0 own
     for n, owner in enumerate(owners):
+        heads = {"q": cfg.n_head, "k": cfg.n_kv_head, "v": v_heads if n else cfg.n_kv_head}
         plan.append(LayerPlan(owner, {t: h for t, h in heads.items() if owner[t] == n}, tuple(mixes[n])))
-        heads["v"] = cfg.n_kv_head - int(mode.first_heads * cfg.n_kv_head)  # above layer 0
     return plan
 
 
@@ -531,12 +535,12 @@ def tensors_to_keep(cfg):
     """Which tensors of each layer later layers read: (raw, attended), two lists of sets of names, one set per layer."""
     raw = [set() for _ in range(cfg.n_layer)]
     attended = [set() for _ in range(cfg.n_layer)]
+    if cfg.value_mode.first_heads:
+        attended[0].add("v")
     for n, layer in enumerate(plan_layers(cfg)):
         for t, owner in layer.owner.items():
             if owner != n:
                 attended[owner].add(t)
-        if cfg.value_mode.first_heads:
-            attended[0].add("v")
         for mix in layer.mixes:
             for source in mix.sources:
                 if mix.residual.reads_attended:

@@ -46,7 +46,7 @@ def config_of(mode, folder, out="parts", **kw):
 def sharded_run(world, cfg):
     """A Run, divided among the ranks as train.set_up does it."""
     run = train.build(cfg, world)
-    train.steps_done(run)
+    train.resumed(run)
     world.shard(run.model, run.optimizer, keep_gathered=cfg.shard == "zero2")
     return run
 

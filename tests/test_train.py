@@ -255,7 +255,7 @@ def test_fp16_overflow_skips_the_step(data_dir, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
     checkpoint.save(tmp_path, 1, run.model, run.corpus.tokenizer.hash, optimizer=run.optimizer, scaler=run.scaler)
     again = built(data_dir, tmp_path, dtype="float16", resume="auto")
-    assert train.steps_done(again) == 1 and again.scaler.get_scale() == 2.0**39
+    assert train.resumed(again) == 1 and again.scaler.get_scale() == 2.0**39
 
 
 def test_a_loss_that_explodes_stops_the_run(data_dir, tmp_path):
