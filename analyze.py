@@ -201,20 +201,22 @@ def spectrum(x):
     return F.pad(found, (0, E - found.size(-1)))
 
 
-def measure_vectors(x):
-    """{name: (B, …)} of x (B, T, E): norms |x_t| by position, of the first token and of the others, and similarity."""
+def measure_vectors(x, what):
+    """{name: (B, …)} of x (B, T, E): norms |x_t| by position, of the first token and of the others, and similarity.
+    Raises UserError, which names `what`, if a norm is not finite."""
     norms = x.norm(dim=-1)
+    check_finite(norms, what)
     found = {"norm": norms, "norm_first": norms[:, 0], "norm_rest": norms[:, 1:].mean(dim=1)}
     found["similarity"] = similarity(x)
     return found
 
 
-def measure_values(v):
+def measure_values(v, what):
     """The same of values (B, G, T, D), heads side by side, with their spectrum, its largest eigenvalue and their
     effective rank (exp of the spectrum's entropy: Roy and Vetterli 2007)."""
     x = join_heads(v)
+    found = measure_vectors(x, what)
     eigenvalues = spectrum(x)
-    found = measure_vectors(x)
     found["spectrum"] = eigenvalues
     found["largest"] = eigenvalues[:, 0]
     found["rank"] = entropy(eigenvalues).exp()
@@ -305,7 +307,7 @@ class Recorder:
     def state(self, n, block, args):
         """Before a block, and before the final norm."""
         x = to_fp32(args[0])  # (B, T, C)
-        self.averages.add(n, measure_vectors(x), "hidden_")
+        self.averages.add(n, measure_vectors(x, f"state {n}"), "hidden_")
         size = x.abs().flatten(1)
         top, median = size.amax(dim=1), size.median(dim=1).values
         is_massive = (top > MASSIVE[0]) & (top > MASSIVE[1] * median)
@@ -314,22 +316,22 @@ class Recorder:
 
     def normed(self, norm, args, x):
         """After the final norm."""
-        check_finite(x, "the final norm")
-        self.averages.add(0, measure_vectors(to_fp32(x)), "normed_")
+        self.averages.add(0, measure_vectors(to_fp32(x), "the final norm"), "normed_")
 
     def layer(self, n, attn, args, output):
         """After the attention of a layer."""
         _, _, lambdas, _, attended, _ = args
         _, own, now = output
-        for t in now.values():
-            check_finite(t, f"layer {n + 1}")
-        self.averages.add(n, measure_importance(importance(attn, now, attended, lambdas)))
-        self.averages.add(n, measure_vectors(join_heads(now["k"])), "key_")
-        values = measure_values(now["v"])
+        what = f"layer {n + 1}"
+        heads = importance(attn, now, attended, lambdas)
+        check_finite(heads, what)
+        self.averages.add(n, measure_importance(heads))
+        self.averages.add(n, measure_vectors(join_heads(now["k"]), what), "key_")
+        values = measure_values(now["v"], what)
         self.averages.add(n, values, "value_")
         if "v" in own:
             is_mixed = own["v"] is not now["v"]
-            self.averages.add(n, measure_values(own["v"]) if is_mixed else values, "raw_value_")
+            self.averages.add(n, measure_values(own["v"], what) if is_mixed else values, "raw_value_")
         v_sum = now["v"]
         if n:
             self.averages.add(n, cosine_to_cross(now, self.before, n, attn.kind))
@@ -465,13 +467,13 @@ def find_flags(averages, L, T):
         share = averages.mean("importance", n)[: T // 2] * T / seen_by
         sinks.append(np.flatnonzero(share > SINK).tolist())
 
-    def ratios(name, n):
-        return [averages.mean(f"{name}_norm_first", i) / averages.mean(f"{name}_norm_rest", i) for i in range(n)]
+    def norms(name, n):
+        return [(averages.mean(f"{name}_norm_first", i), averages.mean(f"{name}_norm_rest", i)) for i in range(n)]
 
     return {
         "sinks": sinks,
-        "value_drains": [ratio < DRAIN for ratio in ratios("value", L)],
-        "hidden_peaks": [ratio > PEAK for ratio in ratios("hidden", L + 1)],
+        "value_drains": [first < DRAIN * rest for first, rest in norms("value", L)],
+        "hidden_peaks": [first > PEAK * rest for first, rest in norms("hidden", L + 1)],
         "massive": [averages.mean("massive", n) for n in range(L + 1)],
     }
 
@@ -499,6 +501,11 @@ def summarize_layers(model, averages, T):
     return numbers, arrays
 
 
+def relative(first, rest):
+    """A cell: the first token's norm over other tokens'."""
+    return plus_minus(first / rest if rest else None, digits=3)
+
+
 def layer_table(numbers):
     """A Markdown table of the main numbers by layer, counted from 1 as in the paper."""
     columns = numbers["layers"] | numbers["states"]
@@ -510,8 +517,8 @@ def layer_table(numbers):
             plus_minus(mean["entropy"]),
             plus_minus(mean["entropy_minus_uniform"], sign=True),
             plus_minus(mean["first"]),
-            plus_minus(mean["value_norm_first"] / mean["value_norm_rest"], digits=3),
-            plus_minus(mean["hidden_norm_first"] / mean["hidden_norm_rest"], digits=3),
+            relative(mean["value_norm_first"], mean["value_norm_rest"]),
+            relative(mean["hidden_norm_first"], mean["hidden_norm_rest"]),
             plus_minus(mean["hidden_similarity"]),
             plus_minus(mean["value_rank"], digits=1),
             flag_words(numbers["flags"], n),

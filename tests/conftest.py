@@ -96,6 +96,10 @@ COVER = cover(MODES, axis_values)
 COMPILED = cover(MODES, branches)  # for tests that trace a graph, which takes seconds
 
 
+def same(a, b, case="", rtol=0, atol=1e-10):
+    torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda text: f"{case}: {text}")
+
+
 def fewest_layers(mode):
     """2, a layer that gives and one that takes, or 4 where the mode names more."""
     try:

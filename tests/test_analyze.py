@@ -695,7 +695,19 @@ def test_a_model_that_is_not_finite(runs, tmp_path):
     byte_tokenizer().save(tmp_path / "tokenizer.json")
     for where in ("embed", "blocks.1.attn.proj", "blocks.1.mlp.down", "norm"):
         model = checkpoint.load(runs / "a")
-        model.get_submodule(where).weight.data.fill_(math.nan)
+        model.get_submodule(where).weight.data.fill_(3e38)  # finite itself
         checkpoint.save(tmp_path, 1, model, byte_tokenizer().hash)
         refused(call(tmp_path, f"--data_dir={runs / 'data'}", "--chunks=2"), "NaN")
     assert not list(tmp_path.glob("analysis.*"))
+
+
+def test_values_of_zero_have_no_relative_norm(runs, tmp_path):
+    byte_tokenizer().save(tmp_path / "tokenizer.json")
+    model = checkpoint.load(runs / "a")
+    model.blocks[1].attn.proj.weight.data.zero_()
+    checkpoint.save(tmp_path, 1, model, byte_tokenizer().hash)
+    result = call(tmp_path, f"--data_dir={runs / 'data'}", "--chunks=2")
+    assert result.returncode == 0, result.stderr
+    cells = next(line for line in result.stdout.splitlines() if line.startswith("| 2 |")).split(" | ")
+    assert cells[4] == "-" and float(cells[5]) > 0
+    assert json.loads((tmp_path / "analysis.json").read_text())["flags"]["value_drains"][1] is False

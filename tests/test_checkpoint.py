@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import config, tiny, tokens
+from conftest import config, tokens
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -48,18 +48,6 @@ def test_last_best_and_keep(tmp_path):
     assert list(checkpoint.steps(tmp_path)) == [2, 4, 5, 6]
     checkpoint.find(tmp_path, "best").write_text("damaged")
     assert checkpoint.find(tmp_path, "best").stem == "step_00000004"
-
-
-def test_mode_comes_from_the_file_not_from_names(tmp_path):
-    """ResFormer's tensors have vanilla's names and shapes; only the header tells them apart, and it is believed."""
-    model = tiny("resformer").float()
-    checkpoint.save(tmp_path, 1, model, "hash")
-    idx = tokens((1, 9))
-    torch.testing.assert_close(checkpoint.load(tmp_path)(idx)[0], model(idx)[0])
-    vanilla = GPT(config("vanilla"))
-    optimizer = torch.optim.AdamW(vanilla.parameters())
-    with pytest.raises(UserError, match="is a resformer model, not vanilla"):
-        checkpoint.resume(checkpoint.find(tmp_path), vanilla, optimizer, None, "hash")
 
 
 def test_resume_puts_the_random_generator_back(tmp_path):

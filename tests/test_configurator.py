@@ -11,7 +11,7 @@ import train
 from configurator import UserError, check_ranges, load_settings, setting
 from describe import count_parameters
 from train import TrainConfig
-from value_modes import Residual, ValueMode, get_mode
+from value_modes import ValueMode, get_mode
 
 
 @dataclass
@@ -144,12 +144,6 @@ def test_bad_files(tmp_path):
         with pytest.raises(UserError) as e:
             load_settings(Config, [str(path)])
         assert str(path) in str(e.value) and says in str(e.value)
-
-
-def test_a_file_may_hold_a_mode(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("from model import Residual, ValueMode\nmode = ValueMode((Residual(lam=(1.0, 3.0)),))\n")
-    assert load_settings(Config, [str(path)]).mode == ValueMode((Residual(lam=(1.0, 3.0)),))
 
 
 def test_help_lists_every_setting_and_its_default():

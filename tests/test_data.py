@@ -10,7 +10,6 @@ import pytest
 from conftest import ROOT, change, make_data
 
 import data
-import files
 import prepare
 from configurator import UserError, load_settings
 from data import Corpus
@@ -42,16 +41,6 @@ def test_each_window_once_per_epoch(data_dir):
         first, second = seen[d][: n[d]], seen[d][n[d] : 2 * n[d]]
         assert sorted(first) == sorted(second) == list(range(n[d]))
         assert first != second and first != sorted(first)
-
-
-def test_windows_hold_every_target_once(data_dir):
-    corpus = Corpus(data_dir, 16)
-    text = np.fromfile(data_dir / "val" / "code.bin", "<u2")
-    n = corpus.windows("val", "code")
-    x, y = corpus.val_batch("code", 0, n)
-    rest_x, rest_y = corpus.val_batch("code", n, n + 1)
-    np.testing.assert_array_equal([*x.ravel(), *rest_x.ravel()], text[:-1])
-    np.testing.assert_array_equal([*y.ravel(), *rest_y.ravel()], text[1:])
 
 
 def test_parts_of_a_validation_pass(tmp_path):
@@ -199,20 +188,6 @@ def test_commands_for_missing_data_are_those_that_we_use():
     assert data._COMMANDS["data/demo"] + "\n" in (ROOT / "Makefile").read_text().replace("$(PY)", "python")
     for folder, command in data._COMMANDS.items():
         assert load_settings(prepare.PrepareConfig, command.split()[2:]).out_dir == folder
-
-
-def test_write_atomic_leaves_the_old_file_when_writing_fails(tmp_path):
-    path = tmp_path / "x.json"
-    files.write_json(path, {"a": 1})
-
-    def half(temporary):
-        with open(temporary, "w") as f:
-            f.write("half")
-        raise OSError("disk")
-
-    with pytest.raises(OSError):
-        files.write_atomic(path, half)
-    assert json.loads(path.read_text()) == {"a": 1} and [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_tiny_domains_repeat_in_epochs(tmp_path):

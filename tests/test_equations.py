@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import tiny, tokens, widths
 
-from model import Rope, attend
+from model import Rope
 from value_modes import TABLE, VALUE_MODES
 
 EXACT = dict(rtol=0, atol=1e-10)
@@ -325,36 +325,3 @@ def test_equations_tell_rows_apart():
     assert len(seen) > 30
     for a, b in itertools.combinations(seen, 2):
         assert (seen[a] - seen[b]).abs().max() > 1e-3, (a, b)
-
-
-# ---- identities
-
-
-def random(*shapes, dtype=torch.float64, std=1.0, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return [torch.normal(0, std, shape, generator=g).to(dtype).requires_grad_() for shape in shapes]
-
-
-def concatenated(q, *kv):
-    """Eq 2 head by head: q (B, H, T, D), then each layer's k, then each layer's v (B, G, T, D)."""
-    (B, H), G, layers, out = q.shape[:2], kv[0].size(1), len(kv) // 2, []
-    for b, h in itertools.product(range(B), range(H)):
-        heads = [t[b, h * G // H] for t in kv]
-        out.append(cross(q[b, h], heads[:layers], heads[layers:]))
-    return torch.stack(out).view(q.shape)
-
-
-def with_gradients(y, inputs):
-    (toward,) = random(y.shape, dtype=torch.bfloat16, seed=1)  # numbers that every dtype holds
-    return [y, *torch.autograd.grad(y, inputs, toward.to(y.dtype))]
-
-
-@pytest.mark.parametrize("kind", ["eager", "sdpa"])
-@pytest.mark.parametrize("G", [4, 2, 1])
-@pytest.mark.parametrize("T", [11, 3, 1])  # all positions, or the last as in decoding
-def test_attend_over_two_layers_is_concatenation(kind, G, T):
-    inputs = random((2, 4, 11, 8), *[(2, G, 11, 8)] * 4)
-    q, k1, k2, v1, v2 = inputs
-    y = attend(q[:, :, -T:], torch.cat((k1, k2), dim=2), torch.cat((v1, v2), dim=2), kind, layers=2)
-    for a, b in zip(*(with_gradients(t, inputs) for t in (y, concatenated(*inputs)[:, :, -T:])), strict=True):
-        torch.testing.assert_close(a, b, **EXACT)

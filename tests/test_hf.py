@@ -63,18 +63,6 @@ def peer(kind, dtype=torch.float32, **settings):
     return getattr(transformers, f"{kind}ForCausalLM")(cfg).to(dtype).eval()
 
 
-def old_style(folder):
-    """Rewrite config.json as before transformers 5: the theta at the top, the scaling in rope_scaling."""
-    c = json.loads((folder / "config.json").read_text())
-    if "rope_parameters" not in c:
-        return
-    rope = c.pop("rope_parameters")
-    c["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
-    c |= {"rope_scaling": None if kind == "default" else rope | {"type": kind}}
-    c["torch_dtype"] = c.pop("dtype")
-    (folder / "config.json").write_text(json.dumps(c))
-
-
 LONG = dict(max_position_embeddings=128, rope_theta=10000.0, rope_scaling=scaled(SMALL))
 GROUPED = dict(num_attention_heads=4, num_key_value_heads=2)
 PEERS = (
@@ -102,7 +90,6 @@ def test_logits_are_those_of_transformers(tmp_path):
                 model = hf.load_hf(folder, attn=attn)
                 assert model.cfg.block_size == length and not model.training
                 torch.testing.assert_close(model(idx)[0].detach(), expected, rtol=0, atol=1e-5)
-                old_style(folder)  # for the second
         with pytest.raises(ValueError, match=f"block_size={length}"):
             model(tokens((1, length + 1)))
 

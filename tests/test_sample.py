@@ -12,6 +12,7 @@ from conftest import (
     fewest_layers,
     in_process,
     refused,
+    same,
     script,
     tiny,
     tokens,
@@ -35,10 +36,6 @@ def test_greedy_text_equals_the_full_forward():
         logits = model(torch.tensor([text]))[0][0]
         assert rows[0] == logits[4:-1].argmax(-1).tolist() and len(rows[0]) == 12, mode
         assert cache.nbytes == 16 * 4 * kv_floats_per_token(model.cfg), mode
-
-
-def same(a, b, case=""):
-    torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda text: f"{case}: {text}")
 
 
 def decode(model, prompts, later, run=sample.decode_step):

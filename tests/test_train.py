@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -125,13 +126,6 @@ def test_run_equals_a_naive_loop(data_dir, tmp_path):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
-def test_modes_see_the_same_data_and_common_weights(data_dir, tmp_path):
-    one, other = (built(data_dir, tmp_path, value_mode=mode) for mode in ("vanilla", "resformer"))
-    for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(p, q)
-    assert np.array_equal(one.corpus.batch(3, 8), other.corpus.batch(3, 8))
-
-
 def interrupted(data_dir, out, number, **kw):
     """Start a run, send it signal `number` after some steps; returns (exit code, stdout)."""
     command = [sys.executable, str(ROOT / "train.py"), *flags(data_dir, out, **kw)]
@@ -206,20 +200,23 @@ def test_two_ranks_equal_one(data_dir, tmp_path):
 
 
 def test_batches_are_read_ahead(data_dir, tmp_path):
-    """The same rows in the same order as asked for one by one, from any step and for any rank; a fault is not lost."""
-    world = Distributed("cpu")
-    world.rank, world.size = 1, 2
-    run = built(data_dir, tmp_path, world, micro_batch=1)
-    n, size = run.accumulation, run.cfg.batch_tokens // run.cfg.block_size
-    batches = train.training_batches(run, 3)
-    for step in (3, 4):
-        for i in range(n):
-            x, y, waited = next(batches)
-            right = run.corpus.batch(step, size, n + i, n + i + 1)
-            assert np.array_equal(x, right[0]) and np.array_equal(y, right[1]) and waited >= 0
+    """While the first is used, the second is being read. A fault in the thread that reads is not lost."""
+    run = built(data_dir, tmp_path, micro_batch=1)
+    read, asked, second = run.corpus.batch, [], threading.Event()
+
+    def batch(*place):
+        asked.append(place)
+        if len(asked) == 2:
+            second.set()
+        return read(*place)
+
+    run.corpus.batch = batch
+    batches = train.training_batches(run, 0)
+    next(batches)
+    assert second.wait(timeout=60)
     run.corpus.batch = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        for _ in range(2):  # the first of them may have been read before
+        for _ in range(2):  # the first of them has been read before
             next(batches)
 
 
@@ -231,16 +228,11 @@ def compare(one, two):
             assert key not in r or abs(r[key] - s[key]) < 1e-4 * r[key], (key, r, s)
 
 
-def test_accumulation_equals_the_big_batch(base, data_dir, tmp_path):
-    trained(data_dir, tmp_path / "two", micro_batch=2)
-    compare(base, tmp_path / "two")
-
-
 def test_half_precision_follows_fp32(base, data_dir, tmp_path):
     for dtype in ("bfloat16", "float16"):
         trained(data_dir, tmp_path / dtype, dtype=dtype)
-        for a, b in zip(steps_of(base), steps_of(tmp_path / dtype), strict=True):
-            assert abs(a["loss"] - b["loss"]) < 0.02, dtype
+        losses = [[record["loss"] for record in steps_of(run)] for run in (base, tmp_path / dtype)]
+        assert np.allclose(*losses, rtol=0, atol=0.02) and losses[0] != losses[1], dtype
         state = checkpoint.read_metadata(checkpoint.state_file(checkpoint.find(tmp_path / dtype)))
         assert state["scaler"].get("scale") == (65536 if dtype == "float16" else None)
 
@@ -311,13 +303,6 @@ def test_evaluation_equals_the_naive_one(data_dir, tmp_path):
     assert abs(got["val_mean"] - sum(got["val"].values()) / 2) < 1e-9
     assert abs(got["val_mixture"] - (0.6 * got["val"]["prose"] + 0.4 * got["val"]["code"])) < 1e-9
     assert train.validate(built(data_dir, tmp_path, eval_tokens=512))["val"] != got["val"]
-
-
-def test_a_domain_shorter_than_a_window_is_evaluated_whole(data_dir, tmp_path):
-    run = built(data_dir, tmp_path, block_size=4000, batch_tokens=4000, micro_batch=1)
-    ids = torch.from_numpy(np.fromfile(data_dir / "val/code.bin", "<u2").astype(np.int64))
-    nats = F.cross_entropy(run.model(ids[None, :-1])[0][0], ids[1:]).item()
-    assert len(ids) == 3000 and abs(train.validate(run)["val"]["code"] - nats) < 1e-5
 
 
 def test_learning_rate():
@@ -400,10 +385,8 @@ def test_bad_input(data_dir, tmp_path):
         (dict(attn="flash"), "attn=flash needs a GPU"),
         (dict(device="gpu"), "device=gpu cannot be used here"),
         (dict(max_steps=0), "max_steps=0 must be at least 1"),
-        (dict(beta1=2), "beta1=2.0 must be at most 0.999999"),
         (dict(mixture="{'code': 'x'}"), "mixture.code takes float, not 'x'"),
         (dict(resume="nowhere"), "holds no checkpoint"),
-        (dict(block_size=25_000, batch_tokens=25_000), "has 20000 tokens, but needs 25001"),
     ):
         refused(in_process(train, *flags(data_dir, tmp_path / "run", **kw)), says)
 
@@ -448,15 +431,10 @@ def test_every_mode_fits_the_demo_and_the_papers_sizes():
                 assert cfg.out_dir == f"out/{name}", name
 
 
-def test_recomputing_gives_the_same_run(base, data_dir, tmp_path):
-    trained(data_dir, tmp_path, recompute=True)
-    assert numbers(tmp_path) == numbers(base) and weights(tmp_path, 12) == weights(base, 12)
-
-
 def test_a_checkpoint_from_before_a_setting_existed_goes_on(base, data_dir, tmp_path):
     """Headers of older versions lack newer fields, which have their defaults then."""
     out = tmp_path / "old"
-    shutil.copytree(base, out)
+    trained(data_dir, out, value_mode="resformer", max_steps=6, save_every=6)
     for path in checkpoint.steps(out).values():
         header = checkpoint.read_header(path)
         header["config"] = dataclasses.asdict(header["config"])
@@ -465,5 +443,5 @@ def test_a_checkpoint_from_before_a_setting_existed_goes_on(base, data_dir, tmp_
                 old.pop(field, None)
         del header["config"]["value_mode"]["kv_group"], header["config"]["value_mode"]["name"], header["tensors"]
         save_file(load_file(path), path, metadata={"nanoresformer": json.dumps(header)})  # nor had they checksums
-    assert "started with other settings" not in trained(data_dir, out, resume="auto", max_steps=14).stderr
-    assert len(steps_of(out)) == 14
+    trained(data_dir, out, value_mode="resformer", resume="auto", max_steps=8)
+    assert len(steps_of(out)) == 8

@@ -6,19 +6,11 @@ import math
 import re
 
 import pytest
-from conftest import MODES, config
+from conftest import config
 
 import value_modes
 from configurator import convert
-from value_modes import (
-    VALUE_MODES,
-    ModelConfig,
-    Residual,
-    ValueMode,
-    get_mode,
-    pick_layers,
-    plan_layers,
-)
+from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode, get_mode, pick_layers, plan_layers
 
 
 def mode_of(*residuals, **kw):
@@ -41,13 +33,6 @@ NAMED += "resformer_lambda_1e-05 resformer_lambda_1e16 resformer_lambda_-0.5 neu
 def test_names_lead_to_modes_and_back():
     for name in [*VALUE_MODES, *NAMED.split()]:
         assert get_mode(name).name == name and get_mode(dataclasses.replace(get_mode(name))).name == name
-
-
-def test_config_survives_json():
-    for mode in MODES:
-        cfg = config(mode)
-        again = convert(json.loads(json.dumps(dataclasses.asdict(cfg))), ModelConfig, "JSON")
-        assert again == cfg and again.value_mode.name == cfg.value_mode.name, mode
 
 
 def test_a_mode_has_the_name_that_its_user_gave():
@@ -145,9 +130,7 @@ IMPOSSIBLE = [
     (lambda: ValueMode(dense=(1,)), "(dilation, period)"),
     (lambda: ValueMode(dense=1), "dense takes tuple of int or none"),
     (lambda: ValueMode(kv_group=2.5), "kv_group takes int"),
-    (lambda: ValueMode(share_v=(0, "a")), "share_v takes int or float or tuple"),
     (lambda: ValueMode(share_k=1.5), "share_k=1.5: 1 (own), 0 (layer 0 for all), layers in a group, or a share"),
-    (lambda: ValueMode(share_k="keys"), "share_k takes int or float or tuple"),
     (lambda: ValueMode(share_v="keys", share_k=2), "share_k must be 1"),
     (lambda: ValueMode((Residual(),), first_heads=0.5), "first_heads divides the value heads"),
     (lambda: ValueMode(share_v=0, first_heads=0.5), "first_heads divides the value heads"),
@@ -169,15 +152,12 @@ IMPOSSIBLE = [
     (lambda: ModelConfig(n_embd=510), "n_embd=510"),
     (lambda: ModelConfig(n_kv_head=3), "n_kv_head=3"),
     (lambda: ModelConfig(n_layer=0), "n_layer=0"),
-    (lambda: ModelConfig(n_head=0, value_mode="mqa"), "n_head=0"),
     (lambda: ModelConfig(n_hidden=-1), "n_hidden=-1"),
     (lambda: ModelConfig(arch="gpt3"), "arch takes 'llama' or 'gpt2'"),
     (lambda: ModelConfig(arch="gpt2", rope_scaling=(8.0, 1.0, 4.0, 32.0)), "gpt2 learns its positions"),
     (lambda: ModelConfig(rope_scaling=(8.0, 1.0, 4.0)), "four positive numbers"),
     (lambda: ModelConfig(rope_scaling=(0.0, 1.0, 4.0, 32.0)), "four positive numbers"),
-    (lambda: ModelConfig(rope_scaling=(8.0, 1.0, math.inf, 32.0)), "rope_scaling[2] takes float, not inf"),
     (lambda: ModelConfig(rope_scaling=(8.0, 4.0, 4.0, 32.0)), "low factor must be below"),
-    (lambda: ModelConfig(rope_scaling=(8.0, "1", 4.0, 32.0)), "rope_scaling[1] takes float, not '1'"),
     (lambda: ModelConfig(value_mode="resfromer"), "did you mean 'resformer'"),
     (lambda: ModelConfig(value_mode="resformer_0.5"), "resformer takes no number"),
     (lambda: ModelConfig(n_head=16, n_embd=96, value_mode=ValueMode(kv_group=3)), "n_head=16 is no multiple"),
@@ -192,11 +172,9 @@ IMPOSSIBLE = [
     (lambda: ValueMode(dense=(0, 1)), "at least 1"),
     (lambda: Residual(map="dleta"), "map takes 'own' or 'identity' or 'delta' or 'cross'"),
     (lambda: Residual(source="second"), "source takes 'first' or 'prev' or 'all'"),
-    (lambda: Residual(learn="scalars"), "learn takes 'fixed' or 'scalar'"),
     (lambda: Residual(lam=2.0), "lam takes tuple of float or none"),
     (lambda: Residual(lam=(1.0, 2.0, 3.0)), "two weights"),
     (lambda: Residual(layers=3), "layers takes str or tuple"),
-    (lambda: Residual(layers="last"), "is not a slice of layers"),
     (lambda: Residual(of="k", map="delta"), "of must be 'v'"),
     (lambda: Residual(of="hidden", map="identity"), "of must be 'v'"),
     (lambda: Residual(of="k", source="token"), "of must be 'v'"),
@@ -204,7 +182,6 @@ IMPOSSIBLE = [
     (lambda: Residual(map="cross", lam=(1.0, 1.0)), "neither lam nor learn applies"),
     (lambda: Residual(map="cross", learn="scalar"), "neither lam nor learn applies"),
     (lambda: Residual(source="all", learn="softmax"), "not source='all'"),
-    (lambda: Residual(source="all", learn="head"), "not source='all'"),
     (lambda: Residual(of="q", learn="head"), "a weight per token"),
     (lambda: Residual(map="identity", learn="sigmoid"), "a weight per token"),
     (lambda: Residual(learn="head", lam=(1.0, 1.0)), "lam stays None"),
