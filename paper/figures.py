@@ -76,7 +76,7 @@ class Figure:
 
 def named(*modes, **settings):
     """(the paper's label, Job) of modes."""
-    return tuple((LABELS.get(mode, mode), Job(mode, **settings)) for mode in modes)
+    return tuple((LABELS[mode], Job(mode, **settings)) for mode in modes)
 
 
 def by_size(*modes, sizes):
@@ -423,7 +423,7 @@ def claims_on_rates():
     """Each mode against vanilla, with rates tuned for both: the paper's way, though it did not tune. And at vanilla's
     best rate, as a number."""
     for (size, mode), jobs in GRIDS.items():
-        vanilla, what = GRIDS[size, "vanilla"], f"{LABELS.get(mode, mode)} − Transformer at [size {size}]"
+        vanilla, what = GRIDS[size, "vanilla"], f"{LABELS[mode]} − Transformer at [size {size}]"
         if mode == "vanilla":
             continue
         paper, way = ("higher", {"above": 0.0}) if mode == "svformer" else ("lower", {"below": 0.0})
@@ -441,7 +441,7 @@ FIGURES["rates"] = Figure(
     "that seed is also among those that are compared.",
     (
         rates_panel("82M"),
-        relative_losses("each mode at its best rate", {LABELS.get(mode, mode): mode for mode in TUNED[1:]}),
+        relative_losses("each mode at its best rate", {LABELS[mode]: mode for mode in TUNED[1:]}),
         rates_panel("2M"),
     ),
     tuple(claims_on_rates()),

@@ -168,7 +168,7 @@ def draw_rates(ax, panel, found):
     for mode, jobs in modes.items():
         style, rates = style_of(mode), [job.lr * found.scale.rate for job in jobs]
         losses = [[found.loss(job, seed) for seed in found.seeds(job)] for job in jobs]
-        ax.plot(rates, [np.mean(of) for of in losses], markevery=[], label=LABELS.get(mode, mode), **style)
+        ax.plot(rates, [np.mean(of) for of in losses], markevery=[], label=LABELS[mode], **style)
         for rate, of in zip(rates, losses, strict=True):
             ax.plot([rate] * len(of), of, **style | {"linestyle": ""})
     ax.set(xlabel="peak learning rate", ylabel="validation loss (nats per token)", xscale="log")

@@ -185,7 +185,7 @@ def rates_table(found, grids):
         rate = f"{best.lr * found.scale.rate:.2g}"
         if best in (jobs[0], jobs[-1]):
             rate += " (end of the grid)"
-        yield [plot.short_count(found.parameters(best)), LABELS.get(mode, mode), rate, *cells]
+        yield [plot.short_count(found.parameters(best)), LABELS[mode], rate, *cells]
 
 
 def modes_table(found, jobs):

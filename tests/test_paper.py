@@ -568,7 +568,8 @@ def test_dots():
         seeds=lambda job: (1, 42),
         loss=lambda job, seed: levels[seed] + gaps[job.mode][seed == 42],
     )
-    groups = (Panel("dots", "sharing", figures.named("cla2", "share_v2")), Panel("dots", "one", figures.named("key")))
+    two, one = (("cla2", Job("cla2")), ("share_v2", Job("share_v2"))), (("key", Job("key")),)
+    groups = (Panel("dots", "sharing", two), Panel("dots", "one", one))
     first, second = axes_of(Figure("x", groups), found)
     assert [label.get_text() for label in first.get_yticklabels()] == ["share_v2", "cla2"]
     assert sorted(first.lines[0].get_xdata()) == pytest.approx([0.5, 0.7]) and first.get_xlim() == second.get_xlim()
