@@ -319,7 +319,7 @@ class Recorder:
         self.averages.add(0, measure_vectors(to_fp32(x), "the final norm"), "normed_")
 
     def layer(self, n, attn, args, output):
-        """After the attention of a layer."""
+        """After the attention of a layer; args and output are those of Attention.forward."""
         _, _, lambdas, _, attended, _ = args
         _, own, now = output
         what = f"layer {n + 1}"
@@ -400,7 +400,7 @@ def open_initial(cfg, device):
 
 def choose_windows(corpus, n, seed):
     """[(domain, window)] of n validation windows, divided among the domains by their weight, in random order. A domain
-    that has too few gives all of them. More windows with one seed contain the fewer."""
+    that has too few gives all of them."""
     bounds = np.rint(n * np.cumsum([0, *corpus.mixture.values()])).astype(int)
     found = []
     for domain, quota in zip(corpus.domains, np.diff(bounds), strict=True):
@@ -460,7 +460,8 @@ def stack_rows(averages, name, n, most=None):
 
 
 def find_flags(averages, L, T):
-    """What passes the thresholds at the top of this file, by layer (sinks, drains) and by state (peaks, massive)."""
+    """What passes the thresholds at the top of this file: the sinks' positions and whether there is a value drain, by
+    layer; whether there is a hidden peak, and the share of chunks with a massive activation, by state."""
     seen_by = T - np.arange(T // 2)  # queries that see a position; too few see the later ones to judge them
     sinks = []
     for n in range(L):
@@ -501,7 +502,7 @@ def summarize_layers(model, averages, T):
     return numbers, arrays
 
 
-def relative(first, rest):
+def norm_ratio(first, rest):
     """A cell: the first token's norm over other tokens'."""
     return plus_minus(first / rest if rest else None, digits=3)
 
@@ -517,8 +518,8 @@ def layer_table(numbers):
             plus_minus(mean["entropy"]),
             plus_minus(mean["entropy_minus_uniform"], sign=True),
             plus_minus(mean["first"]),
-            relative(mean["value_norm_first"], mean["value_norm_rest"]),
-            relative(mean["hidden_norm_first"], mean["hidden_norm_rest"]),
+            norm_ratio(mean["value_norm_first"], mean["value_norm_rest"]),
+            norm_ratio(mean["hidden_norm_first"], mean["hidden_norm_rest"]),
             plus_minus(mean["hidden_similarity"]),
             plus_minus(mean["value_rank"], digits=1),
             flag_words(numbers["flags"], n),

@@ -241,7 +241,7 @@ class Corpus:
         return files
 
     def windows(self, split, domain):
-        """How many windows a domain has; they share their border token, so that each token is a target once."""
+        """How many windows a domain has; they share their border token, so that no token is a target twice."""
         return (self._files[split][domain][1] - 1) // self.block_size
 
     def _ids(self, split, domain, start, n):
@@ -316,8 +316,8 @@ class Corpus:
 
     def val_parts(self, size, most=None):
         """[(number of the domain, first window, last)], the arguments of val_batch for a pass over all domains, up to
-        `size` windows in a part. most: windows of a domain; None = all, and what is left after them. Of a domain
-        without a whole window that is all there is."""
+        `size` windows in a part. most: windows of a domain; None = all, and what is left after them. A domain without
+        a whole window gives what it has, whatever `most` is."""
         parts = []
         for d, domain in enumerate(self.domains):
             n = self.windows("val", domain)

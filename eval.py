@@ -230,8 +230,8 @@ def json_lines(records):
 
 
 def collect_samples(path, header):
-    """The records in a task's sample files, now all in `path`: those of other ranks are moved there. Files with another
-    header do not count, and `path` is replaced if it is one."""
+    """The records of a task's sample files, `path` and those of other ranks, as far as they have this header. They are
+    moved into `path`, in place of what it held under another header."""
     records = []
     merged = []
     for file in path.parent.glob(f"{path.stem}.*"):
@@ -304,16 +304,18 @@ def task_scores(entry, model, name, asked, documents, where, cfg, world):
     with progress(what, sum(sizes[i] for i in mine), "tok", world.rank == 0) as bar, open(path, "a") as file:
         for done in score(model, [documents[i] for i in mine], cfg.tokens_per_pass(world)):
             for (k, j), total, greedy in done:
+                i = mine[k]
+                bar.update(len(documents[i][j].ids))
+                if (i, j) in scores:  # from before a kill
+                    continue
                 if not math.isfinite(total):
                     failed = f"{name}: the model's log-probabilities are not finite"
                     raise UserError(f"{failed}; its training failed, or use --dtype=float32")
-                i = mine[k]
                 record = sample_record(entry.label, name, i, j, asked[i], documents[i][j])
                 record |= {"log_prob": total, "greedy": greedy}
                 records.append(record)
                 append(file, json_lines([record]))
-                bar.update(len(documents[i][j].ids))
-    scores = gathered_scores(world, records) | scores  # what was known stays as it was
+    scores |= gathered_scores(world, records)
     return [[scores[i, j] for j in range(len(rows))] for i, rows in enumerate(documents)]
 
 

@@ -331,7 +331,7 @@ def smooth(x, y, window):
 
 def growing_means(x, y):
     """Means of x and y over windows that grow with x, as a logarithmic axis needs them: each ends at GROWTH times its
-    beginning, and the last one with the data."""
+    beginning, and the last, up to GROWTH**2 wide, with the data. Windows without a point are left out."""
     n_windows = int(np.log(x[-1] / x[0]) / np.log(GROWTH))
     ends = x[0] * GROWTH ** np.arange(1, n_windows)  # of all but the last
     windows = np.split(np.arange(len(x)), np.searchsorted(x, ends))

@@ -57,7 +57,7 @@ class TrainConfig:
     grad_clip: float = setting(1.0, "norm that gradients are clipped to; 0 = no clipping", least=0)
 
     eval_every: int = setting(1000, "steps between evaluations; one more at the end", least=1, group="Records")
-    eval_tokens: int = setting(1_048_576, "validation tokens of each domain; 0 = all", least=0)
+    eval_tokens: int = setting(1_048_576, "validation tokens of each domain, in whole windows; 0 = all", least=0)
     save_every: int = setting(1000, "steps between checkpoints; evaluated steps and the last are saved too", least=1)
     keep: int = setting(2, "checkpoints kept, besides the best; 0 = all", least=0)
     log_every: int = setting(10, "steps between lines on the screen; metrics.jsonl has every step", least=1)
@@ -451,7 +451,8 @@ def train_step(run, model, step, batches):
 
 @torch.no_grad()
 def validate(run):
-    """Validation on the first eval_tokens of each domain, the same windows whatever the number of ranks.
+    """Validation on the first whole windows within eval_tokens of each domain, at least one; the same ones whatever
+    the number of ranks.
 
     Returns what data.domain_losses does, and where residuals have learned weights "lam", see GPT.mixing_weights.
     """

@@ -166,13 +166,13 @@ def draw_rates(ax, panel, found):
     for job in panel.jobs:
         modes.setdefault(job.mode, []).append(job)
     for mode, jobs in modes.items():
-        style, rates = style_of(mode), [job.lr * found.scale.rate for job in jobs]
+        style, rates = style_of(mode), [job.lr * found.scale.lr_factor for job in jobs]
         losses = [[found.loss(job, seed) for seed in found.seeds(job)] for job in jobs]
         ax.plot(rates, [np.mean(of) for of in losses], markevery=[], label=LABELS[mode], **style)
         for rate, of in zip(rates, losses, strict=True):
             ax.plot([rate] * len(of), of, **style | {"linestyle": ""})
     ax.set(xlabel="peak learning rate", ylabel="validation loss (nats per token)", xscale="log")
-    rates = sorted({job.lr * found.scale.rate for job in panel.jobs})
+    rates = sorted({job.lr * found.scale.lr_factor for job in panel.jobs})
     ax.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
     ax.set_xticks([], minor=True)
     legend(ax)

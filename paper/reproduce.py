@@ -123,7 +123,7 @@ class ReproduceConfig:
 
     def seeds_of(self, job):
         """The seeds of a Job: as many as were asked for, or as the scale says."""
-        return SEEDS[: self.seeds or self.units.seeds(self.units.here(job))]
+        return SEEDS[: self.seeds or self.units.n_seeds(self.units.here(job))]
 
 
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once

@@ -60,7 +60,7 @@ class Job:
         return dataclasses.replace(self, mode="vanilla")
 
 
-def three_for_ablations(job):
+def n_seeds_for_ablations(job):
     """The number of seeds of a Job: three for 82M at length 2,048."""
     return 3 if (job.size, job.length) == ("82M", 2048) else 1
 
@@ -83,9 +83,9 @@ def rate_of(job, tuned, usual):
     return tuned.get((job.size, job.mode), tuned.get(("82M", job.mode), usual))
 
 
-def seeds_at_night(job):
-    """The number of seeds of a Job at scale night. At other sizes Figure 6 has three, at other lengths Figure 14, up to
-    where a run takes half an hour."""
+def n_seeds_at_night(job):
+    """The number of seeds of a Job at scale night. Figure 6 has three at all sizes, Figure 14 at the shorter lengths,
+    where runs take less than half an hour."""
     if job != Job(job.mode, job.size, job.length, rate_of(job, NIGHT_RATES, NIGHT_LR)):
         return 1  # its rate or another setting is not the usual one
     if (job.size, job.length) == ("82M", 2048):
@@ -100,13 +100,13 @@ def seeds_at_night(job):
 @dataclass(frozen=True)
 class Scale:
     """What the paper's units are: sizes -> (layers, heads, width), lengths -> (tokens, sequences a step, micro-batch).
-    The learning rate is the paper's times `rate`; warmups: the paper's steps of warmup -> ours."""
+    A learning rate of the paper's times `lr_factor` is ours; warmups: the paper's steps of warmup -> ours."""
 
     what: str
     sizes: dict
     lengths: dict
     steps: int
-    rate: float
+    lr_factor: float
     warmups: dict
     gpus: int  # ranks of a run; 0 = no GPU
     data_dir: str
@@ -114,8 +114,8 @@ class Scale:
     window: int  # steps of the moving average of training losses
     evals: int  # evaluations of a 468M run (Figure 6, right); other runs are evaluated every `steps`
     chunks: int  # of an analysis
-    seeds: Callable = lambda job: 1  # how many each run has
-    settings: dict = field(default_factory=dict)  # more settings of train.py, which come before those computed here
+    n_seeds: Callable = lambda job: 1  # of a Job
+    settings: dict = field(default_factory=dict)  # of train.py, in place of those computed here
     micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
     tokens: float = 20e9  # of the data
     vocab: int = 50277  # of its tokenizer
@@ -173,7 +173,7 @@ SCALES = {
         PAPER_SIZES,
         {512: (512, 4096, 128), 2048: (2048, 1024, 32), 8192: (8192, 256, 8), 32000: (32000, 64, 2),
          64000: (64000, 32, 1)},
-        steps=10_000, rate=1.0, warmups={120: 120, 1200: 1200}, gpus=8,
+        steps=10_000, lr_factor=1.0, warmups={120: 120, 1200: 1200}, gpus=8,
         data_dir="data/slimpajama", prepare=SLIMPAJAMA,
         window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 4, "468M": 4},
     ),
@@ -181,7 +181,7 @@ SCALES = {
         "the paper's models and lengths, 0.52B tokens a run on one GPU",
         PAPER_SIZES,
         {512: (512, 1024, 64), 2048: (2048, 256, 16), 8192: (8192, 64, 4), 32000: (32000, 16, 1), 64000: (64000, 8, 1)},
-        steps=1000, rate=1.0, warmups={120: 40, 1200: 120}, gpus=1,
+        steps=1000, lr_factor=1.0, warmups={120: 40, 1200: 120}, gpus=1,
         data_dir="data/slimpajama", prepare=SLIMPAJAMA + " --tokens=2e9", tokens=2e9,
         window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 2, "468M": 4},
     ),
@@ -189,7 +189,7 @@ SCALES = {
         "the paper's 82M model on 52M tokens of Python at length 2,048, on one GPU",
         {"82M": (8, 8, 512)},
         {2048: (2048, 64, 32)},
-        steps=400, rate=1.0, warmups={120: 40}, gpus=1, inspected={"size": "82M"},
+        steps=400, lr_factor=1.0, warmups={120: 40}, gpus=1, inspected={"size": "82M"},
         data_dir="data/gpu", prepare="python prepare.py pysource --tokenizer=bpe:16384", tokens=42e6, vocab=16384,
         window=20, evals=1, chunks=200, settings={"eval_every": 50, "eval_tokens": 65536, "save_every": 100},
         figures=("gpu", "fig2", "fig19", "fig20", "fig21", "tab5"),
@@ -198,7 +198,7 @@ SCALES = {
         "models of 0.1 to 3.4M parameters on 0.4M tokens each, for 2 cores without a GPU",
         {"2M": (4, 2, 16), "82M": (8, 8, 64), "180M": (8, 8, 96), "320M": (8, 8, 128), "468M": (12, 8, 128)},
         {512: (64, 16, 16), 2048: (128, 8, 8), 8192: (256, 4, 4), 32000: (512, 2, 2), 64000: (1024, 1, 1)},
-        steps=400, rate=5.0, warmups={120: 20, 1200: 100}, seeds=three_for_ablations, gpus=0,
+        steps=400, lr_factor=5.0, warmups={120: 20, 1200: 100}, n_seeds=n_seeds_for_ablations, gpus=0,
         data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
         window=20, evals=5, chunks=200, settings=ON_CORES,
     ),
@@ -206,7 +206,7 @@ SCALES = {
         "every mode at the shape of config/small.py: 0.7M parameters on 0.3M tokens each, for 2 cores without a GPU",
         {"82M": (8, 8, 64)},
         {2048: (64, 16, 16)},
-        steps=300, rate=5.0, warmups={120: 20}, seeds=three_for_ablations, gpus=0,
+        steps=300, lr_factor=5.0, warmups={120: 20}, n_seeds=n_seeds_for_ablations, gpus=0,
         data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
         window=20, evals=1, chunks=200, settings=ON_CORES, figures=("modes",),
     ),
@@ -214,9 +214,9 @@ SCALES = {
         "models of 0.5 to 8.7M parameters on 12M tokens each, for 2 cores without a GPU",
         {"2M": (4, 2, 64), "82M": (6, 4, 128), "180M": (6, 6, 192), "468M": (8, 8, 256)},
         {512: (32, 64, 64), 2048: (128, 16, 16), 8192: (256, 8, 8), 32000: (512, 4, 4), 64000: (1024, 2, 2)},
-        steps=6000, rate=10.0, warmups={120: 100, 1200: 1000}, gpus=0,
+        steps=6000, lr_factor=10.0, warmups={120: 100, 1200: 1000}, gpus=0,
         data_dir="data/night", prepare=f"{PYSOURCE_ALL} --packages={PACKAGES}", tokens=50e6, vocab=2048,
-        window=100, evals=10, chunks=200, core_speed=180e9, left_out=("gqa8",), seeds=seeds_at_night,
+        window=100, evals=10, chunks=200, core_speed=180e9, left_out=("gqa8",), n_seeds=n_seeds_at_night,
         lr=NIGHT_LR, tuned=NIGHT_RATES, inspected={"size": "82M", "change": "max_steps=30000"},
         settings=ON_CORES | {"eval_tokens": 65536, "dtype": "bfloat16", "compile": True, "attn": "eager",
                              "save_every": 500},
@@ -242,7 +242,7 @@ def train_settings(job, scale, seed, folder):
         "micro_batch": max(1, micro // scale.micro.get(job.size, 1)),
         "max_steps": scale.steps,
         "warmup_steps": scale.warmups[job.warmup],
-        "learning_rate": float(f"{job.lr * scale.rate:.6g}"),
+        "learning_rate": float(f"{job.lr * scale.lr_factor:.6g}"),
         "eval_every": scale.steps // evals,
         "save_every": max(1, scale.steps // saves),
         "log_every": max(1, scale.steps // 10),
@@ -263,10 +263,12 @@ def units_in_words(scale):
     sizes = "; ".join(f"{a} layers, {b} heads, width {c} for {name}" for name, (a, b, c) in scale.sizes.items())
     lengths = ", ".join(f"{tokens:,} for {n:,}" for n, (tokens, *_) in scale.lengths.items())
     warmups = ", ".join(f"{steps:,} for {n:,}" for n, steps in scale.warmups.items())
+    usual = scale.lr * scale.lr_factor
     return (
         f"In place of the paper's sizes: {sizes}. In place of its lengths in tokens: {lengths}. "
         f"In place of its warmup steps: {warmups}. "
-        f"Learning rates are {scale.rate:g} times the paper's. A run has {scale.steps:,} steps."
+        f"In place of its learning rates: {scale.lr_factor:g} times as much; the usual one is {usual:.4g}. "
+        f"A run has {scale.steps:,} steps."
     )
 
 
@@ -325,7 +327,7 @@ class Found:
             units = {
                 "length": f"{self.scale.lengths[job.length][0]:,}",
                 "size": plot.short_count(self.parameters(job)),
-                "rate": f"{self.scale.here(job).lr * self.scale.rate:.4g}",
+                "rate": f"{self.scale.here(job).lr * self.scale.lr_factor:.4g}",
                 "warmup": self.scale.warmups[job.warmup],
             }
             filled.append((label.format(**units), job))
@@ -345,7 +347,7 @@ class Found:
                 return f"{self.scale.lengths[int(paper)][0]:,}"
             if unit == "warmup":
                 return f"{self.scale.warmups[int(paper)]:,}"
-            return f"{float(paper) * self.scale.rate:.4g}"
+            return f"{float(paper) * self.scale.lr_factor:.4g}"
 
         return UNIT.sub(here, text)
 

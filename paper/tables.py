@@ -182,7 +182,7 @@ def rates_table(found, grids):
                     with suppress(NoSeed):
                         values.append(gap(found, seed))
                 cells.append(plus_minus(*mean_interval(values), sign=True))
-        rate = f"{best.lr * found.scale.rate:.2g}"
+        rate = f"{best.lr * found.scale.lr_factor:.2g}"
         if best in (jobs[0], jobs[-1]):
             rate += " (end of the grid)"
         yield [plot.short_count(found.parameters(best)), LABELS[mode], rate, *cells]

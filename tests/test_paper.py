@@ -799,7 +799,7 @@ def test_rates_are_tuned_for_each_mode():
         loss=lambda job, seed: losses[job.mode][job.lr][seed] if seed < len(losses[job.mode][job.lr]) else fail(NoSeed),
         seeds=lambda job: range(len(losses[job.mode][job.lr])),
         parameters=lambda job: 1_200_000,
-        scale=SimpleNamespace(rate=10),
+        scale=SimpleNamespace(lr_factor=10),
     )
     jobs, vanilla = grid["resformer"], grid["vanilla"]
     assert claims.best_rate(found, vanilla).lr == 2 and claims.best_rate(found, jobs).lr == 1
@@ -1035,7 +1035,7 @@ def test_public_models_train_nothing():
 def shrink(monkeypatch, data):
     """Make the scales cpu and modes tiny, and few figures of two runs each."""
     shape = dict(sizes={"82M": (2, 2, 16), "468M": (2, 2, 16)}, lengths={2048: (16, 8, 8)}, steps=4)
-    shape["seeds"] = lambda job: 1
+    shape["n_seeds"] = lambda job: 1
     shape |= dict(
         window=2, evals=2, chunks=4, core_speed=1e4, settings={"eval_tokens": 512, "dtype": "float32", "compile": False}
     )
