@@ -578,6 +578,11 @@ def test_an_interrupted_call_goes_on(runs, monkeypatch, capsys):
     assert capsys.readouterr().out == printed
     same(results(run), wanted)
     assert interrupted(monkeypatch, cfg) == 0
+    path = next(run.glob("samples_piqa.*"))
+    samples = path.read_text(encoding="utf-8")
+    path.write_text("".join(samples.splitlines(keepends=True)[:-1]), encoding="utf-8")  # half of a document is left
+    assert interrupted(monkeypatch, cfg) == 1
+    assert sorted(path.read_text(encoding="utf-8").splitlines()) == sorted(samples.splitlines())
     assert interrupted(monkeypatch, dataclasses.replace(cfg, dtype="bfloat16")) == whole
     assert interrupted(monkeypatch, cfg) == whole
     monkeypatch.setattr(e, "CODE", ("eval.py",))  # as if a file of ours had changed
