@@ -205,7 +205,8 @@ def measure_vectors(x, what):
     """{name: (B, …)} of x (B, T, E): norms |x_t| by position, of the first token and of the others, and similarity.
     Raises UserError, which names `what`, if a norm is not finite."""
     norms = x.norm(dim=-1)
-    check_finite(norms, what)
+    if not norms.isfinite().all():
+        raise UserError(f"{what} has NaN or infinity in it: the weights are damaged, or --dtype is too narrow")
     found = {"norm": norms, "norm_first": norms[:, 0], "norm_rest": norms[:, 1:].mean(dim=1)}
     found["similarity"] = similarity(x)
     return found
@@ -324,7 +325,6 @@ class Recorder:
         _, own, now = output
         what = f"layer {n + 1}"
         heads = importance(attn, now, attended, lambdas)
-        check_finite(heads, what)
         self.averages.add(n, measure_importance(heads))
         self.averages.add(n, measure_vectors(join_heads(now["k"]), what), "key_")
         values = measure_values(now["v"], what)
@@ -337,12 +337,6 @@ class Recorder:
             self.averages.add(n, cosine_to_cross(now, self.before, n, attn.kind))
             v_sum = v_sum + self.before["v_sum"]
         self.before = {"k": now["k"], "v": now["v"], "v_sum": v_sum}
-
-
-def check_finite(x, what):
-    """Raise UserError if x has NaN or infinity in it."""
-    if not x.isfinite().all():
-        raise UserError(f"{what} has NaN or infinity in it: the weights are damaged, or --dtype is too narrow")
 
 
 def record(model, idx, batch_tokens, device):

@@ -1,6 +1,7 @@
 """Sampling: cached text equals uncached text, the filters do what they say, and bad prompts are refused."""
 
 import functools
+import shutil
 
 import pytest
 import torch
@@ -251,6 +252,15 @@ def test_bad_input(run, tmp_path):
         ("--max_new_tokens=0", "at least 1"),
     ):
         refused(in_process(sample, run, word), says)
+
+
+def test_without_a_run_the_newest_is_taken(run, tmp_path):
+    shutil.copytree(run, tmp_path / "out" / "mine")
+    words = ("--max_new_tokens=9", "--seed=7")
+    found = in_process(sample, *words, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    text = found.stdout.split("[prefill")[0]
+    assert text == in_process(sample, run, *words).stdout.split("[prefill")[0]
 
 
 def test_no_run_or_tokenizer(run, tmp_path):
