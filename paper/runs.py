@@ -216,9 +216,9 @@ SCALES = {
         {512: (32, 64, 64), 2048: (128, 16, 16), 8192: (256, 8, 8), 32000: (512, 4, 4), 64000: (1024, 2, 2)},
         steps=6000, lr_factor=10.0, warmups={120: 100, 1200: 1000}, gpus=0,
         data_dir="data/night", prepare=f"{PYSOURCE_ALL} --packages={PACKAGES}", tokens=50e6, vocab=2048,
-        window=100, evals=10, chunks=200, core_speed=180e9, left_out=("gqa8",), n_seeds=n_seeds_at_night,
+        window=100, evals=5, chunks=200, core_speed=180e9, left_out=("gqa8",), n_seeds=n_seeds_at_night,
         lr=NIGHT_LR, tuned=NIGHT_RATES, inspected={"size": "82M", "change": "max_steps=30000"},
-        settings=ON_CORES | {"eval_tokens": 65536, "dtype": "bfloat16", "compile": True, "attn": "eager",
+        settings=ON_CORES | {"eval_tokens": 0, "dtype": "bfloat16", "compile": True, "attn": "eager",
                              "save_every": 500},
     ),
 }  # fmt: skip
