@@ -272,9 +272,8 @@ class Entry:
     correct: dict = field(default_factory=dict)
 
 
-def run_task(entry, model, name, asked, where, cfg, world):
+def run_task(entry, model, name, asked, where, documents, cfg, world):
     """Score a task for an Entry: its record and correct answers."""
-    documents = rows_of(name, asked, entry.tokenizer, model.cfg.block_size)
     results = task_scores(entry, model, name, asked, documents, where, cfg, world)
     entry.correct[name] = per_document(name, asked, results)
     entry.records[name] = task_record(asked, documents, entry.correct[name]) | {"data": where, "limit": cfg.limit}
@@ -521,12 +520,15 @@ def out_path(cfg, entries):
 def evaluate_checkpoint(entry, asked, cfg, world):
     """Score all tasks for an Entry. asked: {task: (Questions, where they are from)}."""
     model = checkpoint.load(entry.path, device=world.device, dtype=getattr(torch, cfg.dtype))
+    documents = {}  # of all tasks before any is scored, because a choice may be longer than the model's block
+    for name in asked:
+        documents[name] = rows_of(name, asked[name][0], entry.tokenizer, model.cfg.block_size)
     for name in cfg.task:
         began = time.time()
         if name == "loss":
             run_loss(entry, model, cfg, world)
         else:
-            run_task(entry, model, name, *asked[name], cfg, world)
+            run_task(entry, model, name, *asked[name], documents[name], cfg, world)
         entry.records[name] |= {"dtype": cfg.dtype, "seconds": round(time.time() - began, 3)}
 
 

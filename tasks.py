@@ -262,9 +262,8 @@ def cut_to_block(context, scored, block_size):
     """A Row of context and scored ids. It has at most block_size + 1 ids, the last of which is only predicted; a longer
     context loses its beginning. Raises ValueError if there are no scored ids, or too many of them."""
     if len(scored) > block_size:
-        raise ValueError(
-            f"{len(scored)} tokens are scored, but the block has {block_size}; use a model with a longer one"
-        )
+        long = f"{len(scored)} tokens are to be scored, but the model's block has {block_size}"
+        raise ValueError(f"{long}; leave this task out, or use a model with a longer block")
     if not scored:
         raise ValueError("no token of it is left to be scored")
     ids = context + scored

@@ -197,7 +197,7 @@ def test_too_long_is_cut_on_the_left():
     assert tasks.cut_to_block([1, 2, 3], [4, 5], 4) == tasks.Row([1, 2, 3, 4, 5], 2, False)  # the last one is not read
     assert tasks.cut_to_block([1, 2, 3], [4, 5], 3) == tasks.Row([2, 3, 4, 5], 2, True)
     assert tasks.cut_to_block([1, 2], [3, 4], 2) == tasks.Row([2, 3, 4], 2, True)
-    with pytest.raises(ValueError, match="3 tokens are scored, but the block has 2; use a model with a longer one"):
+    with pytest.raises(ValueError, match="3 tokens are to be scored, but the model's block has 2; leave this task out"):
         tasks.cut_to_block([1], [2, 3, 4], 2)
     with pytest.raises(ValueError, match="no token of it is left"):
         tasks.cut_to_block([1], [], 2)
@@ -660,8 +660,11 @@ def test_bad_calls(runs, tmp_path):
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     (tmp_path / "b" / "config.json").write_text(json.dumps(config | {"data_dir": str(tmp_path / "other")}))
     refused(call(runs / "a", tmp_path / "b", "--task=loss"), "have different data", "--corpus")
-    long = write_rows(tmp_path / "long", {"piqa": [ROWS["piqa"], ROWS["piqa"] | {"sol1": "x" * 70}]})
-    refused(call(runs / "a", "--task=piqa", f"--data_dir={long}"), "piqa, document 1: 71 tokens are scored", "block")
+    rows = {"arc_easy": [ROWS["arc_easy"]], "piqa": [ROWS["piqa"], ROWS["piqa"] | {"sol1": "x" * 70}]}
+    long, samples = write_rows(tmp_path / "long", rows), list((runs / "a").glob("samples_*"))
+    result = call(runs / "a", "--task=arc_easy,piqa", f"--data_dir={long}")
+    refused(result, "piqa, document 1: 71 tokens are to be scored", "block")
+    assert "to score" not in result.stderr and list((runs / "a").glob("samples_*")) == samples  # before the first task
 
 
 def test_a_failed_model_is_not_scored(runs, tmp_path):

@@ -168,10 +168,11 @@ def test_every_run_of_every_figure_is_valid(name):
     assert tuple(tokens) == ((2048,) if scale.figures else LENGTHS)
 
 
-def test_scale_modes_is_the_config_file():
-    """`make modes` trained with config/small.py: the same settings, so the same numbers."""
-    mine = TrainConfig(**train_settings(Job("cla2"), SCALES["modes"], 1, "x"))
-    file = load_settings(TrainConfig, [str(ROOT / "config/small.py"), "--value_mode=cla2", "--seed=1", "--out_dir=x"])
+@pytest.mark.parametrize("scale, name", [("modes", "small.py"), ("night", "night.py")])
+def test_config_file_of_a_scale(scale, name):
+    """A run with the config file has the settings of a run at the scale, so the same numbers."""
+    mine = TrainConfig(**train_settings(Job("cla2"), SCALES[scale], 1, "x"))
+    file = load_settings(TrainConfig, [str(ROOT / "config" / name), "--value_mode=cla2", "--seed=1", "--out_dir=x"])
     free = ("save_every", "log_every", "keep", "compile", "device")
     mine, file = ({k: v for k, v in dataclasses.asdict(of).items() if k not in free} for of in (mine, file))
     assert mine == file
