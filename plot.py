@@ -331,10 +331,10 @@ def smooth(x, y, window):
 
 def growing_means(x, y):
     """Means of x and y over windows that grow with x, as a logarithmic axis needs them: each ends at GROWTH times its
-    beginning, and the last, up to GROWTH**2 wide, with the data. Windows without a point are left out."""
-    n_windows = int(np.log(x[-1] / x[0]) / np.log(GROWTH))
-    ends = x[0] * GROWTH ** np.arange(1, n_windows)  # of all but the last
-    windows = np.split(np.arange(len(x)), np.searchsorted(x, ends))
+    beginning, the last one with the data. Windows without a point are left out."""
+    n_windows = 1 + int(np.log(x[-1] / x[0]) / np.log(GROWTH))
+    ends = x[-1] / GROWTH ** np.arange(n_windows, 0, -1.0)  # of all but the last
+    windows = np.split(np.arange(len(x)), np.searchsorted(x, ends, side="right"))
     means = [(x[window].mean(), y[window].mean()) for window in windows if len(window)]
     return np.array(means).T
 
@@ -393,17 +393,15 @@ def relative_panel(ax, pairs, styles, baseline="Transformer"):
     """pairs: {label: [(run, the baseline's run of its seed)]} -> training loss minus the baseline's, over tokens on a
     logarithmic axis."""
     for label, both in pairs.items():
-        seeds = []
-        for two in both:
-            x, y = align([(run.steps["tokens"], run.steps["loss"]) for run in two])
-            seeds.append(growing_means(x, y[0] - y[1]))
-        draw_line(ax, *align(seeds), label, styles[label])
+        x, y = align([(run.steps["tokens"], run.steps["loss"]) for two in both for run in two])
+        gaps = [growing_means(x, ours - theirs) for ours, theirs in zip(y[::2], y[1::2], strict=True)]
+        draw_line(ax, gaps[0][0], np.array([gap for _, gap in gaps]), label, styles[label])
     fit_axes(ax, zero=True, start=SHOWN, squashed=4)
     ax.axhline(0, color="0.5", linewidth=0.8, zorder=0)
     ax.set_xscale("log", subs=())
     ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
     ax.xaxis.set_major_formatter(lambda x, _: short_count(x))
-    ax.set(xlabel="training tokens", ylabel=f"training loss minus {baseline}'s (nats)")
+    ax.set(xlabel="training tokens", ylabel=f"training loss minus {baseline}'s (nats per token)")
     legend(ax)
 
 

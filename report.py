@@ -7,7 +7,7 @@ import math
 import statistics
 import sys
 
-# Student's t: of n numbers, 95 % lie within this many standard errors of the mean (n - 1 degrees of freedom)
+# Student's t: in 95 % of samples of n numbers the true mean is within this many standard errors of the sample's
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 

@@ -78,6 +78,18 @@ def best_rate(found, jobs):
     return min(jobs, key=lambda job: np.mean([found.loss(job, seed) for seed in shared]))
 
 
+def loss_at_optimum(found, jobs):
+    """The lowest point of the parabola over ln(rate) through a mode's best rate and its two neighbours, by the mean
+    loss over the seeds that all rates have. jobs: in the order of their rates. None if the best is at an end."""
+    i = jobs.index(best_rate(found, jobs))
+    if not 0 < i < len(jobs) - 1:
+        return None
+    shared, three = found.common_seeds(*jobs), jobs[i - 1 : i + 2]
+    losses = [np.mean([found.loss(job, seed) for seed in shared]) for job in three]
+    a, b, c = np.polyfit([math.log(job.lr) for job in three], losses, 2)
+    return c - b * b / (4 * a)
+
+
 def at_rate(jobs, rate):
     """The one of a mode's Jobs with this rate."""
     return next(job for job in jobs if job.lr == rate)
@@ -133,23 +145,22 @@ def saved_parameters(mode, sizes):
 
 
 def reached(curve, loss):
-    """The tokens after which curve (tokens, losses) is at a loss, between evaluations on a straight line; or None."""
+    """The tokens after which curve (tokens, losses) is at a loss for the first time, between evaluations on a straight
+    line. None if it never is, or was before the first evaluation."""
     x, y = (np.array(part, float) for part in curve)
     below = np.flatnonzero(y <= loss)
-    if not len(below):
+    if not len(below) or below[0] == 0:
         return None
     i = below[0]
-    if i == 0:
-        return float(x[0])
     return float(np.interp(loss, [y[i], y[i - 1]], [x[i], x[i - 1]]))
 
 
 def tokens_saved(curve, target):
-    """Share of tokens that curve (tokens, losses) saves on the way to the last loss of `target`. If it never gets
-    there: below 0, by the share of extra tokens that it needs for its own last loss."""
-    at = reached(curve, target[1][-1])
-    if at is not None:
-        return 1 - at / target[0][-1]
+    """Share of tokens that curve (tokens, losses) saves on the way to the last loss of `target`. If it ends above that:
+    below 0, by the share of extra tokens that it needs for its own last loss. None where `reached` is."""
+    if curve[1][-1] <= target[1][-1]:
+        at = reached(curve, target[1][-1])
+        return None if at is None else 1 - at / target[0][-1]
     at = reached(target, curve[1][-1])
     return None if at is None else 1 - curve[0][-1] / at
 
@@ -159,19 +170,24 @@ def saved_tokens(found, seed):
     return tokens_saved(*(found.validation(Job(mode, "468M"), seed) for mode in ("resformer", "vanilla")))
 
 
-def critical_point(x, y):
-    """(step, extrapolated?) where a relative loss y over steps x rises through 0 for the last time: the last such
-    crossing, or where the line through the last tenth of the points will; infinity if that does not rise, 0 if y is
-    never below 0. Source: the paper's Figure 14, whose last tenth is 1,000 steps."""
-    rises = np.flatnonzero((y[:-1] < 0) & (y[1:] >= 0))
-    if y[-1] >= 0:
+def critical_point(x, y, window):
+    """(step, extrapolated?) where a relative loss y over steps x rises through 0 for good.
+
+    If the last tenth of y is above 0 on average: the last crossing of the moving average over `window` steps, in the
+    middle of its window; 0 if that was never below 0. Else where the line through the last tenth will be at 0; infinity
+    if that does not rise by more than two standard errors of its slope. Source: the paper's Figure 14, whose last tenth
+    is 1,000 steps.
+    """
+    tail = slice(-max(3, len(x) // 10), None)
+    if y[tail].mean() >= 0:
+        first, means = plot.smooth(x, y, window)
+        rises = np.flatnonzero((means[:-1] < 0) & (means[1:] >= 0))
         if not len(rises):
             return 0.0, False
         i = rises[-1]
-        return float(np.interp(0, y[i : i + 2], x[i : i + 2])), False
-    tail = slice(-max(2, len(x) // 10), None)
-    slope, height = np.polyfit(x[tail], y[tail], 1)
-    if slope <= 0:
+        return float(np.interp(0, means[i : i + 2], first[i : i + 2])) + (window - 1) / 2, False
+    (slope, height), covariance = np.polyfit(x[tail], y[tail], 1, cov=True)
+    if slope <= 2 * math.sqrt(covariance[0, 0]):
         return math.inf, True
     return max(float(x[-1]), float(-height / slope)), True
 
@@ -180,12 +196,12 @@ def critical(found, job, seed):
     """critical_point of a Job's relative loss, a pair (step, extrapolated?)."""
     two = [found.run(job, seed), found.run(job.baseline, seed)]
     x, y = plot.align([(run.steps["step"], run.steps["loss"]) for run in two])
-    return critical_point(*plot.smooth(x, y[0] - y[1], found.scale.window))
+    return critical_point(x, y[0] - y[1], found.scale.window)
 
 
 def later_when_longer(found, seed):
-    """Share of the pairs of lengths with unlike critical points whose longer one has the later; None if no length has a
-    finite one."""
+    """Share of the pairs of lengths with unlike critical points whose longer one has the later; None if no length
+    has one that is finite and above 0."""
     points = [critical(found, Job("svformer", length=n), seed)[0] for n in LENGTHS]
     if not any(0 < point < math.inf for point in points):
         return None
@@ -279,11 +295,11 @@ def fewer_extremes(mode, size):
 
 
 def larger_eigenvalue(size):
-    """Share of layers whose largest eigenvalue is larger in ResFormer."""
+    """Mean over layers of ln(ResFormer's largest eigenvalue / vanilla's)."""
 
     def value(found, seed):
         a, b = (found.by_layer(Job(mode, size), seed, "value_largest") for mode in ("resformer", "vanilla"))
-        return np.mean(np.array(a) > np.array(b))
+        return np.log(np.array(a) / np.array(b)).mean()
 
     return value
 
@@ -304,7 +320,7 @@ def accuracy_gap(length):
     def value(found, seed):
         accuracy, common = scored(found, length, seed)
         if not common:
-            return None
+            raise NoSeed(f"no task is scored with seed {seed}")
         return np.mean([accuracy["resformer"][task] - accuracy["vanilla"][task] for task in common])
 
     return value
@@ -313,7 +329,9 @@ def accuracy_gap(length):
 def domain_gap(size):
     def value(found, seed):
         a, b = (found.evaluation(Job(mode, size), seed, "loss") for mode in ("resformer", "vanilla"))
-        return a["val_mean"] - b["val_mean"] if a and b else None
+        if not (a and b):
+            raise NoSeed(f"no loss is scored with seed {seed}")
+        return a["val_mean"] - b["val_mean"]
 
     return value
 
@@ -326,28 +344,31 @@ def claim_row(claim, found, seeds):
     the mean's 95 % interval over seeds, None below two. A value that is undefined or infinite is None."""
     values = {}
     for seed in seeds:
-        with suppress(NoSeed):  # a run that this claim needs has fewer seeds
+        with suppress(NoSeed):  # a run or score that this claim needs has fewer seeds
             value = claim.value(found, seed)
             values[seed] = None if value is None or not math.isfinite(value) else float(value)
     known = [value for value in values.values() if value is not None]
     mean, interval = mean_interval(known)
     row = {"what": claim.what, "paper": claim.paper, "seeds": list(values), "values": list(values.values())}
-    return row | {"mean": mean, "interval": interval, "n": len(known), "verdict": verdict(claim, mean, interval)}
+    row |= {"mean": mean, "interval": interval, "n": len(known)}
+    return row | {"verdict": verdict(claim, row)}
 
 
-def verdict(claim, mean, interval):
-    """What runs say of a claim: CONFIRMED if the whole interval goes the paper's way, CONTRADICTED if none of it does,
-    else UNDETERMINED. One seed is only said to go a way. "" if the paper gives no way."""
+def verdict(claim, row):
+    """What a row says of its claim: CONFIRMED if the whole interval goes the paper's way, CONTRADICTED if none of it
+    does, else UNDETERMINED; so too where the value of a seed is undefined, or all are equal, as shares can be. One seed
+    is only said to go a way. "" if the paper gives no way."""
     if (claim.above, claim.below) == (-math.inf, math.inf):
         return ""
-    if mean is None:
+    mean, interval = row["mean"], row["interval"]
+    if not row["values"] or None in row["values"] or interval == 0:
         return UNDETERMINED
     if interval is None:
         return ONE_SEED[claim.above < mean < claim.below]
     low, high = mean - interval, mean + interval
     if claim.above < low and high < claim.below:
         return CONFIRMED
-    return CONTRADICTED if high <= claim.above or low >= claim.below else UNDETERMINED
+    return CONTRADICTED if high < claim.above or low > claim.below else UNDETERMINED
 
 
 def claim_rows(figure, found):
@@ -363,17 +384,20 @@ def claim_cells(row):
     """The texts of a row in a table under HEADER."""
     is_difference = "−" in row["what"]
     ours = plus_minus(row["mean"], row["interval"], sign=is_difference)
-    return [row["what"], row["paper"], row["verdict"], ours, str(row["n"])]
+    n = str(row["n"])
+    if row["n"] < len(row["values"]):
+        n += f" of {len(row['values'])}"
+    return [row["what"], row["paper"], row["verdict"], ours, n]
 
 
 def tally(figures):
-    """A sentence that counts the verdicts on the paper's claims; what one seed says is counted apart."""
+    """Sentences that count the verdicts; what one seed says is counted apart."""
     rows = [row for record in figures.values() for row in record["rows"] if row["verdict"] and row["n"]]
     counts = Counter({row["what"]: row["verdict"] for row in rows}.values())  # some claims stand in two figures
     yes, no, unknown = (counts[name] for name in (CONFIRMED, CONTRADICTED, UNDETERMINED))
     text = (
-        f"These runs speak to {counts.total()} claims of the paper. {yes + no + unknown} have several seeds: {yes} are "
-        f"confirmed here, {no} contradicted, {unknown} undetermined."
+        f"These runs make {counts.total()} of the paper's comparisons. {yes + no + unknown} have several seeds: {yes} "
+        f"are confirmed here, {no} contradicted, {unknown} undetermined."
     )
     same, other = (counts[ONE_SEED[way]] for way in (True, False))
     if same + other:

@@ -161,16 +161,19 @@ def draw_tokens(ax, panel, found):
 
 
 def draw_rates(ax, panel, found):
-    """Validation losses at the end over learning rates: means over seeds, and a dot for each seed."""
+    """Validation losses at the end over learning rates: a dot for each seed, a line through the means over the seeds
+    that all rates of a mode have."""
     modes = {}
     for job in panel.jobs:
         modes.setdefault(job.mode, []).append(job)
     for mode, jobs in modes.items():
         style, rates = style_of(mode), [job.lr * found.scale.lr_factor for job in jobs]
-        losses = [[found.loss(job, seed) for seed in found.seeds(job)] for job in jobs]
-        ax.plot(rates, [np.mean(of) for of in losses], markevery=[], label=LABELS[mode], **style)
-        for rate, of in zip(rates, losses, strict=True):
-            ax.plot([rate] * len(of), of, **style | {"linestyle": ""})
+        shared = found.common_seeds(*jobs)
+        means = [np.mean([found.loss(job, seed) for seed in shared]) for job in jobs]
+        ax.plot(rates, means, markevery=[], label=LABELS[mode], **style)
+        for rate, job in zip(rates, jobs, strict=True):
+            losses = [found.loss(job, seed) for seed in found.seeds(job)]
+            ax.plot([rate] * len(losses), losses, **style | {"linestyle": ""})
     ax.set(xlabel="peak learning rate", ylabel="validation loss (nats per token)", xscale="log")
     rates = sorted({job.lr * found.scale.lr_factor for job in panel.jobs})
     ax.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
@@ -179,7 +182,7 @@ def draw_rates(ax, panel, found):
 
 
 def draw_critical(ax, panel, found):
-    """Critical points over lengths. Lengths without one are named in the legend, not drawn."""
+    """Critical points over lengths. Seeds without one are counted in the legend, not drawn."""
     points, color = {}, style_of(panel.jobs[0].mode)["color"]
     for job in panel.jobs:
         length = found.scale.lengths[job.length][0]
@@ -190,10 +193,11 @@ def draw_critical(ax, panel, found):
             there += [(n, at) for at, extrapolated in seeds if extrapolated == kind and 0 < at < math.inf]
         if there:
             ax.plot(*zip(*there, strict=True), "o", color=color, markerfacecolor=face, label=name)
-    for at, name in ((math.inf, "the lead does not shrink"), (0.0, "never ahead")):
-        without = [f"{n:,}" for n, seeds in points.items() if at in [step for step, _ in seeds]]
-        if without:
-            ax.plot([], [], " ", label=f"none at length {', '.join(without)}: {name}")
+    for at, name in ((math.inf, "not foreseen"), (0.0, "never ahead")):
+        for n, seeds in points.items():
+            count = sum(step == at for step, _ in seeds)
+            if count:
+                ax.plot([], [], " ", label=f"length {n:,}: {name} ({count} of {len(seeds)} seeds)")
     lengths = list(points)
     ax.set(xlabel="sequence length (tokens)", ylabel="critical point (step)", xscale="log")
     ax.set(xlim=(lengths[0] / 1.4, lengths[-1] * 1.4), xticks=lengths, xticklabels=[f"{n:,}" for n in lengths])

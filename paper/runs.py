@@ -384,11 +384,11 @@ class Found:
         """The arrays of a run's analysis."""
         return self.analysis(self.folder(job, seed))[1]
 
-    def initial(self, summarise, seed):
-        """min, max or mean over layers of the entropy before training, which is measured with one seed."""
+    def initial(self, seed):
+        """Mean over layers of the entropy before training, which is measured with one seed."""
         if seed != SEEDS[0]:
             raise NoSeed(seed)
-        return summarise(self.mean(self.root / INITIAL, "entropy"))
+        return np.mean(self.mean(self.root / INITIAL, "entropy"))
 
     def evaluation(self, job, seed, task):
         """The record of a task in a run's eval.json, or None."""

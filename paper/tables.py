@@ -14,7 +14,7 @@ import plot
 from configurator import UserError
 from data import Tokenizer
 from files import read_json
-from paper.claims import LABELS, best_rate, critical, gap_at_best, gap_at_others_best, scored
+from paper.claims import LABELS, best_rate, critical, gap_at_best, gap_at_others_best, loss_at_optimum, scored
 from paper.runs import SCALES, Job, NoSeed, train_settings
 from report import mean_interval, plus_minus
 from tasks import TABLE1
@@ -66,7 +66,7 @@ def table1(found):
         accuracies = [accuracy[mode] for accuracy, common in scores if common]
         if not accuracies:
             raise UserError(f"no task is scored at length {length:,}; without the hub, set --eval_dir")
-        common = scores[0][1]
+        common = [task for task in TABLE1 if all(task in tasks for _, tasks in scores if tasks)]
         columns = [[of[task] for of in accuracies if task in of] for task in TABLE1]
         columns.append([of[task] for of in accuracies for task in common])
         cells = []
@@ -148,17 +148,20 @@ def table5(found):
 
 def critical_table(found, lines):
     """When vanilla overtakes for good. lines: [(label, Job)]."""
-    yield ["", "overtaken after (tokens), ± 95 %", "seen in (seeds)", "foreseen in", "never ahead in", "no end in"]
+    yield [
+        "",
+        "overtaken at step, ± 95 %, if seen",
+        "seen in (seeds)",
+        "foreseen in",
+        "never ahead in",
+        "not foreseen in",
+    ]
     for label, job in lines:
         points = [critical(found, job, seed) for seed in found.common_seeds(job, job.baseline)]
-        block, batch, _ = found.scale.lengths[job.length]
-        finite = [step * block * batch for step, _ in points if 0 < step < math.inf]
-        mean, interval = mean_interval(finite)
-        when = "-" if mean is None else plot.short_count(mean)
-        if interval is not None:
-            when += f" ± {plot.short_count(interval)}"
+        seen = [step for step, foreseen in points if step > 0 and not foreseen]
+        when = plus_minus(*mean_interval(seen), digits=0)
         kinds = [
-            sum(not foreseen and step > 0 for step, foreseen in points),
+            len(seen),
             sum(foreseen and step < math.inf for step, foreseen in points),
             sum(step == 0 for step, _ in points),
             sum(step == math.inf for step, _ in points),
@@ -168,13 +171,14 @@ def critical_table(found, lines):
 
 def rates_table(found, grids):
     """The best rates of modes. grids: {(size, mode): its Jobs, one for each rate}."""
-    gaps = ["minus Transformer's, each at its best rate", "both at Transformer's best rate"]
-    yield ["parameters", "mode", "best rate", "loss there, ± 95 %", *gaps]
+    gaps = ["minus Transformer's, each at its best rate, ± 95 %", "both at Transformer's best rate", "at the optima"]
+    yield ["parameters", "mode", "best rate", "loss there, ± 95 %", "seeds", *gaps]
     for (size, mode), jobs in grids.items():
         vanilla, best = grids[size, "vanilla"], best_rate(found, jobs)
-        cells = [plus_minus(*mean_interval([found.loss(best, seed) for seed in found.seeds(best)]))]
+        losses = [found.loss(best, seed) for seed in found.seeds(best)]
+        cells = [plus_minus(*mean_interval(losses)), str(len(losses))]
         if mode == "vanilla":
-            cells += ["-", "-"]
+            cells += ["-", "-", "-"]
         else:
             for gap in (gap_at_best(jobs, vanilla), gap_at_others_best(jobs, vanilla)):
                 values = []
@@ -182,6 +186,9 @@ def rates_table(found, grids):
                     with suppress(NoSeed):
                         values.append(gap(found, seed))
                 cells.append(plus_minus(*mean_interval(values), sign=True))
+            ours, theirs = loss_at_optimum(found, jobs), loss_at_optimum(found, vanilla)
+            is_known = ours is not None and theirs is not None
+            cells.append(plus_minus(ours - theirs if is_known else None, sign=True))
         rate = f"{best.lr * found.scale.lr_factor:.2g}"
         if best in (jobs[0], jobs[-1]):
             rate += " (end of the grid)"

@@ -111,16 +111,15 @@ def test_runs_of_different_length_share_their_steps(tmp_path, monkeypatch, capsy
 
 
 def test_growing_means():
-    """Windows of 3000 steps: the first ones hold one step, the last 15 % or more of the run."""
+    """Windows of 3000 steps: the first ones hold one step, the last ends with the run."""
     x = np.arange(1.0, 3001)
     middle, y = plot.growing_means(x, 2 * x)
     np.testing.assert_allclose(y, 2 * middle)
     assert middle[:5].tolist() == [1, 2, 3, 4, 5] and np.all(np.diff(middle) > 0)
-    edges = [1.15**k for k in range(58) if 1.15**k <= 3000]
-    whole = [x[(x >= low) & (x < 1.15 * low)].mean() for low in edges[30:-2]]
-    np.testing.assert_allclose(middle[-len(whole) - 1 : -1], whole)
-    assert middle[-1] == x[x >= edges[-2]].mean()  # 2,884 to 3,000 are not a whole window
-    for last, first in ((116, 101), (115, 88)):  # 1.15^32 = 87.6, 1.15^33 = 100.7, 1.15^34 = 115.8
+    ends = [3000 / 1.15**k for k in range(20)]
+    whole = [x[(x > end / 1.15) & (x <= end)].mean() for end in ends]
+    np.testing.assert_allclose(middle[::-1][:20], whole)
+    for last, first in ((116, 101), (115, 101), (92, 81), (93, 81)):  # 116 / 1.15 = 100.9, 92 / 1.15 = 80
         assert plot.growing_means(x[:last], x[:last])[0][-1] == (first + last) / 2
     assert [part.tolist() for part in plot.growing_means(x[:1], x[:1])] == [[1], [1]]
     np.testing.assert_allclose(plot.growing_means(2048 * x, x)[1], middle)  # over tokens the windows are the same
