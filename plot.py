@@ -330,8 +330,8 @@ def smooth(x, y, window):
 
 
 def growing_means(x, y):
-    """Means of x and y over windows that grow with x, as a logarithmic axis needs them: each ends at GROWTH times its
-    beginning, the last one with the data. Windows without a point are left out."""
+    """Means of x and y over windows (end / GROWTH, end], as a logarithmic axis needs them. The last one ends at the
+    last x, each earlier one where the next begins. Windows without a point are left out."""
     n_windows = 1 + int(np.log(x[-1] / x[0]) / np.log(GROWTH))
     ends = x[-1] / GROWTH ** np.arange(n_windows, 0, -1.0)  # of all but the last
     windows = np.split(np.arange(len(x)), np.searchsorted(x, ends, side="right"))
@@ -391,7 +391,7 @@ def fit_axes(ax, zero, start=0.0, squashed=2):
 
 def relative_panel(ax, pairs, styles, baseline="Transformer"):
     """pairs: {label: [(run, the baseline's run of its seed)]} -> training loss minus the baseline's, over tokens on a
-    logarithmic axis."""
+    logarithmic axis: each point is the mean of a growing window, then over seeds."""
     for label, both in pairs.items():
         x, y = align([(run.steps["tokens"], run.steps["loss"]) for two in both for run in two])
         gaps = [growing_means(x, ours - theirs) for ours, theirs in zip(y[::2], y[1::2], strict=True)]
@@ -401,7 +401,10 @@ def relative_panel(ax, pairs, styles, baseline="Transformer"):
     ax.set_xscale("log", subs=())
     ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
     ax.xaxis.set_major_formatter(lambda x, _: short_count(x))
-    ax.set(xlabel="training tokens", ylabel=f"training loss minus {baseline}'s (nats per token)")
+    ax.set(
+        xlabel=f"training tokens (a point: mean over the last {1 - 1 / GROWTH:.0%})",
+        ylabel=f"training loss minus {baseline}'s (nats per token)",
+    )
     legend(ax)
 
 

@@ -301,7 +301,7 @@ def resumed(run):
 
 
 def compare_settings(run, done):
-    """(config.json as it should be now, a sentence on what changed since the run was started or "").
+    """(config.json as it should be now, a sentence on what changed since the run was last started or "").
 
     Raises UserError if the first weights or the order of the data changed, or, in a finished run, anything that changes
     results.
@@ -319,7 +319,7 @@ def compare_settings(run, done):
     is_finished = done >= cfg.max_steps
     if changed.keys() & {"seed", "batch_tokens", "data", "init_from"} or (changed and is_finished):
         raise UserError(f"{cfg.out_dir} was started with other settings: {what}; use them, or another --out_dir")
-    return new, f"note: not what the run was started with: {what}" if changed else ""
+    return new, f"note: changed since the run was last started: {what}" if changed else ""
 
 
 def announce(run, done, metrics):

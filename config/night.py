@@ -1,6 +1,6 @@
 # The base of scale night: 12.3M tokens in a quarter of an hour on one CPU core, on data of
-# python prepare.py pysource --out_dir=data/night --tokenizer=bpe:2048
-data_dir = "data/night"
+# python prepare.py pysource --tokenizer=bpe:2048
+data_dir = "data/pysource"
 n_layer, n_head, n_embd = 6, 4, 128
 block_size = 128
 batch_tokens, micro_batch = 2048, 16

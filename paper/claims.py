@@ -79,8 +79,9 @@ def best_rate(found, jobs):
 
 
 def loss_at_optimum(found, jobs):
-    """The lowest point of the parabola over ln(rate) through a mode's best rate and its two neighbours, by the mean
-    loss over the seeds that all rates have. jobs: in the order of their rates. None if the best is at an end."""
+    """A mode's loss at its estimated best rate: the minimum of the parabola over ln(rate) through the mean losses at
+    its best rate and the rates on both sides. Means are over the seeds that all rates have. jobs: in the order of
+    their rates. None if the best is the first or the last."""
     i = jobs.index(best_rate(found, jobs))
     if not 0 < i < len(jobs) - 1:
         return None
@@ -173,10 +174,10 @@ def saved_tokens(found, seed):
 def critical_point(x, y, window):
     """(step, extrapolated?) where a relative loss y over steps x rises through 0 for good.
 
-    If the last tenth of y is above 0 on average: the last crossing of the moving average over `window` steps, in the
-    middle of its window; 0 if that was never below 0. Else where the line through the last tenth will be at 0; infinity
-    if that does not rise by more than two standard errors of its slope. Source: the paper's Figure 14, whose last tenth
-    is 1,000 steps.
+    If the last tenth of y is above 0 on average: the last upward crossing of the moving average over `window` steps, in
+    the middle of its window; 0 if there is none. Else where the line through the last tenth reaches 0, at the last step
+    at the earliest; infinity if its slope is at most two standard errors. Source: the paper's Figure 14, whose last
+    tenth is 1,000 steps.
     """
     tail = slice(-max(3, len(x) // 10), None)
     if y[tail].mean() >= 0:
@@ -355,9 +356,9 @@ def claim_row(claim, found, seeds):
 
 
 def verdict(claim, row):
-    """What a row says of its claim: CONFIRMED if the whole interval goes the paper's way, CONTRADICTED if none of it
-    does, else UNDETERMINED; so too where the value of a seed is undefined, or all are equal, as shares can be. One seed
-    is only said to go a way. "" if the paper gives no way."""
+    """What a row says of its claim: CONFIRMED if the whole interval is on the paper's side, CONTRADICTED if all of it
+    is on the other side, else UNDETERMINED. Also UNDETERMINED: no seed has a value, one has an undefined value, or all
+    values are equal, so that their spread says nothing. One seed is only on a side. "" if the paper names no side."""
     if (claim.above, claim.below) == (-math.inf, math.inf):
         return ""
     mean, interval = row["mean"], row["interval"]

@@ -193,7 +193,7 @@ def draw_critical(ax, panel, found):
             there += [(n, at) for at, extrapolated in seeds if extrapolated == kind and 0 < at < math.inf]
         if there:
             ax.plot(*zip(*there, strict=True), "o", color=color, markerfacecolor=face, label=name)
-    for at, name in ((math.inf, "not foreseen"), (0.0, "never ahead")):
+    for at, name in ((math.inf, "no crossing in sight"), (0.0, "never ahead")):
         for n, seeds in points.items():
             count = sum(step == at for step, _ in seeds)
             if count:

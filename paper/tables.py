@@ -148,25 +148,19 @@ def table5(found):
 
 def critical_table(found, lines):
     """When vanilla overtakes for good. lines: [(label, Job)]."""
-    yield [
-        "",
-        "overtaken at step, ± 95 %, if seen",
-        "seen in (seeds)",
-        "foreseen in",
-        "never ahead in",
-        "not foreseen in",
-    ]
+    kinds = ["crossed in (seeds)", "extrapolated in", "never ahead in", "no crossing in sight in"]
+    yield ["", "overtaken at step, ± 95 %, if crossed", *kinds]
     for label, job in lines:
         points = [critical(found, job, seed) for seed in found.common_seeds(job, job.baseline)]
-        seen = [step for step, foreseen in points if step > 0 and not foreseen]
-        when = plus_minus(*mean_interval(seen), digits=0)
-        kinds = [
-            len(seen),
-            sum(foreseen and step < math.inf for step, foreseen in points),
+        crossed = [step for step, extrapolated in points if step > 0 and not extrapolated]
+        when = plus_minus(*mean_interval(crossed), digits=0)
+        counts = [
+            len(crossed),
+            sum(extrapolated and step < math.inf for step, extrapolated in points),
             sum(step == 0 for step, _ in points),
             sum(step == math.inf for step, _ in points),
         ]
-        yield [label, when, *map(str, kinds)]
+        yield [label, when, *map(str, counts)]
 
 
 def rates_table(found, grids):

@@ -375,7 +375,7 @@ def test_resume_refuses_another_model_or_tokenizer(base, data_dir, tmp_path):
 def test_changed_settings_are_named_on_resume(data_dir, tmp_path):
     trained(data_dir, tmp_path / "run", max_steps=4)
     result = trained(data_dir, tmp_path / "run", max_steps=6, weight_decay=0.2, resume="auto")
-    assert "not what the run was started with: max_steps (was 4), weight_decay (was 0.1)" in result.stdout
+    assert "changed since the run was last started: max_steps (was 4), weight_decay (was 0.1)" in result.stdout
     assert [r["step"] for r in steps_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
