@@ -32,7 +32,7 @@ from paper.claims import Claim, claim_cells, claim_rows
 from paper.figures import FIGURES, PAPER, Figure, Panel
 from paper.panels import draw_figure
 from paper.reproduce import ReproduceConfig
-from paper.runs import INSPECTED, SCALES, Found, Job, NoSeed, train_settings
+from paper.runs import INSPECTED, SCALES, Found, Job, NoSeed, train_settings, units_in_words
 from train import TrainConfig
 from value_modes import TABLE, get_mode
 
@@ -215,6 +215,12 @@ def test_what_a_scale_decides():
     assert len(cfg.seeds_of(Job("cross"))) == 3 and len(cfg.seeds_of(Job("mqa"))) == 1
     assert len(cfg.seeds_of(Job("resformer", "468M"))) == 3 and len(cfg.seeds_of(Job("resformer", lr=6e-4))) == 1
     assert len(cfg.seeds_of(Job(length=32000))) == len(cfg.seeds_of(job)) == len(cfg.seeds_of(Job(size=INSPECTED))) == 1
+
+
+def test_units_in_words():
+    said = units_in_words(SCALES["night"])
+    assert "6 layers, 4 heads, width 128 for 82M" in said and "128 for 2,048" in said and "100 for 120" in said
+    assert "In place of its learning rates: 10 times as much; the usual one is 0.003. A run has 6,000 steps." in said
 
 
 def test_claims_in_units_that_a_scale_does_not_have():
@@ -535,6 +541,19 @@ def test_critical_points_are_drawn(found):
     np.testing.assert_allclose(predicted.get_xydata(), [[1024, 50.5]])
 
 
+def test_seeds_without_a_critical_point_are_counted(found, monkeypatch):
+    at = {512: (0.0, False), 2048: (math.inf, True), 8192: (20.5, False)}
+    monkeypatch.setattr(panels, "critical", lambda found, job, seed: at[2048 if seed == 1 else job.length])
+    ax = matplotlib.figure.Figure().subplots()
+    panels.draw_critical(ax, Panel("critical", "", tuple(figures.SV_LENGTHS[:3])), found)
+    said = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert said == [
+        "crossed",
+        "length 128: no crossing in sight (2 of 2 seeds)",
+        "length 64: never ahead (1 of 1 seeds)",
+    ]
+
+
 def test_heat_maps(made, found):
     images = {ax.get_title(loc="left"): ax.images[0] for ax in axes_of(FIGURES["fig19"], found) if ax.images}
     for key, quantity in panels.HEAT.items():
@@ -819,6 +838,11 @@ def test_rates_are_tuned_for_each_mode():
     # 5, 3, 4 at -1, 0, 1 is 1.5 u² - 0.5 u + 3, lowest at 1/6
     assert claims.loss_at_optimum(found, vanilla) == pytest.approx(3 - 0.25 / 6)
     assert claims.loss_at_optimum(found, jobs) is None
+    # 5.5, 3.5, 4.3 has its lowest point at 1.4 u² - 0.6 u + 3.5
+    losses |= {"resformer": {1.0: [5.5], 2.0: [3.5], 4.0: [4.3]}}
+    inner = list(tables.rates_table(found, {("82M", mode): grid[mode] for mode in grid}))[2]
+    assert inner[-1] == f"{(3.5 - 0.36 / 5.6) - (3 - 0.25 / 6):+.4f}"
+    losses |= {"resformer": {1.0: [2.9, 4.4], 2.0: [3.5], 4.0: [9]}}
     backwards = {("82M", mode): grid[mode][::-1] for mode in grid}  # the best is the last one
     assert list(tables.rates_table(found, backwards))[2] == second
     ax = matplotlib.figure.Figure().subplots()
@@ -861,6 +885,9 @@ def test_verdicts():
         ([0.3, None], dict(above=0.0), "undetermined"),
     ):
         assert fake(values, **bounds)["verdict"] == said, (values, bounds)
+    low, high = (2.0 + way * fake([1.0, 2.0, 3.0])["interval"] for way in (-1, 1))  # the interval ends at the bound
+    for bound in (dict(above=high), dict(below=low), dict(above=low), dict(below=high)):
+        assert fake([1.0, 2.0, 3.0], **bound)["verdict"] == "undetermined", bound
     row = fake([1.0, 2.0, 3.0])
     assert (row["mean"], row["n"]) == (2, 3) and row["interval"] == pytest.approx(2.4843, abs=1e-3)
     assert claim_cells(row) == ["what", "paper", "", "2.0000 ± 2.4843", "3"] and claim_cells(fake([None]))[3] == "-"
@@ -946,6 +973,22 @@ def test_averages_are_of_tasks_that_all_models_of_a_length_have(made, found, mon
     row, _ = claim_rows(FIGURES["tab1"], found)
     both = [[made.results(Job(m), 42)[task]["acc"] for task in ours] for m in ("resformer", "vanilla")]
     assert row["values"][row["seeds"].index(42)] == pytest.approx(np.mean(both[0]) - np.mean(both[1]))
+
+
+def test_seeds_with_unlike_tasks(found, monkeypatch):
+    """The average is over the tasks that all scored seeds have. A seed without any score takes no part."""
+    evaluation, missing = Found.evaluation, {1: ("piqa",)}
+    monkeypatch.setattr(
+        Found,
+        "evaluation",
+        lambda self, job, seed, task: None if task in missing.get(seed, ()) else evaluation(self, job, seed, task),
+    )
+    lines = {line[0]: line[1:] for line in FIGURES["tab1"].table(found)}
+    assert lines["ResFormer, length 128"][-1].endswith(" of 5")
+    missing[1] = (*SIX, "loss")
+    assert " of " not in {line[0]: line[1:] for line in FIGURES["tab1"].table(found)}["ResFormer, length 128"][-1]
+    for row in (claim_rows(FIGURES["tab1"], found)[0], claim_rows(FIGURES["tab5"], found)[0]):
+        assert row["seeds"] == [42] and row["verdict"] in claims.ONE_SEED.values() and claim_cells(row)[4] == "1"
 
 
 def test_tables_of_what_is_not_scored(made, found, tmp_path):
