@@ -71,23 +71,28 @@ def gap_change(a, b):
     return lambda found, seed: gap_a(found, seed) - gap_b(found, seed)
 
 
-def best_rate(found, jobs):
-    """The one of a mode's Jobs, which differ in their rate, with the lowest loss: the mean over the seeds that all of
+def mean_losses(found, jobs):
+    """The validation loss of each of a mode's Jobs, which differ in their rate: the mean over the seeds that all of
     them have, so that a rate with few seeds does not win by luck."""
     shared = found.common_seeds(*jobs)
-    return min(jobs, key=lambda job: np.mean([found.loss(job, seed) for seed in shared]))
+    return [np.mean([found.loss(job, seed) for seed in shared]) for job in jobs]
+
+
+def best_rate(found, jobs):
+    """The one of a mode's Jobs with the lowest of `mean_losses`."""
+    return jobs[np.argmin(mean_losses(found, jobs))]
 
 
 def loss_at_optimum(found, jobs):
-    """A mode's loss at its estimated best rate: the minimum of the parabola over ln(rate) through the mean losses at
-    its best rate and the rates on both sides. Means are over the seeds that all rates have. jobs: in the order of
-    their rates. None if the best is the first or the last."""
-    i = jobs.index(best_rate(found, jobs))
+    """A mode's loss at its estimated best rate: the minimum of the parabola over ln(rate) through the `mean_losses` at
+    its best rate and the rates on both sides. jobs: in the order of their rates. None if the best is the first or the
+    last."""
+    losses = mean_losses(found, jobs)
+    i = np.argmin(losses)
     if not 0 < i < len(jobs) - 1:
         return None
-    shared, three = found.common_seeds(*jobs), jobs[i - 1 : i + 2]
-    losses = [np.mean([found.loss(job, seed) for seed in shared]) for job in three]
-    a, b, c = np.polyfit([math.log(job.lr) for job in three], losses, 2)
+    near = slice(i - 1, i + 2)
+    a, b, c = np.polyfit([math.log(job.lr) for job in jobs[near]], losses[near], 2)
     return c - b * b / (4 * a)
 
 

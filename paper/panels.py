@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 import plot
-from paper.claims import LABELS, critical, loss_gap, semi_log
+from paper.claims import LABELS, critical, loss_gap, mean_losses, semi_log
 from paper.runs import INITIAL, INSPECTED, SEEDS, train_settings
 from paper.tables import size_and_loss
 from plot import COLORS, HEADLINE, LEVEL, count_range, legend, page, short_count, style_of, styles_of
@@ -168,9 +168,7 @@ def draw_rates(ax, panel, found):
         modes.setdefault(job.mode, []).append(job)
     for mode, jobs in modes.items():
         style, rates = style_of(mode), [job.lr * found.scale.lr_factor for job in jobs]
-        shared = found.common_seeds(*jobs)
-        means = [np.mean([found.loss(job, seed) for seed in shared]) for job in jobs]
-        ax.plot(rates, means, markevery=[], label=LABELS[mode], **style)
+        ax.plot(rates, mean_losses(found, jobs), markevery=[], label=LABELS[mode], **style)
         for rate, job in zip(rates, jobs, strict=True):
             losses = [found.loss(job, seed) for seed in found.seeds(job)]
             ax.plot([rate] * len(losses), losses, **style | {"linestyle": ""})

@@ -333,7 +333,9 @@ def test_starting_from_other_weights(runs, data, tmp_path):
         words = [word for word in words if not word.startswith("--init_from")]
         assert in_process(train, *words).returncode == 0  # need not be named again, but stays on record
         assert json.loads((tmp_path / "same" / "config.json").read_text())["init_from"] == str(source)
-        refused(in_process(train, *words, f"--init_from={tmp_path}"), "started with other settings: init_from (was ")
+        for more in ([], ["--max_steps=9"]):  # finished, and not yet
+            says = "started with other settings: init_from (was "
+            refused(in_process(train, *words, f"--init_from={tmp_path}", *more), says)
         for path in (tmp_path / "same").iterdir():
             path.unlink()
     words = [f"--init_from={run}", *words]
