@@ -8,4 +8,4 @@ max_steps, warmup_steps = 450, 30
 learning_rate = 2e-3  # the best of 1e-3, 2e-3 and 4e-3 for ResFormer, as good as 1e-3 for vanilla and 4e-3 for SVFormer
 eval_every, eval_tokens = 450, 16384
 save_every = 150
-attn = "eager"  # at this size and on a CPU faster than sdpa
+attn = "eager"  # at this size and on a CPU as fast as sdpa
