@@ -3,7 +3,8 @@
     python docs/tables.py            write them into the pages
     python docs/tables.py --check    end with code 1, and name the pages that differ from the results
 
-A page holds each table between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of MAKERS below.
+A page holds each table between `<!-- table: NAME -->` and `<!-- end -->`. To add one, write these two lines into one
+page, and a function that returns the table into MAKERS below, under that NAME.
 """
 
 import functools
@@ -43,7 +44,7 @@ from report import markdown, plus_minus
 from tasks import TABLE1, average
 from value_modes import TABLE, ModelConfig
 
-PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
+PLACE = re.compile(r"(<!-- table: (\S+) -->\n)(?:(?!<!-- table:).)*?(<!-- end -->)", re.S)
 
 
 def bench_rows(name, key="rows"):
