@@ -238,6 +238,7 @@ TABLE = {
     # -- ResFormer and its weights
     "resformer": (residual(), "½ A_n (V_n + V_1)", "Eq 7"),
     "resformer_lambda": (residual(lam=(1.0, 2.0)), "A_n (V_n + λ V_1), λ = 2", "Fig 8; v5 Constant"),
+    "scaled": (residual(lam=(5**0.5, 0.0)), "√5 A_n V_n, at the start as large as with λ = 2", ""),
     "resformer_learned": (residual(learn="scalar"), "A_n (a_n V_n + b_n V_1), from ½, ½", "v5 Learnable"),
     "resformer_plus": (residual(learn="softmax", lam=(0.5, 0.0)),
         "A_n (a_n V_n + s softmax_n(b) V_1), from a = ½, s = L, b = 0", "v5 Learnable-Plus"),
