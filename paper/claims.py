@@ -25,6 +25,9 @@ LABELS = {
     "denseformer": "DenseFormer", "resformer_neutreno": "ResFormer+NeuTRENO", "cross": "Cross Layer Attention",
     "cla2": "CLA2", "gqa2": "GQA2", "gqa8": "GQA8", "svformer_gqa4": "SVFormer+GQA4", "cla2_gqa4": "CLA2+GQA4",
     "resformer_lambda": "ResFormer, λ = 2", "resformer_plus": "Learnable-Plus ResFormer",
+    "share_v2": "shared values of 2 layers", "share_k2": "shared keys of 2 layers", "share_q": "Layer 1's queries",
+    "share_k": "Layer 1's keys", "svformer_2anchors": "SVFormer, 2 anchors", "svformer_3anchors": "SVFormer, 3 anchors",
+    "svformer_4anchors": "SVFormer, 4 anchors",
 }  # fmt: skip
 LENGTHS = tuple(SCALES["paper"].lengths)
 HEADER = ["claim", "the paper", "verdict", "ours", "seeds"]  # three columns of texts, two of numbers
@@ -37,7 +40,7 @@ class Claim:
     """A number that says whether our runs go the paper's way. `what` may hold the paper's units in brackets, see
     Found.in_words. value(found, seed) -> float, or None if undefined; the paper's way is `above` a number, `below` one,
     both, or neither where the paper only gives a value. `jobs`: the two runs of a claim that is about their validation
-    losses alone, the lower one first."""
+    losses alone, the lower one first. `needs`: of another claim the runs that a scale may do without."""
 
     what: str
     paper: str
@@ -45,6 +48,7 @@ class Claim:
     above: float = -math.inf
     below: float = math.inf
     jobs: tuple[Job, ...] = ()
+    needs: tuple[Job, ...] = ()
 
 
 # -- losses
@@ -79,14 +83,17 @@ def mean_losses(found, jobs):
 
 
 def best_rate(found, jobs):
-    """The one of a mode's Jobs with the lowest of `mean_losses`."""
-    return jobs[np.argmin(mean_losses(found, jobs))]
+    """The one of a mode's Jobs with the lowest of `mean_losses`, among those that have the most seeds: these were given
+    to the rates that one seed found best."""
+    most = max(len(found.seeds(job)) for job in jobs)
+    compared = [job for job in jobs if len(found.seeds(job)) == most]
+    return compared[np.argmin(mean_losses(found, compared))]
 
 
 def loss_at_optimum(found, jobs):
-    """A mode's loss at its estimated best rate: the minimum of the parabola over ln(rate) through the `mean_losses` at
-    its best rate and the rates on both sides. jobs: in the order of their rates. None if the best is the first or the
-    last."""
+    """A mode's loss at its estimated best rate: the minimum of the parabola over ln(rate) through the lowest of
+    `mean_losses` and those at the rates on both sides. jobs: in the order of their rates. None if the lowest is the
+    first or the last."""
     losses = mean_losses(found, jobs)
     i = np.argmin(losses)
     if not 0 < i < len(jobs) - 1:
@@ -328,16 +335,6 @@ def accuracy_gap(length):
         if not common:
             raise NoSeed(f"no task is scored with seed {seed}")
         return np.mean([accuracy["resformer"][task] - accuracy["vanilla"][task] for task in common])
-
-    return value
-
-
-def domain_gap(size):
-    def value(found, seed):
-        a, b = (found.evaluation(Job(mode, size), seed, "loss") for mode in ("resformer", "vanilla"))
-        if not (a and b):
-            raise NoSeed(f"no loss is scored with seed {seed}")
-        return a["val_mean"] - b["val_mean"]
 
     return value
 

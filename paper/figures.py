@@ -10,7 +10,7 @@ from functools import partial
 
 from paper import claims, tables
 from paper.claims import LABELS, LENGTHS, Claim, gap_change, layer_mean, lower_loss, minus, mode_claims, over_vanilla
-from paper.runs import INSPECTED, Job
+from paper.runs import INSPECTED, ONE_RATE, Job
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,11 @@ class Figure:
         for panel in self.panels:
             lines = tuple((label, job) for label, job in panel.lines if scale.has(job))
             panels.append(replace(panel, lines=lines))
-        kept = tuple(c for c in self.claims if all(map(scale.has, c.jobs)) and scale.knows(c.what))
-        return replace(self, panels=tuple(panels), claims=kept, runs=tuple(filter(scale.has, self.runs)))
+        kept = []
+        for claim in self.claims:
+            if all(map(scale.has, (*claim.jobs, *claim.needs))) and scale.knows(claim.what):
+                kept.append(claim)
+        return replace(self, panels=tuple(panels), claims=tuple(kept), runs=tuple(filter(scale.has, self.runs)))
 
     @property
     def analysed(self):
@@ -81,8 +84,8 @@ def by_size(*modes, sizes):
     return tuple((f"{LABELS[mode]} {{size}}", Job(mode, size)) for mode in modes for size in sizes)
 
 
-def by_length(*modes, lengths):
-    return tuple((f"{LABELS[mode]}, length {{length}}", Job(mode, length=n)) for n in lengths for mode in modes)
+def by_length(*modes, lengths, lr=None):
+    return tuple((f"{LABELS[mode]}, length {{length}}", Job(mode, length=n, lr=lr)) for n in lengths for mode in modes)
 
 
 def relative_losses(title, lines):
@@ -95,7 +98,7 @@ def relative_losses(title, lines):
 FOUR = ("vanilla", "neutreno", "resformer", "svformer")
 SIZES = ("82M", "180M", "320M", "468M")
 SV = Job("svformer")
-SV_LENGTHS = by_length("svformer", lengths=LENGTHS)
+SV_LENGTHS = by_length("svformer", lengths=LENGTHS, lr=ONE_RATE)
 SV_RATES = tuple(("rate {rate}", Job("svformer", lr=lr)) for lr in (1e-4, 3e-4, 6e-4))
 SV_WARMUPS = tuple(("{warmup} steps of warmup", Job("svformer", warmup=n)) for n in (120, 1200))
 FIRST = {
@@ -241,7 +244,7 @@ FIGURES = {
     "fig14": Figure(
         "SVFormer at five lengths, and the step at which vanilla overtakes it.",
         (
-            relative_losses("SVFormer", SV_LENGTHS),
+            relative_losses("SVFormer, both at one rate", SV_LENGTHS),
             Panel("critical", "the step at which vanilla overtakes it", SV_LENGTHS),
         ),
         (
@@ -249,7 +252,7 @@ FIGURES = {
             Claim("share of pairs of lengths whose longer one has the later critical point", "all",
                   claims.later_when_longer, above=0.5),
             Claim("SVFormer − Transformer, at length [length 64000] minus at [length 512]", "lower",
-                  gap_change(Job("svformer", length=64000), Job("svformer", length=512)), below=0.0),
+                  gap_change(SV_LENGTHS[-1][1], SV_LENGTHS[0][1]), below=0.0),
         ),
         table=lambda found: tables.critical_table(found, found.labels(SV_LENGTHS)),
     ),
@@ -263,12 +266,16 @@ FIGURES = {
                   by_size("vanilla", "svformer", sizes=("2M", *tables.PARAMETERS))),
         ),
         (
-            Claim("SVFormer − Transformer, at rate [rate 1e-4] minus at [rate 6e-4]", "lower",
-                  gap_change(Job("svformer", lr=1e-4), Job("svformer", lr=6e-4)), below=0.0),
+            *(
+                Claim(f"SVFormer − Transformer, at rate [rate {rate}] minus at [rate 6e-4]", "lower",
+                      gap_change(Job("svformer", lr=float(rate)), Job("svformer", lr=6e-4)), below=0.0,
+                      needs=(Job("svformer", lr=float(rate)),))
+                for rate in ("1e-4", "3e-4")
+            ),
             Claim("SVFormer − Transformer, at [warmup 1200] warmup steps minus at [warmup 120]", "about 0",
                   gap_change(Job("svformer", warmup=1200), SV)),
             Claim("SVFormer − Transformer, GPT2's minus Llama's", "about 0",
-                  gap_change(Job("svformer", arch="gpt2"), SV)),
+                  gap_change(Job("svformer", arch="gpt2"), SV), needs=(Job("svformer", arch="gpt2"),)),
             Claim("share of parameters that SVFormer saves", "-0.122",
                   claims.saved_parameters("svformer", tuple(tables.PARAMETERS)), below=0.0),
         ),
@@ -348,8 +355,7 @@ FIGURES = {
     "tab5": Figure(
         "Validation loss by domain (nats per token).",
         claims=tuple(
-            Claim(f"ResFormer − Transformer at [size {size}], mean over domains", gap, claims.domain_gap(size),
-                  below=0.0)
+            lower_loss(Job("resformer", size), Job(size=size), f"ResFormer − Transformer at [size {size}]", gap)
             for size, gap in {"82M": "-0.0272", "180M": "-0.0323", "468M": "-0.0269"}.items()
         ),
         table=tables.table5,
@@ -382,10 +388,18 @@ MODE_GROUPS = {
         "resformer_lerp", "resformer_head", "resformer_relu", "hidden_learned", "value_embed", "value_embed_unet",
         "value_embed_cycle", "value_embed_gated", "value_embed_gated2"),
 }
-# In the paper's units, for each size. 2.4e-3 is left out at 82M: vanilla's loss was 6.1 after 1,200 steps.
+# Rates in the paper's units. At 82M 2.4e-3 is left out: vanilla's loss was 6.1 after 1,200 steps.
 RATES = {"82M": (0.75e-4, 1.5e-4, 3e-4, 6e-4, 1.2e-3), "2M": (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3)}
 TUNED = ("vanilla", "resformer", "svformer", "resformer_lambda", "resformer_plus", "neutreno", "denseformer")
 GRIDS = {(size, mode): [Job(mode, size, lr=lr) for lr in RATES[size]] for size in RATES for mode in TUNED}
+# Larger models and other ways to share have two rates: vanilla's or SVFormer's best at 82M and the next
+SHARING = (
+    "share_v2", "share_k2", "cla2", "gqa2", "share_q", "share_k", "svformer_2anchors", "svformer_3anchors",
+    "svformer_4anchors",
+)
+PAIRS = {(size, mode): [Job(mode, size, lr=lr) for lr in (1.5e-4, 3e-4)]
+         for size in ("180M", "468M") for mode in ("vanilla", "resformer")}
+PAIRS |= {("82M", mode): [Job(mode, lr=lr) for lr in (3e-4, 6e-4)] for mode in ("vanilla", *SHARING)}
 V5 = mode_claims("v5: Plus < Sparse < Constant < Learnable < ResFormer; on hidden states or A it hurts", [
     ("resformer_plus", "resformer_sparse"), ("resformer_sparse", "resformer_lambda"),
     ("resformer_lambda", "resformer_learned"), ("resformer_learned", "resformer"), ("vanilla", "hidden"),
@@ -400,7 +414,7 @@ def claims_on_modes():
     for figure in FIGURES.values():
         for claim in figure.claims:
             if claim.jobs and all(job == Job(job.mode) for job in claim.jobs):
-                found.setdefault(claim.what, claim)
+                found.setdefault(claim.jobs, claim)
     return (*found.values(), *V5)
 
 
@@ -443,12 +457,42 @@ FIGURES["rates"] = Figure(
     table=lambda found: tables.rates_table(found, GRIDS),
     scale="night",
 )
+FIGURES["rates2"] = Figure(
+    "The better of two rates for larger models, and for other ways to share keys, values or queries.",
+    table=lambda found: tables.rates_table(found, PAIRS),
+    runs=tuple(job for jobs in PAIRS.values() for job in jobs),
+    scale="night",
+)
+
+# What the paper's last version claims, and a control: is it the size of what λ = 2 adds?
+FIGURES["v5"] = Figure(
+    "Variants of the paper's last version, and a control: vanilla with values that are √5 times as large, at the start "
+    "as large as the sums of λ = 2.",
+    (
+        relative_losses(
+            "",
+            {
+                "ResFormer": "resformer",
+                "Constant (λ = 2)": "resformer_lambda",
+                "Learnable": "resformer_learned",
+                "Learnable-Plus": "resformer_plus",
+                "Sparse": "resformer_sparse",
+                "control: √5 V": "scaled",
+            },
+        ),
+    ),
+    (
+        *(claim for claim in V5 if not {job.mode for job in claim.jobs} & {"hidden", "probs"}),
+        *mode_claims("", [("resformer_lambda", "scaled"), ("scaled", "vanilla")]),
+    ),
+    scale="night",
+)
 
 # What may move the sign of a gain: one thing at a time, at the same number of tokens but for the last two
 REGIME = {
     "base": Job(),
     "width 64, 2 heads": Job(change="n_embd=64,n_head=2"),
-    "width 192, 6 heads": Job(size="180M"),
+    "width 160, 5 heads": Job(size="180M"),
     "3 layers": Job(change="n_layer=3"),
     "12 layers": Job(change="n_layer=12"),
     "2 wider heads": Job(change="n_head=2"),

@@ -46,9 +46,10 @@ def by_label(panel, found, get):
 
 
 def draw_relative(ax, panel, found):
-    """Training loss minus that of vanilla with the same settings and seed, over tokens."""
+    """Training loss minus that of vanilla with the same settings and seed, each at its own rate, over tokens."""
     pairs, modes = {}, {}
     for label, job in found.labels(panel.lines):
+        label += found.rate_in_words(job)
         seeds = found.common_seeds(job, job.baseline)
         pairs[label] = [(found.run(job, seed), found.run(job.baseline, seed)) for seed in seeds]
         modes[label] = job.mode

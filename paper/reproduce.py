@@ -5,13 +5,14 @@
     python -m paper.reproduce all                             everything at --scale=cpu, on a laptop
     python -m paper.reproduce modes                           every mode with three seeds, at config/small.py
     python -m paper.reproduce rates                           seven modes, each at five learning rates
+    python -m paper.reproduce v5                              the variants of the paper's last version
     python -m paper.reproduce regime                          what moves the sign of a gain: width, depth, decay …
     python -m paper.reproduce all --scale=paper --dry_run     the paper's own settings
     python -m paper.reproduce report                          results/cpu/README.md, from results/cpu.json
 
-Names: fig1 fig2 fig4 … fig22, tab1 … tab5 (Figure 3 is a schematic), modes, rates, regime, gpu; figures.py says what
-each is made of. A run is an ordinary run of train.py in out/<scale>/<its name>-<seed>. Figures go to results/<scale>/,
-the numbers beside the paper's to results/<scale>.json. After a kill the same command goes on.
+Names: fig1 fig2 fig4 … fig22, tab1 … tab5 (Figure 3 is a schematic), modes, rates, rates2, v5, regime, gpu; figures.py
+says what each is made of. A run is an ordinary run of train.py in out/<scale>/<its name>-<seed>. Figures go to
+results/<scale>/, the numbers beside the paper's to results/<scale>.json. After a kill the same command goes on.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ class ReproduceConfig:
     """Every setting of paper.reproduce."""
 
     words: tuple[str, ...] = setting(
-        (), "fig1 … fig22, tab1 … tab5, all, modes, rates, regime, gpu, or report", positional=True
+        (), "fig1 … fig22, tab1 … tab5, all, modes, rates, rates2, v5, regime, gpu, or report", positional=True
     )
     scale: Literal["", "cpu", "night", "gpu", "small", "paper", "modes"] = setting(
         "",
@@ -99,7 +100,10 @@ class ReproduceConfig:
         """{name: Figure} of what was asked for, in that order. Public models take the places of ours."""
         names = []
         for word in self.words:
-            names += (self.units.figures or PAPER) if word == "all" else [word]
+            if word == "all":
+                names += self.units.figures or [name for name in PAPER if name not in self.units.without]
+            else:
+                names.append(word)
         asked = {}
         for name in names:
             figure = FIGURES[name]
@@ -406,7 +410,10 @@ def publish(name, figure, cfg, found):
 
 def section(name, record):
     """A figure or table of the report, as Markdown."""
-    others = {"modes": "All modes", "rates": "Learning rates", "regime": "What moves the sign", "gpu": "82M on one GPU"}
+    others = {
+        "modes": "All modes", "rates": "Learning rates", "rates2": "Two rates", "v5": "The paper's last version",
+        "regime": "What moves the sign", "gpu": "82M on one GPU",
+    }  # fmt: skip
     title = others.get(name) or f"{'Figure' if name.startswith('fig') else 'Table'} {name[3:]}"
     parts = [f"## {title}", record["caption"]]
     if "png" in record:

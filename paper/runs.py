@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -21,6 +22,7 @@ INITIAL = "init-468M"  # folder of the analysis of a model before training
 PAPER_LR = 6e-4
 UNIT = re.compile(r"\[(size|length|rate|warmup) ([^\]]+)\]")  # of the paper, in a claim's words
 INSPECTED = "inspected"  # the size of the model of Figures 1, 2, 18, 19 and 21: Scale.inspected says which it is
+ONE_RATE = "one"  # the rate of Figure 14, the same for all modes: Scale.one_rate says which it is
 
 
 # settings of a run that its result does not depend on
@@ -29,13 +31,13 @@ MAY_DIFFER = ("data_dir", "out_dir", "device", "compile", "eval_every", "save_ev
 
 @dataclass(frozen=True)
 class Job:
-    """A training run in the paper's units. lr: None = the one that a Scale has for the mode; change: what else differs,
-    as settings of train.py that are numbers, `name=value` with commas."""
+    """A training run in the paper's units. lr: None = the one that a Scale has for the mode, ONE_RATE = the one that it
+    has for all modes; change: what else differs, as settings of train.py that are numbers, `name=value` with commas."""
 
     mode: str = "vanilla"
     size: str = "82M"
     length: int = 2048
-    lr: float | None = None
+    lr: float | Literal["one"] | None = None
     warmup: int = 120
     arch: str = "llama"
     change: str = ""
@@ -67,14 +69,19 @@ def n_seeds_for_ablations(job):
 
 # At scale night: the best rates in the paper's units, where they are not NIGHT_LR. A size without one has 82M's.
 NIGHT_LR = 3e-4
-NIGHT_RATES = {}
+NIGHT_RATES = {("82M", "svformer"): 6e-4}
+# At scale night SVFormer is never overtaken at its best rate, nor at vanilla's. At half of that it is.
+NIGHT_ONE_RATE = 1.5e-4
 # At scale night: the modes that have several seeds at 82M and length 2,048, at their own rates; others have one
 FIVE_SEEDS = ("vanilla", "resformer", "svformer")
 THREE_SEEDS = (
-    "resformer_lambda", "resformer_plus", "resformer_sparse", "resformer_learned", "resformer_prev",
+    "resformer_lambda", "resformer_plus", "resformer_sparse", "resformer_learned", "resformer_prev", "scaled",
     "resformer_neutreno", "neutreno", "denseformer", "identity", "cross", "query", "key", "share_k", "share_k2",
     "share_v2", "cla2", "gqa2", "svformer_2anchors",
 )  # fmt: skip
+# There too: the same rates for SVFormer and vanilla, and both of the best rates of the smaller models
+OTHER_RATES = (("svformer", 3e-4), ("vanilla", 6e-4))
+SMALL_RATES = (6e-4, 1.2e-3)
 
 
 def rate_of(job, tuned, usual):
@@ -84,17 +91,28 @@ def rate_of(job, tuned, usual):
 
 
 def n_seeds_at_night(job):
-    """The number of seeds of a Job at scale night. Figure 6 has three at all sizes, Figure 14 at the shorter lengths,
-    where runs take less than half an hour."""
-    if job != Job(job.mode, job.size, job.length, rate_of(job, NIGHT_RATES, NIGHT_LR)):
-        return 1  # its rate or another setting is not the usual one
-    if (job.size, job.length) == ("82M", 2048):
-        if job.mode in FIVE_SEEDS:
-            return 5
-        return 3 if job.mode in THREE_SEEDS else 1
-    by_size = job.length == 2048 and job.mode in ("vanilla", "resformer")
-    by_length = job.length in (512, 8192) and job.mode in ("vanilla", "svformer")
-    return 3 if by_size or by_length else 1
+    """The number of seeds of a Job at scale night: several where a verdict is about it, else one."""
+    if job != Job(job.mode, job.size, job.length, job.lr):
+        return 1  # another setting than the rate is not the usual one
+    if job.length != 2048:
+        return 3 if job.length in (512, 64000) and job.lr == NIGHT_ONE_RATE else 1
+    if job.size == "2M":
+        return 3 if job.lr in SMALL_RATES else 1
+    if job.lr != rate_of(job, NIGHT_RATES, NIGHT_LR):
+        return 3 if job.size == "82M" and (job.mode, job.lr) in OTHER_RATES else 1
+    if job.size != "82M":
+        return 3 if job.mode in ("vanilla", "resformer") else 1
+    if job.mode in FIVE_SEEDS:
+        return 5
+    return 3 if job.mode in THREE_SEEDS else 1
+
+
+def left_out_at_night(job):
+    """Whether scale night does without a Job: its models have too few heads for gqa8; each of the others would be a
+    number from one seed at a rate that was not tuned."""
+    is_short_of_cache = job.mode in ("gqa8", "svformer_gqa4", "cla2_gqa4")
+    is_by_length = job.mode == "resformer" and job.length == 32000
+    return is_short_of_cache or is_by_length or job.lr == 1e-4 or job.arch == "gpt2"
 
 
 @dataclass(frozen=True)
@@ -121,16 +139,19 @@ class Scale:
     vocab: int = 50277  # of its tokenizer
     lr: float = PAPER_LR  # the rate of a mode, in the paper's units
     tuned: dict = field(default_factory=dict)  # (size, mode) -> its rate where it is another
+    one_rate: float | None = None  # of all modes in Figure 14; None = lr
+    of_length: dict = field(default_factory=dict)  # length -> settings of train.py that differ there
     inspected: dict = field(default_factory=lambda: {"size": "468M"})  # the model whose attention is looked into
     figures: tuple[str, ...] = ()  # the only ones that it is for; () = any
-    core_speed: float = 0.0  # FLOP/s of one core in training, for the hours of a plan; 0 = not measured
-    left_out: tuple[str, ...] = ()  # modes that need more heads than its models have
+    without: tuple[str, ...] = ()  # figures of the paper that `all` leaves out
+    core_speed: float = 0.0  # FLOP/s of one core, validation included, for the hours of a plan; 0 = not measured
+    leaves_out: Callable = lambda job: False  # whether it does without a Job
 
     def has(self, job):
         """Whether this scale makes a Job."""
         has_size = job.size in self.sizes or job.size == INSPECTED
         has_plan = job.length in self.lengths and job.warmup in self.warmups
-        return has_size and has_plan and job.mode not in self.left_out
+        return has_size and has_plan and not self.leaves_out(job)
 
     def knows(self, text):
         """Whether all units in a text's brackets are this scale's, see Found.in_words."""
@@ -149,6 +170,8 @@ class Scale:
             job = dataclasses.replace(job, **self.inspected)
         if job.lr is None:
             job = dataclasses.replace(job, lr=rate_of(job, self.tuned, self.lr))
+        if job.lr == ONE_RATE:
+            job = dataclasses.replace(job, lr=self.one_rate or self.lr)
         return job
 
 
@@ -211,15 +234,17 @@ SCALES = {
         window=20, evals=1, chunks=200, settings=ON_CORES, figures=("modes",),
     ),
     "night": Scale(
-        "models of 0.5 to 8.7M parameters on 12M tokens each, for 2 cores without a GPU",
-        {"2M": (4, 2, 64), "82M": (6, 4, 128), "180M": (6, 6, 192), "468M": (8, 8, 256)},
+        "models of 0.5 to 5.1M parameters on 12M tokens each, for 2 cores without a GPU",
+        {"2M": (4, 2, 64), "82M": (6, 4, 128), "180M": (6, 5, 160), "468M": (8, 6, 192)},
         {512: (32, 64, 64), 2048: (128, 16, 16), 8192: (256, 8, 8), 32000: (512, 4, 4), 64000: (1024, 2, 2)},
-        steps=6000, lr_factor=10.0, warmups={120: 100, 1200: 1000}, gpus=0,
+        steps=6000, lr_factor=10.0, warmups={120: 100}, gpus=0,
         data_dir="data/night", prepare=f"{PYSOURCE_ALL} --packages={PACKAGES}", tokens=50e6, vocab=2048,
-        window=100, evals=5, chunks=200, core_speed=180e9, left_out=("gqa8",), n_seeds=n_seeds_at_night,
-        lr=NIGHT_LR, tuned=NIGHT_RATES, inspected={"size": "82M", "change": "max_steps=30000"},
+        window=100, evals=5, chunks=200, core_speed=140e9, n_seeds=n_seeds_at_night, leaves_out=left_out_at_night,
+        lr=NIGHT_LR, tuned=NIGHT_RATES, one_rate=NIGHT_ONE_RATE, without=("tab1", "fig22"),
+        inspected={"size": "82M", "change": "max_steps=30000"},
         settings=ON_CORES | {"eval_tokens": 0, "dtype": "bfloat16", "compile": True, "attn": "eager",
                              "save_every": 500},
+        of_length={32000: {"attn": "sdpa"}, 64000: {"attn": "sdpa"}},  # there eager attention takes up to twice as long
     ),
 }  # fmt: skip
 
@@ -252,6 +277,7 @@ def train_settings(job, scale, seed, folder):
         "out_dir": str(folder),
     }
     values |= scale.settings
+    values |= scale.of_length.get(job.length, {})
     for change in filter(None, job.change.split(",")):
         name, value = change.split("=")
         values[name] = float(value) if "." in value else int(value)
@@ -263,11 +289,12 @@ def units_in_words(scale):
     sizes = "; ".join(f"{a} layers, {b} heads, width {c} for {name}" for name, (a, b, c) in scale.sizes.items())
     lengths = ", ".join(f"{tokens:,} for {n:,}" for n, (tokens, *_) in scale.lengths.items())
     warmups = ", ".join(f"{steps:,} for {n:,}" for n, steps in scale.warmups.items())
-    usual = scale.lr * scale.lr_factor
+    rates = [f"{scale.lr * scale.lr_factor:.4g}"]
+    rates += [f"of {mode} at {size} {lr * scale.lr_factor:.4g}" for (size, mode), lr in scale.tuned.items()]
     return (
         f"In place of the paper's sizes: {sizes}. In place of its lengths in tokens: {lengths}. "
         f"In place of its warmup steps: {warmups}. "
-        f"In place of its learning rates: {scale.lr_factor:g} times as much; the usual one is {usual:.4g}. "
+        f"In place of its learning rates: {scale.lr_factor:g} times as much; the usual one is {', '.join(rates)}. "
         f"A run has {scale.steps:,} steps."
     )
 
@@ -294,9 +321,10 @@ class Found:
         self.curves, self.analyses = {}, {}  # what has been read, by folder
 
     def folder(self, job, seed):
+        name = self.scale.here(job).name
         if seed not in self.seeds(job):
-            raise NoSeed(f"{job.name} has no seed {seed}")
-        return self.root / f"{self.scale.here(job).name}-{seed}"
+            raise NoSeed(f"{name} has no seed {seed}")
+        return self.root / f"{name}-{seed}"
 
     def run(self, job, seed):
         """The plot.Curves of a run. Raises UserError if it is not finished, or of other settings or data."""
@@ -332,6 +360,11 @@ class Found:
             }
             filled.append((label.format(**units), job))
         return filled
+
+    def rate_in_words(self, job):
+        """ ", rate 0.006" if a Job's rate is not that of its baseline, else nothing."""
+        rate, other = self.scale.here(job).lr, self.scale.here(job.baseline).lr
+        return "" if rate == other else f", rate {rate * self.scale.lr_factor:.4g}"
 
     def in_words(self, text):
         """Text in which [size 468M], [length 64000], [rate 1e-4] and [warmup 1200] become what they are here. A size is
