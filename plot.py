@@ -33,12 +33,12 @@ from value_modes import TABLE
 # what is read of the files of other stages
 START = dict.fromkeys(("value_mode", "data", "device", "dtype"), str)
 START |= dict.fromkeys(("seed", "parameters", "block_size", "max_steps", "kv_bytes_per_token"), int)
+LOSSES = {"val": dict[str, float], "val_mean": float}  # by domain, and their mean
 METRICS = {
     "start": START,
     "step": {"step": int, "loss": float, "tokens": int, "tokens_per_s": float},
-    "eval": {"step": int, "val_mean": float},
+    "eval": {"step": int} | LOSSES,
 }
-LOSSES = {"val": dict[str, float], "val_mean": float}  # of --task=loss in eval.json
 SCORES = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance")  # of another task, as far as it has them
 MEANS = {"mean": tuple[float | None, ...]}  # of a quantity, by layer or state
 ANALYSED = {"mode": str, "length": int, "layers": dict[str, MEANS], "states": dict[str, MEANS]}
@@ -196,6 +196,7 @@ class Curves:
     start: dict  # the last start record: a resumed run has several
     steps: dict[str, np.ndarray]  # for each step: its number, loss in nats per token, tokens so far, tokens_per_s
     val: dict[int, float]  # step -> validation loss, mean over the domains, nats per token
+    domains: dict[str, float]  # the last validation loss of each
 
     @property
     def last(self):
@@ -239,7 +240,8 @@ def read_run(folder):
     names = ("step", "loss", "tokens", "tokens_per_s")
     steps = {key: np.array([record[key] for record in records["step"]], float) for key in names}
     val = {record["step"]: record["val_mean"] for record in records["eval"]}
-    return Curves(str(folder), start["value_mode"], start["seed"], start["max_steps"], start, steps, val)
+    domains = records["eval"][-1]["val"] if records["eval"] else {}
+    return Curves(str(folder), start["value_mode"], start["seed"], start["max_steps"], start, steps, val, domains)
 
 
 def read_runs(names):

@@ -33,14 +33,14 @@ class Panel:
 @dataclass(frozen=True)
 class Figure:
     """A figure or table: what it shows, in one sentence; its panels and claims; for a table its rows, table(found),
-    the runs that these read, and the tasks of eval.py that they need."""
+    the runs that these read, and whether these are scored on the tasks of Table 1."""
 
     caption: str
     panels: tuple[Panel, ...] = ()
     claims: tuple[Claim, ...] = ()
     table: Callable | None = None
     runs: tuple[Job, ...] = ()
-    tasks: str = ""
+    scored: bool = False
     one_scale: bool = False  # of the y axes, where panels are to be compared
     scale: str = ""  # the only one that it is made for
 
@@ -347,7 +347,7 @@ FIGURES = {
         ),
         table=tables.table1,
         runs=tuple(Job(mode, length=length) for mode, length in tables.PAPER_ACCURACIES),
-        tasks="table1",
+        scored=True,
     ),
     "tab2": Figure("What the training data consists of.", table=tables.table2),
     "tab3": Figure("Batches by sequence length.", table=tables.table3),
@@ -360,7 +360,6 @@ FIGURES = {
         ),
         table=tables.table5,
         runs=tuple(Job(mode, size) for mode, size in tables.PAPER_LOSSES),
-        tasks="table5",
     ),
 }
 PAPER = tuple(FIGURES)  # what `all` draws

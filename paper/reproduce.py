@@ -152,7 +152,7 @@ class Plan:
     folder: Path
     values: dict  # settings of train.py
     analyse: bool = False
-    tasks: set = dataclasses.field(default_factory=set)
+    score: bool = False  # on the tasks of Table 1
 
     @functools.cached_property
     def done(self):
@@ -172,8 +172,8 @@ def make_plans(cfg):
                 new = Plan(real, seed, folder, train_settings(real, cfg.units, seed, folder))
                 plan = plans.setdefault(folder, new)
                 plan.analyse |= job in figure.analysed
-                if figure.tasks and (seed == SEEDS[0] or cfg.seeds):  # tasks cost more than small runs: one seed
-                    plan.tasks.add(figure.tasks)
+                if figure.scored and (seed == SEEDS[0] or cfg.seeds):  # tasks cost more than small runs: one seed
+                    plan.score = True
     return list(plans.values())
 
 
@@ -232,14 +232,10 @@ def analyze_run(plan, cfg):
     return analyze_command(cfg, str(plan.folder), f"--chunks={cfg.units.chunks}")
 
 
-def eval_command(plan, tasks, cfg):
-    """Of eval.py: which tasks, a table's or one, on which data, and where."""
-    words = [f"--task={tasks}"]
-    if tasks in ("loss", "table5"):
-        words.append(f"--corpus={cfg.units.data_dir}")
-    elif cfg.eval_dir:
-        words.append(f"--data_dir={cfg.eval_dir}")
-    return ["python", "eval.py", str(plan.folder), *words, *device_words(cfg)]
+def eval_command(plan, task, cfg):
+    """Of eval.py: which task or "table1", from which files, and where."""
+    files = [f"--data_dir={cfg.eval_dir}"] if cfg.eval_dir else []
+    return ["python", "eval.py", str(plan.folder), f"--task={task}", *files, *device_words(cfg)]
 
 
 def other_analyses(cfg):
@@ -266,8 +262,8 @@ def commands(plans, cfg):
     for plan in plans:
         if plan.analyse:
             yield analyze_run(plan, cfg)
-        for tasks in sorted(plan.tasks):
-            yield eval_command(plan, tasks, cfg)
+        if plan.score:
+            yield eval_command(plan, "table1", cfg)
 
 
 # -- running
@@ -299,8 +295,8 @@ def make_run(plan, cfg, threads):
         run_logged(train_command(plan, cfg), plan.folder / "train.log", threads)
     if plan.analyse and is_stale(plan.folder):
         run_logged(analyze_run(plan, cfg), plan.folder / "analyze.log", threads)
-    for tasks in sorted(plan.tasks):
-        score_tables(plan, tasks, cfg, threads)
+    if plan.score:
+        score(plan, cfg, threads)
     return plot.read_run(plan.folder).final_loss
 
 
@@ -311,11 +307,11 @@ def is_stale(folder):
     return not path.exists() or path.stat().st_mtime < weights
 
 
-def score_tables(plan, tasks, cfg, threads):
-    """Run the tasks of a table that a run has no result of, one by one. A task with texts longer than the model takes
-    is skipped; any other failure skips the rest of the table. Both are only noted."""
+def score(plan, cfg, threads):
+    """Run the tasks of Table 1 that a run has no result of, one by one. A task with texts longer than the model takes
+    is skipped; any other failure skips the rest. Both are only noted."""
     known = plot.read_eval(plan.folder)["results"] if (plan.folder / "eval.json").exists() else {}
-    for name in ["loss"] if tasks == "table5" else TABLE1:
+    for name in TABLE1:
         if name in known:
             continue
         try:

@@ -130,19 +130,16 @@ def recipe(scale, size, vocab):
 
 
 def table5(found):
-    """Validation losses by domain; the paper's in brackets where the domain is one of its own."""
+    """Validation losses by domain, means over seeds; the paper's in brackets where the domain is one of its own."""
     asked = [(Job(*key), paper) for key, paper in PAPER_LOSSES.items() if found.scale.has(Job(*key))]
     for i, (job, paper) in enumerate(asked):
-        records = [found.evaluation(job, seed, "loss") for seed in found.seeds(job)]
-        records = [record for record in records if record]
-        if not records:
-            raise UserError(f"{job.name} has no losses by domain; without --run=false they are made")
-        domains = list(records[0]["val"])
+        runs = [found.run(job, seed) for seed in found.seeds(job)]
+        domains = list(runs[0].domains)
         if i == 0:
             yield ["", *domains, "Avg"]
         theirs = dict(zip(DOMAINS, paper, strict=False))
-        cells = [beside(np.mean([record["val"][name] for record in records]), theirs.get(name)) for name in domains]
-        mean = np.mean([record["val_mean"] for record in records])
+        cells = [beside(np.mean([run.domains[name] for run in runs]), theirs.get(name)) for name in domains]
+        mean = np.mean([run.final_loss for run in runs])
         yield [found.in_words(f"{LABELS[job.mode]}, [size {job.size}]"), *cells, beside(mean, paper[-1])]
 
 

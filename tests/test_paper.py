@@ -195,7 +195,7 @@ def test_seeds():
     assert len(plans) == 2 * 2 * 3 and {plan.values["seed"] for plan in plans.values()} == {42, 1}
     assert list(plans)[:3] == ["o/82M-2048-vanilla-42", "o/82M-2048-vanilla-1", "o/180M-2048-vanilla-42"]
     assert [name for name, plan in plans.items() if plan.analyse] == list(plans)[:2]
-    assert all(plan.tasks == {"table5"} for plan in plans.values())  # by default of one seed, see the plans
+    assert not any(plan.score for plan in plans.values())
 
 
 def test_what_a_scale_decides():
@@ -264,6 +264,7 @@ def crc(*words):
 STEPS, WINDOW, QUARTERS = 40, 5, (10, 20, 30, 40)
 CROSSINGS = {512: 10.5, 2048: 15.5, 8192: 20.5, 32000: 30.5, 64000: 50.5}  # the last one only by extrapolation
 LAYERS = {"2M": 4, "82M": 8, "180M": 12, "320M": 15, "468M": 24}
+DOMAINS = ("CommonCrawl", "ArXiv", "mine")
 SIX = ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "piqa")
 NEEDS = {"vanilla": 1, "resformer": 0.9, "svformer": 1.122}  # parameters for equal losses
 
@@ -281,7 +282,7 @@ class Made:
         for job, seed in [(of, i) for of in JOBS for i in self.seeds(of)]:
             folder = root / f"{job.name}-{seed}"
             val = dict(zip(QUARTERS[-len(self.val(job, seed)) :], self.val(job, seed), strict=True))
-            about = dict(parameters=parameters(job), block_size=SCALES["cpu"].lengths[job.length][0])
+            about = dict(parameters=parameters(job), block_size=SCALES["cpu"].lengths[job.length][0], domains=DOMAINS)
             make_run(folder, job.mode, seed, self.training(job, seed), val, **about)
             settings = train_settings(job, made_scale(), seed, folder)
             (folder / "config.json").write_text(json.dumps(settings | {"value_mode_name": job.mode}))
@@ -345,9 +346,6 @@ class Made:
         found, rng = {}, np.random.default_rng(crc("eval", job.name, seed))
         if job in map(here, FIGURES["tab1"].runs):
             found |= {task: {"acc": float(rng.random())} for task in SIX}
-        if job in map(here, FIGURES["tab5"].runs):
-            val = dict(zip(("CommonCrawl", "ArXiv", "mine"), rng.random(3).tolist(), strict=True))
-            found["loss"] = {"val": val, "val_mean": sum(val.values()) / 3}
         return found
 
 
@@ -451,8 +449,8 @@ def test_a_figure_names_all_that_it_needs_and_no_more(found):
         assert len(rows) == len(figure.claims) and all(row["n"] for row in rows), name
         assert spy.asked | spy.analysed | spy.scored.keys() == runs, name
         assert spy.analysed == set(map(here, figure.analysed)), name
-        tasks = {"table1": set(SIX), "table5": {"loss"}}.get(figure.tasks, set())
-        assert set().union(*spy.scored.values()) == tasks and spy.scored.keys() == set(map(here, figure.runs)), name
+        assert set().union(*spy.scored.values()) == (set(SIX) if figure.scored else set()), name
+        assert spy.scored.keys() == (set(map(here, figure.runs)) if figure.scored else set()), name
 
 
 def test_labels_and_titles_say_what_is_drawn(found):
@@ -716,7 +714,6 @@ QUANTITIES = {
     "greatest hidden norm": lambda m, job, s: max(ratios(m, job, s, "hidden")),
     "largest importance, mean over layers": lambda m, job, s: np.mean(m.layers(job, s, "top_1")),
     "mean accuracy": lambda m, job, s: np.mean([m.results(job, s)[task]["acc"] for task in SIX]),
-    "mean over domains": lambda m, job, s: m.results(job, s)["loss"]["val_mean"],
 }
 
 
@@ -971,10 +968,10 @@ def test_accuracies_and_losses(made, found):
 
     five = {line[0]: line[1:] for line in FIGURES["tab5"].table(found)}
     assert five[""] == ["CommonCrawl", "ArXiv", "mine", "Avg"] and len(five) == 7
-    loss = made.results(Job("resformer", "180M"), 42)["loss"]
-    values = [f"{x:.4f}" for x in [*loss["val"].values(), loss["val_mean"]]]
-    cells = [f"{values[0]} (3.0631)", f"{values[1]} (1.9732)", values[2], f"{values[3]} (2.4692)"]
-    assert five["ResFormer, 180M parameters"] == cells
+    loss = np.mean([made.loss(Job("resformer"), seed) for seed in (42, 1)])
+    values = [f"{x:.4f}" for x in (loss, loss + 0.1, loss + 0.2)]
+    cells = [f"{values[0]} (3.3362)", f"{values[1]} (2.1518)", values[2], f"{values[0]} (2.7117)"]
+    assert five["ResFormer, 81.9M parameters"] == cells
 
 
 def test_tables_of_settings(found, data_dir):
@@ -1039,8 +1036,6 @@ def test_tables_of_what_is_not_scored(made, found, tmp_path):
     with pytest.raises(UserError, match="no task is scored at length 2,048; without the hub, set --eval_dir"):
         list(FIGURES["tab1"].table(bare))
     assert [row["n"] for row in claim_rows(FIGURES["tab1"], bare)] == [0, 0]
-    with pytest.raises(UserError, match="no losses by domain"):
-        list(FIGURES["tab5"].table(bare))
 
 
 # ---- plans
@@ -1092,7 +1087,7 @@ def test_dry_run_prints_the_commands(scale, planned):
     needed = {cfg.units.here(job) for of in every for job in of.analysed}
     assert analysed == {name for name, plan in plans.items() if plan.job in needed}
     assert {(plans[name].job, plans[name].seed) for name in scored} == {
-        (cfg.units.here(job), 42) for of in every if of.tasks for job in of.runs
+        (cfg.units.here(job), 42) for of in every if of.scored for job in of.runs
     }
 
 
@@ -1177,17 +1172,17 @@ def real(tmp_path_factory, data_dir):
     return folder, result.stdout
 
 
-def test_it_trains_analyses_scores_and_draws(real, data_dir):
+def test_it_trains_analyses_and_draws(real, data_dir):
     folder, said = real
     runs = {mode: folder / "out" / "cpu" / f"82M-2048-{mode}-42" for mode in ("vanilla", "resformer")}
     assert set((folder / "out" / "cpu").iterdir()) == set(runs.values())
-    val, scored = {}, {}
+    val, domains = {}, {}
     for mode, run in runs.items():
         found, config = plot.read_run(run), json.loads((run / "config.json").read_text())
         assert found.finished and (found.mode, found.last, found.seed) == (mode, 4, 42)
         assert (config["n_layer"], config["learning_rate"], config["block_size"]) == (2, 3e-3, 16)
         assert config["data_dir"] == str(data_dir)
-        val[mode], scored[mode] = found.final_loss, plot.read_eval(run)["results"]["loss"]
+        val[mode], domains[mode] = found.final_loss, found.domains
         assert f"out/cpu/82M-2048-{mode}-42: validation loss {val[mode]:.4f}" in said
     assert plot.read_analysis(runs["vanilla"])["chunks"] == 4 and not (runs["resformer"] / "analysis.json").exists()
 
@@ -1202,8 +1197,8 @@ def test_it_trains_analyses_scores_and_draws(real, data_dir):
     assert nine["runs"] == {f"82M-2048-{mode}-42": val[mode] for mode in val} and nine["caption"] in said
     assert four["rows"][0]["n"] == 1 and four["commits"] == [four["environment"]["commit"]]
     assert table["rows"][0]["values"] == row["values"]
-    assert table["table"][1][-1] == f"{scored['vanilla']['val_mean']:.4f} (2.7389)" and "png" not in table
-    assert f"| ResFormer, 15.7k parameters | {scored['resformer']['val']['prose']:.4f} |" in said
+    assert table["table"][1][-1] == f"{val['vanilla']:.4f} (2.7389)" and "png" not in table
+    assert f"| ResFormer, 15.7k parameters | {domains['resformer']['prose']:.4f} |" in said
     for record in (four, nine):
         assert (folder / "results" / record["png"]).read_bytes().startswith(PNG)
 
@@ -1303,12 +1298,12 @@ def plan_of(cfg, mode="resformer"):
     return next(plan for plan in reproduce.make_plans(cfg) if plan.job.mode == mode)
 
 
-def test_tasks_of_the_tables(small, monkeypatch, capsys):
-    cfg = asked("tab5", "--eval_dir=tasks")
+def test_tasks_of_table_1(small, monkeypatch, capsys):
+    cfg = asked("fig9", "--eval_dir=tasks")
     plan = plan_of(cfg)
 
-    def scored(group, fails="", message=""):
-        """The settings of eval.py that are run for a table's tasks, where one of them fails."""
+    def scored(fails="", message=""):
+        """The settings of eval.py that are run, where one task fails."""
         given = []
 
         def run(words, log, threads):
@@ -1318,23 +1313,21 @@ def test_tasks_of_the_tables(small, monkeypatch, capsys):
                 raise UserError(message)
 
         monkeypatch.setattr(reproduce, "run_logged", run)
-        reproduce.score_tables(plan, group, cfg, "")
+        reproduce.score(plan, cfg, "")
         return given
 
-    (given,) = scored("table5")
-    assert given.task == ("loss",) and given.corpus == cfg.units.data_dir
-    given = scored("table1")
+    given = scored()
     assert [g.task for g in given] == [(task,) for task in SIX] and {g.data_dir for g in given} == {"tasks"}
-    given = scored("table1", "winogrande", "12 tokens, but take a model of a longer one")  # this one is left out
+    given = scored("winogrande", "12 tokens, but take a model of a longer one")  # this one is left out
     assert len(given) == len(SIX) and "resformer-42 has no winogrande: 12 tokens" in capsys.readouterr().out
-    given = scored("table1", "openbookqa", "no file, no network")  # so are all that come after
+    given = scored("openbookqa", "no file, no network")  # so are all that come after
     assert [g.task for g in given] == [("hellaswag",), ("openbookqa",)]
     assert "no file, no network" in capsys.readouterr().out
     plan.folder.mkdir(parents=True)
     results = {"hellaswag": {"acc": 0.3}, "piqa": {"acc": 0.5}, "loss": {"val": {}, "val_mean": 1.0}}
     done = {"checkpoints": {"x": {"step": 4, "mode": "resformer", "results": results}}}
     (plan.folder / "eval.json").write_text(json.dumps(done))
-    assert [g.task for g in scored("table1")] == [(t,) for t in SIX if t not in results] and not scored("table5")
+    assert [g.task for g in scored()] == [(task,) for task in SIX if task not in results]
 
 
 def test_stale_analyses(tmp_path):
@@ -1426,9 +1419,9 @@ def test_runs_that_are_missing(small):
     finished_run(resformer, "resformer")
     finished_run(vanilla, "vanilla")
     result = command("all", "--run=false")
-    refused(result, "not drawn: fig4, tab5, ", "analysis.json is missing; it should be what `python analyze.py")
-    assert "no losses by domain" in result.stdout and (small / "results/cpu/fig9.png").exists()
-    assert list(json.loads((small / "results/cpu.json").read_text())["figures"]) == ["fig9"]
+    refused(result, "not drawn: fig4, the first because", "analysis.json is missing; it should be what `python analyze.py")
+    assert (small / "results/cpu/fig9.png").exists()
+    assert list(json.loads((small / "results/cpu.json").read_text())["figures"]) == ["fig9", "tab5"]
 
 
 def test_runs_of_other_settings_or_data(small, tmp_path):
