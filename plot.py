@@ -6,9 +6,8 @@
     python plot.py eval out/demo/vanilla out/demo/resformer       accuracies with errors and chance, loss by domain
     python plot.py analysis out/demo/vanilla out/demo/resformer   attention concentration, sinks and drains by layer
 
-Runs are named by their folders, and grouped by value_mode. The seeds of a mode become one line with a band: from the
-lowest to the highest of two seeds, mean ± standard deviation (n - 1) of three or more. The figure is written beside
-the first run, or where --out_file says.
+Runs are named by their folders, and grouped by value_mode. The seeds of a mode become one line, their mean, with a band
+of one standard deviation (n - 1) on each side. The figure is written beside the first run, or where --out_file says.
 
 paper/ draws the paper's figures and bench/ its measurements with the styles and the page of this file.
 """
@@ -44,7 +43,8 @@ MEANS = {"mean": tuple[float | None, ...]}  # of a quantity, by layer or state
 ANALYSED = {"mode": str, "length": int, "layers": dict[str, MEANS], "states": dict[str, MEANS]}
 EARLY = 0.1  # share of the training that may leave the y axis: the first losses would squash all others
 GROWTH = 1.15  # of the windows that relative losses are averaged over: the end of each relative to its beginning
-SHOWN = 1 / 40  # share of the training after which the figure of relative losses begins
+SHOWN = 1 / 40  # share of the training after which figures over tokens begin
+SQUASHED = 4  # how much longer than its later part the first losses may make the y axis
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,6 @@ class PlotConfig:
         (), "what to draw (relative, loss, compare, eval or analysis), then the runs", positional=True
     )
     baseline: str = setting("vanilla", "value_mode that the others are compared with")
-    window: int = setting(0, "loss: steps of the moving average; 0 = 100, or 10 below 200 steps", least=0)
     metric: Literal["acc", "acc_norm"] = setting("acc", "eval: the accuracy to draw, see eval.py")
     out_file: str = setting("", "PNG to write; empty = <what is drawn>.png in the folder that holds the first run")
 
@@ -155,11 +154,15 @@ def legend(ax):
     if they are the same for all lines."""
     handles, labels = ax.get_legend_handles_labels()
     title = ax.get_title(loc="left")
-    seeds = {found[0] for found in (re.search(r", (1 seed|\d+ seeds.*)$", label) for label in labels) if found}
-    if len(seeds) == 1:
-        (suffix,) = seeds
-        labels = [label.removesuffix(suffix) for label in labels]
-        title = (title + suffix).removeprefix(", ")
+    endings = set()
+    for label in labels:
+        match = re.search(r", (1 seed|\d+ seeds.*)$", label)
+        if match:
+            endings.add(match[0])
+    if len(endings) == 1:
+        ending = endings.pop()
+        labels = [label.removesuffix(ending) for label in labels]
+        title = (title + ending).removeprefix(", ")
     longest = max(map(len, labels), default=0)
     columns = 2 if longest <= 24 and len(labels) > 2 else 1
     look = {"handlelength": 3.2, "fontsize": 7, "labelspacing": 0.3, "columnspacing": 1.2, "borderaxespad": 0.2}
@@ -215,6 +218,11 @@ class Curves:
     def final_loss(self):
         """The validation loss of a finished run."""
         return self.val[self.last]
+
+    @property
+    def validation(self):
+        """(tokens, validation losses) of its evaluations."""
+        return [step * self.step_tokens for step in self.val], list(self.val.values())
 
     @property
     def progress(self):
@@ -320,34 +328,22 @@ def size_of(runs):
 
 def align(curves):
     """curves: [(x, y)] -> the x that all have, (n,), and their y there, (curves, n)."""
+    curves = [(np.asarray(x, float), np.asarray(y, float)) for x, y in curves]
     common = functools.reduce(np.intersect1d, [x for x, _ in curves])
     return common, np.stack([y[np.isin(x, common)] for x, y in curves])
 
 
-def smooth(x, y, window):
-    """Moving average of y over `window` steps, at the first x of each. Source: the authors' plot_relative_loss.py."""
-    if window > len(y):
-        raise UserError(f"window={window} is longer than a run of {len(y)} steps; set a smaller --window")
-    return x[: len(x) - window + 1], np.convolve(y, np.ones(window) / window, "valid")
-
-
 def growing_means(x, y):
-    """Means of x and y over windows (end / GROWTH, end], as a logarithmic axis needs them. The last one ends at the
-    last x, each earlier one where the next begins. Windows without a point are left out."""
-    n_windows = 1 + int(np.log(x[-1] / x[0]) / np.log(GROWTH))
-    ends = x[-1] / GROWTH ** np.arange(n_windows, 0, -1.0)  # of all but the last
-    windows = np.split(np.arange(len(x)), np.searchsorted(x, ends, side="right"))
-    means = [(x[window].mean(), y[window].mean()) for window in windows if len(window)]
-    return np.array(means).T
-
-
-def pick_window(runs, asked):
-    """Steps of the moving average, as asked for or by the shortest run. Says which, and what it leaves of a run."""
-    shortest = min(len(run.steps["step"]) for run in runs)
-    window = asked or (100 if shortest >= 200 else 10)
-    left = max(0, shortest - window + 1)
-    print(f"moving average over {window} steps: a run of {shortest} steps becomes a line of {left} points")
-    return window
+    """Means of x (n,) and y (curves, n) over windows that are equally wide on a logarithmic axis. The last one is
+    (x[-1] / GROWTH, x[-1]]; windows without a point are left out."""
+    means_x, means_y, end = [], [], x[-1]
+    while end >= x[0]:
+        inside = (x > end / GROWTH) & (x <= end)
+        if inside.any():
+            means_x.append(x[inside].mean())
+            means_y.append(y[:, inside].mean(axis=1))
+        end /= GROWTH
+    return np.array(means_x[::-1]), np.stack(means_y[::-1], axis=1)
 
 
 def band(y):
@@ -355,8 +351,6 @@ def band(y):
     mean = y.mean(0)
     if len(y) == 1:
         return mean, mean, mean, "1 seed"
-    if len(y) == 2:
-        return mean, y.min(0), y.max(0), "2 seeds, min–max"
     std = y.std(0, ddof=1)
     return mean, mean - std, mean + std, f"{len(y)} seeds ± std"
 
@@ -373,40 +367,44 @@ def draw_line(ax, x, y, label, style, points=None):
     ax.plot(x, mean, markevery=[], label=f"{label}, {seeds}", **line)  # so that only the legend shows the marker
 
 
-def fit_axes(ax, zero, start=0.0, squashed=2):
-    """Let the x axis begin with the share `start` of the data and end with it, and fit the y axis to that part, and to
-    0 if `zero`. What is before EARLY may leave the y axis if it made it more than `squashed` times as long."""
+def fit_axes(ax, zero):
+    """Let the x axis begin with the share SHOWN of the data and end with it, and fit the y axis to that part, and to 0
+    if `zero`. What is before EARLY may leave the y axis if it made it more than SQUASHED times as long."""
     shapes = [line.get_xydata() for line in ax.lines]
     for collection in ax.collections:
         shapes += [path.vertices for path in collection.get_paths()]
     x, y = np.concatenate(shapes).T
     late = y[x >= x.min() + EARLY * np.ptp(x)]
-    y = y[x >= start * x.max()]
+    y = y[x >= SHOWN * x.max()]
     if zero:
         late = np.append(late, 0.0)
         y = np.append(y, 0.0)
-    if np.ptp(y) > squashed * np.ptp(late):
+    if np.ptp(y) > SQUASHED * np.ptp(late):
         y = late
     pad = 0.05 * np.ptp(y) or 1
-    ax.set(xlim=(start * x.max(), x.max()), ylim=(y.min() - pad, y.max() + pad))
+    ax.set(xlim=(SHOWN * x.max(), x.max()), ylim=(y.min() - pad, y.max() + pad))
+
+
+def token_axis(ax):
+    """A logarithmic x axis of the tokens of training, for what `growing_means` returns."""
+    ax.set_xscale("log", subs=())
+    ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    ax.xaxis.set_major_formatter(lambda x, _: short_count(x))
+    ax.set_xlabel(f"training tokens (a point: mean over the last {1 - 1 / GROWTH:.0%})")
 
 
 def relative_panel(ax, pairs, styles, baseline="Transformer"):
     """pairs: {label: [(run, the baseline's run of its seed)]} -> training loss minus the baseline's, over tokens on a
     logarithmic axis: each point is the mean of a growing window, then over seeds."""
     for label, both in pairs.items():
-        x, y = align([(run.steps["tokens"], run.steps["loss"]) for two in both for run in two])
-        gaps = [growing_means(x, ours - theirs) for ours, theirs in zip(y[::2], y[1::2], strict=True)]
-        draw_line(ax, gaps[0][0], np.array([gap for _, gap in gaps]), label, styles[label])
-    fit_axes(ax, zero=True, start=SHOWN, squashed=4)
+        runs = [run for run, _ in both] + [base for _, base in both]
+        x, losses = align([(run.steps["tokens"], run.steps["loss"]) for run in runs])
+        gaps = losses[: len(both)] - losses[len(both) :]  # (seeds, steps)
+        draw_line(ax, *growing_means(x, gaps), label, styles[label])
+    fit_axes(ax, zero=True)
     ax.axhline(0, color="0.5", linewidth=0.8, zorder=0)
-    ax.set_xscale("log", subs=())
-    ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    ax.xaxis.set_major_formatter(lambda x, _: short_count(x))
-    ax.set(
-        xlabel=f"training tokens (a point: mean over the last {1 - 1 / GROWTH:.0%})",
-        ylabel=f"training loss minus {baseline}'s (nats per token)",
-    )
+    token_axis(ax)
+    ax.set_ylabel(f"training loss minus {baseline}'s (nats per token)")
     legend(ax)
 
 
@@ -433,41 +431,44 @@ def relative(path, cfg, groups):
     with page(path, (6, 4.4)) as fig:
         ax = fig.subplots()
         ax.set_title(size_of(all_runs(groups)), loc="left")
-        relative_panel(ax, pairs, {mode: style_of(mode) for mode in pairs}, cfg.baseline)
+        relative_panel(ax, pairs, styles_of({mode: mode for mode in groups}), cfg.baseline)
 
 
 def loss(path, cfg, groups):
-    """Training loss of each mode; averages stand in the middle of their window, as validation losses do."""
-    window = pick_window(all_runs(groups), cfg.window)
+    """Training loss of each mode over tokens, a mean over growing windows, and validation losses as markers."""
+    styles = styles_of({mode: mode for mode in groups})
     with page(path, (6, 4.4)) as fig:
         ax = fig.subplots()
         for mode, runs in groups.items():
-            x, y = align([smooth(run.steps["step"], run.steps["loss"], window) for run in runs])
-            at, val = align([np.array([*run.val.items()]).reshape(-1, 2).T for run in runs])
-            draw_line(ax, x + (window - 1) / 2, y, mode, style_of(mode), points=(at, val.mean(0)))
+            x, losses = align([(run.steps["tokens"], run.steps["loss"]) for run in runs])
+            at, val = align([run.validation for run in runs])
+            draw_line(ax, *growing_means(x, losses), mode, styles[mode], points=(at, val.mean(0)))
         fit_axes(ax, zero=False)
-        ax.set_xlim(0, 1.02 * ax.get_xlim()[1])  # room for the last marker
-        label = f"training step (lines: training loss, mean over {window} steps; markers: validation loss)"
-        ax.set(xlabel=label, ylabel="loss (nats per token)")
+        token_axis(ax)
+        ax.set_ylabel("loss (nats per token; markers: validation)")
         ax.set_title(size_of(all_runs(groups)), loc="left")
         legend(ax)
 
 
 def losses_by_mode(groups, baseline):
-    """For each mode: (its runs, (mean, standard deviation) of the losses of those that are finished, and of their
-    losses minus the baseline's with the same seed)."""
+    """Yields for each mode: its runs, mean and standard deviation of their final losses, and the same of their losses
+    minus those of the baseline's runs with their seeds. Only finished runs count."""
     pairs = pair(groups, baseline)
     for mode, runs in groups.items():
         losses = [run.final_loss for run in runs if run.finished]
-        both = [two for two in pairs.get(mode, []) if two[0].finished and two[1].finished]
-        yield runs, mean_std(losses), mean_std([run.final_loss - base.final_loss for run, base in both])
+        gaps = []
+        for run, base in pairs.get(mode, []):
+            if run.finished and base.finished:
+                gaps.append(run.final_loss - base.final_loss)
+        yield runs, mean_std(losses), mean_std(gaps)
 
 
 def compare(path, cfg, groups):
     """Print the table of modes, and draw the relative losses."""
     rows = []
     for runs, losses, gaps in losses_by_mode(groups, cfg.baseline):
-        start, late = runs[0].start, [run.progress for run in runs if not run.finished]
+        start = runs[0].start
+        late = [run.progress for run in runs if not run.finished]
         speed = np.mean([np.median(run.steps["tokens_per_s"]) for run in runs])
         row = [runs[0].mode, f"{start['parameters']:,}", plus_minus(*losses), plus_minus(*gaps, sign=True)]
         row += [f"{speed:,.0f}", f"{start['kv_bytes_per_token']:,}", str(len(runs))]
@@ -476,7 +477,7 @@ def compare(path, cfg, groups):
         rows.append(row)
     header = ["mode", "parameters", "val loss", f"vs {cfg.baseline}", "tokens/s", "KV bytes/token", "runs"]
     print(markdown(header, rows))
-    places = {f"{run.start['device']} {run.start['dtype']}" for runs in groups.values() for run in runs}
+    places = {f"{run.start['device']} {run.start['dtype']}" for run in all_runs(groups)}
     print(f"losses: nats per token, of finished runs, ± standard deviation; tokens/s: {', '.join(sorted(places))}")
     relative(path, cfg, groups)
 
@@ -558,10 +559,13 @@ def evaluation(path, cfg, names):
         raise UserError(
             f"{names[0]} has no result of a whole task; make one: `python eval.py {names[0]}`, without --limit"
         )
-    title = f"step {count_range([record['step'] for record in found.values()], '{:,}'.format)}"
+    about = []
     sizes = [read_run(name).start["parameters"] for name in names if Path(name, "metrics.jsonl").exists()]
     if sizes:
-        title = f"{count_range(sizes)} parameters, {title}"
+        about.append(f"{count_range(sizes)} parameters")
+    steps = [record["step"] for record in found.values() if record["step"] is not None]  # an exported folder has none
+    if steps:
+        about.append(f"step {count_range(steps, '{:,}'.format)}")
     with page(path, (sum(widths), 4)) as fig:
         axes = list(np.atleast_1d(fig.subplots(1, len(widths), width_ratios=widths)))
         if has_loss:
@@ -569,7 +573,11 @@ def evaluation(path, cfg, names):
         if tasks:
             accuracies(axes[0], runs, styles, tasks, cfg.metric)
         fig.legend(
-            *axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4, title=title, alignment="left"
+            *axes[0].get_legend_handles_labels(),
+            loc="outside upper left",
+            ncols=4,
+            title=", ".join(about),
+            alignment="left",
         )
 
 

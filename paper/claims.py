@@ -183,6 +183,11 @@ def saved_tokens(found, seed):
     return tokens_saved(*(found.validation(Job(mode, "468M"), seed) for mode in ("resformer", "vanilla")))
 
 
+def smooth(x, y, window):
+    """Moving average of y over `window` steps, at the first x of each. Source: the authors' plot_relative_loss.py."""
+    return x[: len(x) - window + 1], np.convolve(y, np.ones(window) / window, "valid")
+
+
 def critical_point(x, y, window):
     """(step, extrapolated?) where a relative loss y over steps x rises through 0 for good.
 
@@ -193,7 +198,7 @@ def critical_point(x, y, window):
     """
     tail = slice(-max(3, len(x) // 10), None)
     if y[tail].mean() >= 0:
-        first, means = plot.smooth(x, y, window)
+        first, means = smooth(x, y, window)
         rises = np.flatnonzero((means[:-1] < 0) & (means[1:] >= 0))
         if not len(rises):
             return 0.0, False

@@ -153,7 +153,7 @@ def draw_tokens(ax, panel, found):
     """Validation losses along training."""
     lines, styles = by_label(panel, found, found.validation)
     for label, curves in lines.items():
-        x, y = plot.align([tuple(np.array(part, float) for part in curve) for curve in curves])
+        x, y = plot.align(curves)
         plot.draw_line(ax, x, y, label, styles[label], points=(x, y.mean(0)))
     ax.set(xlabel="training tokens", ylabel="validation loss (nats per token)", xlim=(0, None))
     ax.xaxis.set_major_formatter(lambda x, _: short_count(x))

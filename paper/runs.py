@@ -395,8 +395,7 @@ class Found:
 
     def validation(self, job, seed):
         """(tokens, validation losses) of a run's evaluations."""
-        run = self.run(job, seed)
-        return [step * run.step_tokens for step in run.val], list(run.val.values())
+        return self.run(job, seed).validation
 
     def analysis(self, folder):
         """(analysis.json, arrays of analysis.npz) of a folder."""

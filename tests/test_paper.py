@@ -148,11 +148,11 @@ def test_paper_scale_is_tables_3_and_4():
         for mode, total in (("vanilla", N[size]), ("svformer", N_SV[size])):
             cfg = TrainConfig(**train_settings(Job(mode, size), scale, 42, "x"))
             assert (cfg.n_layer, cfg.n_head, cfg.n_embd) == shape
-            assert count_parameters(cfg.model_config(50277))[0] == total
+            assert count_parameters(cfg.model_config(50277)) == total
     middle = TrainConfig(**train_settings(Job(size="320M"), scale, 42, "x"))
-    assert count_parameters(middle.model_config(50277))[0] == N["320M"]
+    assert count_parameters(middle.model_config(50277)) == N["320M"]
     gpt2 = TrainConfig(**train_settings(Job(arch="gpt2"), scale, 42, "x"))
-    assert count_parameters(gpt2.model_config(50277))[0] == 77_752_320  # the paper's 78M
+    assert count_parameters(gpt2.model_config(50277)) == 77_752_320  # the paper's 78M
     big = TrainConfig(**train_settings(Job(size="468M"), scale, 42, "x"))
     assert big.eval_every * big.batch_tokens == 2_097_152_000  # every 2B tokens, Figure 6
 
@@ -465,7 +465,7 @@ def test_labels_and_titles_say_what_is_drawn(found):
     titles = [ax.get_legend().get_title().get_text() for ax in axes_of(FIGURES["fig7"], found)]
     assert titles == [
         "by length\n81.9M parameters, length 128–1,024",
-        "by mode\n81.9M parameters, length 128, 2 seeds, min–max",
+        "by mode\n81.9M parameters, length 128, 2 seeds ± std",
     ]
     night = Fake(scale=SCALES["night"], parameters=lambda job: 1_951_360)
     assert panels.real_size([Job()], night) == "1.95M parameters, length 128"
@@ -493,7 +493,7 @@ def test_relative_panels(made, found):
                 twin = Job("vanilla", job.size, job.length, job.lr, job.warmup, job.arch)
                 gaps = np.mean([made.training(job, s) - made.training(twin, s) for s in made.seeds(job)], axis=0)
                 steps = np.arange(1.0, STEPS + 1)
-                x, y = plot.growing_means(steps, gaps)
+                x, (y,) = plot.growing_means(steps, gaps[None])
                 np.testing.assert_allclose(drawn[label][0] / x, drawn[label][0][0])  # tokens of a step
                 np.testing.assert_allclose(drawn[label][1], y, rtol=1e-9, atol=1e-12)
                 assert colors[label] == styles[label]["color"], (name, label)
@@ -1419,7 +1419,9 @@ def test_runs_that_are_missing(small):
     finished_run(resformer, "resformer")
     finished_run(vanilla, "vanilla")
     result = command("all", "--run=false")
-    refused(result, "not drawn: fig4, the first because", "analysis.json is missing; it should be what `python analyze.py")
+    refused(
+        result, "not drawn: fig4, the first because", "analysis.json is missing; it should be what `python analyze.py"
+    )
     assert (small / "results/cpu/fig9.png").exists()
     assert list(json.loads((small / "results/cpu.json").read_text())["figures"]) == ["fig9", "tab5"]
 

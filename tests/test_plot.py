@@ -3,11 +3,10 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, in_process, refused, script
+from conftest import ROOT, change, in_process, refused, script
 
 import plot
 from configurator import UserError, load_settings
@@ -102,45 +101,42 @@ def test_runs_of_different_length_share_their_steps(tmp_path, monkeypatch, capsy
     short = make_run(tmp_path / "r", "resformer", 1, np.arange(12.0) + 3, val={}, max_steps=30)
     with open(short + "/metrics.jsonl", "a") as f:
         f.write('{"step": 13, "lo')  # it still runs, and its last line is half written
-    refused(in_process(plot, "loss", base, short, "--window=13"), "window=13 is longer than a run of 12 steps")
     seen = drawn(monkeypatch, "relative", base, short, f"--out_file={tmp_path}/r.png")
     x, y, _ = seen["resformer"]
     assert seen["axes"].get_xlim()[1] == x[-1]  # the axis ends with the data
     np.testing.assert_allclose(y, [[3] * len(x)])
     assert seen["axes"].get_ylim()[0] < 0  # a difference is shown with its 0
     assert "r is not finished: step 12/30\n" in capsys.readouterr().out
-    drawn(monkeypatch, "loss", base, short, f"--out_file={tmp_path}/l.png")
-    assert "moving average over 10 steps: a run of 12 steps becomes a line of 3 points" in capsys.readouterr().out
+    seen = drawn(monkeypatch, "loss", base, short, f"--out_file={tmp_path}/l.png")
+    assert [seen[mode][0][-1] / 512 for mode in ("vanilla", "resformer")] == [
+        28.5,
+        11.5,
+    ]  # of steps 27 to 30, 11 and 12
 
 
 def test_growing_means():
     """Windows of 3000 steps: the first ones hold one step, the last ends with the run."""
     x = np.arange(1.0, 3001)
-    middle, y = plot.growing_means(x, 2 * x)
-    np.testing.assert_allclose(y, 2 * middle)
+    middle, y = plot.growing_means(x, np.stack([2 * x, 3 * x]))
+    np.testing.assert_allclose(y, [2 * middle, 3 * middle])
     assert middle[:5].tolist() == [1, 2, 3, 4, 5] and np.all(np.diff(middle) > 0)
     ends = [3000 / 1.15**k for k in range(20)]
     whole = [x[(x > end / 1.15) & (x <= end)].mean() for end in ends]
     np.testing.assert_allclose(middle[::-1][:20], whole)
     for last, first in ((116, 101), (115, 101), (92, 81), (93, 81)):  # 116 / 1.15 = 100.9, 92 / 1.15 = 80
-        assert plot.growing_means(x[:last], x[:last])[0][-1] == (first + last) / 2
-    assert [part.tolist() for part in plot.growing_means(x[:1], x[:1])] == [[1], [1]]
-    np.testing.assert_allclose(plot.growing_means(2048 * x, x)[1], middle)  # over tokens the windows are the same
+        assert plot.growing_means(x[:last], x[None, :last])[0][-1] == (first + last) / 2
+    assert [part.tolist() for part in plot.growing_means(x[:1], x[None, :1])] == [[1], [[1]]]
+    np.testing.assert_allclose(
+        plot.growing_means(2048 * x, x[None])[1], [middle]
+    )  # over tokens the windows are the same
 
 
 def test_band():
-    y = np.array([[1.0, 2.0], [3.0, 8.0]])
+    y = np.array([[1.0, 2.0], [3.0, 8.0], [5.0, 2.0]])
     mean, low, high, what = plot.band(y)
-    assert (mean.tolist(), low.tolist(), high.tolist()) == ([2, 5], [1, 2], [3, 8]) and what.startswith("2 seeds")
-    mean, low, high, what = plot.band(np.vstack([y, [[5.0, 2.0]]]))
     assert mean.tolist() == [3, 4] and what == "3 seeds ± std"
     np.testing.assert_allclose([low, high], [[1, 4 - 12**0.5], [5, 4 + 12**0.5]])  # n - 1: sqrt(8/2), sqrt(24/2)
     assert plot.band(y[:1])[3] == "1 seed"
-
-
-def test_window():
-    for steps, asked, window in ((199, 0, 10), (200, 0, 100), (200, 150, 150)):
-        assert plot.pick_window([SimpleNamespace(steps={"step": range(steps)})], asked) == window
 
 
 def axes():
@@ -151,7 +147,7 @@ def axes():
 
 def test_band_and_axis():
     ax, x = axes(), np.arange(1.0, 101)
-    late = np.stack([np.full(100, 1.0), np.full(100, 3.0)])
+    late = np.stack([np.full(100, 1.0), np.full(100, 2.0), np.full(100, 3.0)])
     plot.draw_line(ax, x, np.where(x < 5, 1e3, late), "resformer", plot.style_of("resformer"))
     plot.fit_axes(ax, zero=True)
     assert ax.lines[0].get_ydata()[50] == 2 and ax.lines[0].get_color() == plot.COLORS[1]
@@ -160,9 +156,9 @@ def test_band_and_axis():
     low, high = ax.get_ylim()
     assert -0.5 < low < 0 and 3 < high < 3.5  # 0 is shown, and the first steps do not squash the rest
     mild = axes()
-    plot.draw_line(mild, x, np.where(x < 5, 4.5, late), "resformer", plot.style_of("resformer"))
+    plot.draw_line(mild, x, np.where(x < 5, 9.5, late), "resformer", plot.style_of("resformer"))
     plot.fit_axes(mild, zero=True)
-    assert mild.get_ylim()[1] > 4.5 and mild.get_xlim() == (0, 100)  # what would not squash it stays in
+    assert mild.get_ylim()[1] > 9.5 and mild.get_xlim() == (2.5, 100)  # what would not squash it stays in
 
 
 def test_legend_is_above_the_axes_with_the_title():
@@ -181,12 +177,12 @@ def test_layer_panel():
     styles = plot.styles_of({"a": "vanilla", "b": "resformer"})
     plot.layer_panel(ax, rows, styles, "height", 1, (2.5, "uniform"))
     found = {line.get_label(): line.get_xydata().T.tolist() for line in ax.lines}
-    assert found["a, 2 seeds, min–max"] == [[2, 3], [2, 3.5]] and found["b, 1 seed"] == [[1, 2, 3], [1, 2, 4]]
+    assert found["a, 2 seeds ± std"] == [[2, 3], [2, 3.5]] and found["b, 1 seed"] == [[1, 2, 3], [1, 2, 4]]
     assert found["uniform"][1] == [2.5, 2.5]
     markers = [line for line in ax.lines if line.get_linestyle() == "None"]
     np.testing.assert_array_equal(markers[0].get_xydata(), [[2, 2], [3, 3.5]])
     corners = ax.collections[0].get_paths()[0].vertices
-    assert set(corners[corners[:, 0] == 3][:, 1]) == {2, 5}
+    assert set(corners[corners[:, 0] == 3][:, 1]) == {3.5 - 4.5**0.5, 3.5 + 4.5**0.5}
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("layer", "height")
     other = axes()
     plot.layer_panel(other, {"a": [[1.0, 2.0]]}, styles, "norm", 0)
@@ -196,12 +192,23 @@ def test_layer_panel():
 def test_loss_figure(tmp_path, monkeypatch, capsys):
     runs = [make_run(tmp_path / f"b{s}", "vanilla", s, np.arange(6.0) * s, {3: s, 6: 2.0 * s}) for s in (1, 2)]
     runs.append(make_run(tmp_path / "r", "resformer", 1, np.ones(6), val={}))  # killed in its last evaluation
-    seen = drawn(monkeypatch, "loss", *runs, "--window=3", f"--out_file={tmp_path}/l.png")
+    seen = drawn(monkeypatch, "loss", *runs, f"--out_file={tmp_path}/l.png")
     assert "step 6/6, not evaluated" in capsys.readouterr().out and seen["resformer"][2][0].size == 0
     x, y, points = seen["vanilla"]
-    assert x.tolist() == [2, 3, 4, 5]  # the middle of steps 1 2 3, …
-    np.testing.assert_allclose(y, [[1, 2, 3, 4], [2, 4, 6, 8]])
-    np.testing.assert_allclose(points, [[3, 6], [1.5, 3]])
+    assert x.tolist() == [512 * step for step in range(1, 7)]  # tokens; each of so few steps has its own window
+    np.testing.assert_allclose(y, [[0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 10]])
+    np.testing.assert_allclose(points, [[3 * 512, 6 * 512], [1.5, 3]])
+
+
+def test_two_weights_of_one_mode_look_different(tmp_path, monkeypatch):
+    modes = ("vanilla", "neutreno_0.2", "neutreno_0.6")
+    runs = [make_run(tmp_path / mode, mode, 1, np.ones(6)) for mode in modes]
+    for kind in ("relative", "loss"):
+        lines = drawn(monkeypatch, kind, *runs, f"--out_file={tmp_path}/x.png")["axes"].lines
+        looks = {
+            str(line.get_label()): (line.get_color(), line.get_linestyle()) for line in lines if "," in line.get_label()
+        }
+        assert len(set(looks.values())) == len(looks) == (3 if kind == "loss" else 2), kind
 
 
 def test_same_bytes_and_small(tmp_path):
@@ -209,11 +216,11 @@ def test_same_bytes_and_small(tmp_path):
     gains = {"vanilla": 0, "resformer": 0.04, "svformer": -0.03}
     runs = [make_run(tmp_path / f"{m}_{s}", m, s, curve(400, g, s)) for m, g in gains.items() for s in (1, 2, 3)]
     (tmp_path / "matplotlibrc").write_text("figure.facecolor: red\nsavefig.dpi: 20\nfont.size: 20\n")
-    for kind, words in (("relative", ["--window=10"]), ("loss", [])):  # one as a user starts it, one in here
+    for kind in ("relative", "loss"):  # one as a user starts it, one in here
         env = {"MATPLOTLIBRC": str(tmp_path / "matplotlibrc")}
         results = [
-            in_process(plot, kind, *runs, *words, f"--out_file={tmp_path}/a.png"),
-            script("plot.py", kind, *runs, *words, f"--out_file={tmp_path}/b.png", env=env),
+            in_process(plot, kind, *runs, f"--out_file={tmp_path}/a.png"),
+            script("plot.py", kind, *runs, f"--out_file={tmp_path}/b.png", env=env),
         ]
         assert all(result.returncode == 0 and not result.stderr for result in results), results
         one, two = ((tmp_path / f"{name}.png").read_bytes() for name in "ab")
@@ -315,7 +322,6 @@ def test_refused_settings():
         ([], r"say what to draw \(relative, .*, then of which runs: `python plot.py relative out/demo/"),
         (["relativ", "out/vanilla"], "say what to draw"),
         (["loss"], "then of which runs"),
-        (["loss", "x", "--window=-1"], "window=-1"),
         (["loss", "x", "--out_file=x.pdf"], "must end in .png"),
     ):
         with pytest.raises(UserError, match=message):
@@ -371,7 +377,9 @@ def test_evaluations(tmp_path, monkeypatch):
     ax = seen["losses"]
     assert [t.get_text() for t in ax.get_yticklabels()] == ["mean", "Book", "C4"]
     assert ax.lines[0].get_xdata().tolist() == [3.5, 4.0, 3.0] and (tmp_path / "e.png").stat().st_size > 5000
-    assert in_process(plot, "eval", a, "--metric=acc_norm").returncode == 0
+    change(a / "eval.json", checkpoints={"folder": {"step": None, "mode": "vanilla", "results": {"winogrande": wino}}})
+    assert in_process(plot, "eval", a).returncode == 0  # of an exported folder, which has no step
+    assert in_process(plot, "eval", b, "--metric=acc_norm").returncode == 0
     assert [t.get_text() for t in seen["accuracies"].get_xticklabels()] == ["hellaswag"]
 
 
