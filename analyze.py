@@ -564,7 +564,7 @@ def analyze_subject(subject, cfg, device):
         "mode": mode,
         "step": subject.step,
         "checkpoint": subject.checkpoint,
-        "parameters": count_parameters(subject.model.cfg)[0],
+        "parameters": count_parameters(subject.model.cfg),
         "config": dataclasses.asdict(subject.model.cfg),
         "chunks": N,
         "chunks_asked": cfg.chunks,

@@ -7,8 +7,8 @@ import functools
 import sys
 from dataclasses import dataclass
 
-from configurator import UserError, setting
-from describe import count_parameters, describe, flops_per_token, meta_model, mode_table, print_for
+from configurator import UserError, load_settings, run_main, setting
+from describe import count_parameters, describe, flops_per_token, meta_model, mode_table
 from report import markdown
 from value_modes import ModelConfig
 
@@ -26,14 +26,20 @@ class BudgetConfig(ModelConfig):
     utilisation: float = setting(0.4, "share of a GPU's peak that a run reaches", least=1e-3, most=1)
 
 
-def command():
-    """`python model.py …`: a plan, or after the word `table` all modes, after `budget` a budget. Ends the process."""
-    words = sys.argv[1:]
-    if words[:1] == ["budget"]:
-        print_for(budget, BudgetConfig, words[1:])
+def command(usage):
+    """`python model.py …`: a plan; after the word `table` all modes, after `budget` a budget. Ends the process. The
+    settings are checked before torch is imported."""
+    words, what, settings = sys.argv[1:], describe, ModelConfig
     if words[:1] == ["table"]:
-        print_for(mode_table, ModelConfig, words[1:])
-    print_for(describe, ModelConfig, words)
+        words, what = words[1:], mode_table
+    elif words[:1] == ["budget"]:
+        words, what, settings = words[1:], budget, BudgetConfig
+
+    def answer():
+        print(what(load_settings(settings, words, usage, ignore_unknown_in_files=True)))
+
+    run_main(answer)
+    sys.exit(0)
 
 
 @functools.cache
@@ -115,7 +121,7 @@ def speed_table(cfg, n_tokens):
 
 def budget(cfg):
     """What a run needs, as text. All of it is computed."""
-    n_parameters, n_tokens = count_parameters(cfg)[0], cfg.tokens or cfg.max_steps * cfg.batch_tokens
+    n_parameters, n_tokens = count_parameters(cfg), cfg.tokens or cfg.max_steps * cfg.batch_tokens
     lines = [
         f"{cfg.value_mode.name}: {n_parameters:,} parameters, {n_tokens:,} tokens in steps of {cfg.batch_tokens:,}. "
         "All figures are computed, none is measured.",

@@ -1,23 +1,9 @@
 """A model before it is trained: parameters, FLOPs, and what `python model.py` prints: its plan, or a table of modes."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
-from configurator import UserError, load_settings, run_main, say_error
 from report import markdown
 from value_modes import TABLE, kv_floats_per_token, plan_layers
-
-
-def print_for(what, settings, words):
-    """Print what(the settings in `words`), and end the process. They are checked before torch is imported."""
-    usage = Path(__file__).with_name("model.py").read_text(encoding="utf-8").split('"""')[1]
-    try:
-        cfg = load_settings(settings, words, usage, ignore_unknown_in_files=True)
-    except UserError as e:
-        say_error(e)
-    run_main(lambda: print(what(cfg)))
-    sys.exit(0)
 
 
 def meta_model(cfg):
@@ -31,26 +17,31 @@ def meta_model(cfg):
 
 
 def count_parameters(cfg):
-    """(all parameters, those that multiply: matrices other than embeddings). No tensor is allocated."""
+    """All parameters of a model. No tensor is allocated."""
+    return sum(p.numel() for p in meta_model(cfg).parameters())
+
+
+def count_multiplying(cfg):
+    """The parameters that multiply: those of matrices other than embeddings. No tensor is allocated."""
     import torch
 
     model = meta_model(cfg)
     embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Embedding))
-    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
-    return sum(p.numel() for p in model.parameters()), matrices - embeddings
+    return sum(p.numel() for p in model.parameters() if p.ndim == 2) - embeddings
 
 
 def flops_per_token(cfg):
-    """Training FLOPs per token at T = block_size: 6 N + 12 L H D T, with N the parameters that multiply. Attention
-    counts in full, not causally: half of 12 H D T is q k^T, half A V. Residuals add theirs. Source: PaLM, app. B."""
-    halves = 2 * cfg.n_layer  # of attention, each 6 H D T
+    """Training FLOPs of one token at T = block_size: 6 for each parameter that multiplies, and 6 H D T for each product
+    of attention. A layer has two, q k^T and A V; residuals may add some. Masked positions count too. Source: PaLM,
+    app. B."""
+    products = 2 * cfg.n_layer
     for layer in plan_layers(cfg):
         for mix in layer.mixes:
             if mix.residual.map == "cross" or mix.residual.of == "probs":
-                halves += 2 * len(mix.sources)
+                products += 2 * len(mix.sources)
             elif mix.residual.of == "scores":
-                halves += len(mix.sources)
-    return 6 * count_parameters(cfg)[1] + 6 * halves * cfg.n_head * cfg.head_dim * cfg.block_size
+                products += len(mix.sources)
+    return 6 * count_multiplying(cfg) + 6 * products * cfg.n_head * cfg.head_dim * cfg.block_size
 
 
 def describe_mix(mix, weights):
@@ -71,6 +62,15 @@ def describe_mix(mix, weights):
     return text if r.learn == "fixed" else f"{text} ({r.learn}, learned)"
 
 
+def owner_in_words(mode, layer, n, t):
+    """Where layer n has its q, k or v from. t: which of them."""
+    if t == "v" and mode.share_v == "keys":
+        return "made of its k"
+    if t == "v" and n and mode.first_heads:
+        return f"own in heads 0 to {layer.heads['v'] - 1}, of layer 0 in the others"
+    return "own" if layer.owner[t] == n else f"of layer {layer.owner[t]}"
+
+
 def describe(cfg):
     """The plan as text: the equation, per layer who owns q, k, v and what is mixed in, then sizes."""
     from model import new_lambdas
@@ -85,14 +85,7 @@ def describe(cfg):
     lines = [title]
     start = [lambdas.requires_grad_(False)() for lambdas in new_lambdas(cfg)]  # [residual][layer]
     for n, layer in enumerate(plan_layers(cfg)):
-        words = []
-        for t in "qkv":
-            owner = "own" if layer.owner[t] == n else f"of layer {layer.owner[t]}"
-            if t == "v" and n and mode.first_heads:
-                owner = f"own in heads 0 to {layer.heads['v'] - 1}, of layer 0 in the others"
-            if t == "v" and mode.share_v == "keys":
-                owner = "made of its k"
-            words.append(f"{t} {owner:10}")
+        words = [f"{t} {owner_in_words(mode, layer, n, t):10}" for t in "qkv"]
         words += [describe_mix(mix, start[mix.index][n]) for mix in layer.mixes]
         lines.append(f"layer {n:2}  " + "  ".join(words).rstrip())
     if mode.output != "plain":
@@ -102,11 +95,10 @@ def describe(cfg):
     if mode.dense:
         dilation, period = mode.dense
         lines.append(f"after each {period} blocks: weighted average over depth, dilation {dilation}")
-    every, multiply = count_parameters(cfg)
     kv, full = kv_floats_per_token(cfg), 2 * cfg.n_layer * cfg.n_head * cfg.head_dim
     lines += [
         f"heads           {cfg.n_head} of width {cfg.head_dim}, {cfg.n_kv_head} of keys and values",
-        f"parameters      {every:,} ({multiply:,} multiply)",
+        f"parameters      {count_parameters(cfg):,} ({count_multiplying(cfg):,} multiply)",
         f"training FLOPs  {flops_per_token(cfg):,} per token at block_size {cfg.block_size}",
         f"KV cache        {kv:,} floats per token = {2 * kv:,} bytes in bf16, {kv / full:.4f} of full attention's",
     ]
@@ -115,14 +107,14 @@ def describe(cfg):
 
 def mode_table(cfg):
     """All rows of TABLE at the shape of `cfg`, as Markdown. Rows that do not fit the shape are left out."""
-    vanilla = count_parameters(dataclasses.replace(cfg, value_mode="vanilla", n_kv_head=0))[0]
+    vanilla = count_parameters(dataclasses.replace(cfg, value_mode="vanilla", n_kv_head=0))
     rows = []
     for name, (_, equation, source) in TABLE.items():
         try:
             model_config = dataclasses.replace(cfg, value_mode=name, n_kv_head=0)
         except ValueError:
             continue  # not with so many layers or heads
-        more = count_parameters(model_config)[0] - vanilla
+        more = count_parameters(model_config) - vanilla
         kv = kv_floats_per_token(model_config)
         share = f"{kv / (2 * cfg.n_layer * cfg.n_head * cfg.head_dim):.4g}"
         rows.append([f"`{name}`", equation, source, f"{more:+,}" if more else "±0", f"{kv:,}", share])

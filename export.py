@@ -113,7 +113,7 @@ def card(path, model, header):
     for file in ("config.json", "env.json"):
         if (path.parent / file).exists():
             facts |= read_json(path.parent / file, "what train.py wrote")
-    facts |= {**header, "cfg": model.cfg, "parameters": count_parameters(model.cfg)[0]}
+    facts |= {**header, "cfg": model.cfg, "parameters": count_parameters(model.cfg)}
     facts["val_loss"] = "unknown" if header["val_loss"] is None else f"{header['val_loss']:.4f} nats per token"
     facts["equation"] = "The value mode is in config.json, under shape"
     if header["mode"] in TABLE:

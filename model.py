@@ -19,7 +19,7 @@ import math
 if __name__ == "__main__":  # prints what is asked for, and ends the process
     import budget
 
-    budget.command()
+    budget.command(__doc__)
 
 import torch
 import torch.nn.functional as F

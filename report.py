@@ -22,7 +22,7 @@ def plus_minus(value, error=None, digits=4, sign=False):
 
 
 def mean_std(values):
-    """Mean and standard deviation (n - 1) of a list of numbers; the deviation is None below two, the mean below one."""
+    """Mean and standard deviation (n - 1) of a list of numbers. Of no number: (None, None). Of one: (it, None)."""
     if not values:
         return None, None
     if len(values) == 1:
@@ -49,7 +49,7 @@ def progress(name, total, unit, show=True):
     """A tqdm bar over `total` units, with update(n) and close(). Off a terminal it prints a line every ten seconds."""
     from tqdm import tqdm
 
-    interval = 0.1 if sys.stderr.isatty() else 10.0
+    interval, delay = (0.1, 0) if sys.stderr.isatty() else (10.0, 10.0)
     return tqdm(
         total=total,
         desc=name,
@@ -57,8 +57,8 @@ def progress(name, total, unit, show=True):
         unit_scale=True,
         mininterval=interval,
         maxinterval=interval,
-        delay=0 if sys.stderr.isatty() else interval,
+        delay=delay,
         dynamic_ncols=True,
         leave=False,
-        disable=not show or not total,
+        disable=total == 0 or not show,
     )

@@ -325,7 +325,7 @@ def compare_settings(run, done):
 def announce(run, done, metrics):
     """Write the start record, and say what is about to run."""
     cfg, world, config = run.cfg, run.world, run.model.cfg
-    name, n_parameters, dtype = config.value_mode.name, count_parameters(config)[0], str(run.dtype)
+    name, n_parameters, dtype = config.value_mode.name, count_parameters(config), str(run.dtype)
     record = {
         "event": "start",
         "step": done,

@@ -186,7 +186,7 @@ def show_plan(plans, cfg):
     for plan in plans:
         settings = TrainConfig(**plan.values)
         model = settings.model_config(vocab)
-        size = count_parameters(model)[0]
+        size = count_parameters(model)
         tokens = settings.max_steps * settings.batch_tokens
         checkpoints = 2 if settings.eval_every < settings.max_steps else 1  # the last, and the best of several
         bytes_kept = 12 * checkpoints * size  # weights and optimizer in fp32

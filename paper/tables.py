@@ -112,7 +112,7 @@ def table4(found):
         _, theirs = recipe(SCALES["paper"], size, 50277)
         if size == "320M":
             theirs[:4] = ["-"] * 4
-        columns.append([size, *settings_row(ours, theirs), f"{count_parameters(model)[0]:,}"])
+        columns.append([size, *settings_row(ours, theirs), f"{count_parameters(model):,}"])
     names = ["", "layers", "heads", "width", "FFN width"]
     names += ["vocabulary", "peak learning rate", "warmup steps", "steps", "tokens per step", "parameters"]
     yield from map(list, zip(names, *columns, strict=True))

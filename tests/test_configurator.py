@@ -158,14 +158,14 @@ def test_every_config_builds():
     for path in (ROOT / "config").glob("*.py"):
         cfg = load_settings(TrainConfig, [str(path)])
         cfg.split_batch(1)
-        assert count_parameters(cfg.model_config(50277))[0] > 0, path
+        assert count_parameters(cfg.model_config(50277)) > 0, path
 
 
 def test_configs_compose():
     sizes = {"2m": 1_623_856, "82m": 81_901_056, "180m": 179_874_048, "468m": 467_921_920}
     for size, right in sizes.items():
         cfg = load_settings(TrainConfig, [f"{ROOT}/config/size_{size}.py", f"{ROOT}/config/resformer.py", "--seed=1"])
-        assert count_parameters(cfg.model_config(50277))[0] == right
+        assert count_parameters(cfg.model_config(50277)) == right
         assert cfg.value_mode == get_mode("resformer") and cfg.seed == 1 and cfg.out_dir == "out/resformer"
         assert 8 * math.prod(cfg.split_batch(8)) == 1024  # the paper's global batch
 

@@ -21,7 +21,7 @@ def plan(monkeypatch, capsys):
         monkeypatch.chdir(ROOT)
         monkeypatch.setattr(sys, "argv", ["model.py", *words])
         with pytest.raises(SystemExit):
-            budget.command()
+            budget.command("usage")
         return capsys.readouterr().out
 
     return printed

@@ -430,18 +430,18 @@ def test_cache_of_every_mode():
 def test_sizes():
     for size, (n_layer, n_head, n_embd, right) in SIZES.items():
         cfg = ModelConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)
-        assert describe.count_parameters(cfg)[0] == right, size
+        assert describe.count_parameters(cfg) == right, size
         d, ffn, V = n_embd, 7 * n_embd // 2, 50277
         multiply = n_layer * (4 * d * d + 3 * d * ffn) + d * V
         assert describe.flops_per_token(cfg) == 6 * multiply + 12 * n_layer * d * 2048, size
 
 
 def test_sizes_of_the_papers_text():
-    assert describe.count_parameters(ModelConfig(value_mode="svformer"))[0] == 80_066_048
+    assert describe.count_parameters(ModelConfig(value_mode="svformer")) == 80_066_048
     gpt2 = ModelConfig(arch="gpt2")
-    assert describe.count_parameters(gpt2)[0] == 77_752_320
+    assert describe.count_parameters(gpt2) == 77_752_320
     d = 512  # SVFormer drops weights and bias of V in 7 of 8 layers
-    assert describe.count_parameters(ModelConfig(arch="gpt2", value_mode="svformer"))[0] == 77_752_320 - 7 * (d * d + d)
+    assert describe.count_parameters(ModelConfig(arch="gpt2", value_mode="svformer")) == 77_752_320 - 7 * (d * d + d)
 
 
 def test_groups_are_of_all_heads_at_most():
