@@ -44,8 +44,8 @@ def setting(default, help, least=None, most=None, group=None, positional=False):
     group: the heading in --help of this setting and of those after it. positional: takes the words without a `--`.
     """
     metadata = {"help": help, "least": least, "most": most, "group": group, "positional": positional}
-    if isinstance(default, (dict, list)):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -53,8 +53,6 @@ def check_ranges(config):
     """Raise ValueError if a number in a dataclass of settings is outside its range, infinite or NaN."""
     for f in dataclasses.fields(config):
         least, most = f.metadata.get("least"), f.metadata.get("most")
-        if least is None and most is None:
-            continue
         values = getattr(config, f.name)
         for value in values if isinstance(values, tuple) else (values,):
             if value is None:

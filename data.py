@@ -169,8 +169,8 @@ def load_manifest(data_dir, verify=True):
 def raw_bits(seed, *names, start=0, n=0):
     """n uint64 of the Philox stream that (seed, names) selects, from element `start` (a multiple of 4).
 
-    The raw stream of a counter-based generator is fixed by its definition, so the order of the data does not depend on
-    the version of numpy; the distributions that numpy derives from it might.
+    The generator's definition fixes this stream. What numpy makes of it, such as shuffles, may change between versions,
+    so the order of the data does not use that.
     """
     label = "/".join(str(part) for part in (seed, *names))
     key = int.from_bytes(hashlib.sha256(label.encode()).digest()[:16], "little")

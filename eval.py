@@ -153,9 +153,9 @@ def pack(bundles, batch_tokens):
 
 
 def lay_out(batch):
-    """Bundles as rows of one width: token ids, positions and branches (see PrefixTree), each (B, T) int64; then for the
-    n scored tokens the places in the flattened rows that predict them, their ids, and the number of their Row, each
-    (n,). Shorter rows are padded with token 0, to which nothing attends."""
+    """Bundles as rows of one width, padded at the end with token 0, to which nothing attends. Returns token ids,
+    positions and branches (see PrefixTree), each (B, T) int64; then for the n scored tokens, each (n,): the place in
+    the flattened rows that predicts it, its id, and the number of its Row."""
     width = max(bundle.width for bundle in batch)
     ids, positions, branches = np.zeros((3, len(batch), width), np.int64)
     places, targets, owners = [], [], []
@@ -272,13 +272,6 @@ class Entry:
     correct: dict = field(default_factory=dict)
 
 
-def run_task(entry, model, name, asked, where, documents, cfg, world):
-    """Score a task for an Entry: its record and correct answers."""
-    results = task_scores(entry, model, name, asked, documents, where, cfg, world)
-    entry.correct[name] = per_document(name, asked, results)
-    entry.records[name] = task_record(asked, documents, entry.correct[name]) | {"data": where, "limit": cfg.limit}
-
-
 def task_scores(entry, model, name, asked, documents, where, cfg, world):
     """[(sum of log-probabilities in nats, greedy) of each choice] of each document, on all ranks.
 
@@ -342,8 +335,8 @@ def run_loss(entry, model, cfg, world):
     Its record is what `domain_losses` returns, and perplexity: {domain: exp(val)}, tokens: {domain: number}.
     """
     corpus = entry.corpus
-    step = max(1, cfg.tokens_per_pass(world) // corpus.block_size)
-    parts = corpus.val_parts(step)[world.rank :: world.size]
+    n_windows = max(1, cfg.tokens_per_pass(world) // corpus.block_size)  # in a forward pass
+    parts = corpus.val_parts(n_windows)[world.rank :: world.size]
     n_bytes = corpus.tokenizer.token_bytes()
     sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes of text
     with progress(f"{entry.label}, loss", len(parts), "batch", world.rank == 0) as bar:
@@ -476,9 +469,10 @@ def all_tables(entries, names):
 def record_key(name, record):
     """The name of a task's record in eval.json, with every setting that is not the default: no result replaces one of
     another kind."""
-    for word, usual in {"limit": 0, "dtype": "float32"}.items():
-        if record.get(word, usual) != usual:
-            name += f" {word}={record[word]}"
+    if record.get("limit"):  # a loss has none
+        name += f" limit={record['limit']}"
+    if record.get("dtype", "float32") != "float32":
+        name += f" dtype={record['dtype']}"
     return name
 
 
@@ -528,7 +522,11 @@ def evaluate_checkpoint(entry, asked, cfg, world):
         if name == "loss":
             run_loss(entry, model, cfg, world)
         else:
-            run_task(entry, model, name, *asked[name], documents[name], cfg, world)
+            task_questions, source = asked[name]
+            results = task_scores(entry, model, name, task_questions, documents[name], source, cfg, world)
+            entry.correct[name] = per_document(name, task_questions, results)
+            entry.records[name] = task_record(task_questions, documents[name], entry.correct[name])
+            entry.records[name] |= {"data": source, "limit": cfg.limit}
         entry.records[name] |= {"dtype": cfg.dtype, "seconds": round(time.time() - began, 3)}
 
 

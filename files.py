@@ -159,12 +159,9 @@ def write_record(path, record):
 
 
 def sha256(path):
-    """Hex digest of a file's bytes, read in pieces."""
-    digest = hashlib.sha256()
+    """Hex digest of a file's bytes."""
     with open(path, "rb") as f:
-        while piece := f.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -115,7 +115,8 @@ from report import progress
 def read_batches(cfg, inputs, position, is_done):
     """Yield batches (split, position after it, [(Input, item number, raw item)]) from `position` = [input, item] on.
 
-    is_done(split): whether no more is needed. It is asked ahead of the writer, so some batches are read in vain.
+    is_done(split): whether the split has enough tokens. Reading runs ahead of writing, so a few batches are read and
+    dropped.
     """
 
     def items_of(split):
@@ -212,7 +213,8 @@ def readable_items(cfg, results, state):
 
 
 def is_held_out(cfg, seen, docs):
-    """Whether an item is for validation: evenly one in 1 / val_fraction of its domain. Counts it in `seen`."""
+    """Whether an item is for validation: the second of its domain, then one in 1 / val_fraction. A domain's only item
+    is for training. Counts it in `seen`."""
     domain = docs[0][0]
     seen[domain] = seen.get(domain, 0) + 1
     return cfg.val_fraction > 0 and (seen[domain] - 2) % round(1 / cfg.val_fraction) == 0

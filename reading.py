@@ -103,9 +103,8 @@ def find_inputs(cfg):
         raise UserError(f"no texts in {cfg.input_dir}: there should be {layout}files {', '.join(SUFFIXES)}")
 
     def order(source):
-        return source.split == "train", hashlib.sha256(
-            f"{cfg.seed}/{source.name}".encode("utf-8", "surrogateescape")
-        ).digest()
+        name = f"{cfg.seed}/{source.name}".encode("utf-8", "surrogateescape")
+        return source.split == "train", hashlib.sha256(name).digest()
 
     return sorted(inputs, key=order)
 
@@ -129,12 +128,6 @@ def open_file(source):
     return io.BufferedReader(need("pyarrow").input_stream(source.path, compression="zstd"), 2**17)
 
 
-def text_pieces(file):
-    """Yield an open .txt file in pieces of about 64 KB that end with a line."""
-    while lines := file.readlines(PIECE_BYTES):
-        yield b"".join(lines)
-
-
 def read_input(source, cfg):
     """Yield the raw items of an Input: a path (.py), rows (dict), JSON lines or pieces of text (bytes)."""
     columns = [cfg.text_field]
@@ -152,7 +145,11 @@ def read_input(source, cfg):
             yield from group.to_pylist()
     else:
         with open_file(source) as file:
-            yield from text_pieces(file) if source.name.endswith(".txt") else file
+            if source.name.endswith(".txt"):
+                while lines := file.readlines(PIECE_BYTES):  # a piece ends with a line
+                    yield b"".join(lines)
+            else:
+                yield from file
 
 
 def raw_items(source, cfg, skip):

@@ -246,9 +246,10 @@ class Row(NamedTuple):
 
 
 def encode_pair(tokenizer, context, scored):
-    """Token ids of a context and of the text scored after it, with the border between them where the harness has it:
-    spaces that end the context belong to the scored text, whose ids are those of both texts together without as many as
-    the context has alone. An empty context becomes an end of document. Source: lm_eval/api/model.py, TemplateLM."""
+    """Token ids of a context and of the text scored after it, cut where the harness cuts. Spaces at the end of the
+    context move to the scored text. The context is tokenized alone, then both together: what the second has beyond the
+    length of the first is scored. An empty context becomes an end of document. Source: lm_eval/api/model.py,
+    TemplateLM."""
     bare = context.rstrip()
     scored = context[len(bare) :] + scored
     if not bare:
@@ -318,7 +319,8 @@ def task_record(asked, documents, correct):
         error = standard_error(values)
         if metric == "perplexity":
             mean = math.exp(mean)
-            error = error and error * mean  # by the delta method; the harness draws bootstrap samples
+            if error is not None:
+                error *= mean  # by the delta method; the harness draws bootstrap samples
         record[metric] = mean
         record[f"{metric}_stderr"] = error
     return record
