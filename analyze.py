@@ -98,8 +98,9 @@ HEADER += ["token similarity", "effective rank of values", "flags"]
 
 
 def uniform_entropy(T):
-    """Entropy of token importance in nats, if each of T tokens attends alike to all it sees: row i of A is 1/i."""
-    importance = (1 / np.arange(1, T + 1))[::-1].cumsum()[::-1] / T
+    """Entropy of token importance in nats, if each of T tokens attends alike to all it sees."""
+    weights = 1 / np.arange(1, T + 1)  # row i of A has 1/i at each position up to i
+    importance = weights[::-1].cumsum()[::-1] / T  # position j is in rows j to T
     return float(-(importance * np.log(importance)).sum())
 
 
@@ -110,8 +111,9 @@ def entropy(p):
 
 
 def received(q, keys, scale):
-    """Attention that each position gets: column sums of softmax(q [k_1; k_2; …]^T * scale), each part causal. A
-    position's columns in all parts count together. q (B, H, T, D), each k (B, G, T, D) -> (B, H, T), fp32 or float64.
+    """Attention that each position receives: column sums of softmax(q [k_1; k_2; …]^T * scale). One softmax runs over
+    the keys of all layers given, those of each up to the query. A position's columns of all layers are added.
+    q (B, H, T, D), each k (B, G, T, D) -> (B, H, T), fp32 or float64.
     """
     B, H, T, _ = q.shape
     keys = [repeat_heads(to_fp32(k), H) for k in keys]  # (B, H, T, D)
@@ -144,13 +146,12 @@ def softmaxes(attn, now, attended, lambdas):
             keys = [torch.cat([*keys, *(attended[i]["k"] for i in m.sources)], dim=-1)]
     parts = [(1.0, q, keys)]
     for m in attn.mixes:
-        if m.residual.of != "probs" and m.residual.map not in ("identity", "delta"):
-            continue
-        own_weight, *weights = [float(w) for w in lambdas[m.index]]
-        parts = [(own_weight * weight, q, keys) for weight, q, keys in parts]
-        if m.residual.of == "probs":
-            for w, i in zip(weights, m.sources, strict=True):
-                parts.append((w, attended[i]["q"], [attended[i]["k"]]))
+        if m.residual.of == "probs" or m.residual.map in ("identity", "delta"):
+            own_weight, *weights = [float(w) for w in lambdas[m.index]]
+            parts = [(own_weight * weight, q, keys) for weight, q, keys in parts]
+            if m.residual.of == "probs":
+                for w, i in zip(weights, m.sources, strict=True):
+                    parts.append((w, attended[i]["q"], [attended[i]["k"]]))
     return parts
 
 
