@@ -50,13 +50,17 @@ def describe_mix(mix, weights):
     where = " ".join(f"layer {s}" if isinstance(s, int) else s for s in mix.sources)
     if r.map == "cross":
         return f"attends over {where} too"
-    what = r.of if r.map == "own" else f"{r.of} {r.map}"
     if r.per_token:
-        return f"{what}: {r.learn} gate between own and {where}"
+        return f"{r.of}: {r.learn} gate between own and {where}"
     own, each = float(weights[0]), float(weights[1])
+    if r.map == "delta":
+        where = f"({where} - own)"
     if len(mix.sources) > 1:
         where = f"of each {where}"
-    text = f"{what}: {own:.4g} own + {each:.4g} {where}"
+    if r.map == "own":
+        text = f"{r.of}: {own:.4g} own + {each:.4g} {where}"
+    else:
+        text = f"after attention: {own:.4g} A V + {each:.4g} {where}"
     if r.learn == "sources":
         return f"{text} (learned)"
     return text if r.learn == "fixed" else f"{text} ({r.learn}, learned)"

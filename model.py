@@ -123,13 +123,13 @@ def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
     softmax. mask: (B, 1, T, S) or (T, S), added to the scores instead of the causal mask.
     """
     T, S = q.size(2), k.size(2) // layers
-    causal = mask is None and T == S and layers == 1
+    is_square = mask is None and T == S and layers == 1  # then "is_causal" of fused kernels is what is meant
     if kind == "flash" and mask is None and layers == 1:
         from flash_attn import flash_attn_func
 
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, heads, D)
         return flash_attn_func(q, k, v, causal=True, softmax_scale=scale).transpose(1, 2)
-    needs_mask = kind == "eager" or not (causal or T == 1)
+    needs_mask = kind == "eager" or not (is_square or T == 1)
     if mask is None and needs_mask:
         mask = torch.full((T, S), -math.inf, device=q.device).triu(S - T + 1)
     if mask is not None:
@@ -138,7 +138,7 @@ def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
         k, v = repeat_heads(k, q.size(1)), repeat_heads(v, q.size(1))  # (B, H, layers * S, …)
         scores = to_fp32(q @ k.mT) * (scale or q.size(-1) ** -0.5)  # (B, H, T, layers * S)
         return (scores + mask).softmax(dim=-1).to(v.dtype) @ v
-    return fused_attention(q, k, v, mask, causal and T > 1, scale)
+    return fused_attention(q, k, v, mask, is_square and T > 1, scale)
 
 
 def fused_attention(q, k, v, mask, is_causal, scale):
@@ -166,9 +166,9 @@ def mix(weights, own, others):
 
 
 class Lambdas(nn.Module):
-    """The weights of one residual in all layers. forward() -> for each layer (own, one per source), or None where the
-    residual does nothing, or a Gate or the softmax (map="cross") sets the weights. Learned ones are vectors, so AdamW
-    does not decay them.
+    """The weights of one residual in all layers. forward() -> for each layer (own, one per source), or None where they
+    are not set here: the layer lacks the residual, or a Gate or the softmax (map="cross") weighs. Learned ones are
+    vectors, so AdamW does not decay them.
 
     n_sources: the number of sources in each layer, 0 where the residual does nothing.
     """
@@ -286,8 +286,9 @@ class Attention(nn.Module):
 
     forward: x (B, T, C) -> U_n W_o (B, T, C), this layer's own q, k, v as projected, and its q, k, v as they attend
     (mixed or borrowed; with a cache, keys and values of all tokens so far). The arguments `raw` and `attended` map
-    earlier layers, `raw` also token tables, to these tensors. They are arguments and results, not attributes, so that
-    activation checkpointing and torch.compile see every dependency.
+    earlier layers, `raw` also token tables, to these tensors. `raw` has those of this call's tokens alone: mixes before
+    attention act at each position, and the cache stores what they made. They are arguments and results, not attributes,
+    so that activation checkpointing and torch.compile see every dependency.
     """
 
     def __init__(self, cfg, n, plan, kind):
@@ -307,14 +308,14 @@ class Attention(nn.Module):
     def project(self, x, angles):
         """The tensors that this layer owns, from one product: {t: (B, heads of t, T, D)}, q and k rotated."""
         B, T, _ = x.shape
-        heads = self.proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, T, heads * D) -> (B, heads, T, D)
+        y = self.proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, T, heads * D) -> (B, heads, T, D)
         rotated = [h for t, h in self.heads.items() if t != "v"]
-        qk = apply_rope(heads[:, : sum(rotated)], angles).split(rotated, dim=1)
+        qk = apply_rope(y[:, : sum(rotated)], angles).split(rotated, dim=1)
         own = dict(zip((t for t in self.heads if t != "v"), qk, strict=True))
         if "v" in self.heads:
-            own["v"] = heads[:, sum(rotated) :]
+            own["v"] = y[:, sum(rotated) :]
         elif "v" in self.plan.heads:  # share_v="keys"
-            keys = heads[:, -self.heads["k"] :]  # (B, G, T, D)
+            keys = y[:, -self.heads["k"] :]  # (B, G, T, D): the last ones, as there is no v, and before rope
             own["v"] = F.rms_norm(keys, (self.head_dim,), eps=self.norm_eps).to(keys.dtype)  # fp32 in autocast on GPUs
         return own
 
@@ -323,15 +324,17 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         own = self.project(x, angles)
         now = dict(own)  # what this layer attends with
-        later = []  # mixes in the softmax and after attention
+        in_softmax, after = [], []  # mixes that act there
         for m in self.mixes:
             of = m.residual.of
             weights = self.gates[str(m.index)](x) if m.residual.per_token else lambdas[m.index]
             if m.residual.map == "own" and of in "qkv":
                 # ResFormer (Eq 7): V' = l_own V_n + l V_1. The source is raw and not detached.
                 now[of] = mix(weights, now[of], [raw[i][of] for i in m.sources])
+            elif m.residual.map == "cross" or of == "scores":
+                in_softmax.append((m, weights))
             else:
-                later.append((m, weights, now.get("v")))  # V_n of this call's tokens, as mixed so far
+                after.append((m, weights, now.get("v")))  # V_n of this call's tokens, as mixed so far
         v_new = now.get("v")  # of this call's tokens, as mixed
         for t in "qkv":
             if t not in self.plan.heads:
@@ -342,28 +345,27 @@ class Attention(nn.Module):
         if self.n_first:
             now["v"] = torch.cat([now["v"], attended[0]["v"][:, -self.n_first :]], dim=1)  # (B, G, tokens so far, D)
         mask = None if cache is None else cache.mask
-        y = self.attend_with_scores(now, later, attended, mask)  # (B, H, T, D)
-        for m, weights, v in later:
+        y = self.attend_with_scores(now, in_softmax, attended, mask)  # (B, H, T, D)
+        for m, weights, v in after:
             y = self.mix_after(y, m, weights, v, now, raw, attended, mask)
         if self.output_gate:
             y = self.output_gate(y, v_new, x)
         return self.out(y.transpose(1, 2).reshape(B, T, -1)), own, now  # (B, H, T, D) -> (B, T, H * D)
 
-    def attend_with_scores(self, now, after_attention, attended, mask):
-        """A_n V' (B, H, T, D). Residuals may change the softmax itself: by keys of other layers beside its own (Eq 2),
+    def attend_with_scores(self, now, in_softmax, attended, mask):
+        """A_n V' (B, H, T, D). Residuals may act in the softmax: by keys of other layers beside its own (Eq 2),
         or by their scores, added in one product: l_own q k^T + l q_i k_i^T = [l_own q; l q_i] [k; k_i]^T."""
         q, k, v = now["q"], now["k"], now["v"]
-        cross = [i for m, _, _ in after_attention if m.residual.map == "cross" for i in m.sources]
+        cross = [i for m, _ in in_softmax if m.residual.map == "cross" for i in m.sources]
         if cross:  # Eq 2
             k = torch.cat([k, *(attended[i]["k"] for i in cross)], dim=2)
             v = torch.cat([v, *(attended[i]["v"] for i in cross)], dim=2)
             return attend(q, k, v, self.kind, layers=1 + len(cross), mask=mask)
-        for m, weights, _ in after_attention:
-            if m.residual.of == "scores":
-                own_weight, *others = weights
-                q_others = [w * attended[i]["q"] for w, i in zip(others, m.sources, strict=True)]
-                q = torch.cat([own_weight * q, *q_others], dim=-1)
-                k = torch.cat([k, *(attended[i]["k"] for i in m.sources)], dim=-1)
+        for m, weights in in_softmax:
+            own_weight, *others = weights
+            q_others = [w * attended[i]["q"] for w, i in zip(others, m.sources, strict=True)]
+            q = torch.cat([own_weight * q, *q_others], dim=-1)
+            k = torch.cat([k, *(attended[i]["k"] for i in m.sources)], dim=-1)
         wider = q.size(-1) - self.head_dim
         if not wider:
             return attend(q, k, v, self.kind, mask=mask)
@@ -375,12 +377,10 @@ class Attention(nn.Module):
         listed before m, (B, G, T, D)."""
         if m.residual.of == "probs":
             others = [attend(attended[i]["q"], attended[i]["k"], now["v"], self.kind, mask=mask) for i in m.sources]
-        elif m.residual.map == "identity":  # Eq 6: U_n = A_n V_n + l V_1
+        elif m.residual.map == "identity":  # U_n = A_n V_n + l V_1 (Fig 10); with all sources Eq 6
             others = [repeat_heads(raw[i]["v"], self.n_head) for i in m.sources]
-        elif m.residual.map == "delta":  # NeuTRENO (Eq 8): U_n = A_n V_n + l (V_1 - V_n)
+        else:  # "delta", NeuTRENO (Eq 8): U_n = A_n V_n + l (V_1 - V_n)
             others = [repeat_heads(raw[i]["v"] - v, self.n_head) for i in m.sources]
-        else:
-            return y  # its part was in the softmax
         return mix(weights, y, others)
 
 
@@ -439,9 +439,9 @@ class Block(nn.Module):
 class DepthAverage(nn.Module):
     """DenseFormer's depth-weighted average (arXiv 2402.02622): after block i = 1..L, if i is a multiple of period,
 
-        Y_i = sum of alpha_ij X_j over j <= i, j ≡ i (mod dilation);  X_0 = embedding, X_j = output of block j.
+        H_i = sum of alpha_ij X_j over j <= i, j ≡ i (mod dilation);  X_0 = embedding, X_j = output of block j.
 
-    X_j is the block's output before averaging; the next block reads Y_i. Weights start at 0, and at 1 for X_i itself,
+    X_j is the block's output before averaging; the next block reads H_i. Weights start at 0, and at 1 for X_i itself,
     so a new model equals vanilla. They are vectors, so AdamW does not decay them.
     """
 
@@ -460,7 +460,7 @@ class DepthAverage(nn.Module):
             alpha[-1] = 1
 
     def forward(self, i, xs):
-        """Y_i of xs = [X_0, …, X_i], each of one shape."""
+        """H_i of xs = [X_0, …, X_i], each of one shape."""
         if i % self.period:
             return xs[i]
         alpha = self.alphas[i // self.period - 1]
@@ -549,7 +549,7 @@ class GPT(nn.Module):
             self.positions, self.rope = None, Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling)
         mixes = [m for layer in plan for m in layer.mixes if m.residual.source == "token"]
         tables = {m.sources for m in mixes}
-        self.zero_tables = {m.sources[0].replace(" ", "s.") for m in mixes if m.residual.tables == "one"}
+        self.zero_tables = {m.sources[0].replace("table ", "tables.") for m in mixes if m.residual.tables == "one"}
         self.tables = nn.ModuleList(nn.Embedding(cfg.vocab_size, cfg.n_kv_head * cfg.head_dim) for _ in tables)
         self.lambdas = nn.ModuleList(new_lambdas(cfg))
         self.blocks = nn.ModuleList()
@@ -603,12 +603,12 @@ class GPT(nn.Module):
         if self.positions:
             x = x + self.positions.weight[positions]
         angles = self.rope(positions) if self.rope else None
-        lambdas = [weights() for weights in self.lambdas]  # [residual][layer]
+        weights = [lambdas() for lambdas in self.lambdas]  # [residual][layer]
         raw, attended, outputs = {}, {}, [x]  # {layer: {name: tensor}}, and the residual stream by depth
         for t, table in enumerate(self.tables):
             raw[f"table {t}"] = {"v": table(idx).view(B, T, self.cfg.n_kv_head, -1).transpose(1, 2)}  # (B, G, T, D)
         for n, block in enumerate(self.blocks):
-            inputs = (x, angles, [of_layer[n] for of_layer in lambdas], raw, attended, cache)
+            inputs = (x, angles, [by_layer[n] for by_layer in weights], raw, attended, cache)
             if self.recompute and torch.is_grad_enabled():
                 x, raw[n], attended[n] = checkpoint(block, *inputs, use_reentrant=False)
             else:

@@ -1,7 +1,7 @@
 """What a model is, as data: its value mode, the table of all modes, its shape, and the plan of its layers.
 
 A value mode says which tensors of earlier layers a layer reads, how they are mixed in, and which layers own a
-projection at all. `plan_layers` turns a mode and a shape into a LayerPlan for each layer. model.py builds the plan.
+projection at all. `plan_layers` turns a mode and a shape into a LayerPlan for each layer. model.py builds the network.
 
 Layers are counted from 0 here: the paper's layer 1 is layer 0. Paper: arXiv 2410.17897. Read next: model.py.
 No torch here, so a plan exists before any tensor does.
@@ -27,25 +27,29 @@ def coerce_fields(config):
 
 @dataclass(frozen=True)
 class Residual:
-    """One extra path from earlier layers i into layer n. U_n is the output of layer n's attention A_n.
+    """One extra path from earlier layers i into layer n. A_n = softmax(q k^T / sqrt(D)); U_n is what attention makes of
+    the values, A_n V_n in vanilla, before the output projection.
 
     of: what is mixed. "q", "k", "v" as projected (q and k rotated); "hidden", the layer's input (layer 0's is the
-        embedding); "scores", q k^T before the softmax; "probs", A itself. A layer that borrows what the residual reads
-        (see ValueMode) does not have the residual.
+        embedding); "scores", q k^T before the softmax; "probs", A itself. A layer that owns none of the tensors that
+        the residual reads (see ValueMode) does not have it.
     source: the "first" layer, the one before ("prev"), "all" before, the layer with this number, or a learned table of
         values for each token id ("token"). A source is never detached. It is read as projected, without its own mixes;
         map="cross", of="scores" and of="probs" read it as it attended.
-    map: "own" mixes the tensor itself; on a mix of values A_n acts:  V' = l_own V_n + sum_i l_i V_i              (Eq 7)
+    map: "own" changes the tensor before it is used; U_n = A_n V' of: V' = l_own V_n + sum_i l_i V_i              (Eq 7)
          "identity" adds after attention, at the same position:       U_n = l_own A_n V' + sum_i l_i V_i          (Eq 6)
          "delta" adds the difference after attention (NeuTRENO):      U_n = l_own A_n V' + sum_i l_i (V_i - V_n') (Eq 8)
             V' has all mixes before attention, V_n' only those that are listed before this residual
          "cross" attends to both layers under one softmax:            U_n = softmax(Q_n [K_n; K_i]^T) [V_n; V_i]  (Eq 2)
     lam: the weights (own, all sources together), or None for the plain mean of own tensor and sources.
-    learn: "fixed" weights. Or learned from that start: "scalar", a weight for the layer's own tensor and for each
-        source; "sources", one for each source, while the own weight stays lam[0]; "lerp", (1 - l, l); "unit",
-        s (a, b) / sqrt(a^2 + b^2), where (a, b) start from lam and s from 1. "softmax" (Learnable-Plus): the own weight
-        starts from lam[0], and l_n = scale * softmax over layers of logits that start with a rise of lam[1] per layer.
-        Or a model.Gate computes them for each token: "head", "sigmoid", "relu".
+    learn: "fixed" weights, or learned ones that start from lam:
+         "scalar"   one for the layer's own tensor and one for each source
+         "sources"  one for each source; the own weight stays lam[0]
+         "lerp"     (1 - l, l)
+         "unit"     s (a, b) / sqrt(a^2 + b^2), where s starts from 1
+         "softmax"  (Learnable-Plus) the own weight starts from lam[0], and l_n = scale * softmax over layers of logits
+                    that start with a rise of lam[1] per layer
+         "head", "sigmoid", "relu": a model.Gate computes them from each token
     layers: the layers that have it, see `pick_layers`; () = every layer that has a source.
     tables: with source="token": "each" layer has its own table, or they share them in the order "mirror" (0 1 2 2 1 0)
         or "cycle" (0 1 2 0 1 2), or all share "one", which starts from 0.
@@ -81,9 +85,13 @@ class Residual:
             require(self.source != "all", f"{learn} weighs one source against the layer's own: not source='all'")
         if self.per_token:
             require(is_value and self.map == "own", f"{learn} makes a weight per token, for of='v' and map='own' alone")
-        if self.learn == "unit" or self.tables == "one":
-            starts = self.weights(1)[1] != 0 or self.learn == "unit" and self.weights(1)[0] != 0
-            require(starts, f"lam={self.lam}: nothing could learn from these zeros")
+        own, source = self.weights(1)
+        if self.learn == "unit":
+            require(own != 0 or source != 0, f"lam={self.lam}: {learn} has no direction to start from")
+        if self.learn in ("sigmoid", "relu"):
+            require(source != 0, f"lam={self.lam}: the gate would multiply 0")
+        if self.tables == "one" and self.learn != "softmax":
+            require(source != 0, f"lam={self.lam}: a table that starts from 0 never learns if its weight is 0 too")
         if self.learn == "head":
             require(self.lam is None, f"{learn} divides 1 between own and source: lam stays None")
         if self.learn == "lerp" and self.lam:
@@ -142,9 +150,9 @@ class ValueMode:
         "scores" in the softmax; the others after it. Each group acts in this order, on what those before it made.
     share_q, share_k, share_v: which layers own that tensor. 1 = every layer; c > 1 = the first of every c layers (CLA);
         0 = one group of all layers: layer 0 owns it (SVFormer); 0.5 = the lower half; (0, 4, 7) = these, see
-        `pick_layers`. Others borrow from the nearest owner below: they read the tensor as attended there (mixed,
-        cached), and have no weights for it and no residual on it. share_v="keys": values are the layer's keys before
-        rope, over their RMS in each head.
+        `pick_layers`, where 0.5 is the layer half-way. Others borrow from the nearest owner below: they read the tensor
+        as attended there (mixed, cached), and have no weights for it. share_v="keys": values are the layer's keys
+        before rope, over their RMS in each head.
     borrow_v: whose values a layer without its own reads: those of the "nearest" owner below, or of the "first" layer.
     first_heads: share of the value heads that layers above 0 read from layer 0, the last ones; they own the others.
     kv_group: query heads that share a key and value head (GQA), capped at n_head; 0 = all (MQA).
@@ -314,7 +322,7 @@ TABLE = {
     "k_eq_v": (ValueMode(share_v="keys"), "V_n = K_n before rope / its RMS in each head", "Gemma 4"),
     "value_embed_shared": (residual(source="token", tables="one", lam=(1.0, 1.0), layers=(0, -1)),
         "A_n (V_n + E[token]) in the first and last layer, E from 0", "NeoMME"),
-    "xsa": (ValueMode(output="exclusive"), "Y − tanh(a) (Y·v) v, Y = A_n V_n, v = V_n/‖V_n‖, a from 0", "XSA; NeoMME"),
+    "xsa": (ValueMode(output="exclusive"), "U − tanh(a) (U·u) u, U = A_n V_n, u = V_n/‖V_n‖, a from 0", "XSA; NeoMME"),
     "gated_attention": (ValueMode(output="gate"), "σ(W x) ⊙ A_n V_n, a gate per channel", "Qwen G1"),
     "gated_attention_heads": (ValueMode(output="gate_heads"), "σ(W x) A_n V_n, a gate per query head", "Qwen G1"),
     "resformer_v2": (residual(source=1), "½ A_n (V_n + V_2), n > 2", "v5"),
@@ -446,8 +454,9 @@ def check_mode(cfg):
             wrong = [n for n in pick_layers(r.layers, n_layer) if n in idle]
         else:
             wrong = idle if len(idle) == n_layer else []
+        require(pick_layers(r.layers or ":", n_layer), f"{r}: its layers are none of 0..{n_layer - 1}")
         if wrong:
-            why = "no source, or it would mix a borrowed tensor"
+            why = "no source, or what it reads is borrowed"
             raise ValueError(f"{r} does nothing in layer {max(wrong)}: {why}")
     for n, layer in enumerate(plan):
         message = f"layer {n} would own none of q, k, v: its attention would read nothing of its input"
@@ -477,8 +486,8 @@ class LayerPlan:
 
 
 def plan_layers(cfg):
-    """The LayerPlan of each layer of a ModelConfig. It does not say what is done to U_n, nor cut_first and dense: the
-    model reads these from the mode itself."""
+    """The LayerPlan of each layer of a ModelConfig: who owns, who borrows, what is mixed. What `output`, `dense`,
+    `cut_first`, `first_heads` and share_v="keys" do besides, the model reads from the mode."""
     mode, n_layer = cfg.value_mode, cfg.n_layer
     owners = [{t: mode.owner(t, n, n_layer) for t in "qkv"} for n in range(n_layer)]
     mixes = [[] for _ in range(n_layer)]
@@ -486,7 +495,8 @@ def plan_layers(cfg):
     for index, r in enumerate(mode.residuals):
         layers = pick_layers(r.layers or ":", n_layer)
         lowest = lowest_layers_sharing(r.reads, owners)
-        layers = [n for n in layers if lowest[n] == n]  # not where a lower layer has the same tensors
+        if r.reads:
+            layers = [n for n in layers if n in [owners[n][t] for t in r.reads]]  # not where all of them are borrowed
         if r.source == "token":
             tables = assign_tables(r.tables, len(layers))
             for n, table in zip(layers, tables, strict=True):
@@ -517,8 +527,12 @@ def lowest_layers_sharing(tensors, owners):
     """For each layer, the lowest layer with the same `tensors` (such as q and k): so a shared tensor counts once."""
     if not tensors:
         return range(len(owners))
-    lowest = {}
-    return [lowest.setdefault(tuple(owner[t] for t in tensors), n) for n, owner in enumerate(owners)]
+    lowest, found = {}, []
+    for n, owner in enumerate(owners):
+        same = tuple(owner[t] for t in tensors)
+        lowest.setdefault(same, n)
+        found.append(lowest[same])
+    return found
 
 
 def assign_tables(order, n):

@@ -159,6 +159,7 @@ def test_a_wrong_number_is_found_and_put_right(monkeypatch, tmp_path):
 # ---- the example of a variant that the axes do not have
 
 
+@pytest.mark.skipif("resformer_linear" in TABLE, reason="the patch is applied here")
 def test_the_patch_applies_and_prints_its_plan(tmp_path):
     blocks = BLOCK.findall(TEXTS["own_mode.md"])
     patch = next(block for language, block in blocks if language == "diff")

@@ -83,6 +83,10 @@ def test_pairs_of_borrowed_tensors_are_read_once():
     assert sources(cfg) == [(), (), (0,), ()]
     cfg = config(mode_of(Residual(map="cross", source="all"), share_k=2, share_v=2))
     assert sources(cfg) == [(), (), (0,), ()]
+    cfg = config(mode_of(Residual(map="cross"), share_k=2))  # layers 1 and 3 have values of their own
+    assert sources(cfg) == [(), (0,), (0,), (0,)]
+    cfg = config(mode_of(Residual(map="cross"), share_k=0.5, share_v=0.5, borrow_v="first"))
+    assert sources(cfg) == [(), (0,), (), ()]  # layers 2 and 3 own neither, though no lower layer reads the same two
 
 
 def test_a_number_behind_a_name_is_the_weight_of_the_sources():
@@ -135,8 +139,10 @@ IMPOSSIBLE = [
     (lambda: ValueMode((Residual(),), first_heads=0.5), "first_heads divides the value heads"),
     (lambda: ValueMode(share_v=0, first_heads=0.5), "first_heads divides the value heads"),
     (lambda: ValueMode(share_v=0, borrow_v="first"), "borrow_v='first' does nothing"),
-    (lambda: Residual(learn="unit", lam=(0.0, 0.0)), "nothing could learn from these zeros"),
-    (lambda: Residual(source="token", tables="one", lam=(1.0, 0.0)), "nothing could learn from these zeros"),
+    (lambda: Residual(learn="unit", lam=(0.0, 0.0)), "has no direction to start from"),
+    (lambda: Residual(learn="relu", lam=(1.0, 0.0)), "the gate would multiply 0"),
+    (lambda: Residual(source="token", tables="one", lam=(1.0, 0.0)), "never learns if its weight is 0 too"),
+    (lambda: Residual(source="token", tables="one", lam=(1.0, 0.0), learn="unit"), "never learns if its weight is 0"),
     (lambda: ValueMode(share_v=0, output="exclusive"), "output='exclusive' takes out a layer's own values"),
     (lambda: config("skipv1", n_kv_head=1), "first_heads=0.5 of 1 value heads is no whole number below that"),
     (lambda: config(ValueMode(first_heads=1.0)), "first_heads=1.0 of 8 value heads is no whole number below that"),
@@ -187,8 +193,10 @@ IMPOSSIBLE = [
     (lambda: Residual(learn="head", lam=(1.0, 1.0)), "lam stays None"),
     (lambda: ValueMode((Residual(map="cross"), Residual(of="scores"))), "use one of them"),
     (lambda: ModelConfig(value_mode=ValueMode((Residual(),), share_v=0)), "does nothing in layer 7"),
+    (lambda: ModelConfig(value_mode=ValueMode((Residual(layers="8:"),))), "its layers are none of 0..7"),
     (lambda: ModelConfig(value_mode=ValueMode((Residual(of="k"),), share_k=0)), "does nothing in layer 7"),
     (lambda: ModelConfig(value_mode=ValueMode((Residual(layers=(0, 1)),))), "does nothing in layer 0"),
+    (lambda: ModelConfig(value_mode=ValueMode((Residual(layers="8:"),))), "its layers are none of 0..7"),
     (lambda: ModelConfig(value_mode=ValueMode((Residual(layers=(3,)),), share_v=2)), "does nothing in layer 3"),
     (lambda: ModelConfig(value_mode=ValueMode(share_q=0, share_k=0, share_v=0)), "layer 1 would own none"),
 ]
