@@ -274,9 +274,8 @@ def prune(run, keep):
             state_file(old).unlink(missing_ok=True)
 
 
-def clean(run, keep=0):
-    """Remove what a killed run has left: states without weights, half-written files, and checkpoints to be deleted."""
-    prune(run, keep)
+def clean(run):
+    """Remove what a killed run has left: states without weights, and half-written files."""
     for path in Path(run).glob(".step_*.tmp"):
         path.unlink()
     for path in Path(run).glob("step_*.state.safetensors"):
@@ -381,14 +380,17 @@ def load_tokenizer(weights_file):
 def trained_on(folder, given, instead):
     """(data folder, mixture or None) that a run in `folder` was trained on, or `given` if that is not empty. Raises
     UserError, which asks for `instead`, if it is unknown or missing."""
-    config, trained = folder / "config.json", {"data_dir": "", "mixture": {}}
-    if config.exists() and not is_hf_folder(folder):
-        trained = read_json(config, "the config of a run", RUN)
-    if given and not Path(given).is_dir():
-        raise UserError(f"{given} is no folder; name {instead}")
-    data_dir = given or trained["data_dir"]
-    if not data_dir:
+    if given:
+        if not Path(given).is_dir():
+            raise UserError(f"{given} is no folder; name {instead}")
+        return given, None
+    config = folder / "config.json"
+    if is_hf_folder(folder) or not config.exists():
+        raise UserError(f"{folder} does not say what it was trained on; name {instead}")
+    trained = read_json(config, "the config of a run", RUN)
+    data_dir = trained["data_dir"]
+    if not data_dir:  # Path("") would be the current folder
         raise UserError(f"{folder} does not say what it was trained on; name {instead}")
     if not Path(data_dir).is_dir():
         raise UserError(f"{folder} was trained on {data_dir}, which is missing; name {instead}")
-    return data_dir, None if given else trained["mixture"]
+    return data_dir, trained["mixture"]

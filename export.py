@@ -187,6 +187,8 @@ def main(cfg: ExportConfig):
     if checkpoint.is_hf_file(path):
         raise UserError(f"{path.parent} is a Hugging Face folder already; name a run of train.py")
     out = Path(cfg.out_dir or Path("hf", path.parent.resolve().name))
+    if not out.name:
+        raise UserError(f"{out} cannot be replaced as a whole; choose a new folder as --out_dir")
     new, old = (out.with_name(f".{out.name}.{kind}") for kind in ("new", "old"))
     with hold(out.parent, f".{out.name}.lock"):
         if old.exists() and not out.exists():  # a process was killed between its two renames

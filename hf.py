@@ -124,7 +124,7 @@ def load_hf(folder, device="cpu", attn="sdpa", dtype=torch.float32):
         return {name: parameter.detach()[rows] for name, parameter, rows in hf_parts(model)}
 
     expected = {name: tuple(place.shape) for name, place in places().items()}
-    is_tied = "lm_head.weight" not in shapes and c.get("tie_word_embeddings")
+    is_tied = c.get("tie_word_embeddings") and "lm_head.weight" in expected.keys() - shapes.keys()
     if is_tied:
         del expected["lm_head.weight"]
     for name, shape in shapes.items():  # before memory is taken for what config.json says
@@ -255,22 +255,21 @@ def to_llama(model, eot=0):
 # ---- tokenizers
 
 
-def hf_first_token(folder):
-    """The id that each sequence starts with: config.json's bos_token_id, else its (first) eos_token_id."""
+def hf_token(folder, *fields):
+    """A token id in config.json: of the first of `fields` that is set; of a list, its first."""
     c = read_hf_config(folder)
-    token = c.get("bos_token_id")
-    if token is None:
-        token = c.get("eos_token_id")
-    if isinstance(token, list):
-        token = token[0] if token else None
-    if token is None:
-        raise UserError(f"{folder}/config.json has neither bos_token_id nor eos_token_id")
-    return convert(token, COUNT, f"{folder}/config.json: the id of the first token")
+    for field in fields:
+        token = c.get(field)
+        if isinstance(token, list):
+            token = token[0] if token else None
+        if token is not None:
+            return convert(token, COUNT, f"{folder}/config.json: {field}")
+    raise UserError(f"{folder}/config.json has neither {' nor '.join(fields)}")
 
 
 class HFTokenizer:
-    """A folder's tokenizer.json with the methods of data.Tokenizer. `hash` is that of our tokenizer which export.py
-    wrote there, else None: then data made by us is of another tokenizer."""
+    """A folder's tokenizer.json with the methods of data.Tokenizer. `eot`: the token that starts a sequence; `end`: the
+    one that ends it. `hash`: our tokenizer's, if export.py made the folder; else None, and our data does not fit it."""
 
     def __init__(self, folder):
         path = Path(folder) / "tokenizer.json"
@@ -279,7 +278,9 @@ class HFTokenizer:
             self.encoding = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # the package has no class of its own for it
             raise UserError(f"{path} is not the tokenizer of a Hugging Face model: {e}") from None
-        self.hash, self.eot = made_by_us(folder)["tokenizer_hash"], hf_first_token(folder)
+        self.hash = made_by_us(folder)["tokenizer_hash"]
+        self.eot = hf_token(folder, "bos_token_id", "eos_token_id")
+        self.end = hf_token(folder, "eos_token_id", "bos_token_id")
         self.n_vocab = hf_config(folder).vocab_size
 
     def encode(self, text, allow_eot=False):

@@ -49,7 +49,7 @@ import torch
 
 import checkpoint
 from model import to_fp32
-from runtime import Distributed, clock
+from runtime import clock, only_process
 from value_modes import stored_tensors
 
 
@@ -242,7 +242,7 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
 
 def read_prompts(cfg):
     """The texts to continue; raises UserError if one is empty."""
-    texts = [cfg.prompt]
+    texts = [cfg.prompt.encode("utf-8", "replace").decode()]  # bytes that are not UTF-8 become "?"
     if cfg.prompt_file:
         try:
             texts = Path(cfg.prompt_file).read_text(encoding="utf-8").removesuffix("\n").split("\n")
@@ -267,13 +267,14 @@ def encode_prompts(texts, tokenizer, block_size):
 
 
 def main(cfg: SampleConfig):
-    device, path = Distributed(cfg.device).device, checkpoint.find(cfg.run, cfg.which)
+    device, path = only_process(cfg.device).device, checkpoint.find(cfg.run, cfg.which)
     tokenizer, texts = checkpoint.load_tokenizer(path), read_prompts(cfg)
     model = checkpoint.load(path, device=device, dtype=getattr(torch, cfg.dtype))
     prompts = encode_prompts(texts, tokenizer, model.cfg.block_size)
     sampling = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
-    count = (cfg.max_new_tokens, cfg.num_samples, cfg.seed)
-    rows, cache, seconds = generate(model, prompts, *count, tokenizer.eot, cfg.compile, **sampling)
+    rows, cache, seconds = generate(
+        model, prompts, cfg.max_new_tokens, cfg.num_samples, cfg.seed, tokenizer.end, cfg.compile, **sampling
+    )
     for i, row in enumerate(rows):
         if len(rows) > 1:
             print(f"--- {i + 1}")

@@ -74,6 +74,8 @@ class TrainConfig:
 
     def __post_init__(self):
         check_ranges(self)
+        if not self.resume:
+            raise ValueError("resume is empty; set never, auto or a checkpoint's path")
         object.__setattr__(self, "value_mode", get_mode(self.value_mode))
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.value_mode.name}")
         self.model_config(vocab_size=1)
@@ -288,15 +290,15 @@ def build(cfg, world):
 
 def resumed(run):
     """Steps already done: 0, or those of the checkpoint to continue from, which is loaded into the run."""
-    cfg, files, done = run.cfg, checkpoint.steps(run.cfg.out_dir), 0
+    cfg, files = run.cfg, checkpoint.steps(run.cfg.out_dir)
     if cfg.resume == "never" and files:
         raise UserError(f"{cfg.out_dir} already holds a run; --resume=auto continues it, or set another --out_dir")
-    if cfg.resume not in ("never", "auto") or files:
-        path = checkpoint.find(cfg.out_dir if cfg.resume == "auto" else cfg.resume)
-        done = checkpoint.resume(path, run.model, run.optimizer, run.scaler, run.corpus.tokenizer.hash)["step"]
-    last = max(files, default=0)
-    if done < last:
-        raise UserError(f"{cfg.out_dir} holds step {last}, later than {path}; set another --out_dir to go back")
+    if cfg.resume == "never" or (cfg.resume == "auto" and not files):
+        return 0
+    path = checkpoint.find(cfg.out_dir if cfg.resume == "auto" else cfg.resume)
+    done = checkpoint.resume(path, run.model, run.optimizer, run.scaler, run.corpus.tokenizer.hash)["step"]
+    if files and done < max(files):
+        raise UserError(f"{cfg.out_dir} holds step {max(files)}, later than {path}; set another --out_dir to go back")
     return done
 
 
@@ -306,18 +308,20 @@ def compare_settings(run, done):
     Raises UserError if the first weights or the order of the data changed, or, in a finished run, anything that changes
     results.
     """
-    cfg, path, old = run.cfg, Path(run.cfg.out_dir) / "config.json", {}
+    cfg, path = run.cfg, Path(run.cfg.out_dir) / "config.json"
     settings = dataclasses.asdict(cfg)
     settings["value_mode_name"] = settings["value_mode"].pop("name")
     settings["data"] = run.corpus.hash
-    new = json.loads(json.dumps(settings))
-    if done and path.exists():
-        old = {"init_from": ""} | read_json(path, "the config of a run", checkpoint.RUN)
-        new["init_from"] = cfg.init_from or old["init_from"]  # a resumed run need not name it again
-    changed = {k: old[k] for k in new if k in old and old[k] != new[k] and k not in MAY_DIFFER}
-    what = ", ".join(f"{k} (was {str(v)[:40] or 'empty'})" for k, v in changed.items())
+    new = json.loads(json.dumps(settings))  # as it is read back
+    if not (done and path.exists()):
+        return new, ""
+    old = read_json(path, "the config of a run", checkpoint.RUN)
+    new["init_from"] = cfg.init_from or old.get("init_from", "")  # a resumed run need not name it again
+    changed = [k for k in new if k in old and old[k] != new[k] and k not in MAY_DIFFER]
+    what = ", ".join(f"{k} (was {str(old[k])[:40] or 'empty'})" for k in changed)
+    must_stay = {"seed", "batch_tokens", "data", "init_from"}
     is_finished = done >= cfg.max_steps
-    if changed.keys() & {"seed", "batch_tokens", "data", "init_from"} or (changed and is_finished):
+    if must_stay.intersection(changed) or (changed and is_finished):
         raise UserError(f"{cfg.out_dir} was started with other settings: {what}; use them, or another --out_dir")
     return new, f"note: changed since the run was last started: {what}" if changed else ""
 
@@ -406,10 +410,32 @@ def training_batches(run, done):
     with ThreadPoolExecutor(1) as thread:
         ahead = thread.submit(read, *next(places))
         while True:
-            began, batch = time.perf_counter(), ahead.result()
+            began = time.perf_counter()
+            batch = ahead.result()
             ahead = thread.submit(read, *next(places))
             x, y = world.to_device(batch)
             yield x, y, time.perf_counter() - began
+
+
+def accumulate(run, model, batches):
+    """Add the gradients of this rank's micro-batches to the parameters'; returns (the sum of their losses, the seconds
+    spent waiting for data)."""
+    total, waited = torch.zeros((), device=run.world.device), 0.0
+    for i in range(run.accumulation):
+        x, y, seconds = next(batches)
+        waited += seconds
+        is_last = i == run.accumulation - 1
+        if run.is_sharded:  # zero3 has no room for whole gradients and weights between micro-batches
+            sync = is_last or run.cfg.shard == "zero3"
+            run.model.set_requires_gradient_sync(sync)
+            run.model.set_reshard_after_backward(sync)
+        elif run.world.size > 1:
+            model.require_backward_grad_sync = is_last  # must be set before the forward
+        with run.autocast:
+            loss = model(x, y)[1]
+        run.scaler.scale(loss / run.accumulation).backward()
+        total += loss.detach()
+    return total, waited
 
 
 def train_step(run, model, step, batches):
@@ -420,21 +446,8 @@ def train_step(run, model, step, batches):
     step.
     """
     cfg, world, scaler = run.cfg, run.world, run.scaler
-    total, waited = torch.zeros((), device=world.device), 0.0
     run.optimizer.zero_grad(set_to_none=True)
-    for i in range(run.accumulation):
-        x, y, seconds = next(batches)
-        waited += seconds
-        is_last = i == run.accumulation - 1
-        if run.is_sharded:  # zero3 has no room for whole gradients and weights between micro-batches
-            run.model.set_requires_gradient_sync(is_last or cfg.shard == "zero3")
-            run.model.set_reshard_after_backward(is_last or cfg.shard == "zero3")
-        elif world.size > 1:
-            model.require_backward_grad_sync = is_last  # must be set before the forward
-        with run.autocast:
-            loss = model(x, y)[1]
-        scaler.scale(loss / run.accumulation).backward()
-        total += loss.detach()
+    total, waited = accumulate(run, model, batches)
     scaler.unscale_(run.optimizer)
     norm = whole(torch.nn.utils.clip_grad_norm_(run.model.parameters(), cfg.grad_clip or math.inf)).item()
     loss = world.sum([total.item() / run.accumulation]).item() / world.size
@@ -513,6 +526,16 @@ def set_up(run, metrics, config, note, done):
     return model
 
 
+def evaluate_and_save(run, metrics, n, is_stopped):
+    """Evaluate and save after n steps, each where it is time."""
+    cfg, val_loss = run.cfg, None
+    if n % cfg.eval_every == 0 or n == cfg.max_steps:
+        val_loss = metrics.evaluation(n, validate(run))
+    if n % cfg.save_every == 0 or is_stopped or val_loss is not None:
+        state = run.model, run.corpus.tokenizer.hash, val_loss, run.optimizer, run.scaler
+        checkpoint.save(cfg.out_dir, n, *state, cfg.keep, is_main=run.world.rank == 0)
+
+
 def train(run, done, config, note):
     """Steps, evaluations and checkpoints from step `done` on. config: for config.json; note: a line to show, or ""."""
     cfg, world = run.cfg, run.world
@@ -537,12 +560,7 @@ def train(run, done, config, note):
         if step == done:
             metrics.say(f"first step done after {time.perf_counter() - world.started:.1f} s")
         is_stopped = world.sum([stop.asked]).item() > 0
-        val_loss = None
-        if n % cfg.eval_every == 0 or n == cfg.max_steps:
-            val_loss = metrics.evaluation(n, validate(run))
-        if n % cfg.save_every == 0 or is_stopped or val_loss is not None:
-            state = run.model, run.corpus.tokenizer.hash, val_loss, run.optimizer, run.scaler
-            checkpoint.save(cfg.out_dir, n, *state, cfg.keep, is_main=world.rank == 0)
+        evaluate_and_save(run, metrics, n, is_stopped)
         if is_stopped and n < cfg.max_steps:
             metrics.say(f"stopped and saved at step {n}; the same command with --resume=auto continues")
             break
@@ -575,7 +593,8 @@ def clean_up(out):
     """Finish what a kill after the last save has left, with the `keep` that the run had."""
     if (out / "config.json").exists():
         config = read_json(out / "config.json", "the config of a run", {"keep": int})
-        checkpoint.clean(out, config["keep"])
+        checkpoint.prune(out, config["keep"])
+        checkpoint.clean(out)
 
 
 def main(cfg: TrainConfig):

@@ -315,6 +315,15 @@ def test_our_stages_read_it(runs, data, tmp_path):
         assert layers[0] == pytest.approx(layers[1], abs=1e-5)
 
 
+def test_tied_embeddings_are_no_matter_of_our_own_layout(runs, tmp_path):
+    """It always has a head."""
+    _, folder = runs["svformer"]
+    shutil.copytree(folder, tmp_path / "tied")
+    change(tmp_path / "tied" / "config.json", tie_word_embeddings=True)
+    tied, plain = (hf.load_hf(of).state_dict() for of in (tmp_path / "tied", folder))
+    assert all(torch.equal(tied[name], plain[name]) for name in plain)
+
+
 def test_starting_from_other_weights(runs, data, tmp_path):
     """A run, a checkpoint or a folder; of another mode what fits, and the rest is named."""
     run, folder = runs["vanilla"]
@@ -372,6 +381,7 @@ def test_refused(runs, data, tmp_path, monkeypatch):
     refused(in_process(export, run, f"--out_dir={folder}"), "exists; choose another --out_dir, or replace it")
     refused(in_process(export, run, f"--out_dir={run}", "--overwrite"), "exists and is no Hugging Face folder")
     assert checkpoint.find(run).exists()
+    refused(in_process(export, run, "--out_dir=."), "cannot be replaced as a whole; choose a new folder")
     refused(in_process(export, run, out, "--data_dir=nowhere"), "nowhere is no folder; name prepared data")
     refused(in_process(export, run, out, "--max_shard_size=big"), "not a size such as 500MB")
     unfinished = trained(data, tmp_path / "unfinished", max_steps=4)

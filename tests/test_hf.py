@@ -136,7 +136,7 @@ def test_to_llama_and_back(tmp_path):
         again = hf.load_hf(tmp_path / mode)
         plain = dataclasses.replace(model.cfg, value_mode="vanilla", n_kv_head=model.cfg.n_kv_head)
         assert again.cfg == dataclasses.replace(plain, init_std=again.cfg.init_std)
-        assert hf.hf_first_token(tmp_path / mode) == 7
+        assert hf.hf_token(tmp_path / mode, "bos_token_id") == 7
         for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):
             assert torch.equal(p, q), (mode, name)
     for other in (tiny("resformer"), tiny("svformer"), tiny(arch="gpt2")):
@@ -310,11 +310,12 @@ def test_fields_left_out_have_transformers_defaults(tmp_path):
 def test_tokenizer(tmp_path):
     pytest.importorskip("tokenizers")
     hf_folder(tmp_path, tiny().float(), bos_token_id=0)
+    change(tmp_path / "config.json", eos_token_id=2)
     path = tmp_path / "tokenizer.json"
     path.write_bytes((SHARED / "data" / "tokenizers" / "gpt-neox-20b.tokenizer.json").read_bytes())
     tokenizer = hf.HFTokenizer(tmp_path)
     assert tokenizer.encode("Hello world") == [12092, 1533] and tokenizer.decode([12092, 1533]) == "Hello world"
-    assert tokenizer.encode("<|endoftext|>", allow_eot=True) == [0] == [tokenizer.eot]
+    assert tokenizer.encode("<|endoftext|>", allow_eot=True) == [0] == [tokenizer.eot] and tokenizer.end == 2
     assert len(tokenizer.encode("<|endoftext|>")) > 1 and tokenizer.hash is None
     path.write_bytes(path.read_bytes()[:-100])
     refuses(tmp_path, "tokenizer.json is not the tokenizer of a Hugging Face model", read=hf.HFTokenizer)
@@ -322,13 +323,14 @@ def test_tokenizer(tmp_path):
     refuses(tmp_path, "tokenizer.json", "No such file", read=hf.HFTokenizer)
 
 
-def test_first_token(tmp_path):
-    for fields, first in (
-        (dict(bos_token_id=0, eos_token_id=2), 0),
-        (dict(bos_token_id=None, eos_token_id=2), 2),
-        (dict(eos_token_id=[128001, 128009]), 128001),
+def test_tokens_that_start_and_end_a_sequence(tmp_path):
+    both = ("bos_token_id", "eos_token_id")
+    for fields, first, last in (
+        (dict(bos_token_id=0, eos_token_id=2), 0, 2),
+        (dict(bos_token_id=None, eos_token_id=2), 2, 2),
+        (dict(eos_token_id=[128001, 128009]), 128001, 128001),
     ):
         (tmp_path / "config.json").write_text(json.dumps(fields))
-        assert hf.hf_first_token(tmp_path) == first, fields
+        assert (hf.hf_token(tmp_path, *both), hf.hf_token(tmp_path, *both[::-1])) == (first, last), fields
     (tmp_path / "config.json").write_text("{}")
-    refuses(tmp_path, "config.json", "bos_token_id", "eos_token_id", read=hf.hf_first_token)
+    refuses(tmp_path, "config.json", *both, read=lambda folder: hf.hf_token(folder, *both))

@@ -2,6 +2,7 @@
 
 import functools
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from conftest import (
 )
 
 import checkpoint
+import runtime
 import sample
 from model import GPT
 from sample import RaggedCache, generate, sample_token
@@ -252,6 +254,31 @@ def test_bad_input(run, tmp_path):
         ("--max_new_tokens=0", "at least 1"),
     ):
         refused(in_process(sample, run, word), says)
+
+
+def test_a_prompt_that_is_not_utf8(run):
+    """Its bytes become "?", in every locale."""
+    found = in_process(sample, run, "--prompt=a\udcff", "--max_new_tokens=1")
+    assert found.returncode == 0 and found.stdout.startswith("a?"), found
+
+
+def test_the_end_of_a_model_in_hugging_face_layout(run, monkeypatch):
+    """It is the tokenizer's end, not what starts a sequence there."""
+    ends, tokenizer = [], byte_tokenizer()
+    tokenizer.eot, tokenizer.end = 1, 2
+
+    def spy(model, prompts, max_new_tokens, num_samples, seed, end, *more, **sampling):
+        ends.append(end)
+        return generate(model, prompts, max_new_tokens, num_samples, seed, end, *more, **sampling)
+
+    monkeypatch.setattr(checkpoint, "load_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr(sample, "generate", spy)
+    assert in_process(sample, run, "--max_new_tokens=1").returncode == 0 and ends == [2]
+
+
+def test_ranks_are_refused(run, monkeypatch):
+    monkeypatch.setattr(runtime, "Distributed", lambda device: SimpleNamespace(size=2))
+    refused(in_process(sample, run), "runs in one process; start it without torchrun")
 
 
 def test_without_a_run_the_newest_is_taken(run, tmp_path):

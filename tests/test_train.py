@@ -387,6 +387,7 @@ def test_bad_input(data_dir, tmp_path):
         (dict(max_steps=0), "max_steps=0 must be at least 1"),
         (dict(mixture="{'code': 'x'}"), "mixture.code takes float, not 'x'"),
         (dict(resume="nowhere"), "holds no checkpoint"),
+        (dict(resume=""), "resume is empty; set never, auto or a checkpoint's path"),
     ):
         refused(in_process(train, *flags(data_dir, tmp_path / "run", **kw)), says)
 
