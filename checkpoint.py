@@ -81,15 +81,12 @@ def plan_as_json(cfg):
 
 
 def read_header(path):
-    """The HEADER of a weights file. That of a Hugging Face folder has no format and no plan. Raises UserError if it is
-    damaged, or if this code plans its layers otherwise."""
+    """The HEADER of a weights file; of a Hugging Face folder without format and plan. Raises UserError if it is
+    damaged, or if this version of the code plans its layers in another way."""
     if is_hf_file(path):
         found, config = made_by_us(path.parent), hf_config(path.parent)
         return found | {"tokenizer": found["tokenizer_hash"], "mode": config.value_mode.name, "config": config}
-    metadata = read_metadata(path)
-    with contextlib.suppress(KeyError, TypeError, AttributeError):
-        metadata["config"]["value_mode"].setdefault("name", metadata["mode"])  # in older files modes have no name
-    header = convert(metadata, HEADER, f"the header of {path}")
+    header = convert(read_metadata(path), HEADER, f"the header of {path}")
     if header["plan"] != plan_as_json(header["config"]):
         message = f"{path} was trained with another layer plan than this code makes of its config; use that version"
         raise UserError(message)
@@ -187,7 +184,7 @@ def read_checked(path):
     are not finite."""
     metadata = read_metadata(path)
     tensors = read_tensors(path, lambda f: {name: f.get_tensor(name) for name in f.keys()})
-    if metadata.get("tensors", "") not in ("", checksum(tensors)):
+    if metadata.get("tensors") != checksum(tensors):
         raise UserError(f"{path} was altered: its tensors do not match their checksum; use another checkpoint")
     for name, tensor in tensors.items():
         require_finite(f"{path}: {name}", tensor)
@@ -215,8 +212,8 @@ def read_state(path, model, step):
     """(tensors, the loss scaler's numbers) of a training state. Raises UserError unless it is whole, of an AdamW of
     `model`, and of this step."""
     metadata, tensors = read_checked(path)
-    if metadata.get("step", step) != step:  # older files do not have it
-        raise UserError(f"{path} is the training state of step {metadata['step']}; get the one of step {step}")
+    if metadata.get("step") != step:
+        raise UserError(f"{path} is the training state of step {metadata.get('step')}; get the one of step {step}")
     expected = {"rng": torch.get_rng_state()}
     if "rng_cuda" in tensors:
         expected["rng_cuda"] = torch.cuda.get_rng_state() if torch.cuda.is_available() else tensors["rng_cuda"]

@@ -5,11 +5,9 @@ prepare.py's worker processes import this file.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 
 from configurator import UserError, convert
@@ -129,20 +127,10 @@ def sealed(record):
 
 
 def unsealed(record, where):
-    """A dict from `sealed` without its checksum. Raises UserError if it was altered since. Files of older versions have
-    no checksum: one line says so."""
-    if "sha256" not in record:
-        say_once(f"note: {where} has no checksum, as in older versions; damage to it is not noticed")
-    elif record != sealed(record):
+    """A dict from `sealed` without its checksum. Raises UserError if it was altered since."""
+    if record != sealed(record):
         raise UserError(f"{where} was altered: it does not match its checksum; copy it again, or make it again")
     return {key: value for key, value in record.items() if key != "sha256"}
-
-
-@functools.cache
-def say_once(text):
-    """A line on stderr, once, from rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr)
 
 
 def read_record(path, what, schema):
