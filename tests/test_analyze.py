@@ -55,15 +55,19 @@ def attention(attn, args, output):
     A position that is in several parts of one softmax has the same row of it in each, so that its columns add up."""
     lambdas, attended, now = args[2], args[4], output[2]
     B, G, T, D = now["v"].shape
-    after = [(m, lambdas[m.index]) for m in attn.mixes if m.residual.of not in "qkv" or m.residual.map != "own"]
+    in_softmax, after = [], []
+    for m in attn.mixes:
+        if m.residual.map == "cross" or m.residual.of == "scores":
+            in_softmax.append((m, lambdas[m.index]))
+        elif m.residual.of == "probs" or m.residual.map in ("identity", "delta"):
+            after.append((m, lambdas[m.index]))
     columns = []
     for some in torch.eye(T, dtype=now["v"].dtype).split(D, dim=1):
         v = F.pad(some, (0, D - some.size(1))).expand(B, G, T, D)
         attended_v = {i: tensors | {"v": v} for i, tensors in attended.items()}
-        y = attn.attend_with_scores(now | {"v": v}, [(m, weights, None) for m, weights in after], attended_v, None)
+        y = attn.attend_with_scores(now | {"v": v}, in_softmax, attended_v, None)
         for m, weights in after:
-            if m.residual.of == "probs" or m.residual.map in ("identity", "delta"):
-                y = weights[0] * y
+            y = weights[0] * y
             if m.residual.of == "probs":
                 for w, i in zip(weights[1:], m.sources, strict=True):
                     y = y + w * attend(attended[i]["q"], attended[i]["k"], v, attn.kind)
