@@ -108,16 +108,14 @@ def runs_in_out():
     for path in Path("out").glob("**/step_*[0-9].safetensors"):
         with contextlib.suppress(FileNotFoundError):  # that run has just replaced it
             newest[path.parent] = max(newest.get(path.parent, 0), path.stat().st_mtime)
-    return sorted(newest, key=lambda run: newest[run])
+    return sorted(newest, key=newest.get)
 
 
 def find(run_or_file="", which="last"):
     """The weights file that is meant: a file itself, the "last" or "best" (lowest validation loss) one of a run, or the
     first one of a Hugging Face folder. "" is the newest run below out/. Raises UserError, with the runs that do exist,
     if there is none."""
-    if not run_or_file:
-        run_or_file = (runs_in_out() or ["out"])[-1]
-    path = Path(run_or_file)
+    path = Path(run_or_file or ["out", *runs_in_out()][-1])
     if path.is_file():
         return path
     if is_hf_folder(path):
@@ -125,10 +123,13 @@ def find(run_or_file="", which="last"):
     files = steps(path)
     if not files:
         runs = runs_in_out()
-        there = ", ".join(str(run) for run in runs[:-9:-1])
+        there = ", ".join(str(run) for run in reversed(runs[-8:]))
         hint = f"runs that do: {there}" if runs else "no run is below out/ yet, `make demo` trains three small ones"
         raise UserError(f"{path} holds no checkpoint (step_*.safetensors); {hint}")
-    return (best(path) if which == "best" else None) or list(files.values())[-1]
+    last = list(files.values())[-1]
+    if which == "best":
+        return best(path) or last
+    return last
 
 
 def is_hf_file(path):
@@ -161,11 +162,12 @@ def find_finished(name, which="last"):
     """`find`; raises UserError if the last checkpoint of a run is asked for, and the run is not finished."""
     path = find(name, which)
     config = path.parent / "config.json"
-    if Path(name).is_dir() and config.exists() and not is_hf_file(path):
-        step, steps = read_header(path)["step"], read_json(config, "the config of a run", RUN)["max_steps"]
-        if step < steps and which == "last":
+    if which == "last" and Path(name).is_dir() and config.exists() and not is_hf_file(path):
+        step = read_header(path)["step"]
+        max_steps = read_json(config, "the config of a run", RUN)["max_steps"]
+        if step < max_steps:
             way_out = f"finish it with --resume=auto, or name {path} itself"
-            raise UserError(f"{path.parent} is at step {step} of {steps}; {way_out}")
+            raise UserError(f"{path.parent} is at step {step} of {max_steps}; {way_out}")
     return path
 
 
@@ -298,8 +300,10 @@ def check_same_model(header, model, tokenizer_hash, path):
         asked = model.cfg.value_mode.name
         raise UserError(f"{path} is a {header['mode']} model, not {asked}; set value_mode or another out_dir")
     theirs, mine = dataclasses.asdict(config), dataclasses.asdict(model.cfg)
-    theirs["value_mode"] = mine["value_mode"]
-    differ = [f"{key} {theirs[key]} instead of {mine[key]}" for key in mine if theirs[key] != mine[key]]
+    differ = []
+    for key in mine:
+        if key != "value_mode" and theirs[key] != mine[key]:
+            differ.append(f"{key} {theirs[key]} instead of {mine[key]}")
     if differ:
         raise UserError(f"{path} is another model: {', '.join(differ)}; use its settings or another out_dir")
     if header["tokenizer"] != tokenizer_hash:

@@ -26,10 +26,14 @@ FIELDS = {  # of ModelConfig, and their names in config.json
     "n_hidden": "intermediate_size",
     "norm_eps": "rms_norm_eps",
 }
-DEFAULTS = {  # of transformers, for what a config.json leaves out: FIELDS in their order, num_key_value_heads, window
-    "llama": (32000, 2048, 32, 32, 4096, 0, 11008, 1e-6, 0, None),
-    "mistral": (32000, 131072, 32, 32, 4096, 0, 14336, 1e-6, 8, 4096),
-}
+LLAMA = {
+    "vocab_size": 32000, "max_position_embeddings": 2048, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "hidden_size": 4096, "head_dim": None, "intermediate_size": 11008, "rms_norm_eps": 1e-6,
+    "num_key_value_heads": None, "sliding_window": None,
+}  # fmt: skip
+MISTRAL = {"max_position_embeddings": 131072, "intermediate_size": 14336, "num_key_value_heads": 8}
+MISTRAL["sliding_window"] = 4096
+DEFAULTS = {"llama": LLAMA, "mistral": LLAMA | MISTRAL}  # transformers', for what a config.json leaves out
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # see model.Rope
 LAYER_NAMES = {  # our modules in a layer, with the part of a fused product, and their names
     "norm1": "input_layernorm",
@@ -168,8 +172,10 @@ def read_hf_config(folder):
 
 def is_hf_folder(folder):
     """Whether a folder is in Hugging Face's layout. Runs of ours have a config.json too."""
-    exists = (Path(folder) / "config.json").exists()
-    return exists and not {"model_type", "architectures", "architecture"}.isdisjoint(read_hf_config(folder))
+    if not (Path(folder) / "config.json").exists():
+        return False
+    c = read_hf_config(folder)
+    return any(key in c for key in ("model_type", "architectures", "architecture"))
 
 
 def made_by_us(folder):
@@ -187,18 +193,17 @@ def hf_config(folder):
         return convert(c, {"shape": ModelConfig}, where)["shape"]
     try:
         require(kind in DEFAULTS, f"model_type={kind!r} is not supported, only {', '.join(DEFAULTS)}, {OURS}")
-        *defaults, kv_heads, window = DEFAULTS[kind]
-        fields = {ours: c.get(theirs, usual) for (ours, theirs), usual in zip(FIELDS.items(), defaults, strict=True)}
-        fields["head_dim"] = fields["head_dim"] or 0  # null in many files
+        c = DEFAULTS[kind] | c
+        fields = {ours: c[theirs] for ours, theirs in FIELDS.items()}
+        fields["head_dim"] = c["head_dim"] or 0  # null in many files
+        fields["n_kv_head"] = c["num_key_value_heads"] or 0
         supported = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None}
         for field, value in supported.items():
             found = c.get(field)
             require(found in (None, value), f"{field}={found!r} is not supported, only {value!r}")
-        window = c.get("sliding_window", window) if kind == "mistral" else None
-        if window is not None:
-            fields["block_size"] = min(fields["block_size"], window)  # so that no token leaves the window
+        if kind == "mistral" and c["sliding_window"] is not None:  # so that no token leaves the window
+            fields["block_size"] = min(fields["block_size"], c["sliding_window"])
         fields["rope_theta"], fields["rope_scaling"] = hf_rope(c)
-        fields["n_kv_head"] = c.get("num_key_value_heads", kv_heads) or 0
         mode = c.get("value_mode", "vanilla")
         if mode == "neutreno_resformer":  # the authors' name
             mode = "resformer_neutreno"

@@ -63,11 +63,12 @@ class Tokens:
         """Append `new` (B, G, T, D) to tensor t of layer n; returns all of it, (B, G, past + T, D)."""
         if self.cache is None:
             return new
-        layer, is_value = divmod([place for place, _ in self.stored].index((t, n)), 2)
-        pair = self.stored[2 * layer : 2 * layer + 2]
-        other_heads = pair[0 if is_value else -1][1]
-        nothing = new.new_empty(new.size(0), other_heads, 0, new.size(3))
-        return self.cache.update(nothing if is_value else new, new if is_value else nothing, layer)[is_value]
+        layer, side = divmod([place for place, _ in self.stored].index((t, n)), 2)
+        pair = self.stored[2 * layer : 2 * layer + 2]  # DynamicCache does not mind which of them is a key or a value
+        _, other_heads = pair[0 if side else -1]
+        update = [new.new_empty(new.size(0), other_heads, 0, new.size(3))] * 2
+        update[side] = new
+        return self.cache.update(*update, layer)[side]
 
     def advance(self, T):
         pass
