@@ -444,6 +444,7 @@ def loss(path, cfg, groups):
             at, val = align([run.validation for run in runs])
             draw_line(ax, *growing_means(x, losses), mode, styles[mode], points=(at, val.mean(0)))
         fit_axes(ax, zero=False)
+        ax.set_xlim(right=1.06 * ax.get_xlim()[1])  # room for the last marker
         token_axis(ax)
         ax.set_ylabel("loss (nats per token; markers: validation)")
         ax.set_title(size_of(all_runs(groups)), loc="left")
@@ -493,7 +494,7 @@ def short_names(modes):
 
 def read_eval(folder):
     """The record of the last checkpoint in a run's eval.json; raises UserError if there is none."""
-    path, make = Path(folder, "eval.json"), f"what `python eval.py {folder} --task=table1,table5` writes"
+    path, make = Path(folder, "eval.json"), f"what `python eval.py {folder} --task=arc_easy,table5` writes"
     found = read_json(path, make, EVALUATIONS)["checkpoints"]
     if not found:
         raise UserError(f"{path} has no results; it should be {make}")
