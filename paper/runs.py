@@ -69,7 +69,12 @@ def n_seeds_for_ablations(job):
 
 # At scale night: the best rates in the paper's units, where they are not NIGHT_LR. A size without one has 82M's.
 NIGHT_LR = 3e-4
-NIGHT_RATES = {("82M", "svformer"): 6e-4}
+NIGHT_RATES = {
+    ("82M", "svformer"): 6e-4,
+    ("2M", "vanilla"): 1.2e-3,
+    ("2M", "resformer"): 6e-4,
+    ("2M", "svformer"): 6e-4,
+}
 # At scale night SVFormer is never overtaken at its best rate, nor at vanilla's. At half of that it is.
 NIGHT_ONE_RATE = 1.5e-4
 # At scale night: the modes that have several seeds at 82M and length 2,048, at their own rates; others have one

@@ -242,9 +242,9 @@ def test_units_in_words():
     said = units_in_words(SCALES["night"])
     assert "6 layers, 4 heads, width 128 for 82M" in said and "128 for 2,048" in said and "100 for 120" in said
     assert (
-        "In place of its learning rates: 10 times as much; the usual one is 0.003, of svformer at 82M 0.006. A run"
-        in said
+        "In place of its learning rates: 10 times as much; the usual one is 0.003, of svformer at 82M 0.006, " in said
     )
+    assert "of resformer at 2M 0.006, of svformer at 2M 0.006. A run has 6,000 steps." in said
 
 
 def test_claims_in_units_that_a_scale_does_not_have():
