@@ -296,7 +296,7 @@ def make_run(plan, cfg, threads):
     if plan.analyse and is_stale(plan.folder):
         run_logged(analyze_run(plan, cfg), plan.folder / "analyze.log", threads)
     if plan.score:
-        score(plan, cfg, threads)
+        score_table1(plan, cfg, threads)
     return plot.read_run(plan.folder).final_loss
 
 
@@ -307,7 +307,7 @@ def is_stale(folder):
     return not path.exists() or path.stat().st_mtime < weights
 
 
-def score(plan, cfg, threads):
+def score_table1(plan, cfg, threads):
     """Run the tasks of Table 1 that a run has no result of, one by one. A task with texts longer than the model takes
     is skipped; any other failure skips the rest. Both are only noted."""
     known = plot.read_eval(plan.folder)["results"] if (plan.folder / "eval.json").exists() else {}

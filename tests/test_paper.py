@@ -238,6 +238,15 @@ def test_what_a_scale_decides():
     assert {len(cfg.seeds_of(job)) for job in one} == {1}
 
 
+def test_the_control_is_no_claim_of_the_paper():
+    """Of the figure of v5's variants: it is shown with its numbers, but gets no verdict."""
+    bounds = {claim.what: (claim.above, claim.below) for claim in FIGURES["v5"].claims if "scaled" in claim.what}
+    none = (-math.inf, math.inf)
+    assert bounds == dict.fromkeys(
+        ["resformer_lambda − scaled, validation loss", "scaled − vanilla, validation loss"], none
+    )
+
+
 def test_units_in_words():
     said = units_in_words(SCALES["night"])
     assert "6 layers, 4 heads, width 128 for 82M" in said and "128 for 2,048" in said and "100 for 120" in said
@@ -1313,7 +1322,7 @@ def test_tasks_of_table_1(small, monkeypatch, capsys):
                 raise UserError(message)
 
         monkeypatch.setattr(reproduce, "run_logged", run)
-        reproduce.score(plan, cfg, "")
+        reproduce.score_table1(plan, cfg, "")
         return given
 
     given = scored()
