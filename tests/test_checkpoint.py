@@ -16,6 +16,7 @@ import checkpoint
 import files
 from configurator import UserError
 from model import GPT
+from value_modes import Residual, ValueMode
 
 
 def test_round_trip_and_header(tmp_path):
@@ -33,6 +34,19 @@ def test_round_trip_and_header(tmp_path):
     idx = tokens((1, 9))
     assert again.cfg == model.cfg and not again.training and torch.equal(again(idx)[0], model.eval()(idx)[0])
     assert checkpoint.gathered(model.state_dict(), is_main=False) == {}  # the other ranks keep nothing
+
+
+def test_a_mode_of_another_name_is_the_same_model(tmp_path):
+    """A run goes on where the same mode is called otherwise; of another mode or shape it does not."""
+    checkpoint.save(tmp_path, 1, GPT(config("resformer_lambda")), "t")
+    path = checkpoint.find(tmp_path)
+    mine = config(ValueMode((Residual(lam=(1.0, 2.0)),), name="mine"))
+    header = checkpoint.read_header(path)
+    checkpoint.check_same_model(header, GPT(mine), "t", path)
+    with pytest.raises(UserError, match="is a resformer_lambda model, not resformer"):
+        checkpoint.check_same_model(header, GPT(config("resformer")), "t", path)
+    with pytest.raises(UserError, match="is another model: n_hidden .* instead of 64"):
+        checkpoint.check_same_model(header, GPT(config("resformer_lambda", n_hidden=64)), "t", path)
 
 
 def test_last_best_and_keep(tmp_path):
