@@ -58,7 +58,7 @@ class Job:
 
     @property
     def baseline(self):
-        """The vanilla run of the same settings; where the Scale gives the rate, at vanilla's."""
+        """The vanilla run of the same settings. If lr is None, vanilla has its own rate, else the same."""
         return dataclasses.replace(self, mode="vanilla")
 
 
@@ -75,7 +75,7 @@ NIGHT_RATES = {
     ("2M", "resformer"): 6e-4,
     ("2M", "svformer"): 6e-4,
 }
-# At scale night SVFormer is never overtaken at its best rate, nor at vanilla's. At half of that it is.
+# At scale night: Figure 14's rate. Vanilla overtakes SVFormer there, but not at SVFormer's best rate, nor at its own.
 NIGHT_ONE_RATE = 1.5e-4
 # At scale night: the modes that have several seeds at 82M and length 2,048, at their own rates; others have one
 FIVE_SEEDS = ("vanilla", "resformer", "svformer")
@@ -84,7 +84,8 @@ THREE_SEEDS = (
     "resformer_neutreno", "neutreno", "denseformer", "identity", "cross", "query", "key", "share_k", "share_k2",
     "share_v2", "cla2", "gqa2", "svformer_2anchors",
 )  # fmt: skip
-# There too: the same rates for SVFormer and vanilla, and both of the best rates of the smaller models
+# These have three seeds too: at 82M SVFormer and vanilla at the other's best rate; at 2M every mode at two rates, each of
+# which is some mode's best
 OTHER_RATES = (("svformer", 3e-4), ("vanilla", 6e-4))
 SMALL_RATES = (6e-4, 1.2e-3)
 
@@ -98,7 +99,7 @@ def rate_of(job, tuned, usual):
 def n_seeds_at_night(job):
     """The number of seeds of a Job at scale night: several where a verdict is about it, else one."""
     if job != Job(job.mode, job.size, job.length, job.lr):
-        return 1  # another setting than the rate is not the usual one
+        return 1  # it has another warmup, architecture or change
     if job.length != 2048:
         return 3 if job.length in (512, 64000) and job.lr == NIGHT_ONE_RATE else 1
     if job.size == "2M":
@@ -113,8 +114,8 @@ def n_seeds_at_night(job):
 
 
 def left_out_at_night(job):
-    """Whether scale night does without a Job: its models have too few heads for gqa8; each of the others would be a
-    number from one seed at a rate that was not tuned."""
+    """Whether scale night does without a Job. Its models have too few heads for gqa8. The combinations with GQA4,
+    ResFormer at length 32,000, the rate 1e-4 and GPT-2 would each be one seed, at rates that were not tuned."""
     is_short_of_cache = job.mode in ("gqa8", "svformer_gqa4", "cla2_gqa4")
     is_by_length = job.mode == "resformer" and job.length == 32000
     return is_short_of_cache or is_by_length or job.lr == 1e-4 or job.arch == "gpt2"
