@@ -84,8 +84,8 @@ THREE_SEEDS = (
     "resformer_neutreno", "neutreno", "denseformer", "identity", "cross", "query", "key", "share_k", "share_k2",
     "share_v2", "cla2", "gqa2", "svformer_2anchors",
 )  # fmt: skip
-# These have three seeds too: at 82M SVFormer and vanilla at the other's best rate; at 2M every mode at two rates, each of
-# which is some mode's best
+# These have three seeds too: at 82M SVFormer and vanilla at the other's best rate; at 2M every mode at two rates, which
+# are the best of some mode
 OTHER_RATES = (("svformer", 3e-4), ("vanilla", 6e-4))
 SMALL_RATES = (6e-4, 1.2e-3)
 
