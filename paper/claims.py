@@ -16,7 +16,8 @@ from itertools import combinations
 import numpy as np
 
 import plot
-from paper.runs import INSPECTED, SCALES, Job, NoSeed
+from paper.found import NoSeed
+from paper.runs import INSPECTED, SCALES, Job
 from report import mean_interval, plus_minus
 from tasks import TABLE1
 

@@ -10,7 +10,8 @@ import numpy as np
 
 import plot
 from paper.claims import LABELS, critical, loss_gap, mean_losses, semi_log
-from paper.runs import INITIAL, INSPECTED, SEEDS, train_settings
+from paper.found import INITIAL
+from paper.runs import INSPECTED, SEEDS, train_settings
 from paper.tables import size_and_loss
 from plot import COLORS, HEADLINE, LEVEL, count_range, legend, page, short_count, style_of, styles_of
 from report import mean_interval, mean_std

@@ -32,8 +32,9 @@ from configurator import UserError, check_ranges, command_line, need, run_main, 
 from files import hold, read_json, write_json, write_text
 from paper.claims import HEADER, claim_cells, claim_rows, tally
 from paper.figures import FIGURES, PAPER
+from paper.found import INITIAL, Found
 from paper.panels import draw_figure
-from paper.runs import INITIAL, SCALES, SEEDS, Found, Job, train_settings, units_in_words
+from paper.runs import SCALES, SEEDS, Job, train_settings, units_in_words
 from report import markdown
 from tasks import TABLE1
 

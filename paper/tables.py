@@ -15,7 +15,8 @@ from configurator import UserError
 from data import Tokenizer
 from files import read_json
 from paper.claims import LABELS, best_rate, critical, gap_at_best, gap_at_others_best, loss_at_optimum, scored
-from paper.runs import SCALES, Job, NoSeed, train_settings
+from paper.found import NoSeed
+from paper.runs import SCALES, Job, train_settings
 from report import mean_interval, plus_minus
 from tasks import TABLE1
 

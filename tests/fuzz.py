@@ -52,7 +52,7 @@ import train
 from configurator import UserError, load_settings, require, setting
 from data import Corpus, Tokenizer
 from model import GPT
-from paper.runs import read_arrays
+from paper.found import read_arrays
 from report import markdown
 from runtime import environment
 from sample import KVCache

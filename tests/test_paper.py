@@ -30,9 +30,10 @@ from eval import EvalConfig
 from paper import claims, figures, panels, reproduce, tables
 from paper.claims import Claim, claim_cells, claim_rows
 from paper.figures import FIGURES, PAPER, Figure, Panel
+from paper.found import Found, NoSeed
 from paper.panels import draw_figure
 from paper.reproduce import ReproduceConfig
-from paper.runs import INSPECTED, ONE_RATE, SCALES, Found, Job, NoSeed, train_settings, units_in_words
+from paper.runs import INSPECTED, ONE_RATE, SCALES, Job, train_settings, units_in_words
 from train import TrainConfig
 from value_modes import TABLE, get_mode
 
