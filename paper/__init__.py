@@ -2,7 +2,8 @@
 
     python -m paper.reproduce fig7 --dry_run
 
-Read in this order: runs.py (runs in the paper's units, and what a scale makes of them), claims.py (what is computed
-from finished runs), figures.py (which runs, panels and claims make each figure), tables.py, panels.py (how panels are
-drawn), reproduce.py (plan, train, analyse, draw, report). Nothing outside this folder imports it.
+Read in this order: runs.py (runs in the paper's units, and what a scale makes of them), found.py (what finished runs
+have left), claims.py (what is computed from it), figures.py (which runs, panels and claims make each figure),
+tables.py, panels.py (how panels are drawn), reproduce.py (plan, train, analyse, draw, report). Nothing outside this
+folder imports it.
 """

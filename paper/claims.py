@@ -185,26 +185,27 @@ def saved_tokens(found, seed):
 
 
 def smooth(x, y, window):
-    """Moving average of y over `window` steps, at the first x of each. Source: the authors' plot_relative_loss.py."""
-    return x[: len(x) - window + 1], np.convolve(y, np.ones(window) / window, "valid")
+    """Moving averages of x and y over `window` points. Source: the authors' plot_relative_loss.py."""
+    weights = np.ones(window) / window
+    return np.convolve(x, weights, "valid"), np.convolve(y, weights, "valid")
 
 
 def critical_point(x, y, window):
     """(step, extrapolated?) where a relative loss y over steps x rises through 0 for good.
 
-    If the last tenth of y is above 0 on average: the last upward crossing of the moving average over `window` steps, in
-    the middle of its window; 0 if there is none. Else where the line through the last tenth reaches 0, at the last step
-    at the earliest; infinity if its slope is at most two standard errors. Source: the paper's Figure 14, whose last
-    tenth is 1,000 steps.
+    If the last tenth of y is above 0 on average: the last upward crossing of the moving average over `window` points,
+    in the middle of its window; 0 if there is none. Else where the line through the last tenth reaches 0, at the last
+    step at the earliest; infinity if its slope is at most two standard errors. Source: the paper's Figure 14, whose
+    last tenth is 1,000 steps.
     """
     tail = slice(-max(3, len(x) // 10), None)
     if y[tail].mean() >= 0:
-        first, means = smooth(x, y, window)
+        middle, means = smooth(x, y, window)
         rises = np.flatnonzero((means[:-1] < 0) & (means[1:] >= 0))
         if not len(rises):
             return 0.0, False
         i = rises[-1]
-        return float(np.interp(0, means[i : i + 2], first[i : i + 2])) + (window - 1) / 2, False
+        return float(np.interp(0, means[i : i + 2], middle[i : i + 2])), False
     (slope, height), covariance = np.polyfit(x[tail], y[tail], 1, cov=True)
     if slope <= 2 * math.sqrt(covariance[0, 0]):
         return math.inf, True
@@ -215,7 +216,8 @@ def critical(found, job, seed):
     """critical_point of a Job's relative loss, a pair (step, extrapolated?)."""
     two = [found.run(job, seed), found.run(job.baseline, seed)]
     x, y = plot.align([(run.steps["step"], run.steps["loss"]) for run in two])
-    return critical_point(x, y[0] - y[1], found.scale.window)
+    every = found.scale.every  # each loss is the mean of as many steps, the last of which is x
+    return critical_point(x - (every - 1) / 2, y[0] - y[1], found.scale.window // every)
 
 
 def later_when_longer(found, seed):

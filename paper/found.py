@@ -1,17 +1,84 @@
-"""What finished runs have left on disk, by Job and seed. Read next: claims.py."""
+"""What finished runs have left, by Job and seed: on disk, or as records in results/<scale>/runs.jsonl.
 
+A record has what the figures need of a run, in 3 kB: settings, losses, and the means of its analysis. With records a
+figure is drawn, and a campaign goes on, where the runs themselves are no more. Read next: claims.py.
+"""
+
+import json
 from pathlib import Path
 
 import numpy as np
 
 import plot
 from configurator import UserError
-from files import read_json
+from files import read_json, read_records, write_text
 from paper.runs import SEEDS, UNIT, Job, train_settings
 
 INITIAL = "init-468M"  # folder of the analysis of a model before training
 # settings of a run that its result does not depend on
 MAY_DIFFER = ("data_dir", "out_dir", "device", "compile", "eval_every", "save_every", "log_every", "keep")
+RECORD = {
+    "name": str,  # of the run's folder
+    "settings": {},
+    "start": plot.START,
+    "step_tokens": float,
+    "every": int,  # steps that each of the losses is the mean of
+    "losses": tuple[float, ...],  # of training
+    "val": dict[str, float],  # step -> validation loss, mean over the domains
+    "domains": dict[str, float],  # the last validation loss of each
+}
+
+
+def means(values, every):
+    """Means of `every` values at a time, in their order. Values that are left over at the end do not count."""
+    n = len(values) // every * every
+    return np.array(values[:n]).reshape(-1, every).mean(axis=1)
+
+
+def make_record(folder, names, every):
+    """The record of a finished run with the settings `names`. Raises UserError if it is missing or not finished."""
+    run = plot.read_run(folder) if (folder / "metrics.jsonl").exists() else None
+    if not run or not run.finished:
+        raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
+    config = read_json(folder / "config.json", "settings of train.py")
+    config["value_mode"] = config.get("value_mode_name")
+    environment = folder / "env.json"
+    record = {
+        "name": folder.name,
+        "commit": read_json(environment, "of train.py").get("commit") if environment.exists() else None,
+        "settings": {name: config.get(name) for name in names if name not in MAY_DIFFER},
+        "start": {name: run.start[name] for name in plot.START},
+        "step_tokens": run.step_tokens,
+        "every": every,
+        "losses": means(run.steps["loss"], every).round(5).tolist(),
+        "val": {str(step): loss for step, loss in run.val.items()},
+        "domains": run.domains,
+    }
+    if (folder / "analysis.json").exists():
+        record["analysis"] = plot.read_analysis(folder)
+    return record
+
+
+def curves_of(record):
+    """The plot.Curves of a record. Its steps are the last ones of each mean."""
+    start, losses = record["start"], np.array(record["losses"], float)
+    step = record["every"] * np.arange(1.0, 1 + len(losses))
+    steps = {"step": step, "loss": losses, "tokens": step * record["step_tokens"]}
+    val = {int(step): loss for step, loss in record["val"].items()}
+    about = record["name"], start["value_mode"], start["seed"], start["max_steps"]
+    return plot.Curves(*about, start, steps, val, record["domains"])
+
+
+def read_kept(path):
+    """{name: record} of a file of records; empty if there is no such file."""
+    records = read_records(path, RECORD) if Path(path).exists() else []
+    return {record["name"]: record for record in records}
+
+
+def write_kept(path, kept):
+    """Write {name: record} as a file, a line for each."""
+    lines = [json.dumps(record, separators=(",", ":")) + "\n" for _, record in sorted(kept.items())]
+    write_text(path, "".join(lines))
 
 
 def read_arrays(path):
@@ -29,11 +96,12 @@ class NoSeed(KeyError):
 
 class Found:
     """What the runs of a scale have left, read when it is asked for. root: folder of the runs; seeds: function Job ->
-    its seeds; public: folders of analyses of public models."""
+    its seeds; public: folders of analyses of public models; kept: {name: record} of runs that need no folder."""
 
-    def __init__(self, root, scale, seeds, public=()):
+    def __init__(self, root, scale, seeds, public=(), kept=None):
         self.root, self.scale, self.seeds, self.public = Path(root), scale, seeds, public
-        self.curves, self.analyses = {}, {}  # what has been read, by folder
+        self.kept = kept or {}
+        self.records, self.curves, self.analyses = {}, {}, {}  # what has been read, by folder
 
     def folder(self, job, seed):
         name = self.scale.here(job).name
@@ -41,23 +109,28 @@ class Found:
             raise NoSeed(f"{name} has no seed {seed}")
         return self.root / f"{name}-{seed}"
 
-    def run(self, job, seed):
-        """The plot.Curves of a run. Raises UserError if it is not finished, or of other settings or data."""
+    def record(self, job, seed):
+        """The record of a run. Raises UserError if it is not finished, or of other settings or data."""
         folder = self.folder(job, seed)
-        if folder not in self.curves:
-            run = plot.read_run(folder) if (folder / "metrics.jsonl").exists() else None
-            if not run or not run.finished:
-                raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
-            first = next(iter(self.curves.values()), run)
-            made = read_json(folder / "config.json", "settings of train.py") | {"data": run.start["data"]}
-            asked = train_settings(job, self.scale, seed, folder) | {"data": first.start["data"]}
-            asked["value_mode_name"] = asked.pop("value_mode")
+        if folder not in self.records:
+            asked = train_settings(job, self.scale, seed, folder)
+            record = self.kept.get(folder.name) or make_record(folder, asked, self.scale.every)
+            first = next(iter(self.records.values()), record)
+            made = record["settings"] | {"data": record["start"]["data"]}
+            asked["data"] = first["start"]["data"]
             for name, value in asked.items():
                 if name not in MAY_DIFFER and made.get(name) != value:
                     raise UserError(
                         f"{folder} has {name}={made.get(name)} instead of {value}; remove it, or set another --out_dir"
                     )
-            self.curves[folder] = run
+            self.records[folder] = record
+        return self.records[folder]
+
+    def run(self, job, seed):
+        """The plot.Curves of a run; raises UserError as `record` does."""
+        folder = self.folder(job, seed)
+        if folder not in self.curves:
+            self.curves[folder] = curves_of(self.record(job, seed))
         return self.curves[folder]
 
     def parameters(self, job):
@@ -106,21 +179,23 @@ class Found:
 
     def loss(self, job, seed):
         """Validation loss at the end of a run."""
-        return self.run(job, seed).final_loss
+        run = self.run(job, seed)
+        return run.val[run.max_steps]
 
     def validation(self, job, seed):
         """(tokens, validation losses) of a run's evaluations."""
         return self.run(job, seed).validation
 
     def analysis(self, folder):
-        """(analysis.json, arrays of analysis.npz) of a folder."""
+        """What analyze.py found of the model in a folder."""
         if folder not in self.analyses:
-            self.analyses[folder] = plot.read_analysis(folder), read_arrays(folder / "analysis.npz")
+            record = self.kept.get(folder.name, {})
+            self.analyses[folder] = record.get("analysis") or plot.read_analysis(folder)
         return self.analyses[folder]
 
     def mean(self, folder, key):
-        """Means of a quantity over layers or states, from a folder's analysis.json; None in layers without it."""
-        numbers, _ = self.analysis(folder)
+        """Means of a quantity over layers or states, from a folder's analysis; None in layers without it."""
+        numbers = self.analysis(folder)
         part = "states" if key in numbers["states"] else "layers"
         return numbers[part][key]["mean"]
 
@@ -128,8 +203,8 @@ class Found:
         return self.mean(self.folder(job, seed), key)
 
     def arrays(self, job, seed):
-        """The arrays of a run's analysis."""
-        return self.analysis(self.folder(job, seed))[1]
+        """The arrays of a run's analysis, which records do not have."""
+        return read_arrays(self.folder(job, seed) / "analysis.npz")
 
     def initial(self, seed):
         """Mean over layers of the entropy before training, which is measured with one seed."""

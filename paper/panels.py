@@ -70,7 +70,7 @@ def draw_layers(ax, panel, found):
     level = None
     if panel.key == "entropy":
         job = panel.jobs[0]
-        numbers, _ = found.analysis(found.folder(job, found.seeds(job)[0]))
+        numbers = found.analysis(found.folder(job, found.seeds(job)[0]))
         level = numbers["entropy_uniform"], "uniform causal attention"
     plot.layer_panel(ax, lines, styles, panel.label, 0 if "hidden" in str(panel.key) else 1, level)
 
@@ -88,7 +88,7 @@ def draw_public(ax, panel, found):
 def draw_initial(ax, panel, found):
     """Entropy on the left axis, token similarity of the hidden states on the right one."""
     folder = found.root / INITIAL
-    numbers, _ = found.analysis(folder)
+    numbers = found.analysis(folder)
     entropy = found.mean(folder, "entropy")
     similarity = found.mean(folder, "hidden_similarity")[1:]  # state 0 is the embedding
     x = 1 + np.arange(len(entropy))

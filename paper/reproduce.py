@@ -32,7 +32,7 @@ from configurator import UserError, check_ranges, command_line, need, run_main, 
 from files import hold, read_json, write_json, write_text
 from paper.claims import HEADER, claim_cells, claim_rows, tally
 from paper.figures import FIGURES, PAPER
-from paper.found import INITIAL, Found
+from paper.found import INITIAL, Found, make_record, read_kept, write_kept
 from paper.panels import draw_figure
 from paper.runs import SCALES, SEEDS, Job, train_settings, units_in_words
 from report import markdown
@@ -61,6 +61,10 @@ class ReproduceConfig:
     )
     dry_run: bool = setting(False, "only say what would be run")
     run: bool = setting(True, "train and analyse what is missing; false = only draw what is there")
+    kept: bool = setting(
+        False,
+        "use the runs that results/<scale>/runs.jsonl has instead of training them again, and add new ones to it",
+    )
     jobs: int = setting(0, "runs at a time; 0 = one per core at a scale without GPUs, else one", least=0)
     public: tuple[str, ...] = setting((), "Llama or Mistral folders in Hugging Face layout, for fig1 and fig18")
     eval_dir: str = setting("", "local files of tab1's tasks, see eval.py; empty = from the hub")
@@ -115,6 +119,11 @@ class ReproduceConfig:
         return asked
 
     @property
+    def records(self):
+        """The file of records, see found.py."""
+        return Path(self.results_dir, self.scale, "runs.jsonl")
+
+    @property
     def units(self):
         """The Scale, with the data folder that was asked for."""
         found = SCALES[self.scale]
@@ -154,16 +163,20 @@ class Plan:
     values: dict  # settings of train.py
     analyse: bool = False
     score: bool = False  # on the tasks of Table 1
+    kept: bool = False  # its record has all that is asked for
 
     @functools.cached_property
     def done(self):
+        if self.kept:
+            return True
         with contextlib.suppress(UserError):  # there is no such run, or it has no steps yet
             return plot.read_run(self.folder).finished
         return False
 
 
-def make_plans(cfg):
-    """The Plans of all runs that the figures need, in the order in which the figures name them."""
+def make_plans(cfg, kept):
+    """The Plans of all runs that the figures need, in the order in which the figures name them. kept: {name: record} of
+    runs that need not be made."""
     plans = {}
     for figure in cfg.figures.values():
         for job in figure.jobs:
@@ -175,6 +188,9 @@ def make_plans(cfg):
                 plan.analyse |= job in figure.analysed
                 if figure.scored and (seed == SEEDS[0] or cfg.seeds):  # tasks cost more than small runs: one seed
                     plan.score = True
+    for folder, plan in plans.items():
+        record = kept.get(folder.name)
+        plan.kept = record is not None and not plan.score and ("analysis" in record or not plan.analyse)
     return list(plans.values())
 
 
@@ -333,20 +349,24 @@ def noted(errors, name):
         errors[name] = e
 
 
-def make_all(plans, cfg):
-    """Make all runs, some of them side by side, then the other analyses. Returns {folder: error} of those that
-    failed."""
+def make_all(plans, cfg, kept):
+    """Make all runs that are not kept, some of them side by side, then the other analyses; with --kept their records
+    are added to `kept` and its file. Returns {folder: error} of those that failed."""
+    plans = [plan for plan in plans if not plan.kept]
     cores = os.cpu_count() or 1
     at_once = cfg.jobs or (1 if cfg.units.gpus else cores)
     threads = str(max(1, cores // at_once)) if at_once > 1 else ""
     failed = {}
     pool = ThreadPoolExecutor(at_once)
-    futures = {pool.submit(make_run, plan, cfg, threads): plan.folder for plan in plans}
+    futures = {pool.submit(make_run, plan, cfg, threads): plan for plan in plans}
     try:
         for done, future in enumerate(as_completed(futures), 1):
-            folder = futures[future]
-            with noted(failed, folder):
-                print(f"{done} of {len(plans)}, {folder}: validation loss {future.result():.4f}", flush=True)
+            plan = futures[future]
+            with noted(failed, plan.folder):
+                print(f"{done} of {len(plans)}, {plan.folder}: validation loss {future.result():.4f}", flush=True)
+                if cfg.kept:
+                    kept[plan.folder.name] = make_record(plan.folder, plan.values, cfg.units.every)
+                    write_kept(cfg.records, kept)
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C no further run begins
     for folder, words in other_analyses(cfg).items():  # these have the machine to themselves
@@ -372,19 +392,13 @@ def make_data(cfg):
 # -- results
 
 
-def trained_by(folders):
-    """The commits of the code that made these runs."""
-    files = [folder / "env.json" for folder in folders]
-    return sorted({str(read_json(path, "of train.py").get("commit")) for path in files if path.exists()})
-
-
 def publish(name, figure, cfg, found):
     """Draw a figure or print a table, and write its numbers into the results of the scale."""
     print(f"{name}: {figure.caption}")
     record = {"caption": figure.caption, "out_dir": cfg.out_dir}
     runs = [(job, seed) for job in figure.jobs for seed in cfg.seeds_of(job)]
     record["runs"] = {found.folder(job, seed).name: found.loss(job, seed) for job, seed in runs}
-    record["commits"] = trained_by(Path(cfg.out_dir, run) for run in record["runs"])
+    record["commits"] = sorted({found.record(job, seed)["commit"] or "unknown" for job, seed in runs})
     if figure.panels:
         draw_figure(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)
         record["png"] = f"{cfg.scale}/{name}.png"
@@ -458,7 +472,8 @@ def main(cfg: ReproduceConfig):
     if cfg.words == ("report",):
         write_report(cfg)
         return
-    plans = make_plans(cfg)
+    kept = read_kept(cfg.records) if cfg.kept else {}
+    plans = make_plans(cfg, kept)
     if cfg.dry_run:
         show_plan(plans, cfg)
         return
@@ -471,8 +486,8 @@ def main(cfg: ReproduceConfig):
         make_data(cfg)
         show_plan(plans, cfg)
         with hold(cfg.out_dir):
-            failed = make_all(plans, cfg)
-    found = Found(cfg.out_dir, cfg.units, cfg.seeds_of, tuple(cfg.public_folders))
+            failed = make_all(plans, cfg, kept)
+    found = Found(cfg.out_dir, cfg.units, cfg.seeds_of, tuple(cfg.public_folders), kept)
     for name, figure in cfg.figures.items():
         with noted(missing, name):
             publish(name, figure, cfg, found)
