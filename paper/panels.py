@@ -47,13 +47,16 @@ def by_label(panel, found, get):
 
 
 def draw_relative(ax, panel, found):
-    """Training loss minus that of vanilla with the same settings and seed, each at its own rate, over tokens."""
+    """Training loss minus that of vanilla with the same settings and seed, each at its own rate, over tokens. Of some
+    runs only the validation loss was kept: they have no line."""
     pairs, modes = {}, {}
     for label, job in found.labels(panel.lines):
         label += found.rate_in_words(job)
         seeds = found.common_seeds(job, job.baseline)
-        pairs[label] = [(found.run(job, seed), found.run(job.baseline, seed)) for seed in seeds]
-        modes[label] = job.mode
+        both = [(found.run(job, seed), found.run(job.baseline, seed)) for seed in seeds]
+        both = [(run, base) for run, base in both if len(run.steps["loss"]) and len(base.steps["loss"])]
+        if both:
+            pairs[label], modes[label] = both, job.mode
     plot.relative_panel(ax, pairs, styles_of(modes))
 
 
