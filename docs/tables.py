@@ -1,4 +1,4 @@
-"""The tables of numbers in docs/, made from results/*.json and from the table of modes.
+"""The tables of numbers in docs/ and results/README.md, made from results/*.json and from the table of modes.
 
     python docs/tables.py            write them into the pages
     python docs/tables.py --check    end with code 1, and name the pages that differ from the results
@@ -39,7 +39,7 @@ from describe import mode_table
 from eval import loss_table
 from examples import vit
 from files import read_json, write_text
-from paper.claims import tally
+from paper.claims import CONFIRMED, CONTRADICTED, HEADER, UNDETERMINED, claim_cells, tally
 from report import markdown, plus_minus
 from tasks import TABLE1, average
 from value_modes import TABLE, ModelConfig
@@ -71,9 +71,29 @@ def llama_table():
     return lines_table(lines)
 
 
+def figures_of(scale):
+    """{name: what results/<scale>.json says of a figure}"""
+    return read_json(ROOT / f"results/{scale}.json", "results of paper.reproduce")["figures"]
+
+
 def claims_text(scale):
     """The verdicts on the paper's claims at a scale, counted."""
-    return tally(read_json(ROOT / f"results/{scale}.json", "results of paper.reproduce")["figures"])
+    return tally(figures_of(scale))
+
+
+def claims_table(scale):
+    """The claims that have several seeds, each once, by verdict."""
+    rows = {row["what"]: row for record in figures_of(scale).values() for row in record["rows"]}
+    cells = []
+    for verdict in (CONFIRMED, CONTRADICTED, UNDETERMINED):
+        cells += [claim_cells(row) for row in rows.values() if row["verdict"] == verdict]
+    return markdown(HEADER, cells, left=3)
+
+
+def rates_table(scale):
+    """The best learning rate of each mode, and the losses there."""
+    header, *rows = figures_of(scale)["rates"]["table"]
+    return markdown(header, rows, left=2)
 
 
 def decoding_of_vanilla():
@@ -166,6 +186,9 @@ MAKERS = {
     "vit": digits_table,
     "claims-cpu": lambda: claims_text("cpu"),
     "claims-modes": lambda: claims_text("modes"),
+    "claims-night": lambda: claims_text("night"),
+    "night-verdicts": lambda: claims_table("night"),
+    "night-rates": lambda: rates_table("night"),
     "demo-accuracy": accuracy_table,
     "demo-loss": domain_loss_table,
     "training-tiny": lambda: current_training_table("x1_tiny"),
@@ -189,11 +212,11 @@ def with_tables(text):
 
 def main(cfg: TablesConfig):
     changed = []
-    for page in sorted((ROOT / "docs").glob("*.md")):
+    for page in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("results/README.md")]):
         before = page.read_text(encoding="utf-8")
         after = with_tables(before)
         if after != before:
-            changed.append(page.name)
+            changed.append(str(page.relative_to(ROOT)))
             if not cfg.check:
                 write_text(page, after)
     if cfg.check and changed:

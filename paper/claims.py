@@ -16,6 +16,7 @@ from itertools import combinations
 import numpy as np
 
 import plot
+from configurator import UserError
 from paper.found import NoSeed
 from paper.runs import INSPECTED, SCALES, Job
 from report import mean_interval, plus_minus
@@ -215,6 +216,9 @@ def critical_point(x, y, window):
 def critical(found, job, seed):
     """critical_point of a Job's relative loss, a pair (step, extrapolated?)."""
     two = [found.run(job, seed), found.run(job.baseline, seed)]
+    for run in two:
+        if not len(run.steps["loss"]):
+            raise UserError(f"the record of {run.name} has no training losses; leave out --run=false to make them")
     x, y = plot.align([(run.steps["step"], run.steps["loss"]) for run in two])
     every = found.scale.every  # each loss is the mean of as many steps, the last of which is x
     return critical_point(x - (every - 1) / 2, y[0] - y[1], found.scale.window // every)

@@ -48,10 +48,12 @@ class Figure:
     def jobs(self):
         """All runs that it needs."""
         jobs = [*self.runs, *(job for panel in self.panels for job in panel.jobs)]
-        for panel in self.panels:
-            if panel.kind in ("relative", "critical", "dots", "regime"):
-                jobs += [job.baseline for job in panel.jobs]
+        jobs += [job.baseline for job in self.jobs_of("relative", "critical", "dots", "regime")]
         return list(dict.fromkeys(jobs))
+
+    def jobs_of(self, *kinds):
+        """The runs that are drawn in some kinds of panels."""
+        return [job for panel in self.panels if panel.kind in kinds for job in panel.jobs]
 
     def at(self, scale):
         """The figure without the lines, claims and runs that a Scale does not have."""
@@ -68,8 +70,18 @@ class Figure:
     @property
     def analysed(self):
         """Those whose analysis it needs."""
-        panels = [panel for panel in self.panels if panel.kind in ("layers", "spectrum", "heat", "public")]
-        return {job for panel in panels for job in panel.jobs}
+        return set(self.jobs_of("layers", "spectrum", "heat", "public"))
+
+    @property
+    def with_arrays(self):
+        """Those whose analysis.npz it needs."""
+        return set(self.jobs_of("spectrum", "heat"))
+
+    @property
+    def with_curves(self):
+        """Those whose training losses it needs."""
+        jobs = self.jobs_of("relative", "critical")
+        return {*jobs, *(job.baseline for job in jobs)}
 
 
 # -- lines of panels

@@ -1,7 +1,8 @@
-"""What finished runs have left, by Job and seed: on disk, or as records in results/<scale>/runs.jsonl.
+"""What finished runs have left, by Job and seed: in their folders, or as records in results/<scale>/runs.jsonl.
 
-A record has what the figures need of a run, in 3 kB: settings, losses, and the means of its analysis. With records a
-figure is drawn, and a campaign goes on, where the runs themselves are no more. Read next: claims.py.
+A record has what most figures need of a run, in 4 kB: settings, losses, the means of its analysis. With records alone a
+figure is drawn, and a campaign goes on, where the folders are gone. A record does not age: after a change of model.py
+it is still that of the old code, which `commit` names. Read next: claims.py.
 """
 
 import json
@@ -19,6 +20,7 @@ INITIAL = "init-468M"  # folder of the analysis of a model before training
 MAY_DIFFER = ("data_dir", "out_dir", "device", "compile", "eval_every", "save_every", "log_every", "keep")
 RECORD = {
     "name": str,  # of the run's folder
+    "commit": str | None,
     "settings": {},
     "start": plot.START,
     "step_tokens": float,
@@ -26,6 +28,7 @@ RECORD = {
     "losses": tuple[float, ...],  # of training
     "val": dict[str, float],  # step -> validation loss, mean over the domains
     "domains": dict[str, float],  # the last validation loss of each
+    "seconds": float | None,  # of the training steps; None = not known
 }
 
 
@@ -36,7 +39,7 @@ def means(values, every):
 
 
 def make_record(folder, names, every):
-    """The record of a finished run with the settings `names`. Raises UserError if it is missing or not finished."""
+    """The record of a finished run; names: of the settings to keep. Raises UserError if it is missing or unfinished."""
     run = plot.read_run(folder) if (folder / "metrics.jsonl").exists() else None
     if not run or not run.finished:
         raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
@@ -53,6 +56,7 @@ def make_record(folder, names, every):
         "losses": means(run.steps["loss"], every).round(5).tolist(),
         "val": {str(step): loss for step, loss in run.val.items()},
         "domains": run.domains,
+        "seconds": round(float(np.sum(run.step_tokens / run.steps["tokens_per_s"])), 1),
     }
     if (folder / "analysis.json").exists():
         record["analysis"] = plot.read_analysis(folder)
@@ -60,7 +64,7 @@ def make_record(folder, names, every):
 
 
 def curves_of(record):
-    """The plot.Curves of a record. Its steps are the last ones of each mean."""
+    """The plot.Curves of a record. Each mean stands at its last step."""
     start, losses = record["start"], np.array(record["losses"], float)
     step = record["every"] * np.arange(1.0, 1 + len(losses))
     steps = {"step": step, "loss": losses, "tokens": step * record["step_tokens"]}
@@ -77,8 +81,17 @@ def read_kept(path):
 
 def write_kept(path, kept):
     """Write {name: record} as a file, a line for each."""
-    lines = [json.dumps(record, separators=(",", ":")) + "\n" for _, record in sorted(kept.items())]
+    lines = [json.dumps(kept[name], separators=(",", ":"), allow_nan=False) + "\n" for name in sorted(kept)]
     write_text(path, "".join(lines))
+
+
+def difference(record, asked):
+    """`name=value instead of value` of the first setting that a run does not have as `asked`, or ""."""
+    made = record["settings"] | {"every": record["every"], "data": record["start"]["data"]}
+    for name, value in asked.items():
+        if name not in MAY_DIFFER and made.get(name) != value:
+            return f"{name}={made.get(name)} instead of {value}"
+    return ""
 
 
 def read_arrays(path):
@@ -96,12 +109,13 @@ class NoSeed(KeyError):
 
 class Found:
     """What the runs of a scale have left, read when it is asked for. root: folder of the runs; seeds: function Job ->
-    its seeds; public: folders of analyses of public models; kept: {name: record} of runs that need no folder."""
+    its seeds; public: folders of analyses of public models; kept: {name: record}, which are looked up before folders.
+    """
 
     def __init__(self, root, scale, seeds, public=(), kept=None):
         self.root, self.scale, self.seeds, self.public = Path(root), scale, seeds, public
         self.kept = kept or {}
-        self.records, self.curves, self.analyses = {}, {}, {}  # what has been read, by folder
+        self.records, self.analyses = {}, {}  # what has been read, by folder
 
     def folder(self, job, seed):
         name = self.scale.here(job).name
@@ -110,28 +124,24 @@ class Found:
         return self.root / f"{name}-{seed}"
 
     def record(self, job, seed):
-        """The record of a run. Raises UserError if it is not finished, or of other settings or data."""
+        """The record of a run. Raises UserError if there is no run, or only one that is not finished or of other
+        settings or data."""
         folder = self.folder(job, seed)
         if folder not in self.records:
-            asked = train_settings(job, self.scale, seed, folder)
-            record = self.kept.get(folder.name) or make_record(folder, asked, self.scale.every)
-            first = next(iter(self.records.values()), record)
-            made = record["settings"] | {"data": record["start"]["data"]}
-            asked["data"] = first["start"]["data"]
-            for name, value in asked.items():
-                if name not in MAY_DIFFER and made.get(name) != value:
-                    raise UserError(
-                        f"{folder} has {name}={made.get(name)} instead of {value}; remove it, or set another --out_dir"
-                    )
+            asked = train_settings(job, self.scale, seed, folder) | {"every": self.scale.every}
+            for other in self.records.values():
+                asked["data"] = other["start"]["data"]
+            record = self.kept.get(folder.name)
+            if record is None or difference(record, asked):
+                record = make_record(folder, asked, self.scale.every)
+            if wrong := difference(record, asked):
+                raise UserError(f"{folder} has {wrong}; remove it, or set another --out_dir")
             self.records[folder] = record
         return self.records[folder]
 
     def run(self, job, seed):
         """The plot.Curves of a run; raises UserError as `record` does."""
-        folder = self.folder(job, seed)
-        if folder not in self.curves:
-            self.curves[folder] = curves_of(self.record(job, seed))
-        return self.curves[folder]
+        return curves_of(self.record(job, seed))
 
     def parameters(self, job):
         return self.run(job, self.seeds(job)[0]).start["parameters"]
@@ -189,8 +199,13 @@ class Found:
     def analysis(self, folder):
         """What analyze.py found of the model in a folder."""
         if folder not in self.analyses:
-            record = self.kept.get(folder.name, {})
-            self.analyses[folder] = record.get("analysis") or plot.read_analysis(folder)
+            record = self.kept.get(folder.name)
+            if record is None:
+                self.analyses[folder] = plot.read_analysis(folder)
+            elif "analysis" in record:
+                self.analyses[folder] = record["analysis"]
+            else:
+                raise UserError(f"the record of {folder.name} has no analysis; leave out --run=false to make it")
         return self.analyses[folder]
 
     def mean(self, folder, key):

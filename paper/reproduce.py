@@ -32,7 +32,7 @@ from configurator import UserError, check_ranges, command_line, need, run_main, 
 from files import hold, read_json, write_json, write_text
 from paper.claims import HEADER, claim_cells, claim_rows, tally
 from paper.figures import FIGURES, PAPER
-from paper.found import INITIAL, Found, make_record, read_kept, write_kept
+from paper.found import INITIAL, Found, difference, make_record, read_kept, write_kept
 from paper.panels import draw_figure
 from paper.runs import SCALES, SEEDS, Job, train_settings, units_in_words
 from report import markdown
@@ -63,7 +63,7 @@ class ReproduceConfig:
     run: bool = setting(True, "train and analyse what is missing; false = only draw what is there")
     kept: bool = setting(
         False,
-        "use the runs that results/<scale>/runs.jsonl has instead of training them again, and add new ones to it",
+        "take runs from results/<scale>/runs.jsonl where it has them, and add new ones to it",
     )
     jobs: int = setting(0, "runs at a time; 0 = one per core at a scale without GPUs, else one", least=0)
     public: tuple[str, ...] = setting((), "Llama or Mistral folders in Hugging Face layout, for fig1 and fig18")
@@ -119,8 +119,8 @@ class ReproduceConfig:
         return asked
 
     @property
-    def records(self):
-        """The file of records, see found.py."""
+    def records_file(self):
+        """Where records of runs are kept, see found.py."""
         return Path(self.results_dir, self.scale, "runs.jsonl")
 
     @property
@@ -145,7 +145,7 @@ if __name__ == "__main__":  # before torch is imported, so that a typo is answer
 
 import torch
 
-from data import Tokenizer
+from data import Corpus, Tokenizer
 from describe import count_parameters, flops_per_token
 from runtime import PEAK_FLOPS, environment
 from train import TrainConfig
@@ -163,7 +163,9 @@ class Plan:
     values: dict  # settings of train.py
     analyse: bool = False
     score: bool = False  # on the tasks of Table 1
-    kept: bool = False  # its record has all that is asked for
+    needs_losses: bool = False  # of training
+    needs_arrays: bool = False  # of the analysis
+    kept: bool = False  # its record is enough, so that it is not run
 
     @functools.cached_property
     def done(self):
@@ -175,8 +177,7 @@ class Plan:
 
 
 def make_plans(cfg, kept):
-    """The Plans of all runs that the figures need, in the order in which the figures name them. kept: {name: record} of
-    runs that need not be made."""
+    """The Plans of all runs that the figures need, in the order in which the figures name them. kept: {name: record}"""
     plans = {}
     for figure in cfg.figures.values():
         for job in figure.jobs:
@@ -186,12 +187,23 @@ def make_plans(cfg, kept):
                 new = Plan(real, seed, folder, train_settings(real, cfg.units, seed, folder))
                 plan = plans.setdefault(folder, new)
                 plan.analyse |= job in figure.analysed
+                plan.needs_arrays |= job in figure.with_arrays
+                plan.needs_losses |= job in figure.with_curves
                 if figure.scored and (seed == SEEDS[0] or cfg.seeds):  # tasks cost more than small runs: one seed
                     plan.score = True
     for folder, plan in plans.items():
         record = kept.get(folder.name)
-        plan.kept = record is not None and not plan.score and ("analysis" in record or not plan.analyse)
+        plan.kept = record is not None and is_enough(record, plan, cfg.units.every)
     return list(plans.values())
+
+
+def is_enough(record, plan, every):
+    """Whether a record has all that the figures need of a run."""
+    if difference(record, plan.values | {"every": every}) or plan.score or plan.needs_arrays:
+        return False
+    if plan.analyse and "analysis" not in record:
+        return False
+    return bool(record["losses"]) or not plan.needs_losses
 
 
 def show_plan(plans, cfg):
@@ -349,10 +361,24 @@ def noted(errors, name):
         errors[name] = e
 
 
-def make_all(plans, cfg, kept):
-    """Make all runs that are not kept, some of them side by side, then the other analyses; with --kept their records
-    are added to `kept` and its file. Returns {folder: error} of those that failed."""
-    plans = [plan for plan in plans if not plan.kept]
+def kept_records(cfg):
+    """{name: record} of the runs that need not be made again, if that is asked for."""
+    return read_kept(cfg.records_file) if cfg.kept else {}
+
+
+def keep_record(plan, cfg):
+    """Add the record of a finished run to the file of records. Raises UserError if the run has other settings."""
+    record = make_record(plan.folder, plan.values, cfg.units.every)
+    if wrong := difference(record, plan.values):
+        raise UserError(f"{plan.folder} has {wrong}; remove it, or set another --out_dir")
+    if is_stale(plan.folder):
+        record.pop("analysis", None)
+    write_kept(cfg.records_file, read_kept(cfg.records_file) | {plan.folder.name: record})
+
+
+def make_all(plans, cfg):
+    """Make all runs, some of them side by side, then the other analyses. Returns {folder: error} of those that
+    failed."""
     cores = os.cpu_count() or 1
     at_once = cfg.jobs or (1 if cfg.units.gpus else cores)
     threads = str(max(1, cores // at_once)) if at_once > 1 else ""
@@ -365,8 +391,7 @@ def make_all(plans, cfg, kept):
             with noted(failed, plan.folder):
                 print(f"{done} of {len(plans)}, {plan.folder}: validation loss {future.result():.4f}", flush=True)
                 if cfg.kept:
-                    kept[plan.folder.name] = make_record(plan.folder, plan.values, cfg.units.every)
-                    write_kept(cfg.records, kept)
+                    keep_record(plan, cfg)
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C no further run begins
     for folder, words in other_analyses(cfg).items():  # these have the machine to themselves
@@ -389,6 +414,15 @@ def make_data(cfg):
         raise UserError(f"`{cfg.units.prepare}` failed ({code})")
 
 
+def check_data(plans, cfg):
+    """Raise UserError if records are of runs on other data: new runs could not be compared with them."""
+    kept = kept_records(cfg)
+    data = {kept[plan.folder.name]["start"]["data"] for plan in plans if plan.kept}
+    here = Corpus(cfg.units.data_dir, 1, verify=False).hash if data else ""
+    if data - {here}:
+        raise UserError(f"{cfg.records_file} has runs on other data than {cfg.units.data_dir}; leave out --kept")
+
+
 # -- results
 
 
@@ -398,7 +432,10 @@ def publish(name, figure, cfg, found):
     record = {"caption": figure.caption, "out_dir": cfg.out_dir}
     runs = [(job, seed) for job in figure.jobs for seed in cfg.seeds_of(job)]
     record["runs"] = {found.folder(job, seed).name: found.loss(job, seed) for job, seed in runs}
-    record["commits"] = sorted({found.record(job, seed)["commit"] or "unknown" for job, seed in runs})
+    records = [found.record(job, seed) for job, seed in runs]
+    record["commits"] = sorted({kept["commit"] for kept in records if kept["commit"]})
+    seconds = [kept["seconds"] for kept in records if kept["seconds"] is not None]
+    record["timed"], record["hours"] = len(seconds), round(sum(seconds) / 3600, 2)
     if figure.panels:
         draw_figure(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)
         record["png"] = f"{cfg.scale}/{name}.png"
@@ -435,6 +472,8 @@ def section(name, record):
         parts.append(markdown(HEADER, map(claim_cells, record["rows"]), left=3))
     commits = ", ".join(commit[:10] for commit in record["commits"])
     made = [f"{len(record['runs'])} runs"] if record["runs"] else []
+    if record.get("timed"):  # older results do not have it
+        made.append(f"{record['timed']} of them timed: {record['hours']:.1f} hours of training")
     if commits:
         made.append(f"trained by commit {commits}")
     made.append(f"drawn by commit {(record['environment']['commit'] or 'unknown')[:10]}")
@@ -472,8 +511,7 @@ def main(cfg: ReproduceConfig):
     if cfg.words == ("report",):
         write_report(cfg)
         return
-    kept = read_kept(cfg.records) if cfg.kept else {}
-    plans = make_plans(cfg, kept)
+    plans = make_plans(cfg, kept_records(cfg))
     if cfg.dry_run:
         show_plan(plans, cfg)
         return
@@ -484,10 +522,11 @@ def main(cfg: ReproduceConfig):
         if cfg.units.gpus and not torch.cuda.is_available():
             raise UserError(f"scale={cfg.scale} needs GPUs, and there is none; add --dry_run, or set --scale=cpu")
         make_data(cfg)
+        check_data(plans, cfg)
         show_plan(plans, cfg)
         with hold(cfg.out_dir):
-            failed = make_all(plans, cfg, kept)
-    found = Found(cfg.out_dir, cfg.units, cfg.seeds_of, tuple(cfg.public_folders), kept)
+            failed = make_all([plan for plan in plans if not plan.kept], cfg)
+    found = Found(cfg.out_dir, cfg.units, cfg.seeds_of, tuple(cfg.public_folders), kept_records(cfg))
     for name, figure in cfg.figures.items():
         with noted(missing, name):
             publish(name, figure, cfg, found)

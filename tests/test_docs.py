@@ -152,7 +152,7 @@ def test_a_wrong_number_is_found_and_put_right(monkeypatch, tmp_path):
     page.write_text(wrong, encoding="utf-8")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     result = in_process(tables, "--check")  # sys.exit with a text: exit code 1
-    assert result.returncode.startswith("modes.md differ") and page.read_text(encoding="utf-8") == wrong
+    assert result.returncode.startswith("docs/modes.md differ") and page.read_text(encoding="utf-8") == wrong
     assert in_process(tables).returncode == 0 and page.read_text(encoding="utf-8") == TEXTS["modes.md"] != wrong
 
 

@@ -1268,23 +1268,44 @@ def test_kept_runs(real, small, tmp_path, monkeypatch):
         assert Path(f"results/cpu/{name}.png").read_bytes() == Path(real[0], f"results/cpu/{name}.png").read_bytes()
     refused(command("fig9", "--run=false"), "82M-2048-resformer-42 is missing or not finished")  # they are asked for
     text = Path("results/cpu/runs.jsonl").read_text()
-    Path("results/cpu/runs.jsonl").write_text(text.replace('"learning_rate":0.003', '"learning_rate":0.03', 1))
-    refused(command("fig9", "--kept=true"), "82M-2048-resformer-42 has learning_rate=0.03 instead of 0.003")
+    other = text.replace('"learning_rate":0.003', '"learning_rate":0.03', 1)  # a record of another run does not count
+    Path("results/cpu/runs.jsonl").write_text(other)
+    refused(command("fig9", "--kept=true", "--run=false"), "82M-2048-resformer-42 is missing or not finished")
+    assert "2 runs, 1 of them done" in command("fig9", "--kept=true", "--dry_run").stdout
+    Path("results/cpu/runs.jsonl").write_text(re.sub('"data":"[^"]*"', '"data":"other"', text))
+    refused(command("fig9", "--kept=true"), "results/cpu/runs.jsonl has runs on other data than")
     Path("results/cpu/runs.jsonl").write_text(text.replace('"every":1', '"every":"one"', 1))
     refused(command("fig9", "--kept=true"), "runs.jsonl, line 1", "every")
 
 
-def test_a_record_without_its_analysis_is_not_enough(small):
-    """For a figure that needs one, the run is made again."""
-    for mode in ("vanilla", "resformer"):
-        finished_run(small / f"82M-2048-{mode}-42", mode)
-    scale, kept = reproduce.SCALES["cpu"], {}
-    for mode in ("vanilla", "resformer"):
-        folder = small / f"82M-2048-{mode}-42"
-        kept[folder.name] = found_runs.make_record(folder, train_settings(Job(mode), scale, 42, folder), 2)
-    assert [plan.kept for plan in reproduce.make_plans(asked("fig9"), kept)] == [True, True]
-    assert [plan.kept for plan in reproduce.make_plans(asked("fig4"), kept)] == [False]
-    assert kept["82M-2048-vanilla-42"]["losses"] == [1, 1]  # of four steps
+def test_what_a_record_is_enough_for(small, real):
+    """Where a figure needs more than a record has, the run is made again."""
+    folder = Path(real[0], "out/cpu/82M-2048-vanilla-42")
+    full = found_runs.make_record(folder, train_settings(Job(), reproduce.SCALES["cpu"], 42, folder), 1)
+    bare = {key: value for key, value in full.items() if key != "analysis"}
+    noted = full | {"losses": []}
+
+    def is_kept(name, record):
+        plans = reproduce.make_plans(asked(name), {folder.name: record})
+        (kept,) = [plan.kept for plan in plans if plan.job.mode == "vanilla"]
+        return kept
+
+    assert [is_kept(name, full) for name in ("fig4", "fig9", "tab5")] == [True, True, True]
+    assert [is_kept(name, bare) for name in ("fig4", "fig9", "tab5")] == [False, True, True]  # its analysis is drawn
+    assert [is_kept(name, noted) for name in ("fig4", "fig9", "tab5")] == [True, False, True]  # its losses are
+    assert not is_kept("tab5", full | {"every": 2})
+    spectra = Figure("x", (Panel("spectrum", "", (("vanilla", Job()),)),))
+    figures.FIGURES["fig4"] = spectra
+    assert not is_kept("fig4", full)
+    by_two = found_runs.make_record(folder, ["max_steps"], 2)
+    assert len(by_two["losses"]) == 2 and by_two["losses"][0] == pytest.approx(np.mean(full["losses"][:2]), abs=1e-5)
+    assert by_two["settings"] == {"max_steps": 4} and found_runs.curves_of(by_two).steps["step"].tolist() == [2, 4]
+    with pytest.raises(UserError, match="the record of 82M-2048-vanilla-42 has no training losses"):
+        given = found_runs.curves_of(noted | {"name": folder.name})
+        claims.critical(Fake(run=lambda job, seed: given, scale=SCALES["night"]), Job(), 42)
+    given = Found("out", reproduce.SCALES["cpu"], lambda job: (42,), kept={folder.name: bare})
+    with pytest.raises(UserError, match="has no analysis"):
+        given.by_layer(Job(), 42, "entropy")
 
 
 @pytest.mark.parametrize("scale", ["cpu", "modes"])
