@@ -76,9 +76,13 @@ COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56
 GAPS = (None, (6, 3), (8, 2.5, 1.5, 2.5), (1.5, 1.5), (14, 3), (8, 2, 1.5, 2, 1.5, 2))
 DASHES = [(0, gaps) for gaps in GAPS]
 MARKERS = "os^Dv"
-HEADLINE = ("vanilla", "resformer", "svformer", "neutreno", "denseformer", "resformer_neutreno", "cross")
-NEXT = (*HEADLINE, "identity", "gqa2")  # early, so that modes of one figure of the paper differ in colour
-ORDER = [*NEXT, *(name for name in TABLE if name not in NEXT)]  # in which modes get their looks
+HEADLINE = ("vanilla", "resformer", "svformer", "neutreno", "denseformer", "resformer_lambda", "resformer_plus")
+NEXT = (  # in an order in which modes of one figure of the paper differ in colour
+    "identity", "svformer_2anchors", "svformer_3anchors", "resformer_prev", "resformer_neutreno", "share_k",
+    "resformer_sparse", "scaled", "cla2", "share_q", "svformer_4anchors", "resformer_learned", "gqa2", "cross",
+    "resformer_all", "share_v2", "query", "key",
+)  # fmt: skip
+ORDER = list(dict.fromkeys((*HEADLINE, *NEXT, *TABLE)))  # in which modes get their looks
 LEVEL = {"color": "0.5", "linewidth": 0.8, "linestyle": (0, (3, 2)), "zorder": 0}  # a height to compare with
 LOOK = {
     "font.size": 9,

@@ -518,6 +518,16 @@ def test_relative_panels(made, found):
                 assert colors[label] == styles[label]["color"], (name, label)
 
 
+def test_modes_of_a_figure_differ_in_colour():
+    """Weights of one mode share its colour."""
+    for name, figure in FIGURES.items():
+        for panel in figure.panels:
+            modes = {
+                plot.family(job.mode) for job in panel.jobs if panel.kind != "dots"
+            }  # weights of one mode share it
+            assert len({plot.style_of(mode)["color"] for mode in modes}) == len(modes), (name, panel.title)
+
+
 def test_relative_panels_name_a_rate_of_their_own(found, monkeypatch):
     monkeypatch.setattr(found, "rate_in_words", lambda job: ", rate 0.006" if job.mode == "key" else "", raising=False)
     (ax,) = axes_of(FIGURES["fig9"], found)
