@@ -1,7 +1,7 @@
 """How each kind of panel of the paper's figures is drawn, from what `found` (a runs.Found) reads of the runs.
 
 Titles and labels say what is really drawn: parameters, length, rate at this scale, and the paper's where they differ.
-Read next: reproduce.py.
+Read next: results.py.
 """
 
 import math

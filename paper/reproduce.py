@@ -29,12 +29,10 @@ from typing import Literal
 
 import plot
 from configurator import UserError, check_ranges, command_line, need, run_main, setting
-from files import hold, read_json, write_json, write_text
-from paper.claims import HEADER, claim_cells, claim_rows, tally
+from files import hold
 from paper.figures import FIGURES, PAPER
 from paper.found import INITIAL, Found, difference, make_record, read_kept, write_kept
-from paper.panels import draw_figure
-from paper.runs import SCALES, SEEDS, Job, train_settings, units_in_words
+from paper.runs import SCALES, SEEDS, Job, train_settings
 from report import markdown
 from tasks import TABLE1
 
@@ -147,7 +145,8 @@ import torch
 
 from data import Corpus, Tokenizer
 from describe import count_parameters, flops_per_token
-from runtime import PEAK_FLOPS, environment
+from paper.results import publish, write_report
+from runtime import PEAK_FLOPS
 from train import TrainConfig
 
 # -- the plan
@@ -421,90 +420,6 @@ def check_data(plans, cfg):
     here = Corpus(cfg.units.data_dir, 1, verify=False).hash if data else ""
     if data - {here}:
         raise UserError(f"{cfg.records_file} has runs on other data than {cfg.units.data_dir}; leave out --kept")
-
-
-# -- results
-
-
-def publish(name, figure, cfg, found):
-    """Draw a figure or print a table, and write its numbers into the results of the scale."""
-    print(f"{name}: {figure.caption}")
-    record = {"caption": figure.caption, "out_dir": cfg.out_dir}
-    runs = [(job, seed) for job in figure.jobs for seed in cfg.seeds_of(job)]
-    record["runs"] = {found.folder(job, seed).name: found.loss(job, seed) for job, seed in runs}
-    records = [found.record(job, seed) for job, seed in runs]
-    record["commits"] = sorted({kept["commit"] for kept in records if kept["commit"]})
-    seconds = [kept["seconds"] for kept in records if kept["seconds"] is not None]
-    record["timed"], record["hours"] = len(seconds), round(sum(seconds) / 3600, 2)
-    if figure.panels:
-        draw_figure(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)
-        record["png"] = f"{cfg.scale}/{name}.png"
-    if figure.table:
-        header, *rows = record["table"] = list(figure.table(found))
-        print(markdown(header, rows))
-    record["rows"] = claim_rows(figure, found)
-    if record["rows"]:
-        print(markdown(HEADER, map(claim_cells, record["rows"]), left=3), flush=True)
-    record["environment"] = environment()
-    path = Path(cfg.results_dir, f"{cfg.scale}.json")
-    figures = read_json(path, "results of paper.reproduce", {"figures": dict})["figures"] if path.exists() else {}
-    figures[name] = record
-    figures = {key: figures[key] for key in FIGURES if key in figures}
-    write_json(path, {"scale": cfg.units.what, "units": units_in_words(cfg.units), "figures": figures})
-
-
-# -- results/<scale>/README.md
-
-
-def section(name, record):
-    """A figure or table of the report, as Markdown."""
-    others = {
-        "modes": "All modes", "rates": "Learning rates", "rates2": "Two rates", "v5": "The paper's last version",
-        "regime": "What moves the sign", "gpu": "82M on one GPU",
-    }  # fmt: skip
-    title = others.get(name) or f"{'Figure' if name.startswith('fig') else 'Table'} {name[3:]}"
-    parts = [f"## {title}", record["caption"]]
-    if "png" in record:
-        parts.append(f"![{title}]({Path(record['png']).name})")
-    if "table" in record:
-        parts.append(markdown(record["table"][0], record["table"][1:]))
-    if record["rows"]:
-        parts.append(markdown(HEADER, map(claim_cells, record["rows"]), left=3))
-    commits = ", ".join(commit[:10] for commit in record["commits"])
-    made = [f"{len(record['runs'])} runs"] if record["runs"] else []
-    if record.get("timed"):  # older results do not have it
-        made.append(f"{record['timed']} of them timed: {record['hours']:.1f} hours of training")
-    if commits:
-        made.append(f"trained by commit {commits}")
-    made.append(f"drawn by commit {(record['environment']['commit'] or 'unknown')[:10]}")
-    parts.append(f"<sub>{', '.join(made)}, on {record['environment']['machine']}</sub>")
-    return "\n\n".join(parts)
-
-
-def report_text(results, scale):
-    """results/<scale>/README.md, from what results/<scale>.json holds."""
-    figures = results["figures"]
-    parts = [
-        f"# The paper's figures and tables at scale `{scale}`",
-        f"Written by `python -m paper.reproduce report --scale={scale}` from [{scale}.json](../{scale}.json).",
-        f"This scale: {results['scale']}. {results['units']} Losses are in nats per token.",
-        f"{tally(figures)} ± is half of the mean's 95 % interval over seeds, which differ in initial weights and "
-        "batches. All are validated on the same text, whose own error it does not contain. A claim is confirmed if the "
-        "whole interval goes the paper's way, contradicted if none of it does, else undetermined; so too if a seed's "
-        "value is undefined, or all are equal. Verdicts are on the sign or the bound, not on the paper's number. They "
-        "are not corrected for how many they are, and many share runs.",
-    ]
-    parts += [section(name, record) for name, record in figures.items()]
-    return "\n\n".join(parts) + "\n"
-
-
-def write_report(cfg):
-    """Write results/<scale>/README.md."""
-    path = Path(cfg.results_dir, cfg.scale, "README.md")
-    what = f"what a figure at scale={cfg.scale} writes"
-    results = read_json(Path(cfg.results_dir, f"{cfg.scale}.json"), what, {"figures": dict})
-    write_text(path, report_text(results, cfg.scale))
-    print(f"wrote {path}: {len(results['figures'])} figures and tables")
 
 
 def main(cfg: ReproduceConfig):

@@ -30,6 +30,7 @@ from describe import count_parameters
 from eval import EvalConfig
 from paper import claims, figures, panels, reproduce, tables
 from paper import found as found_runs
+from paper import results as results_page
 from paper.claims import Claim, claim_cells, claim_rows
 from paper.figures import FIGURES, PAPER, Figure, Panel
 from paper.found import Found, NoSeed
@@ -1323,7 +1324,7 @@ def test_committed_results_are_those_of_the_code(scale):
     """Captions, runs, claims and their verdicts, what is said of them, and the values of those on losses of modes."""
     results = json.loads((ROOT / f"results/{scale}.json").read_text())
     cfg = asked("modes" if scale == "modes" else "all", f"--scale={scale}")
-    assert (ROOT / f"results/{scale}/README.md").read_text() == reproduce.report_text(results, scale), (
+    assert (ROOT / f"results/{scale}/README.md").read_text() == results_page.report_text(results, scale), (
         f"write it again: python -m paper.reproduce report --scale={scale}"
     )
     for name, record in results["figures"].items():
