@@ -1,5 +1,5 @@
 # make demo: prepare real text, train three modes on it, compare and sample. make test: the whole suite.
-# make modes: every mode, three seeds, small. make figures: every figure and table of the paper, small.
+# make figures: every figure and table of the paper, small.
 # make test-peers: what compares with lm-eval and transformers, which it installs. make lint: the style check.
 # make fuzz, make faults: 30,000 bad inputs; processes killed, disks full and the like (docs/reliability.md).
 # All make .venv on first use. PYTHON=python3.12 picks another interpreter (3.11 or later).
@@ -10,17 +10,13 @@ DEMO := vanilla resformer svformer
 # OpenMP threads that wait a long time awake make each other late when anything else runs (1.6 x on 2 busy cores)
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo modes figures test test-peers fuzz faults bench-gpu gpu lint clean
+.PHONY: demo figures test test-peers fuzz faults bench-gpu gpu lint clean
 demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6
 	for mode in $(DEMO); do \
 	  $(PY) train.py config/tiny.py config/$$mode.py --out_dir=out/demo/$$mode --resume=auto || exit; done
 	$(PY) plot.py compare $(DEMO:%=out/demo/%) --out_file=out/demo/relative.png
 	$(PY) sample.py out/demo/resformer --prompt="def __init__(self" --max_new_tokens=120
-
-modes: .venv/ready
-	$(PY) -m paper.reproduce modes
-	$(PY) -m paper.reproduce report --scale=modes
 
 figures: .venv/ready
 	$(PY) -m paper.reproduce all

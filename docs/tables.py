@@ -185,7 +185,6 @@ MAKERS = {
     "budget-1.6B": budget_of_1600m,
     "vit": digits_table,
     "claims-cpu": lambda: claims_text("cpu"),
-    "claims-modes": lambda: claims_text("modes"),
     "demo-accuracy": accuracy_table,
     "demo-loss": domain_loss_table,
     "training-tiny": lambda: current_training_table("x1_tiny"),

@@ -434,7 +434,7 @@ FIGURES["modes"] = Figure(
     tuple(Panel("dots", title, tuple((mode, Job(mode)) for mode in modes)) for title, modes in MODE_GROUPS.items()),
     claims_on_modes(),
     table=lambda found: tables.modes_table(found, FIGURES["modes"].jobs),
-    scale="modes",
+    scale="night",
 )
 
 

@@ -3,7 +3,7 @@
     python -m paper.reproduce fig7 --dry_run                  what would be run here: commands, disk, GPU-hours
     python -m paper.reproduce fig7                            run it and draw it; what is finished is not run again
     python -m paper.reproduce all                             everything at --scale=cpu, on a laptop
-    python -m paper.reproduce modes                           every mode with three seeds, at config/small.py
+    python -m paper.reproduce modes                           every mode
     python -m paper.reproduce rates                           seven modes, each at five learning rates
     python -m paper.reproduce v5                              the variants of the paper's last version
     python -m paper.reproduce regime                          what moves the sign of a gain: width, depth, decay …
@@ -47,7 +47,7 @@ class ReproduceConfig:
     words: tuple[str, ...] = setting(
         (), "fig1 … fig22, tab1 … tab5, all, modes, rates, rates2, v5, regime, gpu, or report", positional=True
     )
-    scale: Literal["", "cpu", "night", "gpu", "small", "paper", "modes"] = setting(
+    scale: Literal["", "cpu", "night", "gpu", "small", "paper"] = setting(
         "",
         "what the paper's sizes, lengths and tokens are here; empty = cpu, or the one that a figure is made for",
     )

@@ -220,14 +220,6 @@ SCALES = {
         data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
         window=20, evals=5, chunks=200, settings=ON_CORES,
     ),
-    "modes": Scale(
-        "every mode at the shape of config/small.py: 0.7M parameters on 0.3M tokens each, for 2 cores without a GPU",
-        {"82M": (8, 8, 64)},
-        {2048: (64, 16, 16)},
-        steps=300, lr_factor=5.0, warmups={120: 20}, n_seeds=n_seeds_for_ablations, gpus=0,
-        data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
-        window=20, evals=1, chunks=200, settings=ON_CORES, figures=("modes",),
-    ),
     "night": Scale(
         "models of 0.5 to 5.1M parameters on 12M tokens each, for 2 cores without a GPU",
         {"2M": (4, 2, 64), "82M": (6, 4, 128), "180M": (6, 5, 160), "468M": (8, 6, 192)},

@@ -181,11 +181,10 @@ def test_every_run_of_every_figure_is_valid(name):
     assert tuple(tokens) == ((2048,) if scale.figures else LENGTHS)
 
 
-@pytest.mark.parametrize("scale, name", [("modes", "small.py"), ("night", "night.py")])
-def test_config_file_of_a_scale(scale, name):
+def test_config_file_of_scale_night():
     """A run with the config file has the settings of a run at the scale, so on its data the same numbers."""
-    mine = TrainConfig(**train_settings(Job("cla2"), SCALES[scale], 1, "x"))
-    file = load_settings(TrainConfig, [str(ROOT / "config" / name), "--value_mode=cla2", "--seed=1", "--out_dir=x"])
+    mine = TrainConfig(**train_settings(Job("cla2"), SCALES["night"], 1, "x"))
+    file = load_settings(TrainConfig, [str(ROOT / "config/night.py"), "--value_mode=cla2", "--seed=1", "--out_dir=x"])
     free = ("save_every", "log_every", "keep", "compile", "device", "data_dir")
     mine, file = ({k: v for k, v in dataclasses.asdict(of).items() if k not in free} for of in (mine, file))
     assert mine == file
@@ -264,7 +263,7 @@ def test_units_in_words():
 
 
 def test_claims_in_units_that_a_scale_does_not_have():
-    scale = SCALES["modes"]  # one size, one length, one warmup
+    scale = SCALES["gpu"]  # one size, one length, one warmup
     known = ("[size 82M]", f"[size {INSPECTED}]", "[length 2048]", "[warmup 120]", "[rate 1e-4]", "no unit")
     unknown = ("[size 468M]", "[length 512]", "[warmup 1200]", "[size 82M] and [size 2M]")
     assert [text for text in (*known, *unknown) if scale.knows(text)] == list(known)
@@ -659,7 +658,7 @@ def test_dots():
     gaps = {"vanilla": (0.0, 0.0), "share_v2": (0.5, 0.7), "cla2": (-0.5, -0.3), "key": (1, 1)}
     levels = {1: 5, 42: 15}
     found = Fake(
-        scale=SCALES["modes"],
+        scale=SCALES["night"],
         parameters=lambda job: 7,
         seeds=lambda job: (1, 42),
         loss=lambda job, seed: levels[seed] + gaps[job.mode][seed == 42],
@@ -672,7 +671,7 @@ def test_dots():
     assert first.containers[0].lines[0].get_xdata().tolist() == pytest.approx([0.6])
     (legend,) = first.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["a seed", "mean", "± standard deviation", "vanilla"]
-    assert legend.get_title().get_text() == "7 parameters, length 64, 300 steps"
+    assert legend.get_title().get_text() == "7 parameters, length 128, 6,000 steps"
 
 
 def test_what_moves_the_sign():
@@ -1159,7 +1158,7 @@ def test_public_models_train_nothing():
 
 
 def shrink(monkeypatch, data):
-    """Make the scales cpu and modes tiny, and few figures of two runs each."""
+    """Make the scales cpu and night tiny, and few figures of two runs each."""
     shape = dict(sizes={"82M": (2, 2, 16), "468M": (2, 2, 16)}, lengths={2048: (16, 8, 8)}, steps=4)
     shape["n_seeds"] = lambda job: 1
     shape |= dict(
@@ -1176,7 +1175,7 @@ def shrink(monkeypatch, data):
     monkeypatch.setattr(reproduce, "FIGURES", few)
     monkeypatch.setattr(figures, "FIGURES", few)
     monkeypatch.setattr(reproduce, "PAPER", ("fig4", "fig9", "tab5"))
-    monkeypatch.setattr(reproduce, "SCALES", {"cpu": tiny, "paper": SCALES["paper"], "modes": tiny})
+    monkeypatch.setattr(reproduce, "SCALES", {"cpu": tiny, "paper": SCALES["paper"], "night": tiny})
     losses = {key: values for key, values in tables.PAPER_LOSSES.items() if key[1] == "82M"}
     monkeypatch.setattr(tables, "PAPER_LOSSES", losses)
 
@@ -1250,13 +1249,13 @@ def test_a_second_call_trains_nothing(real, small, monkeypatch):
     assert Path("results/cpu/fig9.png").read_bytes() == image
     assert "wrote results/cpu/README.md: 3 figures and tables" in command("report").stdout
 
-    assert command("modes", "--out_dir=out/cpu").returncode == command("report", "--scale=modes").returncode == 0
-    runs = json.loads(Path("results/modes.json").read_text())["figures"]["modes"]["runs"]
+    assert command("modes", "--out_dir=out/cpu").returncode == command("report", "--scale=night").returncode == 0
+    runs = json.loads(Path("results/night.json").read_text())["figures"]["modes"]["runs"]
     vanilla, resformer = (runs[f"82M-2048-{mode}-42"] for mode in ("vanilla", "resformer"))
     ours = f"| `resformer` | {resformer:.4f} | {resformer - vanilla:+.4f} |"
-    first, second = re.findall("^[|] `.*$", Path("results/modes/README.md").read_text(), re.MULTILINE)
+    first, second = re.findall("^[|] `.*$", Path("results/night/README.md").read_text(), re.MULTILINE)
     assert (first if resformer < vanilla else second).startswith(ours)
-    assert Path("results/modes/modes.png").read_bytes().startswith(PNG)
+    assert Path("results/night/modes.png").read_bytes().startswith(PNG)
 
 
 def test_kept_runs(real, small, tmp_path, monkeypatch):
@@ -1319,11 +1318,11 @@ def test_what_a_record_is_enough_for(small, real):
         given.by_layer(Job(), 42, "entropy")
 
 
-@pytest.mark.parametrize("scale", ["cpu", "modes"])
+@pytest.mark.parametrize("scale", ["cpu"])
 def test_committed_results_are_those_of_the_code(scale):
     """Captions, runs, claims and their verdicts, what is said of them, and the values of those on losses of modes."""
     results = json.loads((ROOT / f"results/{scale}.json").read_text())
-    cfg = asked("modes" if scale == "modes" else "all", f"--scale={scale}")
+    cfg = asked("all", f"--scale={scale}")
     assert (ROOT / f"results/{scale}/README.md").read_text() == results_page.report_text(results, scale), (
         f"write it again: python -m paper.reproduce report --scale={scale}"
     )
@@ -1479,7 +1478,7 @@ def test_refused_settings(monkeypatch, tmp_path):
         (("fig4", "--jobs=-1"), ("jobs=-1",)),
         (("fig4", "--jobs=2", "--scale=paper"), ("jobs=2 would share the GPUs", "scale=paper")),
         (("fig4", "--scale=huge"), ("scale", "'cpu'", "'paper'")),
-        (("fig4", "--scale=modes"), ("scale=modes is for modes alone",)),
+        (("fig4", "--scale=gpu"), ("scale=gpu is for gpu, fig2, fig19, fig20, fig21, tab5 alone",)),
         (("rates", "fig4", "--scale=cpu"), ("rates cannot be made at scale=cpu; they are for scale=night",)),
         (("report",), ("results/cpu.json is missing; it should be what a figure at scale=cpu writes",)),
         (("fig18", "--public=a/8B,b/8B"), ("two folders of --public have the same name",)),
