@@ -65,17 +65,12 @@ NIGHT_RATES = {
 }
 # At scale night: Figure 14's rate. Vanilla overtakes SVFormer there, but not at SVFormer's best rate, nor at its own.
 NIGHT_ONE_RATE = 1.5e-4
-# At scale night: the modes that have several seeds at 82M and length 2,048, at their own rates; others have one
-FIVE_SEEDS = ("vanilla", "resformer", "svformer")
+# At scale night: the modes that have three seeds at 82M and length 2,048, at their own rates; others have one
 THREE_SEEDS = (
-    "resformer_lambda", "resformer_plus", "resformer_sparse", "resformer_learned", "resformer_prev", "scaled",
-    "resformer_neutreno", "neutreno", "denseformer", "identity", "cross", "query", "key", "share_k", "share_k2",
-    "share_v2", "cla2", "gqa2", "svformer_2anchors",
+    "vanilla", "resformer", "svformer", "resformer_lambda", "resformer_plus", "resformer_sparse", "resformer_learned",
+    "resformer_prev", "scaled", "resformer_neutreno", "neutreno", "denseformer", "identity", "cross", "query", "key",
+    "share_k", "share_k2", "share_v2", "cla2", "gqa2", "svformer_2anchors",
 )  # fmt: skip
-# These have three seeds too: at 82M SVFormer and vanilla at the other's best rate; at 2M every mode at two rates, which
-# are the best of some mode
-OTHER_RATES = (("svformer", 3e-4), ("vanilla", 6e-4))
-SMALL_RATES = (6e-4, 1.2e-3)
 
 
 def rate_of(job, tuned, usual):
@@ -90,15 +85,11 @@ def n_seeds_at_night(job):
         return 1  # it has another warmup, architecture or change
     if job.length != 2048:
         return 3 if job.length in (512, 64000) and job.lr == NIGHT_ONE_RATE else 1
-    if job.size == "2M":
-        return 3 if job.lr in SMALL_RATES else 1
     if job.lr != rate_of(job, NIGHT_RATES, NIGHT_LR):
-        return 3 if job.size == "82M" and (job.mode, job.lr) in OTHER_RATES else 1
-    if job.size != "82M":
-        return 3 if job.mode in ("vanilla", "resformer") else 1
-    if job.mode in FIVE_SEEDS:
-        return 5
-    return 3 if job.mode in THREE_SEEDS else 1
+        return 1
+    if job.size == "82M":
+        return 3 if job.mode in THREE_SEEDS else 1
+    return 3 if job.size in ("180M", "468M") and job.mode in ("vanilla", "resformer") else 1
 
 
 def left_out_at_night(job):

@@ -224,17 +224,12 @@ def test_what_a_scale_decides():
     assert (values["weight_decay"], values["batch_tokens"]) == (0.3, 4096)
     assert job.name == "82M-2048-vanilla-weight_decay0.3-batch_tokens4096"
     cfg = asked("all", "--scale=night")
-    assert len(cfg.seeds_of(Job())) == len(cfg.seeds_of(Job("svformer"))) == 5
-    assert len(cfg.seeds_of(Job("cross"))) == 3 and len(cfg.seeds_of(Job("mqa"))) == 1
-    three = (
-        Job("resformer", "468M"),
-        Job("svformer", lr=3e-4),
-        Job("gqa2", "2M", lr=6e-4),
-        Job(length=512, lr=ONE_RATE),
-    )
+    three = (Job(), Job("svformer"), Job("cross"), Job("resformer", "468M"), Job(length=512, lr=ONE_RATE))
     assert {len(cfg.seeds_of(job)) for job in three} == {3}
     one = (
+        Job("mqa"),
         Job("resformer", lr=6e-4),
+        Job("svformer", lr=3e-4),
         Job("svformer", "468M"),
         Job("gqa2", "2M"),
         Job(length=512),
@@ -1322,12 +1317,12 @@ def test_what_a_record_is_enough_for(small, real):
 def test_committed_results_are_those_of_the_code(scale):
     """Captions, runs, claims and their verdicts, what is said of them, and the values of those on losses of modes."""
     results = json.loads((ROOT / f"results/{scale}.json").read_text())
-    cfg = asked("all", f"--scale={scale}")
+    cfg = asked(*results["figures"], f"--scale={scale}")
     assert (ROOT / f"results/{scale}/README.md").read_text() == results_page.report_text(results, scale), (
         f"write it again: python -m paper.reproduce report --scale={scale}"
     )
     for name, record in results["figures"].items():
-        figure = FIGURES[name]
+        figure = cfg.figures[name]
         assert record["caption"] == figure.caption, name
         assert "png" not in record or (ROOT / "results" / record["png"]).exists(), name
         jobs = [(cfg.units.here(job), cfg.seeds_of(job)) for job in figure.jobs]
@@ -1339,8 +1334,20 @@ def test_committed_results_are_those_of_the_code(scale):
             again = dataclasses.replace(claim, what=row["what"], value=lambda found, seed, values=values: values[seed])
             assert claim_cells(claims.claim_row(again, None, row["seeds"])) == claim_cells(row), claim.what
             if claim.jobs:
-                losses = Fake(loss=lambda job, seed, of=record["runs"]: of[f"{job.name}-{seed}"])
+                losses = Fake(loss=lambda job, seed, of=record["runs"]: of[f"{cfg.units.here(job).name}-{seed}"])
                 assert {seed: claim.value(losses, seed) for seed in values} == values, claim.what
+
+
+def test_the_rates_of_scale_night_are_the_best():
+    """Of five at 82M, and of those that another size's Figure 15 needs, by the seed that all have."""
+    kept = found_runs.read_kept(ROOT / "results/night/runs.jsonl")
+    night = SCALES["night"]
+    found = Found("out", night, lambda job: (42,), kept=kept)
+    for (size, mode), jobs in figures.GRIDS.items():
+        if size == "82M" or (size, mode) in night.tuned:
+            assert claims.best_rate(found, jobs) == night.here(Job(mode, size)), (size, mode)
+    for (size, mode), rate in night.tuned.items():
+        assert Job(mode, size, lr=rate) in figures.GRIDS[size, mode]
 
 
 # ---- the command, interrupted or without what it needs
