@@ -1,6 +1,6 @@
 """What the paper claims, as numbers computed from finished runs, and what ours say of it.
 
-A Claim is a function (found, seed) -> number, with the paper's bounds; `found` is a runs.Found. `claim_rows` computes
+A Claim is a function (found, seed) -> number, with the paper's bounds; `found` is a found.Found. `claim_rows` computes
 the claims of a figure with every seed and gives verdicts, `claim_cells` puts them in words, `tally` counts them.
 figures.py lists the claims of each figure. Read next: figures.py.
 """
@@ -18,7 +18,7 @@ import numpy as np
 import plot
 from configurator import UserError
 from paper.found import NoSeed
-from paper.runs import INSPECTED, SCALES, Job
+from paper.runs import INSPECTED, ONE_RATE, SCALES, Job
 from report import mean_interval, plus_minus
 from tasks import TABLE1
 
@@ -85,11 +85,8 @@ def mean_losses(found, jobs):
 
 
 def best_rate(found, jobs):
-    """The one of a mode's Jobs with the lowest of `mean_losses`, among those that have the most seeds: these were given
-    to the rates that one seed found best."""
-    most = max(len(found.seeds(job)) for job in jobs)
-    compared = [job for job in jobs if len(found.seeds(job)) == most]
-    return compared[np.argmin(mean_losses(found, compared))]
+    """The one of a mode's Jobs with the lowest of `mean_losses`."""
+    return jobs[np.argmin(mean_losses(found, jobs))]
 
 
 def loss_at_optimum(found, jobs):
@@ -182,7 +179,7 @@ def tokens_saved(curve, target):
 
 def saved_tokens(found, seed):
     """The share of tokens that ResFormer saves at the largest size."""
-    return tokens_saved(*(found.validation(Job(mode, "468M"), seed) for mode in ("resformer", "vanilla")))
+    return tokens_saved(*(found.run(Job(mode, "468M"), seed).validation for mode in ("resformer", "vanilla")))
 
 
 def smooth(x, y, window):
@@ -227,7 +224,7 @@ def critical(found, job, seed):
 def later_when_longer(found, seed):
     """Share of the pairs of lengths with unlike critical points whose longer one has the later; None if no length
     has one that is finite and above 0."""
-    points = [critical(found, Job("svformer", length=n), seed)[0] for n in LENGTHS]
+    points = [critical(found, Job("svformer", length=n, lr=ONE_RATE), seed)[0] for n in LENGTHS]
     if not any(0 < point < math.inf for point in points):
         return None
     return np.mean([a < b for a, b in combinations(points, 2) if a != b])

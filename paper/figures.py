@@ -60,7 +60,8 @@ class Figure:
         panels = []
         for panel in self.panels:
             lines = tuple((label, job) for label, job in panel.lines if scale.has(job))
-            panels.append(replace(panel, lines=lines))
+            if lines or not panel.lines:  # else nothing of it is left
+                panels.append(replace(panel, lines=lines))
         kept = []
         for claim in self.claims:
             if all(map(scale.has, (*claim.jobs, *claim.needs))) and scale.knows(claim.what):
@@ -433,7 +434,7 @@ FIGURES["modes"] = Figure(
     "Every mode's validation loss minus vanilla's, in the groups in which the paper compares them.",
     tuple(Panel("dots", title, tuple((mode, Job(mode)) for mode in modes)) for title, modes in MODE_GROUPS.items()),
     claims_on_modes(),
-    table=lambda found: tables.modes_table(found, FIGURES["modes"].jobs),
+    table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs),
     scale="night",
 )
 

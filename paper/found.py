@@ -94,6 +94,12 @@ def difference(record, asked):
     return ""
 
 
+def means_of(analysis, key):
+    """Means of a quantity in an analysis over layers or states; None in layers without it."""
+    part = "states" if key in analysis["states"] else "layers"
+    return analysis[part][key]["mean"]
+
+
 def read_arrays(path):
     """{name: array} of an .npz file; raises UserError if it is missing or damaged."""
     try:
@@ -103,8 +109,8 @@ def read_arrays(path):
         raise UserError(f"{path} is missing or damaged ({e}); make it again with analyze.py") from None
 
 
-class NoSeed(KeyError):
-    """A run is not made with that seed."""
+class NoSeed(Exception):
+    """There is no number with that seed."""
 
 
 class Found:
@@ -115,7 +121,7 @@ class Found:
     def __init__(self, root, scale, seeds, public=(), kept=None):
         self.root, self.scale, self.seeds, self.public = Path(root), scale, seeds, public
         self.kept = kept or {}
-        self.records, self.analyses = {}, {}  # what has been read, by folder
+        self.records = {}  # what has been read, by folder
 
     def folder(self, job, seed):
         name = self.scale.here(job).name
@@ -147,9 +153,12 @@ class Found:
         return self.run(job, self.seeds(job)[0]).start["parameters"]
 
     def labels(self, lines):
-        """[(label, Job)] of lines, with what the Jobs are here for {length}, {size}, {rate} and {warmup}."""
+        """[(label, Job)] of the lines that the scale has; {length}, {size}, {rate} and {warmup} become what they are
+        here."""
         filled = []
         for label, job in lines:
+            if not self.scale.has(job):
+                continue
             units = {
                 "length": f"{self.scale.lengths[job.length][0]:,}",
                 "size": plot.short_count(self.parameters(job)),
@@ -192,30 +201,13 @@ class Found:
         run = self.run(job, seed)
         return run.val[run.max_steps]
 
-    def validation(self, job, seed):
-        """(tokens, validation losses) of a run's evaluations."""
-        return self.run(job, seed).validation
-
-    def analysis(self, folder):
-        """What analyze.py found of the model in a folder."""
-        if folder not in self.analyses:
-            record = self.kept.get(folder.name)
-            if record is None:
-                self.analyses[folder] = plot.read_analysis(folder)
-            elif "analysis" in record:
-                self.analyses[folder] = record["analysis"]
-            else:
-                raise UserError(f"the record of {folder.name} has no analysis; leave out --run=false to make it")
-        return self.analyses[folder]
-
-    def mean(self, folder, key):
-        """Means of a quantity over layers or states, from a folder's analysis; None in layers without it."""
-        numbers = self.analysis(folder)
-        part = "states" if key in numbers["states"] else "layers"
-        return numbers[part][key]["mean"]
+    def analysis(self, job, seed):
+        """What analyze.py found of a run: the content of its analysis.json."""
+        return self.record(job, seed).get("analysis") or plot.read_analysis(self.folder(job, seed))
 
     def by_layer(self, job, seed, key):
-        return self.mean(self.folder(job, seed), key)
+        """Means of a quantity over layers or states; None in layers without it."""
+        return means_of(self.analysis(job, seed), key)
 
     def arrays(self, job, seed):
         """The arrays of a run's analysis, which records do not have."""
@@ -225,7 +217,7 @@ class Found:
         """Mean over layers of the entropy before training, which is measured with one seed."""
         if seed != SEEDS[0]:
             raise NoSeed(seed)
-        return np.mean(self.mean(self.root / INITIAL, "entropy"))
+        return np.mean(means_of(plot.read_analysis(self.root / INITIAL), "entropy"))
 
     def evaluation(self, job, seed, task):
         """The record of a task in a run's eval.json, or None."""

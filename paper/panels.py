@@ -1,6 +1,6 @@
-"""How each kind of panel of the paper's figures is drawn, from what `found` (a runs.Found) reads of the runs.
+"""How each kind of panel of the paper's figures is drawn, from what `found` (a found.Found) reads of the runs.
 
-Titles and labels say what is really drawn: parameters, length, rate at this scale, and the paper's where they differ.
+Titles and labels say what is really drawn: parameters, length and rate at this scale.
 Read next: results.py.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 
 import plot
 from paper.claims import LABELS, critical, loss_gap, mean_losses, semi_log
-from paper.found import INITIAL
+from paper.found import INITIAL, means_of
 from paper.runs import INSPECTED, SEEDS, train_settings
 from paper.tables import size_and_loss
 from plot import COLORS, HEADLINE, LEVEL, count_range, legend, page, short_count, style_of, styles_of
@@ -73,8 +73,7 @@ def draw_layers(ax, panel, found):
     level = None
     if panel.key == "entropy":
         job = panel.jobs[0]
-        numbers = found.analysis(found.folder(job, found.seeds(job)[0]))
-        level = numbers["entropy_uniform"], "uniform causal attention"
+        level = found.analysis(job, found.seeds(job)[0])["entropy_uniform"], "uniform causal attention"
     plot.layer_panel(ax, lines, styles, panel.label, 0 if "hidden" in str(panel.key) else 1, level)
 
 
@@ -83,17 +82,16 @@ def draw_public(ax, panel, found):
     if not found.public:
         draw_layers(ax, panel, found)
         return
-    lines = {folder.name: [found.mean(folder, panel.key)] for folder in found.public}
+    lines = {folder.name: [means_of(plot.read_analysis(folder), panel.key)] for folder in found.public}
     styles = styles_of({name: "vanilla" for name in lines})
     plot.layer_panel(ax, lines, styles, panel.label, 0 if "hidden" in panel.key else 1)
 
 
 def draw_initial(ax, panel, found):
     """Entropy on the left axis, token similarity of the hidden states on the right one."""
-    folder = found.root / INITIAL
-    numbers = found.analysis(folder)
-    entropy = found.mean(folder, "entropy")
-    similarity = found.mean(folder, "hidden_similarity")[1:]  # state 0 is the embedding
+    numbers = plot.read_analysis(found.root / INITIAL)
+    entropy = means_of(numbers, "entropy")
+    similarity = means_of(numbers, "hidden_similarity")[1:]  # state 0 is the embedding
     x = 1 + np.arange(len(entropy))
     other = ax.twinx()
     ax.plot(x, entropy, "o-", color=COLORS[0], markerfacecolor="none", label="entropy (left axis)")
@@ -155,7 +153,7 @@ def draw_paper(ax, panel, found):
 
 def draw_tokens(ax, panel, found):
     """Validation losses along training."""
-    lines, styles = by_label(panel, found, found.validation)
+    lines, styles = by_label(panel, found, lambda job, seed: found.run(job, seed).validation)
     for label, curves in lines.items():
         x, y = plot.align(curves)
         plot.draw_line(ax, x, y, label, styles[label], points=(x, y.mean(0)))

@@ -84,11 +84,9 @@ class ReproduceConfig:
         own = {FIGURES[word].scale for word in self.words if word in FIGURES} - {""}
         if not self.scale:
             object.__setattr__(self, "scale", min(own, default="cpu"))
-        if own - {self.scale}:
-            names = " and ".join(word for word in self.words if word in FIGURES and FIGURES[word].scale in own)
-            raise ValueError(
-                f"{names} cannot be made at scale={self.scale}; they are for scale={', '.join(sorted(own))}"
-            )
+        for word in self.words:
+            if word in FIGURES and FIGURES[word].scale not in ("", self.scale):
+                raise ValueError(f"{word} is for scale={FIGURES[word].scale}, not for scale={self.scale}")
         only = self.units.figures
         if only and set(self.words) - {*only, "all", "report"}:
             raise ValueError(f"scale={self.scale} is for {', '.join(only)} alone; set another --scale")

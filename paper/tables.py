@@ -1,4 +1,4 @@
-"""The paper's five tables, ours beside its numbers, and that of all modes: functions (found: runs.Found) -> rows of
+"""The paper's five tables, ours beside its numbers, and that of all modes: functions (found: found.Found) -> rows of
 texts, the header first.
 
 Read next: panels.py.
@@ -14,10 +14,10 @@ import plot
 from configurator import UserError
 from data import Tokenizer
 from files import read_json
-from paper.claims import LABELS, best_rate, critical, gap_at_best, gap_at_others_best, loss_at_optimum, scored
+from paper.claims import LABELS, best_rate, critical, gap_at_best, gap_at_others_best, loss_at_optimum, loss_gap, scored
 from paper.found import NoSeed
 from paper.runs import SCALES, Job, train_settings
-from report import mean_interval, plus_minus
+from report import mean_interval, mean_std, plus_minus
 from tasks import TABLE1
 
 # Numbers that the paper prints: Tables 1 (accuracies) and 5 (validation losses); domains and tasks in its order.
@@ -140,7 +140,7 @@ def table5(found):
             yield ["", *domains, "Avg"]
         theirs = dict(zip(DOMAINS, paper, strict=False))
         cells = [beside(np.mean([run.domains[name] for run in runs]), theirs.get(name)) for name in domains]
-        mean = np.mean([run.final_loss for run in runs])
+        mean = np.mean([found.loss(job, seed) for seed in found.seeds(job)])
         yield [found.in_words(f"{LABELS[job.mode]}, [size {job.size}]"), *cells, beside(mean, paper[-1])]
 
 
@@ -190,8 +190,14 @@ def rates_table(found, grids):
 def modes_table(found, jobs):
     """Validation losses of runs, the lowest first."""
     yield ["mode", "validation loss ± std", "minus vanilla's ± std", "parameters", "KV bytes per token"]
-    groups = plot.by_mode([found.run(job, seed) for job in jobs for seed in found.seeds(job)], "vanilla")
-    for runs, losses, gaps in sorted(plot.losses_by_mode(groups, "vanilla"), key=lambda row: row[1][0]):
-        start = runs[0].start
-        cells = [f"`{runs[0].mode}`", plus_minus(*losses), plus_minus(*gaps, sign=True)]
-        yield [*cells, f"{start['parameters']:,}", f"{start['kv_bytes_per_token']:,}"]
+    rows = []
+    for job in jobs:
+        start = found.run(job, found.seeds(job)[0]).start
+        losses = mean_std([found.loss(job, seed) for seed in found.seeds(job)])
+        gaps = None, None
+        if job != job.baseline:
+            seeds = found.common_seeds(job, job.baseline)
+            gaps = mean_std([loss_gap(job, job.baseline)(found, seed) for seed in seeds])
+        cells = [f"`{job.mode}`", plus_minus(*losses), plus_minus(*gaps, sign=True)]
+        rows.append((losses[0], [*cells, f"{start['parameters']:,}", f"{start['kv_bytes_per_token']:,}"]))
+    yield from (cells for _, cells in sorted(rows))
