@@ -5,11 +5,11 @@ the claims of a figure with every seed and gives verdicts, `claim_cells` puts th
 figures.py lists the claims of each figure. Read next: figures.py.
 """
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 
@@ -37,12 +37,13 @@ CONFIRMED, CONTRADICTED, UNDETERMINED = "confirmed", "contradicted", "undetermin
 ONE_SEED = {True: "one seed: the paper's way", False: "one seed: the other way"}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Claim:
     """A number that says whether our runs go the paper's way. `what` may hold the paper's units in brackets, see
     Found.in_words. value(found, seed) -> float, or None if undefined; the paper's way is `above` a number, `below` one,
     both, or neither where the paper only gives a value. `jobs`: the two runs of a claim that is about their validation
-    losses alone, the lower one first. `needs`: of another claim the runs that a scale may do without."""
+    losses alone, the lower one first. `needs`: runs of any other claim that some scale does not make, which then leaves
+    the claim out."""
 
     what: str
     paper: str
@@ -89,24 +90,6 @@ def best_rate(found, jobs):
     return jobs[np.argmin(mean_losses(found, jobs))]
 
 
-def loss_at_optimum(found, jobs):
-    """A mode's loss at its estimated best rate: the minimum of the parabola over ln(rate) through the lowest of
-    `mean_losses` and those at the rates on both sides. jobs: in the order of their rates. None if the lowest is the
-    first or the last."""
-    losses = mean_losses(found, jobs)
-    i = np.argmin(losses)
-    if not 0 < i < len(jobs) - 1:
-        return None
-    near = slice(i - 1, i + 2)
-    a, b, c = np.polyfit([math.log(job.lr) for job in jobs[near]], losses[near], 2)
-    return c - b * b / (4 * a)
-
-
-def at_rate(jobs, rate):
-    """The one of a mode's Jobs with this rate."""
-    return next(job for job in jobs if job.lr == rate)
-
-
 def gap_at_best(jobs, others):
     """The loss of a mode minus another's, each at its best rate."""
     return lambda found, seed: loss_gap(best_rate(found, jobs), best_rate(found, others))(found, seed)
@@ -117,7 +100,7 @@ def gap_at_others_best(jobs, others):
 
     def value(found, seed):
         theirs = best_rate(found, others)
-        return loss_gap(at_rate(jobs, theirs.lr), theirs)(found, seed)
+        return loss_gap(dataclasses.replace(jobs[0], lr=theirs.lr), theirs)(found, seed)
 
     return value
 
@@ -292,6 +275,11 @@ def start_token(mode):
     return tuple(claims)
 
 
+def log_eigenvalue(job, found, seed):
+    """ln of the largest eigenvalue of a layer's values, mean over layers."""
+    return np.log(found.by_layer(job, seed, "value_largest")).mean()
+
+
 def over_vanilla(mode, size, what, paper, quantity, **bound):
     """The claim on how a quantity of `mode` differs from vanilla's."""
     difference = minus(quantity, Job(mode, size), Job("vanilla", size))
@@ -316,20 +304,10 @@ def fewer_extremes(mode, size):
     )  # fmt: skip
 
 
-def larger_eigenvalue(size):
-    """Mean over layers of ln(ResFormer's largest eigenvalue / vanilla's)."""
-
-    def value(found, seed):
-        a, b = (found.by_layer(Job(mode, size), seed, "value_largest") for mode in ("resformer", "vanilla"))
-        return np.log(np.array(a) / np.array(b)).mean()
-
-    return value
-
-
 # -- what eval.py scored
 
 
-def scored(found, length, seed):
+def task_accuracies(found, length, seed):
     """({mode: {task: accuracy}}, the tasks that both models of a length have) with a seed, for Table 1."""
     accuracy = {}
     for mode in ("vanilla", "resformer"):
@@ -340,7 +318,7 @@ def scored(found, length, seed):
 
 def accuracy_gap(length):
     def value(found, seed):
-        accuracy, common = scored(found, length, seed)
+        accuracy, common = task_accuracies(found, length, seed)
         if not common:
             raise NoSeed(f"no task is scored with seed {seed}")
         return np.mean([accuracy["resformer"][task] - accuracy["vanilla"][task] for task in common])

@@ -17,7 +17,7 @@ from paper.runs import INSPECTED, ONE_RATE, Job
 class Panel:
     """A part of a figure: how it is drawn (see PANEL_KINDS in panels.py), and its lines, pairs of (label, Job). `key`:
     the quantity of their analysis, one key of analysis.json or one for each label. Labels may hold {length}, {size},
-    {rate} and {warmup}: panels.py fills in what these are at the scale."""
+    {rate} and {warmup}: Found.labels fills in what these are at the scale."""
 
     kind: str
     title: str = ""
@@ -41,7 +41,7 @@ class Figure:
     table: Callable | None = None
     runs: tuple[Job, ...] = ()
     scored: bool = False
-    one_scale: bool = False  # of the y axes, where panels are to be compared
+    same_y: bool = False  # the panels have one y axis, so that they can be compared
     scale: str = ""  # the only one that it is made for
 
     @property
@@ -64,7 +64,7 @@ class Figure:
                 panels.append(replace(panel, lines=lines))
         kept = []
         for claim in self.claims:
-            if all(map(scale.has, (*claim.jobs, *claim.needs))) and scale.knows(claim.what):
+            if all(map(scale.has, (*claim.jobs, *claim.needs))):
                 kept.append(claim)
         return replace(self, panels=tuple(panels), claims=tuple(kept), runs=tuple(filter(scale.has, self.runs)))
 
@@ -235,8 +235,8 @@ FIGURES = {
                         "value_largest", "largest eigenvalue"),
         ),
         tuple(
-            Claim(f"ResFormer − Transformer at [size {size}]: ln of a layer's largest eigenvalue, mean over layers",
-                  "larger", claims.larger_eigenvalue(size), above=0.0)
+            over_vanilla("resformer", size, "ln of a layer's largest eigenvalue, mean over layers", "larger",
+                         claims.log_eigenvalue, above=0.0)
             for size in ("180M", "468M")
         ),
     ),
@@ -286,7 +286,7 @@ FIGURES = {
                 for rate in ("1e-4", "3e-4")
             ),
             Claim("SVFormer − Transformer, at [warmup 1200] warmup steps minus at [warmup 120]", "about 0",
-                  gap_change(Job("svformer", warmup=1200), SV)),
+                  gap_change(Job("svformer", warmup=1200), SV), needs=(Job("svformer", warmup=1200),)),
             Claim("SVFormer − Transformer, GPT2's minus Llama's", "about 0",
                   gap_change(Job("svformer", arch="gpt2"), SV), needs=(Job("svformer", arch="gpt2"),)),
             Claim("share of parameters that SVFormer saves", "-0.122",
@@ -344,7 +344,7 @@ FIGURES = {
                          partial(layer_mean, "top_1"), below=0.0)
             for mode in ("resformer", "svformer")
         ),
-        one_scale=True,
+        same_y=True,
     ),
     "fig22": Figure(
         "NeuTRENO with other λ.",
@@ -375,7 +375,7 @@ FIGURES = {
         runs=tuple(Job(mode, size) for mode, size in tables.PAPER_LOSSES),
     ),
 }
-PAPER = tuple(FIGURES)  # what `all` draws
+PAPER = tuple(FIGURES)  # the paper's own
 
 # -- figures that the paper does not have. First every mode, in the groups in which the paper compares them
 
@@ -420,35 +420,22 @@ V5 = mode_claims("v5: Plus < Sparse < Constant < Learnable < ResFormer; on hidde
 # fmt: on
 
 
-def claims_on_modes():
-    """All claims of the paper's figures that compare two modes at 82M and length 2,048, each once."""
-    found = {}
-    for figure in FIGURES.values():
-        for claim in figure.claims:
-            if claim.jobs and all(job == Job(job.mode) for job in claim.jobs):
-                found.setdefault(claim.jobs, claim)
-    return (*found.values(), *V5)
-
-
 FIGURES["modes"] = Figure(
     "Every mode's validation loss minus vanilla's, in the groups in which the paper compares them.",
     tuple(Panel("dots", title, tuple((mode, Job(mode)) for mode in modes)) for title, modes in MODE_GROUPS.items()),
-    claims_on_modes(),
     table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs),
     scale="night",
 )
 
 
 def claims_on_rates():
-    """Each mode against vanilla, with rates tuned for both: the paper's way, though it did not tune. And at vanilla's
-    best rate, as a number."""
+    """Each mode against vanilla, each at its best rate: the paper's claims, though it did not tune."""
     for (size, mode), jobs in GRIDS.items():
         vanilla, what = GRIDS[size, "vanilla"], f"{LABELS[mode]} − Transformer at [size {size}]"
         if mode == "vanilla":
             continue
         paper, way = ("higher", {"above": 0.0}) if mode == "svformer" else ("lower", {"below": 0.0})
         yield Claim(f"{what}, each at its best rate", paper, claims.gap_at_best(jobs, vanilla), **way)
-        yield Claim(f"{what}, both at Transformer's best rate", "", claims.gap_at_others_best(jobs, vanilla))
 
 
 def rates_panel(size):
@@ -458,8 +445,7 @@ def rates_panel(size):
 FIGURES["rates"] = Figure(
     "Validation loss against the learning rate, and training loss minus vanilla's with each mode at its best rate. The "
     "paper trained every mode at one rate. Here each mode's best of five is chosen by the seed that all rates have; "
-    "that seed is also among those that are compared, or the only one. Rates are a factor of 2 apart. The losses at "
-    "the optima are those of parabolas over ln(rate) through the best rate and its neighbours.",
+    "that seed is also among those that are compared, or the only one. Rates are a factor of 2 apart.",
     (
         rates_panel("82M"),
         relative_losses("each mode at its best rate", {LABELS[mode]: mode for mode in TUNED[1:]}),
@@ -494,12 +480,13 @@ FIGURES["v5"] = Figure(
         ),
     ),
     (
-        *(claim for claim in V5 if not {job.mode for job in claim.jobs} & {"hidden", "probs"}),
+        *V5,
         *(  # no claims of the paper
             Claim(f"{a} − {b}, validation loss", "", claims.loss_gap(Job(a), Job(b)))
             for a, b in (("resformer_lambda", "scaled"), ("scaled", "vanilla"))
         ),
     ),
+    runs=(Job("hidden"), Job("probs")),
     scale="night",
 )
 
@@ -523,20 +510,19 @@ REGIME = {
 }
 
 
-def regime_lines():
-    """(label, Job) of both modes for each difference, in order."""
-    lines = []
-    for label, job in REGIME.items():
-        lines += [(label, replace(job, mode="resformer")), (label, replace(job, mode="svformer"))]
-    return tuple(lines)
-
-
 FIGURES["regime"] = Figure(
     "Where value residuals pay: validation loss minus vanilla's, when something differs from the base. Each mode keeps "
     "the learning rate that is its best at the base, although that may not be its best elsewhere. With the width the "
     "number of heads differs, with the batch the number of steps. Bars are 95 % intervals, where there are several "
     "seeds.",
-    (Panel("regime", lines=regime_lines()),),
+    (
+        Panel(
+            "regime",
+            lines=tuple(
+                (label, replace(job, mode=mode)) for label, job in REGIME.items() for mode in ("resformer", "svformer")
+            ),
+        ),
+    ),
     scale="night",
 )
 

@@ -258,7 +258,7 @@ def draw_figure(path, figure, found):
     rows = -(-len(panels) // columns)
     size = (4.5 * columns, 4 * rows) if len(panels) > 1 else (6, 4.4)
     with page(path, size) as fig:
-        axes = fig.subplots(rows, columns, squeeze=False, sharey=figure.one_scale)
+        axes = fig.subplots(rows, columns, squeeze=False, sharey=figure.same_y)
         for ax in axes.flat[len(panels) :]:
             ax.set_axis_off()
         for ax, panel in zip(axes.flat, panels, strict=False):

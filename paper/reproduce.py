@@ -51,18 +51,10 @@ class ReproduceConfig:
         "",
         "what the paper's sizes, lengths and tokens are here; empty = cpu, or the one that a figure is made for",
     )
-    seeds: int = setting(
-        0,
-        "seeds of every run; 0 = as many as the scale says",
-        least=0,
-        most=len(SEEDS),
-    )
+    seeds: int = setting(0, "seeds of every run; 0 = as many as the scale says", least=0, most=len(SEEDS))
     dry_run: bool = setting(False, "only say what would be run")
     run: bool = setting(True, "train and analyse what is missing; false = only draw what is there")
-    kept: bool = setting(
-        False,
-        "take runs from results/<scale>/runs.jsonl where it has them, and add new ones to it",
-    )
+    kept: bool = setting(False, "take runs from results/<scale>/runs.jsonl where it has them, and add new ones to it")
     jobs: int = setting(0, "runs at a time; 0 = one per core at a scale without GPUs, else one", least=0)
     public: tuple[str, ...] = setting((), "Llama or Mistral folders in Hugging Face layout, for fig1 and fig18")
     eval_dir: str = setting("", "local files of tab1's tasks, see eval.py; empty = from the hub")

@@ -20,9 +20,9 @@ def publish(name, figure, cfg, found):
     record = {"caption": figure.caption, "out_dir": cfg.out_dir}
     runs = [(job, seed) for job in figure.jobs for seed in cfg.seeds_of(job)]
     record["runs"] = {found.folder(job, seed).name: found.loss(job, seed) for job, seed in runs}
-    records = [found.record(job, seed) for job, seed in runs]
-    record["commits"] = sorted({kept["commit"] for kept in records if kept["commit"]})
-    seconds = [kept["seconds"] for kept in records if kept["seconds"] is not None]
+    made = [found.record(job, seed) for job, seed in runs]
+    record["commits"] = sorted({run["commit"] for run in made if run["commit"]})
+    seconds = [run["seconds"] for run in made if run["seconds"] is not None]
     record["timed"], record["hours"] = len(seconds), round(sum(seconds) / 3600, 2)
     if figure.panels:
         draw_figure(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)

@@ -50,7 +50,7 @@ class Job:
         return dataclasses.replace(self, mode="vanilla")
 
 
-def n_seeds_for_ablations(job):
+def n_seeds_at_cpu(job):
     """The number of seeds of a Job: three for 82M at length 2,048."""
     return 3 if (job.size, job.length) == ("82M", 2048) else 1
 
@@ -114,15 +114,15 @@ class Scale:
     data_dir: str
     prepare: str  # the command that makes the data, without --out_dir
     window: int  # steps of the moving average of training losses
-    every: int = field(default=1, kw_only=True)  # steps whose mean stands for them in figures and records
-    evals: int  # evaluations of a 468M run (Figure 6, right); other runs are evaluated every `steps`
+    evals: int  # evaluations of a 468M run (Figure 6); other runs are evaluated every `steps`
     chunks: int  # of an analysis
     n_seeds: Callable = lambda job: 1  # of a Job
     settings: dict = field(default_factory=dict)  # of train.py, in place of those computed here
     micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
     tokens: float = 20e9  # of the data
     vocab: int = 50277  # of its tokenizer
-    lr: float = PAPER_LR  # the rate of a mode, in the paper's units
+    every: int = 1  # steps whose mean stands for them in figures and records
+    lr: float = PAPER_LR  # the usual rate, in the paper's units
     tuned: dict = field(default_factory=dict)  # (size, mode) -> its rate where it is another
     one_rate: float | None = None  # of all modes in Figure 14; None = lr
     of_length: dict = field(default_factory=dict)  # length -> settings of train.py that differ there
@@ -137,17 +137,6 @@ class Scale:
         has_size = job.size in self.sizes or job.size == INSPECTED
         has_plan = job.length in self.lengths and job.warmup in self.warmups
         return has_size and has_plan and not self.leaves_out(job)
-
-    def knows(self, text):
-        """Whether all units in a text's brackets are this scale's, see Found.in_words."""
-        for unit, paper in UNIT.findall(text):
-            if unit == "size" and paper not in (*self.sizes, INSPECTED):
-                return False
-            if unit == "length" and int(paper) not in self.lengths:
-                return False
-            if unit == "warmup" and int(paper) not in self.warmups:
-                return False
-        return True
 
     def here(self, job):
         """The Job with what this scale decides: its learning rate, and which model is inspected."""
@@ -206,7 +195,7 @@ SCALES = {
         "models of 0.1 to 3.4M parameters on 0.4M tokens each, for 2 cores without a GPU",
         {"2M": (4, 2, 16), "82M": (8, 8, 64), "180M": (8, 8, 96), "320M": (8, 8, 128), "468M": (12, 8, 128)},
         {512: (64, 16, 16), 2048: (128, 8, 8), 8192: (256, 4, 4), 32000: (512, 2, 2), 64000: (1024, 1, 1)},
-        steps=400, lr_factor=5.0, warmups={120: 20, 1200: 100}, n_seeds=n_seeds_for_ablations, gpus=0,
+        steps=400, lr_factor=5.0, warmups={120: 20, 1200: 100}, n_seeds=n_seeds_at_cpu, gpus=0,
         data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
         window=20, evals=5, chunks=200, settings=ON_CORES,
     ),

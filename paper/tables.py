@@ -5,7 +5,6 @@ Read next: panels.py.
 """
 
 import math
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,8 @@ import plot
 from configurator import UserError
 from data import Tokenizer
 from files import read_json
-from paper.claims import LABELS, best_rate, critical, gap_at_best, gap_at_others_best, loss_at_optimum, loss_gap, scored
-from paper.found import NoSeed
+from paper import claims
+from paper.claims import LABELS, best_rate, critical, loss_gap
 from paper.runs import SCALES, Job, train_settings
 from report import mean_interval, mean_std, plus_minus
 from tasks import TABLE1
@@ -63,7 +62,7 @@ def table1(found):
     """Accuracies, the paper's in brackets; Avg is over the tasks that both models of a length can be scored on."""
     yield ["", *TABLE1, "Avg"]
     for (mode, length), paper in PAPER_ACCURACIES.items():
-        scores = [scored(found, length, seed) for seed in found.seeds(Job(mode, length=length))]
+        scores = [claims.task_accuracies(found, length, seed) for seed in found.seeds(Job(mode, length=length))]
         accuracies = [accuracy[mode] for accuracy, common in scores if common]
         if not accuracies:
             raise UserError(f"no task is scored at length {length:,}; without the hub, set --eval_dir")
@@ -163,24 +162,15 @@ def critical_table(found, lines):
 
 def rates_table(found, grids):
     """The best rates of modes. grids: {(size, mode): its Jobs, one for each rate}."""
-    gaps = ["minus Transformer's, each at its best rate, ± 95 %", "both at Transformer's best rate", "at the optima"]
+    gaps = ["minus Transformer's, each at its best rate, ± 95 %", "both at Transformer's best rate"]
     yield ["parameters", "mode", "best rate", "loss there, ± 95 %", "seeds", *gaps]
     for (size, mode), jobs in grids.items():
         vanilla, best = grids[size, "vanilla"], best_rate(found, jobs)
-        losses = [found.loss(best, seed) for seed in found.seeds(best)]
-        cells = [plus_minus(*mean_interval(losses)), str(len(losses))]
-        if mode == "vanilla":
-            cells += ["-", "-", "-"]
-        else:
-            for gap in (gap_at_best(jobs, vanilla), gap_at_others_best(jobs, vanilla)):
-                values = []
-                for seed in found.seeds(best):
-                    with suppress(NoSeed):
-                        values.append(gap(found, seed))
-                cells.append(plus_minus(*mean_interval(values), sign=True))
-            ours, theirs = loss_at_optimum(found, jobs), loss_at_optimum(found, vanilla)
-            is_known = ours is not None and theirs is not None
-            cells.append(plus_minus(ours - theirs if is_known else None, sign=True))
+        seeds = found.seeds(best)
+        cells = [plus_minus(*mean_interval([found.loss(best, seed) for seed in seeds])), str(len(seeds))]
+        for gap in (claims.gap_at_best(jobs, vanilla), claims.gap_at_others_best(jobs, vanilla)):
+            row = claims.claim_row(claims.Claim("", "", gap), found, seeds)
+            cells.append("-" if mode == "vanilla" else plus_minus(row["mean"], row["interval"], sign=True))
         rate = f"{best.lr * found.scale.lr_factor:.2g}"
         if best in (jobs[0], jobs[-1]):
             rate += " (end of the grid)"
