@@ -39,7 +39,9 @@ from describe import mode_table
 from eval import loss_table
 from examples import vit
 from files import read_json, write_text
-from paper.claims import CONFIRMED, CONTRADICTED, HEADER, UNDETERMINED, claim_cells, tally
+from paper.claims import CONFIRMED, CONTRADICTED, HEADER, LABELS, UNDETERMINED, claim_cells, tally
+from paper.figures import RATES, TUNED
+from paper.runs import SCALES, SEEDS, Job
 from report import markdown, plus_minus
 from tasks import TABLE1, average
 from value_modes import TABLE, ModelConfig
@@ -94,6 +96,20 @@ def rates_table(scale):
     """The best learning rate of each mode, and the losses there."""
     header, *rows = figures_of(scale)["rates"]["table"]
     return markdown(header, rows, left=2)
+
+
+def grid_table(scale, size):
+    """Vanilla's losses at each rate, and those of other modes minus vanilla's, of the seed that all rates have."""
+    runs, rates, rows = figures_of(scale)["rates"]["runs"], RATES[size], []
+    for mode in TUNED:
+        losses = [runs[f"{Job(mode, size, lr=lr).name}-{SEEDS[0]}"] for lr in rates]
+        if mode == "vanilla":
+            base = losses
+            rows.append([LABELS[mode], *map(plus_minus, losses)])
+        else:
+            gaps = [loss - other for loss, other in zip(losses, base, strict=True)]
+            rows.append([f"{LABELS[mode]}, minus that", *(plus_minus(gap, sign=True) for gap in gaps)])
+    return markdown(["rate", *(f"{lr * SCALES[scale].lr_factor:.3g}" for lr in rates)], rows)
 
 
 def decoding_of_vanilla():
@@ -185,6 +201,10 @@ MAKERS = {
     "budget-1.6B": budget_of_1600m,
     "vit": digits_table,
     "claims-cpu": lambda: claims_text("cpu"),
+    "claims-night": lambda: claims_text("night"),
+    "night-verdicts": lambda: claims_table("night"),
+    "night-rates": lambda: rates_table("night"),
+    "night-grid": lambda: grid_table("night", "82M"),
     "demo-accuracy": accuracy_table,
     "demo-loss": domain_loss_table,
     "training-tiny": lambda: current_training_table("x1_tiny"),

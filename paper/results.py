@@ -20,8 +20,8 @@ def publish(name, figure, cfg, found):
     record = {"caption": figure.caption, "out_dir": cfg.out_dir}
     runs = [(job, seed) for job in figure.jobs for seed in cfg.seeds_of(job)]
     record["runs"] = {found.folder(job, seed).name: found.loss(job, seed) for job, seed in runs}
-    made = [found.record(job, seed) for job, seed in runs]
-    record["commits"] = sorted({run["commit"] for run in made if run["commit"]})
+    made = {found.folder(job, seed): found.record(job, seed) for job, seed in runs}.values()  # some Jobs are one run
+    record["commits"] = sorted({run["commit"] or "unknown" for run in made})
     seconds = [run["seconds"] for run in made if run["seconds"] is not None]
     record["timed"], record["hours"] = len(seconds), round(sum(seconds) / 3600, 2)
     if figure.panels:

@@ -20,9 +20,9 @@ from docs import tables
 from report import mean_std
 from value_modes import TABLE, ModelConfig
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LIMITS = {"README.md": 220, "tour.md": 150}  # lines; other pages have 250
-TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results/README.md"]
+LIMITS = {"README.md": 220, "docs/tour.md": 150}  # lines; other pages have 250
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 SCRIPTS = "model train prepare sample eval analyze plot".split()
 WINGS = ["paper.reproduce", "bench.training", "bench.decoding", "bench.scoring", "examples.vit"]
@@ -103,7 +103,7 @@ def anchors(text):
 
 def test_links_and_files_exist():
     for page in PAGES:
-        text = BLOCK.sub("", TEXTS[page.name])
+        text = BLOCK.sub("", TEXTS[page.relative_to(ROOT).as_posix()])
         for target in re.findall(r"\]\((?!http)([^)]+)\)", text):
             file, _, anchor = target.partition("#")
             path = page.parent / file if file else page
@@ -140,7 +140,7 @@ def test_file_map_is_complete():
 def test_tables_are_current():
     result = finished([sys.executable, "docs/tables.py", "--check"], cwd=ROOT)
     assert result.returncode == 0, result.stderr
-    assert TEXTS["modes.md"].count("\n| `") == len(TABLE)
+    assert TEXTS["docs/modes.md"].count("\n| `") == len(TABLE)
     used = [name for text in TEXTS.values() for _, name, _ in tables.PLACE.findall(text)]
     assert sorted(used) == sorted(tables.MAKERS)  # each in one page
 
@@ -148,12 +148,12 @@ def test_tables_are_current():
 def test_a_wrong_number_is_found_and_put_right(monkeypatch, tmp_path):
     page = tmp_path / "docs" / "modes.md"
     page.parent.mkdir()
-    wrong = TEXTS["modes.md"].replace("| +14 |", "| +15 |")
+    wrong = TEXTS["docs/modes.md"].replace("| +14 |", "| +15 |")
     page.write_text(wrong, encoding="utf-8")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     result = in_process(tables, "--check")  # sys.exit with a text: exit code 1
     assert result.returncode.startswith("docs/modes.md differ") and page.read_text(encoding="utf-8") == wrong
-    assert in_process(tables).returncode == 0 and page.read_text(encoding="utf-8") == TEXTS["modes.md"] != wrong
+    assert in_process(tables).returncode == 0 and page.read_text(encoding="utf-8") == TEXTS["docs/modes.md"] != wrong
 
 
 # ---- the example of a variant that the axes do not have
@@ -161,7 +161,7 @@ def test_a_wrong_number_is_found_and_put_right(monkeypatch, tmp_path):
 
 @pytest.mark.skipif("resformer_linear" in TABLE, reason="the patch is applied here")
 def test_the_patch_applies_and_prints_its_plan(tmp_path):
-    blocks = BLOCK.findall(TEXTS["own_mode.md"])
+    blocks = BLOCK.findall(TEXTS["docs/own_mode.md"])
     patch = next(block for language, block in blocks if language == "diff")
     plan = next(block for _, block in blocks if block.startswith("resformer_linear: "))
     for path in ROOT.glob("*.py"):
@@ -170,6 +170,21 @@ def test_the_patch_applies_and_prints_its_plan(tmp_path):
     words = [sys.executable, "model.py", "--value_mode=resformer_linear", "--n_layer=4"]
     result = finished(words, cwd=tmp_path)
     assert result.stdout == plan, result.stderr
+
+
+def test_numbers_of_the_results_page():
+    """Every number of three or more decimals in its sentences is one of its tables, rounded."""
+    page, pattern = TEXTS["results/README.md"], r"\d+\.\d{3,}"
+    known = [float(n) for place in tables.PLACE.finditer(page) for n in re.findall(pattern, place[0])]
+    numbers = re.findall(pattern, tables.PLACE.sub("", page))
+    assert len(numbers) > 10
+    for number in numbers:
+        digits = len(number.partition(".")[2])
+        assert any(f"{x:.{digits}f}" == number for x in known), number
+    rows = json.loads((ROOT / "results/night.json").read_text())["figures"]["rates"]["rows"]
+    for row in rows:  # README's
+        if row["what"].startswith(("ResFormer −", "ResFormer, λ = 2 −")) and "1.95M" in row["what"]:
+            assert f"{abs(row['mean']):.3f} ± {row['interval']:.3f}" in TEXTS["README.md"], row["what"]
 
 
 def test_the_demos_numbers_are_the_committed_runs():

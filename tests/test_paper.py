@@ -1330,7 +1330,7 @@ def test_what_a_record_is_enough_for(small, real):
         given.by_layer(Job(), 42, "entropy")
 
 
-@pytest.mark.parametrize("scale", ["cpu"])
+@pytest.mark.parametrize("scale", ["cpu", "night"])
 def test_committed_results_are_those_of_the_code(scale):
     """Captions, runs, claims and their verdicts, what is said of them, and the values of those on losses of modes."""
     results = json.loads((ROOT / f"results/{scale}.json").read_text())
@@ -1353,6 +1353,22 @@ def test_committed_results_are_those_of_the_code(scale):
             if claim.jobs:
                 losses = Fake(loss=lambda job, seed, of=record["runs"]: of[f"{cfg.units.here(job).name}-{seed}"])
                 assert {seed: claim.value(losses, seed) for seed in values} == values, claim.what
+
+
+def test_night_follows_from_its_records(tmp_path, monkeypatch):
+    """The numbers and verdicts of scale night are computed again from the committed records of its runs."""
+    results = json.loads((ROOT / "results/night.json").read_text())["figures"]
+    need_files = {name for name in results if FIGURES[name].with_arrays or name in ("fig1", "tab2", "tab4")}
+    (tmp_path / "night").mkdir()
+    shutil.copy(ROOT / "results/night/runs.jsonl", tmp_path / "night")
+    monkeypatch.setattr(results_page, "draw_figure", lambda *_: None)
+    monkeypatch.chdir(tmp_path)  # no runs are here
+    again = command(
+        *(set(results) - need_files), "--scale=night", "--kept=true", "--run=false", f"--results_dir={tmp_path}"
+    )
+    assert again.returncode == 0, again.stderr
+    for name, record in json.loads((tmp_path / "night.json").read_text())["figures"].items():
+        assert {**record, "environment": None} == {**results[name], "environment": None}, name
 
 
 def test_the_rates_of_scale_night_are_the_best():
