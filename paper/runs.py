@@ -67,9 +67,9 @@ NIGHT_RATES = {
 NIGHT_ONE_RATE = 1.5e-4
 # At scale night: the modes that have three seeds at 82M and length 2,048, at their own rates; others have one
 THREE_SEEDS = (
-    "vanilla", "resformer", "svformer", "resformer_lambda", "resformer_plus", "neutreno", "resformer_sparse",
-    "resformer_learned", "resformer_prev", "scaled", "resformer_neutreno", "identity", "cross", "query", "key",
-    "share_k", "share_k2", "share_v2", "cla2", "gqa2", "svformer_2anchors",
+    "vanilla", "resformer", "svformer", "resformer_lambda", "resformer_plus", "neutreno", "denseformer",
+    "resformer_sparse", "resformer_learned", "resformer_prev", "scaled", "resformer_neutreno", "identity", "cross",
+    "query", "key", "share_k", "share_k2", "share_v2", "cla2", "gqa2", "svformer_2anchors",
 )  # fmt: skip
 
 
