@@ -38,8 +38,9 @@ def means(values, every):
     return np.array(values[:n]).reshape(-1, every).mean(axis=1)
 
 
-def make_record(folder, names, every):
-    """The record of a finished run; names: of the settings to keep. Raises UserError if it is missing or unfinished."""
+def make_record(folder, asked, every):
+    """The record of a finished run. Raises UserError if it is missing, unfinished, or not made with the settings
+    `asked`, which the record keeps."""
     run = plot.read_run(folder) if (folder / "metrics.jsonl").exists() else None
     if not run or not run.finished:
         raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
@@ -49,7 +50,7 @@ def make_record(folder, names, every):
     record = {
         "name": folder.name,
         "commit": read_json(environment, "of train.py").get("commit") if environment.exists() else None,
-        "settings": {name: config.get(name) for name in names if name not in MAY_DIFFER},
+        "settings": {name: config.get(name) for name in asked if name not in MAY_DIFFER},
         "start": {name: run.start[name] for name in plot.START},
         "step_tokens": run.step_tokens,
         "every": every,
@@ -60,6 +61,8 @@ def make_record(folder, names, every):
     }
     if (folder / "analysis.json").exists():
         record["analysis"] = plot.read_analysis(folder)
+    if wrong := difference(record, asked):
+        raise UserError(f"{folder} has {wrong}; remove it, or set another --out_dir")
     return record
 
 
@@ -140,8 +143,6 @@ class Found:
             record = self.kept.get(folder.name)
             if record is None or difference(record, asked):
                 record = make_record(folder, asked, self.scale.every)
-            if wrong := difference(record, asked):
-                raise UserError(f"{folder} has {wrong}; remove it, or set another --out_dir")
             self.records[folder] = record
         return self.records[folder]
 

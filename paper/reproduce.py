@@ -356,10 +356,8 @@ def kept_records(cfg):
 
 
 def keep_record(plan, cfg):
-    """Add the record of a finished run to the file of records. Raises UserError if the run has other settings."""
+    """Add the record of a finished run to the file of records, see `make_record`."""
     record = make_record(plan.folder, plan.values, cfg.units.every)
-    if wrong := difference(record, plan.values):
-        raise UserError(f"{plan.folder} has {wrong}; remove it, or set another --out_dir")
     if is_stale(plan.folder):
         record.pop("analysis", None)
     write_kept(cfg.records_file, read_kept(cfg.records_file) | {plan.folder.name: record})

@@ -1319,7 +1319,7 @@ def test_what_a_record_is_enough_for(small, real):
     spectra = Figure("x", (Panel("spectrum", "", (("vanilla", Job()),)),))
     figures.FIGURES["fig4"] = spectra
     assert not is_kept("fig4", full)
-    by_two = found_runs.make_record(folder, ["max_steps"], 2)
+    by_two = found_runs.make_record(folder, {"max_steps": 4}, 2)
     assert len(by_two["losses"]) == 2 and by_two["losses"][0] == pytest.approx(np.mean(full["losses"][:2]), abs=1e-5)
     assert by_two["settings"] == {"max_steps": 4} and found_runs.curves_of(by_two).steps["step"].tolist() == [2, 4]
     with pytest.raises(UserError, match="the record of 82M-2048-vanilla-42 has no training losses"):
