@@ -853,6 +853,22 @@ def test_when_vanilla_overtakes(monkeypatch):
     assert second == ["b", "-", "0", "0", "1", "0"]
 
 
+def test_critical_points_of_records():
+    """Losses are means of 20 steps, and the window has 100: of -1 until step 1,500 and 3 after it, a window's mean is 0
+    if it begins 75 steps before."""
+
+    def run(mode):
+        steps = np.arange(1, 6001)
+        losses = 5 + np.where(steps <= 1500, -1.0, 3.0) * (mode == "svformer")
+        start = dict.fromkeys(plot.START) | {"value_mode": mode, "seed": 42, "max_steps": 6000, "data": "d"}
+        record = {"start": start, "losses": found_runs.means(losses, 20), "every": 20, "val": {}, "domains": {}}
+        return found_runs.curves_of({"name": mode, "step_tokens": 2048.0, **record})
+
+    found = Fake(run=lambda job, seed: run(job.mode), scale=SCALES["night"])
+    middle = np.mean([1426, 1525])
+    assert claims.critical(found, Job("svformer"), 42) == (pytest.approx(middle), False)
+
+
 def test_whether_longer_ones_are_overtaken_later(monkeypatch):
     """The third: of ten pairs six are in order, one level. The last two have seen no crossing, and foresee none."""
     inf = math.inf
@@ -1306,6 +1322,9 @@ def test_what_a_record_is_enough_for(small, real):
     full = found_runs.make_record(folder, train_settings(Job(), reproduce.SCALES["cpu"], 42, folder), 1)
     bare = {key: value for key, value in full.items() if key != "analysis"}
     noted = full | {"losses": []}
+    steps = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    seconds = sum(8 * 16 / step["tokens_per_s"] for step in steps if "loss" in step)
+    assert full["seconds"] == pytest.approx(seconds, abs=0.05)
 
     def is_kept(name, record):
         plans = reproduce.make_plans(asked(name), {folder.name: record})
@@ -1467,6 +1486,18 @@ def test_stale_analyses(tmp_path):
     for age, expected in ((-1, False), (1, True)):
         os.utime(weights, ns=(path.stat().st_mtime_ns + age * 10**9,) * 2)
         assert reproduce.is_stale(tmp_path) == expected, age
+
+
+def test_a_stale_analysis_is_not_recorded(small, real):
+    cfg = asked("fig4")
+    plan = plan_of(cfg, "vanilla")
+    shutil.copytree(Path(real[0], plan.folder), plan.folder)
+    (weights,) = plan.folder.glob("step_*4.safetensors")
+    analysed = (plan.folder / "analysis.json").stat().st_mtime_ns
+    for age, expected in ((-1, True), (1, False)):
+        os.utime(weights, ns=(analysed + age * 10**9,) * 2)
+        reproduce.keep_record(plan, cfg)
+        assert ("analysis" in found_runs.read_kept(cfg.records_file)[plan.folder.name]) == expected, age
 
 
 def test_analyses_besides_the_runs(monkeypatch, tmp_path, data_dir):
