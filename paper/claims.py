@@ -386,10 +386,10 @@ def tally(figures):
     counts = Counter({row["what"]: row["verdict"] for row in rows}.values())  # some claims stand in two figures
     yes, no, unknown = (counts[name] for name in (CONFIRMED, CONTRADICTED, UNDETERMINED))
     text = (
-        f"These runs make {counts.total()} of the paper's comparisons. {yes + no + unknown} have several seeds: {yes} "
-        f"are confirmed here, {no} contradicted, {unknown} undetermined."
+        f"These runs make {counts.total()} of the paper's comparisons, {yes + no + unknown} of them with several "
+        f"seeds: {yes} confirmed here, {no} contradicted, {unknown} undetermined."
     )
     same, other = (counts[ONE_SEED[way]] for way in (True, False))
     if same + other:
-        text += f" {same + other} rest on one seed: {same} go the paper's way, {other} do not."
+        text += f" By one seed {same} more go the paper's way and {other} do not."
     return text

@@ -33,7 +33,8 @@ class Panel:
 @dataclass(frozen=True)
 class Figure:
     """A figure or table: what it shows, in one sentence; its panels and claims; for a table its rows, table(found),
-    the runs that these read, and whether these are scored on the tasks of Table 1."""
+    the runs that these read, and whether these are scored on the tasks of Table 1. `title`: where it is not one of the
+    paper's numbers."""
 
     caption: str
     panels: tuple[Panel, ...] = ()
@@ -43,6 +44,7 @@ class Figure:
     scored: bool = False
     same_y: bool = False  # the panels have one y axis, so that they can be compared
     scale: str = ""  # the only one that it is made for
+    title: str = ""
 
     @property
     def jobs(self):
@@ -81,7 +83,7 @@ class Figure:
     @property
     def with_curves(self):
         """Those whose training losses it needs."""
-        jobs = self.jobs_of("relative", "critical")
+        jobs = self.jobs_of("relative", "critical", "tokens")
         return {*jobs, *(job.baseline for job in jobs)}
 
 
@@ -425,6 +427,7 @@ FIGURES["modes"] = Figure(
     tuple(Panel("dots", title, tuple((mode, Job(mode)) for mode in modes)) for title, modes in MODE_GROUPS.items()),
     table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs),
     scale="night",
+    title="All modes",
 )
 
 
@@ -458,12 +461,14 @@ FIGURES["rates"] = Figure(
     tuple(claims_on_rates()),
     table=lambda found: tables.rates_table(found, GRIDS),
     scale="night",
+    title="Learning rates",
 )
 FIGURES["rates2"] = Figure(
     "The better of two rates for larger models, and for other ways to share keys, values or queries.",
     table=lambda found: tables.rates_table(found, PAIRS),
     runs=tuple(job for jobs in PAIRS.values() for job in jobs),
     scale="night",
+    title="Two rates",
 )
 
 # What the paper's last version claims, and a control: is it the size of what λ = 2 adds?
@@ -492,6 +497,7 @@ FIGURES["v5"] = Figure(
     ),
     runs=(Job("hidden"), Job("probs")),
     scale="night",
+    title="The paper's last version",
 )
 
 # What may move the sign of a gain: one thing at a time, at the same number of tokens but for the last two
@@ -528,6 +534,7 @@ FIGURES["regime"] = Figure(
         ),
     ),
     scale="night",
+    title="What moves the sign",
 )
 
 # What half an hour of a GPU is for, the most valuable runs first
@@ -550,4 +557,5 @@ FIGURES["gpu"] = Figure(
         for mode, lr, rate in (("resformer", None, "6e-4"), ("resformer", 2.4e-3, "2.4e-3"), ("neutreno", None, "6e-4"))
     ),
     scale="gpu",
+    title="82M on one GPU",
 )

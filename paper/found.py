@@ -14,10 +14,9 @@ import plot
 from configurator import UserError
 from files import read_json, read_records, write_text
 from paper.runs import SEEDS, UNIT, Job, train_settings
+from train import MAY_DIFFER
 
 INITIAL = "init-468M"  # folder of the analysis of a model before training
-# settings of a run that its result does not depend on
-MAY_DIFFER = ("data_dir", "out_dir", "device", "compile", "eval_every", "save_every", "log_every", "keep")
 RECORD = {
     "name": str,  # of the run's folder
     "commit": str | None,
@@ -39,8 +38,8 @@ def means(values, every):
 
 
 def make_record(folder, asked, every):
-    """The record of a finished run. Raises UserError if it is missing, unfinished, or not made with the settings
-    `asked`, which the record keeps."""
+    """The record of a finished run, with the settings that are `asked` and matter. asked: {setting: value}, and "data",
+    the hash of the data. Raises UserError if the run is missing, unfinished, or made with others."""
     run = plot.read_run(folder) if (folder / "metrics.jsonl").exists() else None
     if not run or not run.finished:
         raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
@@ -50,7 +49,7 @@ def make_record(folder, asked, every):
     record = {
         "name": folder.name,
         "commit": read_json(environment, "of train.py").get("commit") if environment.exists() else None,
-        "settings": {name: config.get(name) for name in asked if name not in MAY_DIFFER},
+        "settings": {name: config[name] for name in asked if name in config and name not in MAY_DIFFER},
         "start": {name: run.start[name] for name in plot.START},
         "step_tokens": run.step_tokens,
         "every": every,
@@ -77,9 +76,12 @@ def curves_of(record):
 
 
 def read_kept(path):
-    """{name: record} of a file of records; empty if there is no such file."""
-    records = read_records(path, RECORD) if Path(path).exists() else []
-    return {record["name"]: record for record in records}
+    """{name: record} of a file of records; empty if there is no such file. Raises UserError if it is damaged."""
+    if not Path(path).exists():
+        return {}
+    if not Path(path).read_bytes().endswith(b"\n"):  # it is written whole, so that read_records must leave nothing out
+        raise UserError(f"{path} ends within a line; take it from where it is whole, such as git")
+    return {record["name"]: record for record in read_records(path, RECORD)}
 
 
 def write_kept(path, kept):
@@ -89,7 +91,8 @@ def write_kept(path, kept):
 
 
 def difference(record, asked):
-    """`name=value instead of value` of the first setting that a run does not have as `asked`, or ""."""
+    """`name=value instead of value` of the first setting that a run does not have as `asked`, or "". Settings that
+    change a result by rounding at most do not count."""
     made = record["settings"] | {"every": record["every"], "data": record["start"]["data"]}
     for name, value in asked.items():
         if name not in MAY_DIFFER and made.get(name) != value:

@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 import plot
+from configurator import UserError
 from paper.claims import LABELS, critical, loss_gap, mean_losses, semi_log
 from paper.found import INITIAL, means_of
 from paper.runs import INSPECTED, SEEDS, train_settings
@@ -57,6 +58,8 @@ def draw_relative(ax, panel, found):
         both = [(run, base) for run, base in both if len(run.steps["loss"]) and len(base.steps["loss"])]
         if both:
             pairs[label], modes[label] = both, job.mode
+    if not pairs:
+        raise UserError("no run of this panel has training losses; leave out --run=false to make them")
     plot.relative_panel(ax, pairs, styles_of(modes))
 
 

@@ -178,6 +178,7 @@ def make_plans(cfg, kept):
                 plan.analyse |= job in figure.analysed
                 plan.needs_arrays |= job in figure.with_arrays
                 plan.needs_losses |= job in figure.with_curves
+                plan.analyse |= "analysis" in kept.get(folder.name, {})  # its next record is to have it too
                 if figure.scored and (seed == SEEDS[0] or cfg.seeds):  # tasks cost more than small runs: one seed
                     plan.score = True
     for folder, plan in plans.items():
@@ -357,7 +358,7 @@ def kept_records(cfg):
 
 def keep_record(plan, cfg):
     """Add the record of a finished run to the file of records, see `make_record`."""
-    record = make_record(plan.folder, plan.values, cfg.units.every)
+    record = make_record(plan.folder, plan.values | {"data": data_hash(cfg)}, cfg.units.every)
     if is_stale(plan.folder):
         record.pop("analysis", None)
     write_kept(cfg.records_file, read_kept(cfg.records_file) | {plan.folder.name: record})
@@ -401,12 +402,15 @@ def make_data(cfg):
         raise UserError(f"`{cfg.units.prepare}` failed ({code})")
 
 
+def data_hash(cfg):
+    return Corpus(cfg.units.data_dir, 1, verify=False).hash
+
+
 def check_data(plans, cfg):
     """Raise UserError if records are of runs on other data: new runs could not be compared with them."""
     kept = kept_records(cfg)
     data = {kept[plan.folder.name]["start"]["data"] for plan in plans if plan.kept}
-    here = Corpus(cfg.units.data_dir, 1, verify=False).hash if data else ""
-    if data - {here}:
+    if data and data != {data_hash(cfg)}:
         raise UserError(f"{cfg.records_file} has runs on other data than {cfg.units.data_dir}; leave out --kept")
 
 

@@ -46,11 +46,7 @@ def publish(name, figure, cfg, found):
 
 def section(name, record):
     """A figure or table of the report, as Markdown."""
-    others = {
-        "modes": "All modes", "rates": "Learning rates", "rates2": "Two rates", "v5": "The paper's last version",
-        "regime": "What moves the sign", "gpu": "82M on one GPU",
-    }  # fmt: skip
-    title = others.get(name) or f"{'Figure' if name.startswith('fig') else 'Table'} {name[3:]}"
+    title = FIGURES[name].title or f"{'Figure' if name.startswith('fig') else 'Table'} {name[3:]}"
     parts = [f"## {title}", record["caption"]]
     if "png" in record:
         parts.append(f"![{title}]({Path(record['png']).name})")
@@ -58,15 +54,22 @@ def section(name, record):
         parts.append(markdown(record["table"][0], record["table"][1:]))
     if record["rows"]:
         parts.append(markdown(HEADER, map(claim_cells, record["rows"]), left=3))
-    commits = ", ".join(commit[:10] for commit in record["commits"])
-    made = [f"{len(record['runs'])} runs"] if record["runs"] else []
-    if record.get("timed"):  # older results do not have it
-        made.append(f"{record['timed']} of them timed: {record['hours']:.1f} hours of training")
-    if commits:
-        made.append(f"trained by commit {commits}")
-    made.append(f"drawn by commit {(record['environment']['commit'] or 'unknown')[:10]}")
-    parts.append(f"<sub>{', '.join(made)}, on {record['environment']['machine']}</sub>")
+    parts.append(f"<sub>{how_made(record)}</sub>")
     return "\n\n".join(parts)
+
+
+def how_made(record):
+    """Sentences on the runs of a figure and the commits that made them and it."""
+    said = []
+    if record["runs"]:
+        commits = [commit[:10] if commit != "unknown" else "ones not known" for commit in record["commits"]]
+        said.append(f"{len(record['runs'])} runs, by commit {' and '.join(commits)}.")
+    if record.get("timed"):  # older results do not have it
+        said.append(f"{record['timed']} of them are timed: {record['hours']:.1f} hours of training.")
+    drawn = record["environment"]
+    with_changes = " with changes" if drawn["changed_files"] else ""
+    said.append(f"Drawn by commit {(drawn['commit'] or 'unknown')[:10]}{with_changes}, on {drawn['machine']}.")
+    return " ".join(said)
 
 
 def report_text(results, scale):
