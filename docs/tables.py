@@ -29,6 +29,8 @@ class TablesConfig:
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
     SETTINGS = command_line(TablesConfig, __doc__)
 
+import numpy as np
+
 from bench import LLAMA
 from bench.common import lines_table, spread
 from bench.decoding import decoding_table
@@ -41,6 +43,7 @@ from examples import vit
 from files import read_json, write_text
 from paper.claims import CONFIRMED, CONTRADICTED, HEADER, LABELS, UNDETERMINED, claim_cells, tally
 from paper.figures import RATES, TUNED
+from paper.found import Found, read_kept
 from paper.runs import SCALES, SEEDS, Job
 from report import markdown, plus_minus
 from tasks import TABLE1, average
@@ -110,6 +113,22 @@ def grid_table(scale, size):
             gaps = [loss - other for loss, other in zip(losses, base, strict=True)]
             rows.append([f"{LABELS[mode]}, minus that", *(plus_minus(gap, sign=True) for gap in gaps)])
     return markdown(["rate", *(f"{lr * SCALES[scale].lr_factor:.3g}" for lr in rates)], rows)
+
+
+def domains_table(scale):
+    """Losses of modes at their best rates minus vanilla's by domain, means over the seeds whose records have them."""
+    units, kept = SCALES[scale], read_kept(ROOT / f"results/{scale}/runs.jsonl")
+    found = Found("", units, lambda job: SEEDS[: units.n_seeds(units.here(job))], kept=kept)
+    names = list(found.record(Job(), SEEDS[0])["domains"])
+    rows = []
+    for mode in TUNED[1:]:
+        gaps = []
+        for seed in found.common_seeds(Job(mode), Job()):
+            ours, base = (found.record(job, seed)["domains"] for job in (Job(mode), Job()))
+            if ours and base:
+                gaps.append([ours[name] - base[name] for name in names])
+        rows.append([LABELS[mode], str(len(gaps)), *(f"{gap:+.3f}" for gap in np.mean(gaps, axis=0))])
+    return markdown(["minus Transformer's", "seeds", *names], rows)
 
 
 def decoding_of_vanilla():
@@ -205,6 +224,7 @@ MAKERS = {
     "night-verdicts": lambda: claims_table("night"),
     "night-rates": lambda: rates_table("night"),
     "night-grid": lambda: grid_table("night", "82M"),
+    "night-domains": lambda: domains_table("night"),
     "demo-accuracy": accuracy_table,
     "demo-loss": domain_loss_table,
     "training-tiny": lambda: current_training_table("x1_tiny"),

@@ -173,16 +173,20 @@ def test_the_patch_applies_and_prints_its_plan(tmp_path):
 
 
 def test_numbers_of_the_results_page():
-    """Every number of three or more decimals in its sentences is one of its tables, rounded."""
-    page, pattern = TEXTS["results/README.md"], r"\d+\.\d{3,}"
+    """Every number of three or more decimals in its sentences is one of its tables or a run's loss, rounded; with its
+    sign, where it has one."""
+    page, pattern = TEXTS["results/README.md"].replace("−", "-"), r"(?<!\w)[+-]?\d+\.\d{3,}"
+    record = json.loads((ROOT / "results/night.json").read_text())["figures"]["rates"]
     known = [float(n) for place in tables.PLACE.finditer(page) for n in re.findall(pattern, place[0])]
+    known += record["runs"].values()
     numbers = re.findall(pattern, tables.PLACE.sub("", page))
     assert len(numbers) > 10
     for number in numbers:
         digits = len(number.partition(".")[2])
-        assert any(f"{x:.{digits}f}" == number for x in known), number
-    rows = json.loads((ROOT / "results/night.json").read_text())["figures"]["rates"]["rows"]
-    for row in rows:  # README's
+        signed = {f"{x:+.{digits}f}" for x in known}
+        signs = number[0] if number[0] in "+-" else "+-"
+        assert signed & {sign + number.lstrip("+-") for sign in signs}, number
+    for row in record["rows"]:  # README's
         if row["what"].startswith(("ResFormer −", "ResFormer, λ = 2 −")) and "1.95M" in row["what"]:
             assert f"{abs(row['mean']):.3f} ± {row['interval']:.3f}" in TEXTS["README.md"], row["what"]
 
