@@ -1,7 +1,6 @@
 """Greedy decoding after a prompt of random tokens, ours and transformers' generate: tokens/s, bytes of the KV cache.
 
     python -m bench.decoding --shape=82M --batch=1,8 --peers=dynamic,static
-    python -m bench.decoding results/bench_decode_*_{sweep,cla}.json --figure=results/decode.png     draws the results
 
 Read before: training.py. Read next: scoring.py.
 """
@@ -17,8 +16,6 @@ from configurator import UserError, command_line, run_main, setting
 class DecodingConfig(ModelBenchConfig):
     """Every setting of this benchmark."""
 
-    files: tuple[str, ...] = setting((), "results to draw, instead of measuring", positional=True)
-    figure: str = setting("decode.png", "the drawing")
     peers: tuple[Literal["dynamic", "static"], ...] = setting((), "caches of transformers' generate")
     batch: tuple[int, ...] = setting((1, 8), "rows", least=1, group="Work")
     prompt: tuple[int, ...] = setting((32,), "tokens of each prompt", least=1)
@@ -36,10 +33,8 @@ import sys
 import torch
 
 from bench.common import in_turn, lines_table, ratio, spread, timed, write_results
-from files import read_json
 from hf import to_llama
 from model import GPT
-from plot import page, style_of
 from runtime import only_process
 from sample import generate
 from value_modes import ModelConfig
@@ -179,70 +174,7 @@ def decoding_table(rows):
     return lines_table(lines, left=4)
 
 
-# ---- the figure
-
-
-def our_rows(files):
-    """The rows of our models, by title and mode: {title: {mode: [row]}}. Measured twice, the last file counts."""
-    found = {}
-    for file in files:
-        for row in read_json(file, "a file of bench.decoding", {"rows": list})["rows"]:
-            if "kv_bytes" in row:
-                title = f"{row['shape']}, {row['dtype']}, compile {row['compile']}"
-                modes = found.setdefault(title, {})
-                modes.setdefault(row["name"], {})[row["batch"], row["prompt"]] = row
-    return {title: {mode: list(rows.values()) for mode, rows in modes.items()} for title, modes in found.items()}
-
-
-def speed_panel(ax, modes, key, other, fixed):
-    """Tokens/s over row[key], one of "batch" and "prompt", of the rows whose other one is `fixed`: medians, and lines
-    from the slowest to the fastest round. Modes stand side by side, so that none hides another."""
-    for i, (mode, rows) in enumerate(modes.items()):
-        rows = sorted((row for row in rows if row[other] == fixed), key=lambda row: row[key])
-        places = [row[key] for row in rows]
-        speeds = [[row["batch"] * (row["new"] - 1) / s for s in row["seconds"]["decode"]] for row in rows]
-        medians = [row["tokens_per_s"] for row in rows]
-        below = [median - min(speed) for median, speed in zip(medians, speeds, strict=True)]
-        above = [max(speed) - median for median, speed in zip(medians, speeds, strict=True)]
-        x = [place * 1.03 ** (i - len(modes) / 2) for place in places]
-        ax.errorbar(x, medians, (below, above), label=mode, elinewidth=0.7, **style_of(mode))
-    names = {"batch": "rows in the batch", "prompt": "tokens of prompt"}
-    ax.set(xscale="log", ylim=(0, None), xlabel=names[key], ylabel=f"tokens/s with {fixed:,} {names[other]}")
-    ax.set_xticks(places, [f"{place:,}" for place in places])
-    ax.set_xticks([], minor=True)
-
-
-def rows_panel(ax, modes, prompt):
-    """A bar for each mode: how many rows of the longest prompt have their keys and values in memory."""
-    for mode, rows in modes.items():
-        fits = next(row["batch_that_fits"] for row in rows if row["prompt"] == prompt)
-        ax.bar_label(ax.barh(mode, fits, color=style_of(mode)["color"], alpha=0.6), fmt="{:,.0f}", padding=3)
-    ax.invert_yaxis()
-    ax.margins(x=0.12)
-
-
-def draw_decoding(files, figure):
-    """For each shape, dtype and compile three panels: tokens/s over the prompt at the largest batch, over the batch at
-    the longest prompt, and the rows of that prompt whose keys and values fit into memory."""
-    found = our_rows(files)
-    if not found:
-        raise UserError(f"there is no model of ours in {', '.join(files)}")
-    kv_gib = read_json(files[0], "a file of bench.decoding")["kv_gib"]
-    with page(figure, (12.5, 3.8 * len(found))) as fig:
-        for axes, (title, modes) in zip(fig.subplots(len(found), 3, squeeze=False), found.items(), strict=True):
-            batch = max(row["batch"] for rows in modes.values() for row in rows)
-            prompt = max(row["prompt"] for rows in modes.values() for row in rows)
-            speed_panel(axes[0], modes, "prompt", "batch", batch)
-            speed_panel(axes[1], modes, "batch", "prompt", prompt)
-            rows_panel(axes[2], modes, prompt)
-            axes[2].set_xlabel(f"rows after {prompt:,} tokens that fit into {kv_gib:g} GiB")
-            axes[0].set_title(title, loc="left", fontsize=9)
-            axes[0].legend()
-
-
 def main(cfg: DecodingConfig):
-    if cfg.files:
-        return draw_decoding(cfg.files, cfg.figure)
     device = only_process(cfg.device).device
     rows = []
     for shape, dtype, prompt, batch in itertools.product(cfg.shape, cfg.dtype, cfg.prompt, cfg.batch):

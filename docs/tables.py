@@ -32,7 +32,6 @@ if __name__ == "__main__":  # before torch is imported, so that a typo is answer
 import numpy as np
 
 from bench import LLAMA
-from bench.common import lines_table, spread
 from bench.decoding import decoding_table
 from bench.scoring import scoring_table
 from bench.training import memory_table, training_table
@@ -61,19 +60,6 @@ def current_training_table(name):
     """Without sides that do not exist any more: each is a mode of the table, or transformers' Llama."""
     rows = bench_rows(f"train_intel_xeon_{name}")
     return training_table([row for row in rows if row["name"].partition(", attn=")[0] in (*TABLE, LLAMA)])
-
-
-def llama_table():
-    """Vanilla's speed relative to transformers' Llama; a line for each file, a column for each way to run it."""
-    lines = []
-    for name in ("x1_tiny", "x2_82m", "x1_eager"):
-        rows = [row for row in bench_rows(f"train_intel_xeon_{name}") if row["name"] == "vanilla"]
-        line = {"shape": rows[0]["shape"]}
-        for row in rows:
-            way = f"{row['dtype']}, compiled" if row["compile"] == "on" else row["dtype"]
-            line[way] = spread(row[f"to {LLAMA}"])
-        lines.append(line)
-    return lines_table(lines)
 
 
 def figures_of(scale):
@@ -229,8 +215,6 @@ MAKERS = {
     "demo-loss": domain_loss_table,
     "training-tiny": lambda: current_training_table("x1_tiny"),
     "training-82M": lambda: current_training_table("x2_82m"),
-    "training-modes": lambda: current_training_table("x1_modes"),
-    "training-llama": llama_table,
     "memory": lambda: memory_table(bench_rows("memory_intel_xeon_x2_82m")),
     "decoding-vanilla": decoding_of_vanilla,
     "decoding-modes": decoding_of_modes,

@@ -161,33 +161,6 @@ def test_decoding(call):
     assert rows["vanilla", 2, 6]["batch_that_fits"] == 10 * 2**30 // (9 * 4 * 16 * 4)
 
 
-def test_figure_of_decoding(tmp_path, monkeypatch):
-    """Measured twice, drawn once, as in the last file; each point with the slowest and the fastest round."""
-    common_part = dict(shape="tiny", dtype="float32", compile="off", new=4, kv_bytes=1, batch_that_fits=7)
-    common_part["seconds"] = {"decode": [1.0, 2.0, 4.0]}
-    rows = []
-    for name in ("vanilla", "svformer"):
-        for batch, prompt in ((1, 3), (1, 6), (2, 3), (2, 6)):
-            row = dict(name=name, batch=batch, prompt=prompt, tokens_per_s=batch * 3 / 2.0)
-            rows.append({**common_part, **row})
-    old = [{**row, "tokens_per_s": 99.0} for row in rows]
-    for file, of in (("a.json", old), ("b.json", [*rows, {"name": LLAMA}])):
-        (tmp_path / file).write_text(json.dumps({"kv_gib": 10, "rows": of}))
-    drawn = []
-    panel = decoding.speed_panel
-    monkeypatch.setattr(decoding, "speed_panel", lambda ax, *of: drawn.append(ax) or panel(ax, *of))
-    decoding.draw_decoding([tmp_path / "a.json", tmp_path / "b.json"], tmp_path / "d.png")
-    assert (tmp_path / "d.png").read_bytes()[:4] == b"\x89PNG" and len(drawn) == 2
-    for ax, speeds in zip(drawn, ([3.0, 3.0], [1.5, 3.0]), strict=True):  # batch 2; prompt 6
-        places = [bars.lines[0].get_xdata() for bars in ax.containers]
-        assert [list(bars.lines[0].get_ydata()) for bars in ax.containers] == [speeds, speeds]
-        assert not set(places[0]) & set(places[1])  # side by side
-        low, high = ax.containers[0].lines[2][0].get_segments()[0][:, 1]
-        assert (low, high) == pytest.approx((speeds[0] / 2, speeds[0] * 2))
-    (tmp_path / "b.json").write_text("{}")
-    refused(in_process(decoding, tmp_path / "b.json"), "b.json lacks the field 'rows'")
-
-
 def test_another_text_is_rejected():
     model = tiny().float()
     ids = [[1, 2, 3], [4, 5, 6]]
