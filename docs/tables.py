@@ -37,7 +37,6 @@ from bench.scoring import scoring_table
 from bench.training import memory_table, training_table
 from budget import BudgetConfig, budget
 from describe import mode_table
-from eval import loss_table
 from examples import vit
 from files import read_json, write_text
 from paper.claims import CONFIRMED, CONTRADICTED, HEADER, LABELS, UNDETERMINED, claim_cells, tally
@@ -45,7 +44,6 @@ from paper.figures import RATES, TUNED
 from paper.found import Found, read_kept
 from paper.runs import SCALES, SEEDS, Job
 from report import markdown, plus_minus
-from tasks import TABLE1, average
 from value_modes import TABLE, ModelConfig
 
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n)(?:(?!<!-- table:).)*?(<!-- end -->)", re.S)
@@ -128,36 +126,6 @@ def decoding_of_modes():
     return decoding_table([row for row in rows if row["batch"] == 16 and row["prompt"] == 4096])
 
 
-def demo_results():
-    """{mode: {task: record}} of results/eval_demo.json."""
-    found = {}
-    for mode, evaluation in read_json(ROOT / "results/eval_demo.json", "results of eval.py").items():
-        (checkpoint,) = evaluation["checkpoints"].values()
-        found[mode] = checkpoint["results"]
-    return found
-
-
-def accuracy_table():
-    """Accuracies of the demo-sized models with their standard errors, chance, and the number of documents."""
-    rows = []
-    for mode, results in demo_results().items():
-        pairs = [(results[task]["acc"], results[task]["acc_stderr"]) for task in TABLE1]
-        rows.append([mode, *(plus_minus(*pair) for pair in [*pairs, average(pairs)])])
-    chance = [results[task]["chance"] for task in TABLE1]  # the same for all models
-    rows.append(["chance", *map(plus_minus, chance), plus_minus(sum(chance) / len(chance))])
-    rows.append(["documents", *(f"{results[task]['n']:,}" for task in TABLE1), ""])
-    return markdown(["acc", *TABLE1, "Avg"], rows)
-
-
-def domain_loss_table():
-    """Losses of the demo-sized models by domain, and their differences from vanilla's."""
-    results = demo_results()
-    found = []
-    for record in (of["loss"] for of in results.values()):
-        found.append({**record["val"], "Avg": record["val_mean"], "mixture": record["val_mixture"]})
-    return loss_table(list(results), "loss (nats per token)", found)
-
-
 def campaign_table(name):
     """What tests/<name>.py counted."""
     found = read_json(ROOT / f"results/{name}.json", f"what `make {name}` writes")
@@ -211,8 +179,6 @@ MAKERS = {
     "night-rates": lambda: rates_table("night"),
     "night-grid": lambda: grid_table("night", "82M"),
     "night-domains": lambda: domains_table("night"),
-    "demo-accuracy": accuracy_table,
-    "demo-loss": domain_loss_table,
     "training-tiny": lambda: current_training_table("x1_tiny"),
     "training-82M": lambda: current_training_table("x2_82m"),
     "memory": lambda: memory_table(bench_rows("memory_intel_xeon_x2_82m")),
