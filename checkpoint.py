@@ -395,3 +395,10 @@ def trained_on(folder, given, instead):
     if not Path(data_dir).is_dir():
         raise UserError(f"{folder} was trained on {data_dir}, which is missing; name {instead}")
     return data_dir, trained["mixture"]
+
+
+def trained_with_bos(folder):
+    """Whether the sequences that a run in `folder` was trained on begin with end-of-text. Runs that do not say so were
+    made before train.py had that setting, or come from elsewhere."""
+    config = folder / "config.json"
+    return config.exists() and read_json(config, "the config of a run").get("bos", False) is True

@@ -184,12 +184,15 @@ class Corpus:
     domain is the k-th of its windows in an order shuffled anew each epoch, so no window comes twice in an epoch.
     Everything follows from (seed, s): any rank can ask for any step at any time, and resuming needs no saved state.
     Validation: the first windows of each domain, in file order.
+
+    bos: whether each sequence begins with end-of-text in place of its first token. Targets stay as they are.
     """
 
-    def __init__(self, data_dir, block_size, seed=0, mixture=None, verify=True):
+    def __init__(self, data_dir, block_size, seed=0, mixture=None, verify=True, bos=False):
         self.dir = Path(data_dir)
         self.block_size = block_size
         self.seed = seed
+        self.bos = bos
         self.manifest = load_manifest(data_dir, verify)
         self.tokenizer = Tokenizer.load(self.dir / "tokenizer.json")
         if self.tokenizer.hash != self.manifest["tokenizer"]["hash"]:
@@ -263,7 +266,10 @@ class Corpus:
         rows = np.empty((len(places), T + 1), np.int64)
         for row, (domain, window) in enumerate(places):
             rows[row] = self._ids(split, domain, window * T, T + 1)
-        return rows[:, :-1].copy(), rows[:, 1:].copy()  # contiguous, so that a compiled model sees one layout
+        x, y = rows[:, :-1].copy(), rows[:, 1:].copy()  # contiguous, so that a compiled model sees one layout
+        if self.bos:
+            x[:, 0] = self.tokenizer.eot
+        return x, y
 
     def _draw_domains(self, chunk):
         """The domain, by its index, of each sequence of a chunk: (_CHUNK,) array."""
@@ -312,6 +318,8 @@ class Corpus:
             return self._read("val", [(domain, window) for window in range(first, last)])
         start = first * self.block_size
         rest = self._ids("val", domain, start, self._files["val"][domain][1] - start).astype(np.int64)
+        if self.bos:
+            rest[0] = self.tokenizer.eot
         return rest[None, :-1], rest[None, 1:]
 
     def val_parts(self, size, most=None):

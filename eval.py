@@ -68,7 +68,7 @@ import numpy as np
 import torch
 
 import checkpoint
-from checkpoint import load_tokenizer, trained_on
+from checkpoint import load_tokenizer, trained_on, trained_with_bos
 from data import COUNT, Corpus, Tokenizer, domain_losses
 from files import append, hold, read_json, read_records, sha256, write_json, write_text
 from model import to_fp32
@@ -360,7 +360,8 @@ def run_loss(entry, model, cfg, world):
 def open_corpus(path, tokenizer, header, cfg, world):
     """The data of --task=loss: --corpus, or what the run was trained on."""
     data_dir, mixture = trained_on(path.parent, cfg.corpus, "the prepared data for --task=loss by --corpus")
-    corpus = Corpus(data_dir, header["config"].block_size, mixture=mixture, verify=world.is_first_of_node)
+    verify, bos = world.is_first_of_node, trained_with_bos(path.parent)
+    corpus = Corpus(data_dir, header["config"].block_size, mixture=mixture, verify=verify, bos=bos)
     if corpus.tokenizer.hash != tokenizer.hash:
         raise UserError(f"{data_dir} was made with another tokenizer than {path}; give the run's own data by --corpus")
     return corpus

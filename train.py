@@ -29,6 +29,7 @@ class TrainConfig:
     mixture: dict[str, float] = setting(
         {}, "sampling weight per domain, {'C4': 0.5, …}; others are left out; empty = the data's"
     )
+    bos: bool = setting(False, "begin each sequence with end-of-text in place of its first token; sinks form sooner")
     verify: bool = setting(True, "compare the sha256 of the data with the manifest at the start")
 
     value_mode: str | ValueMode = setting(
@@ -278,7 +279,8 @@ def build(cfg, world):
     if is_sharded and not hasattr(need("torch.distributed.fsdp"), "fully_shard"):
         raise UserError(f"shard={cfg.shard} needs torch 2.6 or later, and this is {torch.__version__}")
     micro_batch, accumulation = cfg.split_batch(world.size)
-    corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify and world.is_first_of_node)
+    verify = cfg.verify and world.is_first_of_node
+    corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, verify, cfg.bos)
     torch.manual_seed(cfg.seed)
     model = GPT(cfg.model_config(corpus.tokenizer.n_vocab), cfg.seed, cfg.attn, recompute=cfg.recompute)
     if not is_sharded:  # else the device may have no room for all of it

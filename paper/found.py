@@ -179,14 +179,13 @@ class Found:
 
     def in_words(self, text):
         """Text in which [size 468M], [length 64000], [rate 1e-4] and [warmup 1200] become what they are here. A size is
-        vanilla's parameters, and the steps of a run that has more than others."""
+        vanilla's parameters, and what else differs in the model that is inspected."""
 
         def here(match):
             unit, paper = match.groups()
             if unit == "size":
-                run = self.run(Job(size=paper), SEEDS[0])
-                steps = f", {run.max_steps:,} steps" if run.max_steps != self.scale.steps else ""
-                return f"{plot.short_count(run.start['parameters'])} parameters{steps}"
+                job = Job(size=paper)
+                return f"{plot.short_count(self.parameters(job))} parameters{self.scale.change_in_words(job)}"
             if unit == "length":
                 return f"{self.scale.lengths[int(paper)][0]:,}"
             if unit == "warmup":

@@ -12,7 +12,6 @@ import plot
 from configurator import UserError
 from paper.claims import LABELS, critical, loss_gap, mean_losses, semi_log
 from paper.found import INITIAL, means_of
-from paper.runs import INSPECTED, SEEDS, train_settings
 from paper.tables import size_and_loss
 from plot import COLORS, HEADLINE, LEVEL, count_range, legend, page, short_count, style_of, styles_of
 from report import mean_interval, mean_std
@@ -25,14 +24,11 @@ KEY = {"color": "0.35", "markersize": 9, "markeredgewidth": 1.6}
 
 
 def real_size(jobs, found):
-    """Parameters and length of what is drawn, and the steps if they are not the scale's: 706k–738k parameters, length
-    128, 30,000 steps."""
+    """Parameters and length of what is drawn, and what else differs in the model that is inspected."""
     lengths = count_range([found.scale.lengths[job.length][0] for job in jobs], "{:,}".format)
+    changes = {found.scale.change_in_words(job) for job in jobs}
     text = f"{count_range([found.parameters(job) for job in jobs])} parameters, length {lengths}"
-    if {job.size for job in jobs} == {INSPECTED}:
-        steps = train_settings(jobs[0], found.scale, SEEDS[0], "")["max_steps"]
-        text += f", {steps:,} steps" if steps != found.scale.steps else ""
-    return text
+    return text + changes.pop() if len(changes) == 1 else text
 
 
 # -- kinds of panels

@@ -4,6 +4,7 @@ A Job says "ResFormer, 82M, length 64,000"; a Scale says that this is a model of
 cores. Read next: found.py.
 """
 
+import ast
 import dataclasses
 import re
 from collections.abc import Callable
@@ -20,7 +21,7 @@ ONE_RATE = "one"  # the rate of Figure 14, the same for all modes: Scale.one_rat
 @dataclass(frozen=True)
 class Job:
     """A training run in the paper's units. lr: None = the one that a Scale has for the mode, ONE_RATE = the one that it
-    has for all modes; change: what else differs, as settings of train.py that are numbers, `name=value` with commas."""
+    has for all modes; change: what else differs, as settings of train.py, `name=value` with commas."""
 
     mode: str = "vanilla"
     size: str = "82M"
@@ -71,6 +72,8 @@ THREE_SEEDS = (
     "resformer_sparse", "resformer_learned", "resformer_prev", "scaled", "resformer_neutreno", "identity", "cross",
     "query", "key", "share_k", "share_k2", "share_v2", "cla2", "gqa2", "svformer_2anchors",
 )  # fmt: skip
+# At scale night: the change to the model that is inspected. Without it no sink forms in as many steps.
+WITH_BOS = "bos=True"
 
 
 def rate_of(job, tuned, usual):
@@ -81,6 +84,8 @@ def rate_of(job, tuned, usual):
 
 def n_seeds_at_night(job):
     """The number of seeds of a Job at scale night: several where a verdict is about it, else one."""
+    if job.change == WITH_BOS:
+        return 3
     if job != Job(job.mode, job.size, job.length, job.lr):
         return 1  # it has another warmup, architecture or change
     if job.length != 2048:
@@ -137,6 +142,10 @@ class Scale:
         has_size = job.size in self.sizes or job.size == INSPECTED
         has_plan = job.length in self.lengths and job.warmup in self.warmups
         return has_size and has_plan and not self.leaves_out(job)
+
+    def change_in_words(self, job):
+        """What else differs in the model that is inspected, to be added to its size."""
+        return ", sequences begin with end-of-text" if self.here(job).change == WITH_BOS else ""
 
     def here(self, job):
         """The Job with what this scale decides: its learning rate, and which model is inspected."""
@@ -208,7 +217,7 @@ SCALES = {
         window=100, every=20, evals=5, chunks=200, core_speed=140e9,
         n_seeds=n_seeds_at_night, leaves_out=left_out_at_night,
         lr=NIGHT_LR, tuned=NIGHT_RATES, one_rate=NIGHT_ONE_RATE, without=("tab1", "fig22"),
-        inspected={"size": "82M", "change": "max_steps=30000"},
+        inspected={"size": "82M", "change": WITH_BOS},
         settings=ON_CORES | {"eval_tokens": 0, "dtype": "bfloat16", "compile": True, "attn": "eager",
                              "save_every": 500},
         of_length={32000: {"attn": "sdpa"}, 64000: {"attn": "sdpa"}},  # there eager attention takes up to twice as long
@@ -247,7 +256,7 @@ def train_settings(job, scale, seed, folder):
     values |= scale.of_length.get(job.length, {})
     for change in filter(None, job.change.split(",")):
         name, value = change.split("=")
-        values[name] = float(value) if "." in value else int(value)
+        values[name] = ast.literal_eval(value)
     return values
 
 

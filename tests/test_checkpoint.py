@@ -138,3 +138,6 @@ def test_what_a_run_was_trained_on(tmp_path):
     files.write_json(tmp_path / "config.json", {"data_dir": here, "mixture": {"a": 1.0}, "max_steps": 1})
     assert checkpoint.trained_on(tmp_path, "", "data") == (here, {"a": 1.0})
     assert checkpoint.trained_on(tmp_path, here, "data") == (here, None)
+    assert not checkpoint.trained_with_bos(tmp_path) and not checkpoint.trained_with_bos(tmp_path / "none")
+    files.write_json(tmp_path / "config.json", {"bos": True})
+    assert checkpoint.trained_with_bos(tmp_path)

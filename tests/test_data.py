@@ -29,6 +29,21 @@ def test_batch_is_a_function_of_seed_and_step(data_dir):
         np.testing.assert_array_equal(np.concatenate(parts), later[0])
 
 
+def test_sequences_that_begin_with_end_of_text(data_dir):
+    """Only the first token that the model sees differs, in what is left of the validation text too."""
+    plain, bos = Corpus(data_dir, 16, seed=1), Corpus(data_dir, 16, seed=1, bos=True)
+    rest = plain.windows("val", "prose")
+    for get in (
+        lambda corpus: corpus.batch(70, 8),
+        lambda corpus: corpus.val_batch("prose", 0, 3),
+        lambda corpus: corpus.val_batch("prose", rest, rest + 1),
+    ):
+        (x, y), (with_bos, targets) = get(plain), get(bos)
+        np.testing.assert_array_equal(targets, y)
+        np.testing.assert_array_equal(with_bos[:, 1:], x[:, 1:])
+        assert (with_bos[:, 0] == plain.tokenizer.eot).all() and not (x[:, 0] == plain.tokenizer.eot).all()
+
+
 def test_each_window_once_per_epoch(data_dir):
     corpus = Corpus(data_dir, 16, seed=3)
     n = {d: corpus.windows("train", d) for d in corpus.domains}

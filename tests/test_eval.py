@@ -18,6 +18,7 @@ from test_train import torchrun
 
 import checkpoint
 import eval as e
+import plot
 import tasks
 import train
 from configurator import UserError
@@ -351,6 +352,22 @@ def loss_of(model, corpus, folder, **how):
     entry = e.Entry(folder / "none.safetensors", str(random.random()), {}, corpus.tokenizer, corpus)
     e.run_loss(entry, model, e.EvalConfig(task=("loss",), **how), Distributed("cpu"))
     return entry.records["loss"]
+
+
+def test_loss_is_that_of_training_with_bos(data_dir, tmp_path):
+    shape = (
+        "--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --batch_tokens=128 --micro_batch=8 --max_steps=2".split()
+    )
+    words = [*shape, f"--data_dir={data_dir}", "--dtype=float32", "--eval_tokens=0"]
+    losses = []
+    for bos in ("true", "false"):
+        run = tmp_path / bos
+        assert in_process(train, *words, f"--bos={bos}", f"--out_dir={run}").returncode == 0
+        assert in_process(e, run, "--task=loss", "--dtype=float32").returncode == 0
+        (found,) = json.loads((run / "eval.json").read_text())["checkpoints"].values()
+        losses.append(plot.read_run(run).final_loss)
+        assert found["results"]["loss"]["val_mean"] == pytest.approx(losses[-1], abs=1e-6)
+    assert abs(losses[0] - losses[1]) > 1e-5
 
 
 def test_loss_takes_every_token(data_dir, tmp_path):

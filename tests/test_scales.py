@@ -117,14 +117,14 @@ def test_what_a_scale_decides():
     found = Found("out", night, lambda job: (42,))
     assert found.rate_in_words(Job("gqa2")) == ", rate 0.002" and not found.rate_in_words(Job("cla2"))
     values = train_settings(Job("gqa2", INSPECTED), night, 42, "x")
-    assert (values["max_steps"], values["n_embd"], values["learning_rate"]) == (30_000, 128, 2e-3)
+    assert (values["bos"], values["n_embd"], values["learning_rate"]) == (True, 128, 2e-3)
     job = Job(change="weight_decay=0.3,batch_tokens=4096")
     values = train_settings(job, night, 42, "x")
     assert (values["weight_decay"], values["batch_tokens"]) == (0.3, 4096)
     assert job.name == "82M-2048-vanilla-weight_decay0.3-batch_tokens4096"
     cfg = asked("all", "--scale=night")
     three = (Job(), Job("svformer"), Job("cross"), Job("resformer", "468M"), Job(length=512, lr=ONE_RATE))
-    assert {len(cfg.seeds_of(job)) for job in three} == {3}
+    assert {len(cfg.seeds_of(job)) for job in (*three, Job("gqa2", INSPECTED))} == {3}
     one = (
         Job("mqa"),
         Job("resformer", lr=6e-4),
@@ -133,7 +133,6 @@ def test_what_a_scale_decides():
         Job("gqa2", "2M"),
         Job(length=512),
         job,
-        Job("gqa2", INSPECTED),
     )
     assert {len(cfg.seeds_of(job)) for job in one} == {1}
 
