@@ -115,7 +115,10 @@ def find(run_or_file="", which="last"):
     """The weights file that is meant: a file itself, the "last" or "best" (lowest validation loss) one of a run, or the
     first one of a Hugging Face folder. "" is the newest run below out/. Raises UserError, with the runs that do exist,
     if there is none."""
-    path = Path(run_or_file or ["out", *runs_in_out()][-1])
+    if not run_or_file:
+        runs = runs_in_out()
+        run_or_file = runs[-1] if runs else "out"
+    path = Path(run_or_file)
     if path.is_file():
         return path
     if is_hf_folder(path):
@@ -217,9 +220,10 @@ def read_state(path, model, step):
     if metadata.get("step") != step:
         raise UserError(f"{path} is the training state of step {metadata.get('step')}; get the one of step {step}")
     expected = {"rng": torch.get_rng_state()}
-    if "rng_cuda" in tensors:
+    if "rng_cuda" in tensors:  # its form can be compared only where there is a GPU
         expected["rng_cuda"] = torch.cuda.get_rng_state() if torch.cuda.is_available() else tensors["rng_cuda"]
-    if len(tensors) > len(expected):  # AdamW has no state before its first step, and a scaler may have skipped all
+    has_moments = len(tensors) > len(expected)
+    if has_moments:  # AdamW has none before its first step, and a scaler may have skipped all
         for name, p in model.named_parameters():
             expected |= {f"step/{name}": torch.zeros(()), f"exp_avg/{name}": p, f"exp_avg_sq/{name}": p}
     check_forms(path, tensors, expected)

@@ -169,9 +169,9 @@ def lay_out(batch):
             ids[b, start:end] = own
             positions[b, start:end] = range(shared, shared + len(own))
             branches[b, start:end] = k
-            at = np.arange(len(row.ids) - 1 - row.n, len(row.ids) - 1)  # positions that predict the scored tokens
-            at[at >= shared] += start - shared
-            places.append(b * width + at)
+            predicts = np.arange(len(row.ids) - 1 - row.n, len(row.ids) - 1)  # the scored tokens; in the row itself
+            columns = np.where(predicts < shared, predicts, start + predicts - shared)  # in the bundle
+            places.append(b * width + columns)
             targets.append(row.ids[-row.n :])
             owners.append(np.full(row.n, len(owners)))
             start = end

@@ -123,14 +123,14 @@ def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
     softmax. mask: (B, 1, T, S) or (T, S), added to the scores instead of the causal mask.
     """
     T, S = q.size(2), k.size(2) // layers
-    is_square = mask is None and T == S and layers == 1  # then "is_causal" of fused kernels is what is meant
+    is_causal = mask is None and layers == 1 and 1 < T == S  # as fused kernels mean it
+    sees_all = T == 1  # the last position sees every key
     if kind == "flash" and mask is None and layers == 1:
         from flash_attn import flash_attn_func
 
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, heads, D)
         return flash_attn_func(q, k, v, causal=True, softmax_scale=scale).transpose(1, 2)
-    needs_mask = kind == "eager" or not (is_square or T == 1)
-    if mask is None and needs_mask:
+    if mask is None and (kind == "eager" or not (is_causal or sees_all)):
         mask = torch.full((T, S), -math.inf, device=q.device).triu(S - T + 1)
     if mask is not None:
         mask = torch.cat([mask.to(q.dtype)] * layers, dim=-1)  # (…, T, layers * S)
@@ -138,7 +138,7 @@ def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
         k, v = repeat_heads(k, q.size(1)), repeat_heads(v, q.size(1))  # (B, H, layers * S, …)
         scores = to_fp32(q @ k.mT) * (scale or q.size(-1) ** -0.5)  # (B, H, T, layers * S)
         return (scores + mask).softmax(dim=-1).to(v.dtype) @ v
-    return fused_attention(q, k, v, mask, is_square and T > 1, scale)
+    return fused_attention(q, k, v, mask, is_causal, scale)
 
 
 def fused_attention(q, k, v, mask, is_causal, scale):

@@ -102,10 +102,6 @@ class RaggedCache(KVCache):
     def __init__(self, cache, lengths):
         store = next(iter(cache.tensors.values()))
         B, _, self.length, _ = store.shape
-        require(len(lengths) == B, f"{len(lengths)} lengths for a KV cache of {B} rows")
-        in_cache = 0 < min(lengths) and max(lengths) <= cache.pos
-        message = f"rows of {min(lengths)} to {max(lengths)} tokens in a KV cache that holds {cache.pos}"
-        require(in_cache, message)
         self.tensors, self.lengths = cache.tensors, torch.tensor(lengths, device=store.device)[:, None]  # (B, 1)
         self.batch = torch.arange(B, device=store.device)
         self.slots = torch.arange(self.length, device=store.device)

@@ -495,8 +495,8 @@ def plan_layers(cfg):
     for index, r in enumerate(mode.residuals):
         layers = pick_layers(r.layers or ":", n_layer)
         lowest = lowest_layers_sharing(r.reads, owners)
-        if r.reads:
-            layers = [n for n in layers if n in [owners[n][t] for t in r.reads]]  # not where all of them are borrowed
+        if r.reads:  # a layer that borrows all of them has nothing of its own to mix
+            layers = [n for n in layers if any(owners[n][t] == n for t in r.reads)]
         if r.source == "token":
             tables = assign_tables(r.tables, len(layers))
             for n, table in zip(layers, tables, strict=True):
