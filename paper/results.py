@@ -17,7 +17,7 @@ from runtime import environment
 def publish(name, figure, cfg, found):
     """Draw a figure or print a table, and write its numbers into the results of the scale."""
     print(f"{name}: {figure.caption}")
-    record = {"caption": figure.caption, "out_dir": cfg.out_dir}
+    record = {"caption": figure.caption, "environment": environment()}  # before it changes files of the repository
     runs = [(job, seed) for job in figure.jobs for seed in cfg.seeds_of(job)]
     record["runs"] = {found.folder(job, seed).name: found.loss(job, seed) for job, seed in runs}
     made = {found.folder(job, seed): found.record(job, seed) for job, seed in runs}.values()  # some Jobs are one run
@@ -33,7 +33,6 @@ def publish(name, figure, cfg, found):
     record["rows"] = claim_rows(figure, found)
     if record["rows"]:
         print(markdown(HEADER, map(claim_cells, record["rows"]), left=3), flush=True)
-    record["environment"] = environment()
     path = Path(cfg.results_dir, f"{cfg.scale}.json")
     figures = read_json(path, "results of paper.reproduce", {"figures": dict})["figures"] if path.exists() else {}
     figures[name] = record
