@@ -99,20 +99,38 @@ def grid_table(scale, size):
     return markdown(["rate", *(f"{lr * SCALES[scale].lr_factor:.3g}" for lr in rates)], rows)
 
 
-def domains_table(scale):
-    """Losses of modes at their best rates minus vanilla's by domain, means over the seeds whose records have them."""
+def gaps_table(scale, header, numbers):
+    """What modes at their best rates have minus what vanilla has, means over seeds. numbers: function record -> an
+    array, empty if the record does not have them."""
     units, kept = SCALES[scale], read_kept(ROOT / f"results/{scale}/runs.jsonl")
     found = Found("", units, lambda job: SEEDS[: units.n_seeds(units.here(job))], kept=kept)
-    names = list(found.record(Job(), SEEDS[0])["domains"])
     rows = []
     for mode in TUNED[1:]:
         gaps = []
         for seed in found.common_seeds(Job(mode), Job()):
-            ours, base = (found.record(job, seed)["domains"] for job in (Job(mode), Job()))
-            if ours and base:
-                gaps.append([ours[name] - base[name] for name in names])
+            ours, base = (numbers(found.record(job, seed)) for job in (Job(mode), Job()))
+            if len(ours) and len(base):
+                gaps.append(ours - base)
         rows.append([LABELS[mode], str(len(gaps)), *(f"{gap:+.3f}" for gap in np.mean(gaps, axis=0))])
-    return markdown(["minus Transformer's", "seeds", *names], rows)
+    return markdown(["minus Transformer's", "seeds", *header], rows)
+
+
+def domains_table(scale):
+    """By domain, the loss at the end."""
+    some = next(record for record in read_kept(ROOT / f"results/{scale}/runs.jsonl").values() if record["domains"])
+    return gaps_table(scale, some["domains"], lambda record: np.array(list(record["domains"].values())))
+
+
+def leads_table(scale):
+    """Along the run, the training loss: means of the 200 steps that end there."""
+    ends = [600, 1000, 2000, 3000, 4000, 5000, 6000]
+
+    def means(record):
+        steps = record["every"] * np.arange(1, 1 + len(record["losses"]))
+        at = [(steps > end - 200) & (steps <= end) for end in ends]
+        return np.array([np.mean(np.array(record["losses"])[mask]) for mask in at]) if len(steps) else np.array([])
+
+    return gaps_table(scale, [f"{end * 2048 / 1e6:.1f}M" for end in ends], means)
 
 
 def decoding_of_vanilla():
@@ -179,6 +197,7 @@ MAKERS = {
     "night-rates": lambda: rates_table("night"),
     "night-grid": lambda: grid_table("night", "82M"),
     "night-domains": lambda: domains_table("night"),
+    "night-leads": lambda: leads_table("night"),
     "training-tiny": lambda: current_training_table("x1_tiny"),
     "training-82M": lambda: current_training_table("x2_82m"),
     "memory": lambda: memory_table(bench_rows("memory_intel_xeon_x2_82m")),

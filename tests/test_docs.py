@@ -17,6 +17,7 @@ from conftest import ROOT, finished, in_process
 from budget import BudgetConfig
 from configurator import UserError, load_settings
 from docs import tables
+from paper.found import read_kept
 from report import mean_std
 from value_modes import TABLE, ModelConfig
 
@@ -172,6 +173,9 @@ def test_the_patch_applies_and_prints_its_plan(tmp_path):
     assert result.stdout == plan, result.stderr
 
 
+SEED_1 = {"vanilla": "82M-2048-vanilla-lr0.0003-1", "svformer": "82M-2048-svformer-1"}
+
+
 def test_numbers_of_the_results_page():
     """Every number of three or more decimals in its sentences is one of its tables or a run's loss, rounded; with its
     sign, where it has one."""
@@ -186,6 +190,16 @@ def test_numbers_of_the_results_page():
         signed = {f"{x:+.{digits}f}" for x in known}
         signs = number[0] if number[0] in "+-" else "+-"
         assert signed & {sign + number.lstrip("+-") for sign in signs}, number
+    kept = read_kept(ROOT / "results/night/runs.jsonl")
+    noted = [name for name in record["runs"] if not kept[name]["losses"]]
+    text = " ".join(page.split())
+    assert f"make {len(record['runs'])} runs" in text and f"Of {len(noted)} runs with seed 42 only" in text
+    cache = {mode: kept[name]["start"]["kv_bytes_per_token"] for mode, name in SEED_1.items()}
+    assert f"{100 * cache['svformer'] / cache['vanilla']:.0f} % of the cache" in text
+    for row in record["rows"]:
+        if row["n"] == 3:  # without the seed that the rate was chosen by
+            two = sum(row["values"][1:]) / 2
+            assert abs(two - row["mean"]) < 0.01 and two * row["mean"] > 0, row["what"]
     for row in record["rows"]:  # README's
         if row["what"].startswith(("ResFormer −", "ResFormer, λ = 2 −")) and "1.95M" in row["what"]:
             assert f"{abs(row['mean']):.3f} ± {row['interval']:.3f}" in TEXTS["README.md"], row["what"]
