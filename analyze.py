@@ -4,7 +4,7 @@
     python analyze.py --init=config/size_468m.py --chunks=4        the same of a model before its training
     python analyze.py path/to/Llama-3.1-8B --length=2048 --data_dir=data/demo     Llama or Mistral, Hugging Face layout
 
-Each chunk is the end-of-text token, which is how training text begins, then consecutive tokens of validation text.
+Each chunk is the end-of-text token, as before a first document, then consecutive tokens of validation text.
 Writes analysis.json (numbers by layer) and analysis.npz (by token position, and spectra) into the run's folder, and
 prints the main ones. Each quantity is defined at the function that measures it. Paper: arXiv 2410.17897.
 

@@ -213,9 +213,12 @@ class Corpus:
 
     @property
     def val_hash(self):
-        """Identifies the validation data: tokenizer, domains and their files, in any order."""
+        """Identifies the validation data: tokenizer, domains and their files, in any order, and bos."""
         files = {d: self.manifest["splits"]["val"][d]["sha256"] for d in self.domains}
-        return hashlib.sha256(json.dumps([self.tokenizer.hash, files], sort_keys=True).encode()).hexdigest()[:16]
+        parts = [self.tokenizer.hash, files]
+        if self.bos:
+            parts.append("bos")
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def _normalized_weights(self, mixture):
         known = self.manifest["splits"]["train"]

@@ -169,7 +169,7 @@ def lay_out(batch):
             ids[b, start:end] = own
             positions[b, start:end] = range(shared, shared + len(own))
             branches[b, start:end] = k
-            predicts = np.arange(len(row.ids) - 1 - row.n, len(row.ids) - 1)  # the scored tokens; in the row itself
+            predicts = np.arange(len(row.ids) - 1 - row.n, len(row.ids) - 1)  # places in the row
             columns = np.where(predicts < shared, predicts, start + predicts - shared)  # in the bundle
             places.append(b * width + columns)
             targets.append(row.ids[-row.n :])
@@ -377,7 +377,8 @@ def open_entries(cfg, world):
         corpus = open_corpus(path, tokenizer, header, cfg, world) if "loss" in cfg.task else None
         entries.append(Entry(path, checkpoint.digest(path), header, tokenizer, corpus))
         if corpus and corpus.val_hash != entries[0].corpus.val_hash:
-            raise UserError(f"{paths[0]} and {path} have different data: compare their losses on one --corpus")
+            how = "compare their losses on one --corpus, and only if both or none were trained with --bos"
+            raise UserError(f"{paths[0]} and {path} have different data: {how}")
     for entry, label in zip(entries, short_labels(entries), strict=True):
         entry.label = label
     return entries

@@ -132,7 +132,8 @@ def write_folder(folder, path, model, tokenizer, cfg):
         require_finite(f"{path} as {cfg.dtype}: {name}", tensor)
     with writing_tensors(folder):
         need("huggingface_hub").save_torch_state_dict(tensors, folder, max_shard_size=cfg.max_shard_size)
-    write_json(folder / "config.json", config_of(model, header, cfg.dtype))
+    bos = checkpoint.trained_with_bos(path.parent)
+    write_json(folder / "config.json", config_of(model, header, cfg.dtype) | {"bos": bos})
     for file in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", file)  # the library makes them private
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)

@@ -9,7 +9,7 @@
 Runs are named by their folders, and grouped by value_mode. The seeds of a mode become one line, their mean, with a band
 of one standard deviation (n - 1) on each side. The figure is written beside the first run, or where --out_file says.
 
-paper/ draws the paper's figures and bench/ its measurements with the styles and the page of this file.
+paper/ draws the paper's figures with the styles and the page of this file.
 """
 
 import contextlib
@@ -286,7 +286,8 @@ def by_mode(runs, baseline):
 def plan_of(run):
     """How a run was trained, in words: two runs can be compared if these are equal."""
     tokens = f"{run.step_tokens:,.0f} tokens, {run.start['block_size']} at a time"
-    return f"{run.max_steps} steps of {tokens}, of data {run.start['data']}"
+    bos = " with end-of-text first" if run.start.get("bos") else ""  # older runs do not say it
+    return f"{run.max_steps} steps of {tokens}{bos}, of data {run.start['data']}"
 
 
 def pair(groups, baseline):

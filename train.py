@@ -29,7 +29,7 @@ class TrainConfig:
     mixture: dict[str, float] = setting(
         {}, "sampling weight per domain, {'C4': 0.5, …}; others are left out; empty = the data's"
     )
-    bos: bool = setting(False, "begin each sequence with end-of-text in place of its first token; sinks form sooner")
+    bos: bool = setting(False, "begin each sequence with end-of-text in place of its first token")
     verify: bool = setting(True, "compare the sha256 of the data with the manifest at the start")
 
     value_mode: str | ValueMode = setting(
@@ -138,7 +138,8 @@ from value_modes import kv_floats_per_token
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
 REMEDY = "nothing of this step is saved; continue from a checkpoint before it with a lower learning_rate"
 MAY_DIFFER = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every")
-MAY_DIFFER += ("recompute", "shard", "micro_batch", "attn")  # they change no result beyond rounding: no note on resume
+# These change no result beyond rounding. A resumed run says nothing of them, and paper/ compares runs without them.
+MAY_DIFFER += ("recompute", "shard", "micro_batch", "attn")
 
 
 def learning_rate(step, peak, end, warmup, steps):
@@ -307,7 +308,7 @@ def resumed(run):
 def compare_settings(run, done):
     """(config.json as it should be now, a sentence on what changed since the run was last started or "").
 
-    Raises UserError if the first weights or the order of the data changed, or, in a finished run, anything that changes
+    Raises UserError if the first weights, the data or its order changed, or, in a finished run, anything that changes
     results.
     """
     cfg, path = run.cfg, Path(run.cfg.out_dir) / "config.json"
@@ -317,11 +318,11 @@ def compare_settings(run, done):
     new = json.loads(json.dumps(settings))  # as it is read back
     if not (done and path.exists()):
         return new, ""
-    old = read_json(path, "the config of a run", checkpoint.RUN)
+    old = {"bos": False} | read_json(path, "the config of a run", checkpoint.RUN)  # older runs do not say it
     new["init_from"] = cfg.init_from or old.get("init_from", "")  # a resumed run need not name it again
     changed = [k for k in new if k in old and old[k] != new[k] and k not in MAY_DIFFER]
     what = ", ".join(f"{k} (was {str(old[k])[:40] or 'empty'})" for k in changed)
-    must_stay = {"seed", "batch_tokens", "data", "init_from"}
+    must_stay = {"seed", "batch_tokens", "data", "bos", "init_from"}
     is_finished = done >= cfg.max_steps
     if must_stay.intersection(changed) or (changed and is_finished):
         raise UserError(f"{cfg.out_dir} was started with other settings: {what}; use them, or another --out_dir")
@@ -341,6 +342,7 @@ def announce(run, done, metrics):
         "arch": cfg.arch,
         "block_size": cfg.block_size,
         "data": run.corpus.hash,
+        "bos": cfg.bos,
         "kv_bytes_per_token": 2 * kv_floats_per_token(config),  # in bf16
         "dtype": dtype.removeprefix("torch."),
         "device": world.kind,

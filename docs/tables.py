@@ -100,8 +100,8 @@ def grid_table(scale, size):
 
 
 def gaps_table(scale, header, numbers):
-    """What modes at their best rates have minus what vanilla has, means over seeds. numbers: function record -> an
-    array, empty if the record does not have them."""
+    """For each mode its numbers minus vanilla's, both at their best rates, means over seeds. numbers: function from a
+    record to an array, empty if the record does not have them."""
     units, kept = SCALES[scale], read_kept(ROOT / f"results/{scale}/runs.jsonl")
     found = Found("", units, lambda job: SEEDS[: units.n_seeds(units.here(job))], kept=kept)
     rows = []
@@ -116,21 +116,27 @@ def gaps_table(scale, header, numbers):
 
 
 def domains_table(scale):
-    """By domain, the loss at the end."""
-    some = next(record for record in read_kept(ROOT / f"results/{scale}/runs.jsonl").values() if record["domains"])
-    return gaps_table(scale, some["domains"], lambda record: np.array(list(record["domains"].values())))
+    """Validation loss at the end by domain, minus vanilla's."""
+    kept = read_kept(ROOT / f"results/{scale}/runs.jsonl")
+    names = next(list(record["domains"]) for record in kept.values() if record["domains"])
+
+    def losses(record):
+        return np.array([record["domains"][name] for name in names if record["domains"]])
+
+    return gaps_table(scale, names, losses)
 
 
 def leads_table(scale):
-    """Along the run, the training loss: means of the 200 steps that end there."""
-    ends = [600, 1000, 2000, 3000, 4000, 5000, 6000]
+    """Training loss along the run minus vanilla's: means of the thirtieth of all steps that ends there."""
+    block, batch, _ = SCALES[scale].lengths[2048]
+    tokens = SCALES[scale].steps * block * batch
+    ends = [3, 5, 10, 15, 20, 25, 30]  # thirtieths of the run
 
     def means(record):
-        steps = record["every"] * np.arange(1, 1 + len(record["losses"]))
-        at = [(steps > end - 200) & (steps <= end) for end in ends]
-        return np.array([np.mean(np.array(record["losses"])[mask]) for mask in at]) if len(steps) else np.array([])
+        losses = np.array(record["losses"])
+        return losses.reshape(30, -1).mean(axis=1)[np.array(ends) - 1] if len(losses) else losses
 
-    return gaps_table(scale, [f"{end * 2048 / 1e6:.1f}M" for end in ends], means)
+    return gaps_table(scale, [f"{end / 30 * tokens / 1e6:.1f}M" for end in ends], means)
 
 
 def decoding_of_vanilla():

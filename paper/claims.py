@@ -391,5 +391,5 @@ def tally(figures):
     )
     same, other = (counts[ONE_SEED[way]] for way in (True, False))
     if same + other:
-        text += f" By one seed {same} more go the paper's way and {other} do not."
+        text += f" With one seed: {same} the paper's way, {other} the other way."
     return text

@@ -14,7 +14,6 @@ import plot
 from configurator import UserError
 from files import read_json, read_records, write_text
 from paper.runs import SEEDS, UNIT, Job, train_settings
-from train import MAY_DIFFER
 
 INITIAL = "init-468M"  # folder of the analysis of a model before training
 RECORD = {
@@ -29,6 +28,13 @@ RECORD = {
     "domains": dict[str, float],  # the last validation loss of each
     "seconds": float | None,  # of the training steps; None = not known
 }
+
+
+def is_compared(name):
+    """Whether a setting of train.py changes more than rounding."""
+    from train import MAY_DIFFER  # it imports torch
+
+    return name not in MAY_DIFFER
 
 
 def means(values, every):
@@ -49,7 +55,7 @@ def make_record(folder, asked, every):
     record = {
         "name": folder.name,
         "commit": read_json(environment, "of train.py").get("commit") if environment.exists() else None,
-        "settings": {name: config[name] for name in asked if name in config and name not in MAY_DIFFER},
+        "settings": {name: config[name] for name in asked if name in config and name != "data" and is_compared(name)},
         "start": {name: run.start[name] for name in plot.START},
         "step_tokens": run.step_tokens,
         "every": every,
@@ -79,7 +85,7 @@ def read_kept(path):
     """{name: record} of a file of records; empty if there is no such file. Raises UserError if it is damaged."""
     if not Path(path).exists():
         return {}
-    if not Path(path).read_bytes().endswith(b"\n"):  # it is written whole, so that read_records must leave nothing out
+    if Path(path).read_bytes()[-1:] not in (b"", b"\n"):  # it is written whole: read_records must leave nothing out
         raise UserError(f"{path} ends within a line; take it from where it is whole, such as git")
     return {record["name"]: record for record in read_records(path, RECORD)}
 
@@ -91,11 +97,10 @@ def write_kept(path, kept):
 
 
 def difference(record, asked):
-    """`name=value instead of value` of the first setting that a run does not have as `asked`, or "". Settings that
-    change a result by rounding at most do not count."""
+    """`name=value instead of value` of the first setting that a run does not have as `asked`, or ""."""
     made = record["settings"] | {"every": record["every"], "data": record["start"]["data"]}
     for name, value in asked.items():
-        if name not in MAY_DIFFER and made.get(name) != value:
+        if is_compared(name) and made.get(name) != value:
             return f"{name}={made.get(name)} instead of {value}"
     return ""
 
@@ -178,8 +183,8 @@ class Found:
         return "" if rate == other else f", rate {rate * self.scale.lr_factor:.4g}"
 
     def in_words(self, text):
-        """Text in which [size 468M], [length 64000], [rate 1e-4] and [warmup 1200] become what they are here. A size is
-        vanilla's parameters, and what else differs in the model that is inspected."""
+        """Text in which [size 468M], [length 64000], [rate 1e-4] and [warmup 1200] become what they are here. A size
+        becomes vanilla's parameters; how the inspected model differs is added."""
 
         def here(match):
             unit, paper = match.groups()

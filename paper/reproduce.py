@@ -178,12 +178,13 @@ def make_plans(cfg, kept):
                 plan.analyse |= job in figure.analysed
                 plan.needs_arrays |= job in figure.with_arrays
                 plan.needs_losses |= job in figure.with_curves
-                plan.analyse |= "analysis" in kept.get(folder.name, {})  # its next record is to have it too
                 if figure.scored and (seed == SEEDS[0] or cfg.seeds):  # tasks cost more than small runs: one seed
                     plan.score = True
     for folder, plan in plans.items():
         record = kept.get(folder.name)
         plan.kept = record is not None and is_enough(record, plan, cfg.units.every)
+        if record is not None and not plan.kept:
+            plan.analyse |= "analysis" in record  # its next record is to have it too
     return list(plans.values())
 
 
@@ -358,7 +359,7 @@ def kept_records(cfg):
 
 def keep_record(plan, cfg):
     """Add the record of a finished run to the file of records, see `make_record`."""
-    record = make_record(plan.folder, plan.values | {"data": data_hash(cfg)}, cfg.units.every)
+    record = make_record(plan.folder, plan.values | {"data": data_hash(cfg.units.data_dir)}, cfg.units.every)
     if is_stale(plan.folder):
         record.pop("analysis", None)
     write_kept(cfg.records_file, read_kept(cfg.records_file) | {plan.folder.name: record})
@@ -402,15 +403,16 @@ def make_data(cfg):
         raise UserError(f"`{cfg.units.prepare}` failed ({code})")
 
 
-def data_hash(cfg):
-    return Corpus(cfg.units.data_dir, 1, verify=False).hash
+@functools.cache
+def data_hash(data_dir):
+    return Corpus(data_dir, 1, verify=False).hash
 
 
 def check_data(plans, cfg):
     """Raise UserError if records are of runs on other data: new runs could not be compared with them."""
     kept = kept_records(cfg)
     data = {kept[plan.folder.name]["start"]["data"] for plan in plans if plan.kept}
-    if data and data != {data_hash(cfg)}:
+    if data and data != {data_hash(cfg.units.data_dir)}:
         raise UserError(f"{cfg.records_file} has runs on other data than {cfg.units.data_dir}; leave out --kept")
 
 

@@ -61,12 +61,14 @@ def how_made(record):
     """Sentences on the runs of a figure and the commits that made them and it."""
     said = []
     if record["runs"]:
-        commits = [commit[:10] if commit != "unknown" else "ones not known" for commit in record["commits"]]
-        said.append(f"{len(record['runs'])} runs, by commit {' and '.join(commits)}.")
+        commits = [commit[:10] for commit in record["commits"] if commit != "unknown"]
+        some = ", of some unknown" if "unknown" in record["commits"] else ""
+        said.append(f"{len(record['runs'])} runs, by commit {', '.join(commits)}{some}.")
     if record.get("timed"):  # older results do not have it
         said.append(f"{record['timed']} of them are timed: {record['hours']:.1f} hours of training.")
     drawn = record["environment"]
-    with_changes = " with changes" if drawn["changed_files"] else ""
+    changed = [line for line in (drawn["changed_files"] or "").splitlines() if " results/" not in line]
+    with_changes = " with changes" if changed else ""
     said.append(f"Drawn by commit {(drawn['commit'] or 'unknown')[:10]}{with_changes}, on {drawn['machine']}.")
     return " ".join(said)
 
@@ -84,7 +86,7 @@ def report_text(results, scale):
         "value is undefined, or all are equal. Verdicts are on the sign or the bound, not on the paper's number. They "
         "are not corrected for how many they are, and many share runs.",
     ]
-    parts += [section(name, record) for name, record in figures.items()]
+    parts += [section(name, record) for name, record in figures.items() if name in FIGURES]
     return "\n\n".join(parts) + "\n"
 
 

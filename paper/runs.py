@@ -21,7 +21,8 @@ ONE_RATE = "one"  # the rate of Figure 14, the same for all modes: Scale.one_rat
 @dataclass(frozen=True)
 class Job:
     """A training run in the paper's units. lr: None = the one that a Scale has for the mode, ONE_RATE = the one that it
-    has for all modes; change: what else differs, as settings of train.py, `name=value` with commas."""
+    has for all modes; change: what else differs, as settings of train.py, `name=value` with commas; values are numbers,
+    True or False."""
 
     mode: str = "vanilla"
     size: str = "82M"
@@ -145,7 +146,10 @@ class Scale:
 
     def change_in_words(self, job):
         """What else differs in the model that is inspected, to be added to its size."""
-        return ", sequences begin with end-of-text" if self.here(job).change == WITH_BOS else ""
+        change = self.here(job).change if job.size == INSPECTED else ""
+        if change == WITH_BOS:
+            return ", trained with end-of-text first"
+        return f", {change}" if change else ""
 
     def here(self, job):
         """The Job with what this scale decides: its learning rate, and which model is inspected."""

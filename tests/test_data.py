@@ -102,6 +102,8 @@ def test_hashes_name_the_data(data_dir):
     corpus, other = Corpus(data_dir, 16), Corpus(data_dir, 16, mixture={"code": 1, "prose": 1})
     assert corpus.hash == Corpus(data_dir, 32, seed=1).hash != other.hash
     assert corpus.val_hash == other.val_hash != Corpus(data_dir, 16, mixture={"code": 1}).val_hash
+    bos = Corpus(data_dir, 16, bos=True)
+    assert bos.hash == corpus.hash and bos.val_hash != corpus.val_hash  # losses with and without it are not compared
 
 
 def swap(file, old, new):

@@ -355,10 +355,8 @@ def loss_of(model, corpus, folder, **how):
 
 
 def test_loss_is_that_of_training_with_bos(data_dir, tmp_path):
-    shape = (
-        "--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --batch_tokens=128 --micro_batch=8 --max_steps=2".split()
-    )
-    words = [*shape, f"--data_dir={data_dir}", "--dtype=float32", "--eval_tokens=0"]
+    words = "--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --batch_tokens=128 --max_steps=2".split()
+    words += [f"--data_dir={data_dir}", "--eval_tokens=0", "--dtype=float32"]
     losses = []
     for bos in ("true", "false"):
         run = tmp_path / bos
@@ -368,6 +366,8 @@ def test_loss_is_that_of_training_with_bos(data_dir, tmp_path):
         losses.append(plot.read_run(run).final_loss)
         assert found["results"]["loss"]["val_mean"] == pytest.approx(losses[-1], abs=1e-6)
     assert abs(losses[0] - losses[1]) > 1e-5
+    both = in_process(e, tmp_path / "true", tmp_path / "false", "--task=loss")
+    refused(both, "have different data", "only if both or none were trained with --bos")
 
 
 def test_loss_takes_every_token(data_dir, tmp_path):

@@ -34,6 +34,7 @@ import prepare
 import sample
 import train
 from data import Tokenizer
+from files import write_json
 from value_modes import kv_floats_per_token
 
 transformers = pytest.importorskip("transformers")
@@ -231,7 +232,9 @@ def test_every_mode_comes_back(tmp_path):
         model = tiny(mode, vocab_size=257, arch=arch, **kw).float()
         path = checkpoint.save(tmp_path / f"run{i}", 3, model, tokenizer.hash, val_loss=1.5)
         tokenizer.save(path.with_name("tokenizer.json"))
+        write_json(path.with_name("config.json"), {"bos": i == 0})
         export.write_folder(tmp_path / f"hf{i}", path, model, tokenizer, export.ExportConfig())
+        assert checkpoint.trained_with_bos(tmp_path / f"hf{i}") == (i == 0)
         found = checkpoint.find(tmp_path / f"hf{i}")
         header = checkpoint.read_header(found)
         assert header["config"].value_mode == model.cfg.value_mode or hf.is_plain_llama(model.cfg), mode

@@ -283,6 +283,10 @@ def test_refused_pairs(tmp_path):
     base, res = make("base", "vanilla", 1, np.ones(9)), make("res", "resformer", 2, np.ones(9))
     batch = make("batch", "svformer", 1, np.ones(9), batch=64)
     steps = make("steps", "svformer", 1, np.ones(9), max_steps=99)
+    make("bos", "svformer", 1, np.ones(9))
+    metrics = tmp_path / "bos" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"event": "start",', '"event": "start", "bos": true,'))
+    bos = plot.read_run(tmp_path / "bos")
     again, wide = make("again", "vanilla", 1, np.ones(9)), make("wide", "vanilla", 3, np.ones(9), parameters=7)
     for runs, message in (
         ([base, res], r"res \(resformer\) needs a vanilla run with its seed, 2; .* --value_mode=vanilla"),
@@ -290,6 +294,7 @@ def test_refused_pairs(tmp_path):
         ([base], "all runs are vanilla"),
         ([base, batch], "batch had 9 steps of 64 tokens, 64 at a time, of data d, .*base had 9 steps of 512 tokens"),
         ([base, steps], "steps had 99 steps of 512"),
+        ([base, bos], "bos had 9 steps of 512 tokens, 64 at a time with end-of-text first, of data d"),
         ([base, again], "are both vanilla, but not two seeds of one model"),
         ([base, wide], "are both vanilla, but not two seeds of one model"),
     ):

@@ -376,6 +376,9 @@ def test_changed_settings_are_named_on_resume(data_dir, tmp_path):
     trained(data_dir, tmp_path / "run", max_steps=4)
     result = trained(data_dir, tmp_path / "run", max_steps=6, weight_decay=0.2, resume="auto")
     assert "changed since the run was last started: max_steps (was 4), weight_decay (was 0.1)" in result.stdout
+    change(tmp_path / "run" / "config.json", without="bos")  # a run that is older than the setting
+    other = in_process(train, *flags(data_dir, tmp_path / "run", max_steps=8, resume="auto", bos=True))
+    refused(other, "was started with other settings: ", "bos (was False)")
     assert [r["step"] for r in steps_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
