@@ -139,6 +139,18 @@ def leads_table(scale):
     return gaps_table(scale, [f"{end / 30 * tokens / 1e6:.1f}M" for end in ends], means)
 
 
+def weights_table(scale, modes):
+    """What modes with learned weights have learned: the weights of V_n and V_1 at the end, by seed and layer."""
+    rows = []
+    for record in read_kept(ROOT / f"results/{scale}/runs.jsonl").values():
+        mode = record["start"]["value_mode"]
+        if mode in modes and "lam" in record:
+            (layers,) = record["lam"]
+            cells = [f"{own:.2f} + {first:.2f}" for own, first in layers[1:]]
+            rows.append([LABELS[mode], str(record["start"]["seed"]), *cells])
+    return markdown(["V_n + V_1", "seed", *(f"layer {n}" for n in range(2, 2 + len(cells)))], rows)
+
+
 def decoding_of_vanilla():
     rows = bench_rows("decode_intel_xeon_x2_82m") + bench_rows("decode_intel_xeon_x1_tiny")
     return decoding_table([row for row in rows if row["name"] == "vanilla"])
@@ -204,6 +216,7 @@ MAKERS = {
     "night-grid": lambda: grid_table("night", "82M"),
     "night-domains": lambda: domains_table("night"),
     "night-leads": lambda: leads_table("night"),
+    "night-weights": lambda: weights_table("night", ("resformer_learned", "resformer_plus")),
     "training-tiny": lambda: current_training_table("x1_tiny"),
     "training-82M": lambda: current_training_table("x2_82m"),
     "memory": lambda: memory_table(bench_rows("memory_intel_xeon_x2_82m")),

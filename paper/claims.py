@@ -27,6 +27,7 @@ LABELS = {
     "denseformer": "DenseFormer", "resformer_neutreno": "ResFormer+NeuTRENO", "cross": "Cross Layer Attention",
     "cla2": "CLA2", "gqa2": "GQA2", "gqa8": "GQA8", "svformer_gqa4": "SVFormer+GQA4", "cla2_gqa4": "CLA2+GQA4",
     "resformer_lambda": "ResFormer, λ = 2", "resformer_plus": "Learnable-Plus ResFormer",
+    "resformer_learned": "Learnable ResFormer", "resformer_sparse": "Sparse ResFormer",
     "share_v2": "shared values of 2 layers", "share_k2": "shared keys of 2 layers", "share_q": "Layer 1's queries",
     "share_k": "Layer 1's keys", "svformer_2anchors": "SVFormer, 2 anchors", "svformer_3anchors": "SVFormer, 3 anchors",
     "svformer_4anchors": "SVFormer, 4 anchors",

@@ -1,8 +1,8 @@
 """What finished runs have left, by Job and seed: in their folders, or as records in results/<scale>/runs.jsonl.
 
-A record has what most figures need of a run, in 4 kB: settings, losses, the means of its analysis. With records alone a
-figure is drawn, and a campaign goes on, where the folders are gone. A record does not age: after a change of model.py
-it is still that of the old code, which `commit` names. Read next: claims.py.
+A record has what most figures need of a run, in 4 kB: settings, losses, learned weights, the means of its
+analysis. With records alone a figure is drawn, and a campaign goes on, where the folders are gone. A record does not
+age: after a change of model.py it is still that of the old code, which `commit` names. Read next: claims.py.
 """
 
 import json
@@ -64,6 +64,9 @@ def make_record(folder, asked, every):
         "domains": run.domains,
         "seconds": round(float(np.sum(run.step_tokens / run.steps["tokens_per_s"])), 1),
     }
+    last = [line for line in read_records(folder / "metrics.jsonl") if line.get("event") == "eval"][-1]
+    if last.get("lam"):
+        record["lam"] = last["lam"]  # the learned weights of residuals, see GPT.mixing_weights
     if (folder / "analysis.json").exists():
         record["analysis"] = plot.read_analysis(folder)
     if wrong := difference(record, asked):

@@ -305,6 +305,11 @@ def test_what_a_record_is_enough_for(small, real):
     assert by_two["settings"] == {"max_steps": 4}
     steps = found_runs.curves_of(by_two).steps
     assert (steps["step"].tolist(), steps["tokens"].tolist()) == ([2, 4], [256, 512])
+    shutil.copytree(folder, "learned")
+    metrics = Path("learned/metrics.jsonl")
+    lam = [[None, [0.3, 1.7]]]  # as train.py writes it for modes with learned weights
+    metrics.write_text(metrics.read_text().replace('"event": "eval"', f'"event": "eval", "lam": {json.dumps(lam)}'))
+    assert found_runs.make_record(Path("learned"), {}, 1)["lam"] == lam and "lam" not in full
     with pytest.raises(UserError, match="the record of 82M-2048-vanilla-42 has no training losses"):
         given = found_runs.curves_of(noted | {"name": folder.name})
         claims.critical(Fake(run=lambda job, seed: given, scale=SCALES["night"]), Job(), 42)
