@@ -79,10 +79,10 @@ def claims_table(scale):
     return markdown(HEADER, cells, left=3)
 
 
-def rates_table(scale):
-    """The best learning rate of each mode, and the losses there."""
-    header, *rows = figures_of(scale)["rates"]["table"]
-    return markdown(header, rows, left=2)
+def table_of(scale, name):
+    """(header, rows) of a figure's table"""
+    header, *rows = figures_of(scale)[name]["table"]
+    return header, rows
 
 
 def grid_table(scale, size):
@@ -212,7 +212,7 @@ MAKERS = {
     "claims-cpu": lambda: claims_text("cpu"),
     "claims-night": lambda: claims_text("night"),
     "night-verdicts": lambda: claims_table("night"),
-    "night-rates": lambda: rates_table("night"),
+    "night-rates": lambda: markdown(*table_of("night", "rates"), left=2),
     "night-grid": lambda: grid_table("night", "82M"),
     "night-domains": lambda: domains_table("night"),
     "night-leads": lambda: leads_table("night"),

@@ -496,6 +496,7 @@ FIGURES["v5"] = Figure(
         ),
     ),
     runs=(Job("hidden"), Job("probs")),
+    table=lambda found: tables.modes_table(found, FIGURES["v5"].jobs),
     scale="night",
     title="The paper's last version",
 )

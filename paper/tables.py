@@ -16,7 +16,7 @@ from files import read_json
 from paper import claims
 from paper.claims import LABELS, best_rate, critical, loss_gap
 from paper.runs import SCALES, Job, train_settings
-from report import mean_interval, mean_std, plus_minus
+from report import mean_interval, plus_minus
 from tasks import TABLE1
 
 # Numbers that the paper prints: Tables 1 (accuracies) and 5 (validation losses); domains and tasks in its order.
@@ -179,15 +179,16 @@ def rates_table(found, grids):
 
 def modes_table(found, jobs):
     """Validation losses of runs, the lowest first."""
-    yield ["mode", "validation loss ± std", "minus vanilla's ± std", "parameters", "KV bytes per token"]
+    yield ["mode", "validation loss ± 95 %", "minus vanilla's ± 95 %", "seeds", "parameters", "KV bytes per token"]
     rows = []
     for job in jobs:
-        start = found.run(job, found.seeds(job)[0]).start
-        losses = mean_std([found.loss(job, seed) for seed in found.seeds(job)])
+        seeds = found.seeds(job)
+        start = found.run(job, seeds[0]).start
+        losses = mean_interval([found.loss(job, seed) for seed in seeds])
         gaps = None, None
         if job != job.baseline:
-            seeds = found.common_seeds(job, job.baseline)
-            gaps = mean_std([loss_gap(job, job.baseline)(found, seed) for seed in seeds])
-        cells = [f"`{job.mode}`", plus_minus(*losses), plus_minus(*gaps, sign=True)]
+            shared = found.common_seeds(job, job.baseline)
+            gaps = mean_interval([loss_gap(job, job.baseline)(found, seed) for seed in shared])
+        cells = [f"`{job.mode}`", plus_minus(*losses), plus_minus(*gaps, sign=True), str(len(seeds))]
         rows.append((losses[0], [*cells, f"{start['parameters']:,}", f"{start['kv_bytes_per_token']:,}"]))
     yield from (cells for _, cells in sorted(rows))
