@@ -213,6 +213,7 @@ MAKERS = {
     "claims-night": lambda: claims_text("night"),
     "night-verdicts": lambda: claims_table("night"),
     "night-rates": lambda: markdown(*table_of("night", "rates"), left=2),
+    "night-v5": lambda: markdown(*table_of("night", "v5")),
     "night-grid": lambda: grid_table("night", "82M"),
     "night-domains": lambda: domains_table("night"),
     "night-leads": lambda: leads_table("night"),

@@ -180,9 +180,10 @@ def test_numbers_of_the_results_page():
     """Every number of three or more decimals in its sentences is one of its tables or a run's loss, rounded; with its
     sign, where it has one."""
     page, pattern = TEXTS["results/README.md"].replace("−", "-"), r"(?<!\w)[+-]?\d+\.\d{3,}"
-    record = json.loads((ROOT / "results/night.json").read_text())["figures"]["rates"]
+    figures = json.loads((ROOT / "results/night.json").read_text())["figures"]
+    record, rows = figures["rates"], [row for figure in figures.values() for row in figure["rows"]]
     known = [float(n) for place in tables.PLACE.finditer(page) for n in re.findall(pattern, place[0])]
-    known += record["runs"].values()
+    known += [*record["runs"].values(), *(row[key] or 0 for row in rows for key in ("mean", "interval"))]
     numbers = re.findall(pattern, tables.PLACE.sub("", page))
     assert len(numbers) > 10
     for number in numbers:
@@ -196,7 +197,7 @@ def test_numbers_of_the_results_page():
     assert f"make {len(record['runs'])} runs" in text and f"Of {len(noted)} runs with seed 42 only" in text
     cache = {mode: kept[name]["start"]["kv_bytes_per_token"] for mode, name in SEED_1.items()}
     assert f"{100 * cache['svformer'] / cache['vanilla']:.0f} % of the cache" in text
-    intervals = {f"{row['mean']:+.4f} ± {row['interval']:.4f}" for row in record["rows"] if row["interval"]}
+    intervals = {f"{row['mean']:+.4f} ± {row['interval']:.4f}" for row in rows if row["interval"]}
     pairs = re.findall(r"[+-]\d+\.\d+ ± \d+\.\d+", tables.PLACE.sub("", page))
     assert len(pairs) > 5 and set(pairs) <= intervals
     for row in record["rows"]:
