@@ -24,11 +24,10 @@ KEY = {"color": "0.35", "markersize": 9, "markeredgewidth": 1.6}
 
 
 def real_size(jobs, found):
-    """Parameters and length of what is drawn, and what else differs in the model that is inspected."""
+    """Parameters and length of what is drawn, and how the inspected model differs; all jobs are of it, or none."""
     lengths = count_range([found.scale.lengths[job.length][0] for job in jobs], "{:,}".format)
-    changes = {found.scale.change_in_words(job) for job in jobs}
-    text = f"{count_range([found.parameters(job) for job in jobs])} parameters, length {lengths}"
-    return text + changes.pop() if len(changes) == 1 else text
+    parameters = count_range([found.parameters(job) for job in jobs])
+    return f"{parameters} parameters, length {lengths}{found.scale.change_in_words(jobs[0])}"
 
 
 # -- kinds of panels
