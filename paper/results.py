@@ -75,7 +75,7 @@ def how_made(record):
 
 def report_text(results, scale):
     """results/<scale>/README.md, from what results/<scale>.json holds."""
-    figures = results["figures"]
+    figures = {name: record for name, record in results["figures"].items() if name in FIGURES}
     parts = [
         f"# The paper's figures and tables at scale `{scale}`",
         f"Written by `python -m paper.reproduce report --scale={scale}` from [{scale}.json](../{scale}.json).",
@@ -86,7 +86,7 @@ def report_text(results, scale):
         "value is undefined, or all are equal. Verdicts are on the sign or the bound, not on the paper's number. They "
         "are not corrected for how many they are, and many share runs.",
     ]
-    parts += [section(name, record) for name, record in figures.items() if name in FIGURES]
+    parts += [section(name, record) for name, record in figures.items()]
     return "\n\n".join(parts) + "\n"
 
 

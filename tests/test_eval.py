@@ -364,6 +364,7 @@ def test_loss_is_that_of_training_with_bos(data_dir, tmp_path):
         assert in_process(e, run, "--task=loss", "--dtype=float32").returncode == 0
         (found,) = json.loads((run / "eval.json").read_text())["checkpoints"].values()
         losses.append(plot.read_run(run).final_loss)
+        assert plot.read_run(run).start["bos"] == (bos == "true")
         assert found["results"]["loss"]["val_mean"] == pytest.approx(losses[-1], abs=1e-6)
     assert abs(losses[0] - losses[1]) > 1e-5
     both = in_process(e, tmp_path / "true", tmp_path / "false", "--task=loss")

@@ -23,7 +23,7 @@ import prepare
 from analyze import AnalyzeConfig
 from configurator import UserError, load_settings
 from eval import EvalConfig
-from paper import claims, figures, reproduce, tables
+from paper import claims, figures, panels, reproduce, tables
 from paper import found as found_runs
 from paper import results as results_page
 from paper.claims import claim_cells
@@ -233,6 +233,10 @@ def test_a_second_call_trains_nothing(real, small, monkeypatch):
             assert record[key] == before["figures"][name][key], (name, key)
     assert Path("results/cpu/fig9.png").read_bytes() == image
     assert "wrote results/cpu/README.md: 3 figures and tables" in command("report").stdout
+    report = Path("results/cpu/README.md").read_text()
+    found = json.loads(Path("results/cpu.json").read_text())
+    found["figures"]["fig3"] = found["figures"]["fig9"]  # of a figure that is no longer made
+    assert results_page.report_text(found, "cpu") == report
 
     assert command("modes", "--out_dir=out/cpu").returncode == command("report", "--scale=night").returncode == 0
     runs = json.loads(Path("results/night.json").read_text())["figures"]["modes"]["runs"]
@@ -300,7 +304,8 @@ def test_what_a_record_is_enough_for(small, real):
     tokens = Figure("x", (Panel("tokens", "", (("vanilla", Job()),)),))
     figures.FIGURES["fig4"] = tokens
     assert is_kept("fig4", full) and not is_kept("fig4", noted)
-    by_two = found_runs.make_record(folder, {"max_steps": 4, "out_dir": "elsewhere"}, 2)
+    how = {"max_steps": 4, "out_dir": "elsewhere", "data": full["start"]["data"]}
+    by_two = found_runs.make_record(folder, how, 2)
     assert len(by_two["losses"]) == 2 and by_two["losses"][0] == pytest.approx(np.mean(full["losses"][:2]), abs=1e-5)
     assert by_two["settings"] == {"max_steps": 4}
     steps = found_runs.curves_of(by_two).steps
@@ -310,12 +315,16 @@ def test_what_a_record_is_enough_for(small, real):
     lam = [[None, [0.3, 1.7]]]  # as train.py writes it for modes with learned weights
     metrics.write_text(metrics.read_text().replace('"event": "eval"', f'"event": "eval", "lam": {json.dumps(lam)}'))
     assert found_runs.make_record(Path("learned"), {}, 1)["lam"] == lam and "lam" not in full
+
+    def found_of(record):
+        return Found("out", reproduce.SCALES["cpu"], lambda job: (42,), kept={folder.name: record})
+
     with pytest.raises(UserError, match="the record of 82M-2048-vanilla-42 has no training losses"):
-        given = found_runs.curves_of(noted | {"name": folder.name})
-        claims.critical(Fake(run=lambda job, seed: given, scale=SCALES["night"]), Job(), 42)
-    given = Found("out", reproduce.SCALES["cpu"], lambda job: (42,), kept={folder.name: bare})
+        claims.critical(found_of(noted), Job(), 42)
+    with pytest.raises(UserError, match="no run of this panel has training losses"):
+        panels.draw_relative(None, figures.relative_losses("", {"Transformer": "vanilla"}), found_of(noted))
     with pytest.raises(UserError, match="analysis.json is missing"):
-        given.by_layer(Job(), 42, "entropy")
+        found_of(bare).by_layer(Job(), 42, "entropy")
 
 
 @pytest.mark.parametrize("scale", ["cpu", "night"])
