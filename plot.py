@@ -561,6 +561,8 @@ def evaluation(path, cfg, names):
     has_loss = any("loss" in results for results in runs.values())
     if has_loss:
         widths.append(4.0)
+        if len({results["loss"].get("data") for results in runs.values() if "loss" in results}) > 1:
+            raise UserError("these losses are on different data; evaluate the runs on one --corpus, or draw them apart")
     if not widths:
         raise UserError(
             f"{names[0]} has no result of a whole task; make one: `python eval.py {names[0]}`, without --limit"

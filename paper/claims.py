@@ -16,7 +16,6 @@ from itertools import combinations
 import numpy as np
 
 import plot
-from configurator import UserError
 from paper.found import NoSeed
 from paper.runs import INSPECTED, ONE_RATE, SCALES, Job
 from report import mean_interval, plus_minus
@@ -163,7 +162,8 @@ def tokens_saved(curve, target):
 
 def saved_tokens(found, seed):
     """The share of tokens that ResFormer saves at the largest size."""
-    return tokens_saved(*(found.run(Job(mode, "468M"), seed).validation for mode in ("resformer", "vanilla")))
+    runs = [found.run_with_losses(Job(mode, "468M"), seed) for mode in ("resformer", "vanilla")]
+    return tokens_saved(*(run.validation for run in runs))
 
 
 def smooth(x, y, window):
@@ -196,10 +196,7 @@ def critical_point(x, y, window):
 
 def critical(found, job, seed):
     """critical_point of a Job's relative loss, a pair (step, extrapolated?)."""
-    two = [found.run(job, seed), found.run(job.baseline, seed)]
-    for run in two:
-        if not len(run.steps["loss"]):
-            raise UserError(f"the record of {run.name} has no training losses; leave out --run=false to make them")
+    two = [found.run_with_losses(job, seed), found.run_with_losses(job.baseline, seed)]
     x, y = plot.align([(run.steps["step"], run.steps["loss"]) for run in two])
     every = found.scale.every  # each loss is the mean of as many steps, the last of which is x
     return critical_point(x - (every - 1) / 2, y[0] - y[1], found.scale.window // every)

@@ -1,8 +1,8 @@
 """What finished runs have left, by Job and seed: in their folders, or as records in results/<scale>/runs.jsonl.
 
 A record has what most figures need of a run, in 4 kB: settings, losses, learned weights, the means of its
-analysis. With records alone a figure is drawn, and a campaign goes on, where the folders are gone. A record does not
-age: after a change of model.py it is still that of the old code, which `commit` names. Read next: claims.py.
+analysis. With records alone a figure is drawn, and a campaign goes on, where the folders are gone. A record stays valid
+when model.py changes; `commit` says which code made the run. Read next: claims.py.
 """
 
 import json
@@ -88,7 +88,7 @@ def read_kept(path):
     """{name: record} of a file of records; empty if there is no such file. Raises UserError if it is damaged."""
     if not Path(path).exists():
         return {}
-    if Path(path).read_bytes()[-1:] not in (b"", b"\n"):  # it is written whole: read_records must leave nothing out
+    if Path(path).read_bytes()[-1:] not in (b"", b"\n"):  # read_records would leave out the unfinished line
         raise UserError(f"{path} ends within a line; take it from where it is whole, such as git")
     return {record["name"]: record for record in read_records(path, RECORD)}
 
@@ -109,7 +109,7 @@ def difference(record, asked):
 
 
 def means_of(analysis, key):
-    """Means of a quantity in an analysis over layers or states; None in layers without it."""
+    """Means of a quantity in an analysis, by layer or state; None in layers without it."""
     part = "states" if key in analysis["states"] else "layers"
     return analysis[part][key]["mean"]
 
@@ -136,6 +136,7 @@ class Found:
         self.root, self.scale, self.seeds, self.public = Path(root), scale, seeds, public
         self.kept = kept or {}
         self.records = {}  # what has been read, by folder
+        self.data = None  # hash of the data, which is the same for all of them
 
     def folder(self, job, seed):
         name = self.scale.here(job).name
@@ -149,17 +150,34 @@ class Found:
         folder = self.folder(job, seed)
         if folder not in self.records:
             asked = train_settings(job, self.scale, seed, folder) | {"every": self.scale.every}
-            for other in self.records.values():
-                asked["data"] = other["start"]["data"]
-            record = self.kept.get(folder.name)
-            if record is None or difference(record, asked):
-                record = make_record(folder, asked, self.scale.every)
-            self.records[folder] = record
+            if self.data:
+                asked["data"] = self.data
+            self.records[folder] = self.find(folder, asked)
+            self.data = self.records[folder]["start"]["data"]
         return self.records[folder]
+
+    def find(self, folder, asked):
+        """The kept record of a run if it has the settings that are asked for, else a record of its folder."""
+        kept = self.kept.get(folder.name)
+        if kept is None:
+            return make_record(folder, asked, self.scale.every)
+        wrong = difference(kept, asked)
+        if not wrong:
+            return kept
+        if not folder.exists():
+            raise UserError(f"the record of {folder.name} has {wrong}; leave out --run=false to make the run again")
+        return make_record(folder, asked, self.scale.every)
 
     def run(self, job, seed):
         """The plot.Curves of a run; raises UserError as `record` does."""
         return curves_of(self.record(job, seed))
+
+    def run_with_losses(self, job, seed):
+        """The same with its training losses; raises UserError if only its validation loss was kept."""
+        run = self.run(job, seed)
+        if not len(run.steps["loss"]):
+            raise UserError(f"the record of {run.name} has no training losses; leave out --run=false to make them")
+        return run
 
     def parameters(self, job):
         return self.run(job, self.seeds(job)[0]).start["parameters"]
@@ -217,7 +235,7 @@ class Found:
         return self.record(job, seed).get("analysis") or plot.read_analysis(self.folder(job, seed))
 
     def by_layer(self, job, seed, key):
-        """Means of a quantity over layers or states; None in layers without it."""
+        """See `means_of`."""
         return means_of(self.analysis(job, seed), key)
 
     def arrays(self, job, seed):

@@ -151,7 +151,7 @@ def draw_paper(ax, panel, found):
 
 def draw_tokens(ax, panel, found):
     """Validation losses along training."""
-    lines, styles = by_label(panel, found, lambda job, seed: found.run(job, seed).validation)
+    lines, styles = by_label(panel, found, lambda job, seed: found.run_with_losses(job, seed).validation)
     for label, curves in lines.items():
         x, y = plot.align(curves)
         plot.draw_line(ax, x, y, label, styles[label], points=(x, y.mean(0)))

@@ -382,6 +382,8 @@ def test_evaluations(tmp_path, monkeypatch):
     ax = seen["losses"]
     assert [t.get_text() for t in ax.get_yticklabels()] == ["mean", "Book", "C4"]
     assert ax.lines[0].get_xdata().tolist() == [3.5, 4.0, 3.0] and (tmp_path / "e.png").stat().st_size > 5000
+    other = {"loss": loss | {"data": "x"}}
+    refused(in_process(plot, "eval", a, make_eval(tmp_path / "c", "cla2", other)), "these losses are on different data")
     change(a / "eval.json", checkpoints={"folder": {"step": None, "mode": "vanilla", "results": {"winogrande": wino}}})
     assert in_process(plot, "eval", a).returncode == 0  # of an exported folder, which has no step
     assert in_process(plot, "eval", b, "--metric=acc_norm").returncode == 0

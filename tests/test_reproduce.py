@@ -269,7 +269,8 @@ def test_kept_runs(real, small, tmp_path, monkeypatch):
     text = Path("results/cpu/runs.jsonl").read_text()
     other = text.replace('"learning_rate":0.003', '"learning_rate":0.03', 1)  # a record of another run does not count
     Path("results/cpu/runs.jsonl").write_text(other)
-    refused(command("fig9", "--kept=true", "--run=false"), "82M-2048-resformer-42 is missing or not finished")
+    wrong = "the record of 82M-2048-resformer-42 has learning_rate=0.03 instead of 0.003"
+    refused(command("fig9", "--kept=true", "--run=false"), wrong)
     assert "2 runs, 1 of them done" in command("fig9", "--kept=true", "--dry_run").stdout
     Path("results/cpu/runs.jsonl").write_text(re.sub('"data":"[^"]*"', '"data":"other"', text))
     refused(command("fig9", "--kept=true"), "results/cpu/runs.jsonl has runs on other data than")
@@ -321,6 +322,8 @@ def test_what_a_record_is_enough_for(small, real):
 
     with pytest.raises(UserError, match="the record of 82M-2048-vanilla-42 has no training losses"):
         claims.critical(found_of(noted), Job(), 42)
+    with pytest.raises(UserError, match="the record of 82M-2048-vanilla-42 has no training losses"):
+        panels.draw_tokens(None, tokens.panels[0], found_of(noted))
     with pytest.raises(UserError, match="no run of this panel has training losses"):
         panels.draw_relative(None, figures.relative_losses("", {"Transformer": "vanilla"}), found_of(noted))
     with pytest.raises(UserError, match="analysis.json is missing"):
