@@ -384,7 +384,7 @@ def tally(figures):
     counts = Counter({row["what"]: row["verdict"] for row in rows}.values())  # some claims stand in two figures
     yes, no, unknown = (counts[name] for name in (CONFIRMED, CONTRADICTED, UNDETERMINED))
     text = (
-        f"These runs make {counts.total()} of the paper's comparisons, {yes + no + unknown} of them with several "
+        f"These runs test {counts.total()} of the paper's claims, {yes + no + unknown} of them with several "
         f"seeds: {yes} confirmed here, {no} contradicted, {unknown} undetermined."
     )
     same, other = (counts[ONE_SEED[way]] for way in (True, False))
