@@ -81,10 +81,10 @@ def report_text(results, scale):
         f"Written by `python -m paper.reproduce report --scale={scale}` from [{scale}.json](../{scale}.json).",
         f"This scale: {results['scale']}. {results['units']} Losses are in nats per token.",
         f"{tally(figures)} ± is half of the mean's 95 % interval over seeds, which differ in initial weights and "
-        "batches. It leaves out the error from the choice of validation text, which is the same for all. A claim is confirmed if the "
-        "whole interval goes the paper's way, contradicted if none of it does, else undetermined; so too if a seed's "
-        "value is undefined, or all are equal. Verdicts are on the sign or the bound, not on the paper's number. They "
-        "are not corrected for how many they are, and many share runs.",
+        "batches. It leaves out the error from the choice of validation text, which is the same for all. A claim is "
+        "confirmed if the whole interval goes the paper's way, contradicted if none of it does, else undetermined; so "
+        "too if a seed's value is undefined, or all are equal. Verdicts are on the sign or the bound, not on the "
+        "paper's number. They are not corrected for how many they are, and many share runs.",
     ]
     parts += [section(name, record) for name, record in figures.items()]
     return "\n\n".join(parts) + "\n"
