@@ -70,8 +70,7 @@ NIGHT_ONE_RATE = 1.5e-4
 # At scale night: the modes that have three seeds at 82M and length 2,048, at their own rates; others have one
 THREE_SEEDS = (
     "vanilla", "resformer", "svformer", "resformer_lambda", "resformer_plus", "neutreno", "denseformer",
-    "resformer_sparse", "resformer_learned", "resformer_prev", "scaled", "resformer_neutreno", "identity", "cross",
-    "query", "key", "share_k", "share_k2", "share_v2", "cla2", "gqa2", "svformer_2anchors",
+    "resformer_sparse", "resformer_learned", "scaled", "cross",
 )  # fmt: skip
 # At scale night: the change to the model that is inspected. Without it no sink forms in as many steps.
 WITH_BOS = "bos=True"
@@ -87,10 +86,8 @@ def n_seeds_at_night(job):
     """The number of seeds of a Job at scale night: several where a verdict is about it, else one."""
     if job.change == WITH_BOS:
         return 3
-    if job != Job(job.mode, job.size, job.length, job.lr):
-        return 1  # it has another warmup, architecture or change
-    if job.length != 2048:
-        return 3 if job.length in (512, 64000) and job.lr == NIGHT_ONE_RATE else 1
+    if job != Job(job.mode, job.size, lr=job.lr):
+        return 1  # it has another length, warmup, architecture or change
     if job.lr != rate_of(job, NIGHT_RATES, NIGHT_LR):
         return 1
     if job.size == "82M":

@@ -123,15 +123,16 @@ def test_what_a_scale_decides():
     assert (values["weight_decay"], values["batch_tokens"]) == (0.3, 4096)
     assert job.name == "82M-2048-vanilla-weight_decay0.3-batch_tokens4096"
     cfg = asked("all", "--scale=night")
-    three = (Job(), Job("svformer"), Job("cross"), Job("resformer", "468M"), Job(length=512, lr=ONE_RATE))
+    three = (Job(), Job("svformer"), Job("cross"), Job("resformer", "468M"))
     assert {len(cfg.seeds_of(job)) for job in (*three, Job("gqa2", INSPECTED))} == {3}
     one = (
-        Job("mqa"),
+        Job("gqa2"),
         Job("resformer", lr=6e-4),
         Job("svformer", lr=3e-4),
         Job("svformer", "468M"),
         Job("gqa2", "2M"),
         Job(length=512),
+        Job(length=512, lr=ONE_RATE),
         job,
     )
     assert {len(cfg.seeds_of(job)) for job in one} == {1}
