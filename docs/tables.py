@@ -65,11 +65,6 @@ def figures_of(scale):
     return read_json(ROOT / f"results/{scale}.json", "results of paper.reproduce")["figures"]
 
 
-def claims_text(scale):
-    """The verdicts on the paper's claims at a scale, counted."""
-    return tally(figures_of(scale))
-
-
 def claims_table(scale):
     """The claims that have several seeds, each once, by verdict."""
     rows = {row["what"]: row for record in figures_of(scale).values() for row in record["rows"]}
@@ -209,8 +204,7 @@ MAKERS = {
     "faults": lambda: campaign_table("faults"),
     "budget-1.6B": budget_of_1600m,
     "vit": digits_table,
-    "claims-cpu": lambda: claims_text("cpu"),
-    "claims-night": lambda: claims_text("night"),
+    "claims-night": lambda: tally(figures_of("night")),
     "night-verdicts": lambda: claims_table("night"),
     "night-rates": lambda: markdown(*table_of("night", "rates"), left=2),
     "night-v5": lambda: markdown(*table_of("night", "v5")),

@@ -297,7 +297,7 @@ def test_labels_and_titles_say_what_is_drawn(found):
         ("fig7", 0, ["ResFormer, length 128", "ResFormer, length 512", "ResFormer, length 1,024"]),
         ("fig12", 1, ["Transformer 180M", "Transformer 468M", "ResFormer 180M", "ResFormer 468M"]),
         ("fig15", 0, ["rate 0.0005", "rate 0.0015", "rate 0.003"]),
-        ("fig15", 1, ["20 steps of warmup", "100 steps of warmup"]),
+        ("fig15", 1, ["20 steps of warmup", "60 steps of warmup"]),
     ):
         assert [label for label, _ in found.labels(FIGURES[name].panels[i].lines)] == labels
     titles = [ax.get_legend().get_title().get_text() for ax in axes_of(FIGURES["fig7"], found)]
