@@ -343,9 +343,7 @@ def test_modes_of_a_figure_differ_in_colour():
     """Weights of one mode share its colour."""
     for name, figure in FIGURES.items():
         for panel in figure.panels:
-            modes = {
-                plot.family(job.mode) for job in panel.jobs if panel.kind != "dots"
-            }  # weights of one mode share it
+            modes = {plot.family(job.mode) for job in panel.jobs if panel.kind != "dots"}
             assert len({plot.style_of(mode)["color"] for mode in modes}) == len(modes), (name, panel.title)
 
 
