@@ -44,11 +44,11 @@ RUN = {"data_dir": str, "mixture": dict[str, float], "max_steps": COUNT}  # of a
 
 def checksum(tensors):
     """sha256 of {name: tensor}: their names, types, shapes and numbers."""
-    digest = hashlib.sha256()
+    sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        sha.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+    return sha.hexdigest()
 
 
 def write_tensors(path, tensors, metadata):
@@ -81,7 +81,7 @@ def plan_as_json(cfg):
 
 
 def read_header(path):
-    """The HEADER of a weights file; of a Hugging Face folder without format and plan. Raises UserError if it is
+    """The HEADER of a weights file; for a Hugging Face folder it has no format and no plan. Raises UserError if it is
     damaged, or if this version of the code plans its layers in another way."""
     if is_hf_file(path):
         found, config = made_by_us(path.parent), hf_config(path.parent)
@@ -270,7 +270,7 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
 def prune(run, keep):
     """Delete all checkpoints of a run but the last `keep` and the best; none if `keep` is 0."""
     files = list(steps(run).values())
-    kept = {best(run), *files[-keep:]}  # with 0 all of them
+    kept = {best(run), *files[-keep:]}  # files[-0:] is the whole list
     for old in files:
         if old not in kept:
             old.unlink()  # first the file that says the step is there

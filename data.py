@@ -105,7 +105,7 @@ class Tokenizer:
         try:
             check_vocabulary(spec)
             return cls(spec)
-        except ValueError as e:  # the last line's are base64's, and tiktoken's of a pattern
+        except ValueError as e:  # cls(spec) raises it for bad base64 or a bad pattern
             raise UserError(f"{path} is not a vocabulary: {e}") from None
 
     def save(self, path):
@@ -166,7 +166,7 @@ def load_manifest(data_dir, verify=True):
     return manifest
 
 
-def raw_bits(seed, *names, start=0, n=0):
+def raw_bits(seed, *names, n, start=0):
     """n uint64 of the Philox stream that (seed, names) selects, from element `start` (a multiple of 4).
 
     The generator's definition fixes this stream. What numpy makes of it, such as shuffles, may change between versions,
@@ -202,8 +202,8 @@ class Corpus:
         self._files = {split: self._open(split) for split in ("train", "val")}  # split -> domain -> (file, its tokens)
         self._bounds = np.cumsum(list(self.mixture.values()))[:-1]  # (domains - 1,): where [0, 1) is cut
         self._counts = [np.zeros(len(self.domains), np.int64)]  # (domains,): sequences of each before chunk 0, 1, …
-        self._draw = functools.lru_cache(maxsize=1)(self._draw)
-        self._order = functools.lru_cache(maxsize=len(self.domains))(self._order)
+        self._cached_draw = functools.lru_cache(maxsize=1)(self._draw)
+        self._cached_order = functools.lru_cache(maxsize=len(self.domains))(self._order)
 
     @property
     def hash(self):
@@ -300,10 +300,10 @@ class Corpus:
     def place(self, s):
         """(domain, window) of training sequence s."""
         chunk, i = divmod(s, _CHUNK)
-        domains, ks = self._draw(chunk)
+        domains, ks = self._cached_draw(chunk)
         domain = self.domains[domains[i]]
         epoch, position = divmod(int(ks[i]), self.windows("train", domain))
-        return domain, int(self._order(domain, epoch)[position])
+        return domain, int(self._cached_order(domain, epoch)[position])
 
     def batch(self, step, size, first=0, last=None):
         """Rows first..last-1 of the global batch of `size` sequences of a step: x, y (rows, block_size) int64.
@@ -315,8 +315,8 @@ class Corpus:
         return self._read("train", [self.place(step * size + row) for row in range(first, last)])
 
     def val_batch(self, domain, first, last):
-        """Validation windows first..last-1 of a domain: x, y (rows, block_size) int64. Number windows("val", domain) is
-        what is left after the whole windows, x, y (1, fewer)."""
+        """Validation windows first..last-1 of a domain: x, y (rows, block_size) int64. The window with number
+        windows("val", domain) is the last, incomplete one: x, y (1, fewer)."""
         if first < self.windows("val", domain):
             return self._read("val", [(domain, window) for window in range(first, last)])
         start = first * self.block_size

@@ -94,7 +94,7 @@ class Rope(nn.Module):
         return self
 
     def forward(self, positions):
-        """positions: a slice, or a tensor (B, T) -> (cos, sin), each (1 or B, 1, T, D/2) in fp32."""
+        """positions: a slice -> (cos, sin), each (1, T, D/2) in fp32; a tensor (B, T) -> (B, 1, T, D/2)."""
         return self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
 
 
@@ -118,12 +118,13 @@ def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
     """A V: causal softmax attention of the last T of S positions.
 
     q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E). scale: 1 / sqrt(D) if None.
-    kind: "sdpa" (torch's fused kernels), "flash" (the flash-attn package), "eager" (the formula, softmax in fp32).
+    kind: "sdpa" (torch's fused kernels), "flash" (the flash-attn package; sdpa where it cannot: a mask, or layers > 1),
+    "eager" (the formula, softmax in fp32).
     layers: k and v hold the S positions of this many layers one after another, (B, G, layers * S, …), all under one
     softmax. mask: (B, 1, T, S) or (T, S), added to the scores instead of the causal mask.
     """
     T, S = q.size(2), k.size(2) // layers
-    is_causal = mask is None and layers == 1 and 1 < T == S  # as fused kernels mean it
+    is_causal = mask is None and layers == 1 and 1 < T == S  # the kernels' own causal flag is enough
     sees_all = T == 1  # the last position sees every key
     if kind == "flash" and mask is None and layers == 1:
         from flash_attn import flash_attn_func
@@ -176,34 +177,19 @@ class Lambdas(nn.Module):
     def __init__(self, residual, n_sources):
         super().__init__()
         self.residual, self.n_sources = residual, n_sources
-        self.layers = [n for n, count in enumerate(n_sources) if count]
-        self.n_fixed = 1 if residual.learn == "sources" else 0  # the layer's own weight is not learned
+        self.layers = [n for n in range(len(n_sources)) if n_sources[n]]
+        count = len(self.layers)
         if residual.learn in ("scalar", "sources", "unit"):
-            self.scalars = nn.ParameterList(torch.empty(1 + n_sources[n] - self.n_fixed) for n in self.layers)
-            self.scale = nn.Parameter(torch.empty(len(self.layers))) if residual.learn == "unit" else None
+            first = 1 if residual.learn == "sources" else 0  # the layer's own weight is not learned
+            self.scalars = nn.ParameterList(torch.tensor(residual.weights(n_sources[n])[first:]) for n in self.layers)
+            self.scale = nn.Parameter(torch.ones(count)) if residual.learn == "unit" else None
         elif residual.learn == "lerp":
-            self.share = nn.Parameter(torch.empty(len(self.layers)))
+            self.share = nn.Parameter(torch.full((count,), residual.weights(1)[1]))
         elif residual.learn == "softmax":
-            self.own = nn.Parameter(torch.empty(len(self.layers)))
-            self.logits = nn.Parameter(torch.empty(len(self.layers)))
-            self.scale = nn.Parameter(torch.empty(1))
-        self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self):
-        r = self.residual
-        if r.learn in ("scalar", "sources", "unit"):
-            for n, scalars in zip(self.layers, self.scalars, strict=True):
-                scalars.copy_(torch.tensor(r.weights(self.n_sources[n])[self.n_fixed :]))
-            if r.learn == "unit":
-                self.scale.fill_(1)
-        elif r.learn == "lerp":
-            self.share.fill_(r.weights(1)[1])
-        elif r.learn == "softmax":
-            own, rise = r.lam or (0.5, 0.0)
-            self.own.fill_(own)
-            self.logits.copy_(rise * torch.arange(len(self.logits)))
-            self.scale.fill_(len(self.n_sources))
+            own, rise = residual.lam or (0.5, 0.0)
+            self.own = nn.Parameter(torch.full((count,), own))
+            self.logits = nn.Parameter(rise * torch.arange(count))
+            self.scale = nn.Parameter(torch.tensor([float(len(n_sources))]))
 
     def forward(self):
         r = self.residual
@@ -309,14 +295,12 @@ class Attention(nn.Module):
         """The tensors that this layer owns, from one product: {t: (B, heads of t, T, D)}, q and k rotated."""
         B, T, _ = x.shape
         y = self.proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, T, heads * D) -> (B, heads, T, D)
-        rotated = [h for t, h in self.heads.items() if t != "v"]
-        qk = apply_rope(y[:, : sum(rotated)], angles).split(rotated, dim=1)
-        own = dict(zip((t for t in self.heads if t != "v"), qk, strict=True))
-        if "v" in self.heads:
-            own["v"] = y[:, sum(rotated) :]
-        elif "v" in self.plan.heads:  # share_v="keys"
-            keys = y[:, -self.heads["k"] :]  # (B, G, T, D): the last ones, as there is no v, and before rope
-            own["v"] = F.rms_norm(keys, (self.head_dim,), eps=self.norm_eps).to(keys.dtype)  # fp32 in autocast on GPUs
+        own = dict(zip(self.heads, y.split(list(self.heads.values()), dim=1), strict=True))
+        if "v" in self.plan.heads and "v" not in own:  # share_v="keys": before rope
+            own["v"] = F.rms_norm(own["k"], (self.head_dim,), eps=self.norm_eps).to(y.dtype)  # else fp32 in autocast
+        for t in ("q", "k"):
+            if t in own:
+                own[t] = apply_rope(own[t], angles)
         return own
 
     def forward(self, x, angles, lambdas, raw, attended, cache=None):
@@ -450,14 +434,8 @@ class DepthAverage(nn.Module):
         self.dilation, self.period = dilation, period
         self.alphas = nn.ParameterList()
         for i in range(period, n_layer + 1, period):
-            self.alphas.append(torch.zeros(len(range(i % dilation, i + 1, dilation))))
-        self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self):
-        for alpha in self.alphas:
-            alpha.zero_()
-            alpha[-1] = 1
+            n_others = len(range(i % dilation, i, dilation))
+            self.alphas.append(torch.tensor([0.0] * n_others + [1.0]))
 
     def forward(self, i, xs):
         """H_i of xs = [X_0, …, X_i], each of one shape."""
@@ -479,7 +457,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, target, rows, multiple, grads):
-        keep, V, kind = target >= 0, w.size(0), x.device.type
+        V, kind = w.size(0), x.device.type
         exact = torch.promote_types(w.dtype, torch.float32)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else w.dtype
         padded = w.to(dtype)
@@ -488,9 +466,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=exact, device=x.device)
         grad_w = torch.zeros_like(padded, dtype=exact) if grads else None
         grad_x = []
-        for xc, tc, kc in zip(x.split(rows), target.clamp(min=0).split(rows), keep.split(rows), strict=True):
-            chunk = (xc.to(dtype), padded, tc[:, None], kc[:, None].to(exact), V, grads)
-            nats, grad_xc, grad_wc = LinearCrossEntropy.chunk(*chunk)
+        keep = (target >= 0)[:, None].to(exact)  # (N, 1)
+        target = target.clamp(min=0)[:, None]
+        for xc, tc, kc in zip(x.split(rows), target.split(rows), keep.split(rows), strict=True):
+            nats, grad_xc, grad_wc = LinearCrossEntropy.chunk(xc.to(dtype), padded, tc, kc, V, grads)
             total = total + nats
             if grads:
                 grad_x.append(grad_xc.to(x.dtype))
@@ -593,7 +572,7 @@ class GPT(nn.Module):
 
     def hidden(self, idx, cache=None):
         """Token ids (B, T) -> normed output of the last layer (B, T, C). cache: a sample.KVCache, whose stored tokens
-        come before these (it then stores these too), or an eval.PrefixTree."""
+        come before these (it then stores these too), or another class with its methods, such as eval.PrefixTree."""
         B, T = idx.shape
         end = T if cache is None else cache.end(T)
         if end > self.cfg.block_size:
@@ -642,9 +621,8 @@ def new_lambdas(cfg):
     """The Lambdas of each residual of a model."""
     plan = plan_layers(cfg)
     for index, residual in enumerate(cfg.value_mode.residuals):
-        n_sources = [0] * cfg.n_layer
-        for n, layer in enumerate(plan):
-            for m in layer.mixes:
-                if m.index == index:
-                    n_sources[n] = len(m.sources)
+        n_sources = []
+        for layer in plan:
+            here = [len(m.sources) for m in layer.mixes if m.index == index]
+            n_sources.append(sum(here))
         yield Lambdas(residual, n_sources)

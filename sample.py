@@ -61,8 +61,8 @@ class KVCache:
 
     mask = None  # causal
 
-    def __init__(self, cfg, batch_size, length=None, device=None, dtype=None):
-        self.length, self.pos = length or cfg.block_size, 0  # tokens there is room for, tokens stored
+    def __init__(self, cfg, batch_size, length, device=None, dtype=None):
+        self.length, self.pos = length, 0  # tokens there is room for, tokens stored
         self.tensors = {}
         for place, heads in stored_tensors(cfg).items():
             self.tensors[place] = torch.zeros(batch_size, heads, self.length, cfg.head_dim, device=device, dtype=dtype)
@@ -113,7 +113,7 @@ class RaggedCache(KVCache):
         """Back to the end of the prefill."""
         self.next.copy_(self.lengths)
         self.mask.fill_(-math.inf)
-        self.advance(0)
+        self.advance(0)  # which opens the mask up to there
 
     def extend(self, t, n, new):
         """Store `new` (B, G, 1, D), each row in its own slot; returns all slots, (B, G, length, D)."""

@@ -65,7 +65,8 @@ class Residual:
 
     def __post_init__(self):
         coerce_fields(self)
-        learn, is_value = f"learn={self.learn!r}", self.of == "v"
+        is_value = self.of == "v"
+        learns = f"learn={self.learn!r}"
         if self.lam is not None:
             two_weights = len(self.lam) == 2
             require(two_weights, f"lam={self.lam!r}: two weights, (own, sources together), or None for the mean")
@@ -82,20 +83,21 @@ class Residual:
             plain = self.lam is None and self.learn == "fixed"
             require(plain, "one softmax sets the weights of map='cross': neither lam nor learn applies")
         if self.learn not in ("fixed", "scalar", "sources"):
-            require(self.source != "all", f"{learn} weighs one source against the layer's own: not source='all'")
+            require(self.source != "all", f"{learns} weighs one source against the layer's own: not source='all'")
         if self.per_token:
-            require(is_value and self.map == "own", f"{learn} makes a weight per token, for of='v' and map='own' alone")
+            before = is_value and self.map == "own"
+            require(before, f"{learns} makes a weight per token, for of='v' and map='own' alone")
         own, source = self.weights(1)
         if self.learn == "unit":
-            require(own != 0 or source != 0, f"lam={self.lam}: {learn} has no direction to start from")
+            require(own != 0 or source != 0, f"lam={self.lam}: {learns} has no direction to start from")
         if self.learn in ("sigmoid", "relu"):
             require(source != 0, f"lam={self.lam}: the gate would multiply 0")
         if self.tables == "one" and self.learn != "softmax":
             require(source != 0, f"lam={self.lam}: a table that starts from 0 never learns if its weight is 0 too")
         if self.learn == "head":
-            require(self.lam is None, f"{learn} divides 1 between own and source: lam stays None")
+            require(self.lam is None, f"{learns} divides 1 between own and source: lam stays None")
         if self.learn == "lerp" and self.lam:
-            require(abs(sum(self.lam) - 1) <= 1e-6, f"{learn} has weights 1 - l and l: lam={self.lam} must sum to 1")
+            require(abs(sum(self.lam) - 1) <= 1e-6, f"{learns} has weights 1 - l and l: lam={self.lam} must sum to 1")
         pick_layers(self.layers, 1)  # raises if it is no slice
 
     @property
@@ -136,7 +138,7 @@ def pick_layers(spec, n_layer):
     found = set()
     for i in spec:
         if isinstance(i, float):
-            found.add(int(i * n_layer))
+            found.add(math.floor(i * n_layer))
         else:
             found.add(i + n_layer if i < 0 else i)
     return sorted(found)
@@ -198,15 +200,13 @@ class ValueMode:
         if self.first_heads:
             plain = self.share_v == 1 and not any(r.of == "v" for r in self.residuals)
             require(plain, "first_heads divides the value heads: share_v must be 1, and no residual may be of='v'")
-        owns_v = self.share_v in (1, "keys") and not self.first_heads
         if self.output == "exclusive":
-            require(
-                owns_v, "output='exclusive' takes out a layer's own values: share_v must be 1 or 'keys', first_heads 0"
-            )
+            owns_v = self.share_v in (1, "keys") and not self.first_heads
+            message = "output='exclusive' takes out a layer's own values: share_v must be 1 or 'keys', first_heads 0"
+            require(owns_v, message)
         if self.borrow_v == "first":
-            require(
-                self.share_v != 0 and not owns_v, "borrow_v='first' does nothing: no layer borrows from another one"
-            )
+            borrows = self.share_v not in (0, 1, "keys")
+            require(borrows, "borrow_v='first' does nothing: no layer borrows from another one")
         plain_name = re.fullmatch(r"[\w.+-]*", self.name)
         require(plain_name, f"name={self.name!r} names folders too: use letters, digits and _ . + -")
 
@@ -348,7 +348,7 @@ def get_mode(mode):
         try:
             found = VALUE_MODES[name].with_lam(value)
         except ValueError as e:
-            raise ValueError(f"unknown value_mode {mode!r}: {name} takes no number, {e}") from None
+            raise ValueError(f"unknown value_mode {mode!r}: {name} does not take this number, {e}") from None
         if found == VALUE_MODES[name]:
             return VALUE_MODES[name]
         number = repr(value).removesuffix(".0").replace("e+", "e")
@@ -362,7 +362,10 @@ def named_mode(mode):
     """`mode` with a name: its own, or that of the row which equals it, or "custom_" and digits that follow from it.
     Raises ValueError if it has the name of a row that differs from it."""
     if mode.name:
-        row = VALUE_MODES.get(mode.name, mode)
+        try:
+            row = get_mode(mode.name)  # the table's, or one with a number
+        except ValueError:
+            return mode
         require(row == mode, f"name={mode.name!r} is a row of the table with another meaning; choose another name")
         return mode
     for row in VALUE_MODES.values():
@@ -403,19 +406,19 @@ class ModelConfig:
         check_mode(self)
 
     def fill_heads(self):
-        """Set n_kv_head where the mode gives it."""
+        """Set n_kv_head where the mode gives it, and head_dim."""
         H, kv_group = self.n_head, self.value_mode.kv_group
         group = min(kv_group or H, H)  # query heads to a key head
-        require(H % group == 0, f"value_mode has {group} query heads to a key head: n_head={H} is no multiple of it")
+        require(H % group == 0, f"value_mode has {group} query heads to a key head: n_head={H} is not a multiple of it")
         if kv_group != 1 and self.n_kv_head not in (0, H // group):
             raise ValueError(f"n_kv_head={self.n_kv_head}, but value_mode makes it {H // group}; leave it at 0")
         object.__setattr__(self, "n_kv_head", self.n_kv_head or H // group)
-
-    def check_widths(self):
-        H = self.n_head
         if not self.head_dim:
             require(self.n_embd % H == 0, f"n_embd={self.n_embd} must be a multiple of n_head={H}, or set head_dim")
             object.__setattr__(self, "head_dim", self.n_embd // H)
+
+    def check_widths(self):
+        H = self.n_head
         if self.arch == "llama":
             require(self.head_dim % 2 == 0, f"heads are {self.head_dim} wide: RoPE rotates pairs, so it must be even")
         require(H % self.n_kv_head == 0, f"n_head={H} must be a multiple of n_kv_head={self.n_kv_head}")
@@ -441,7 +444,8 @@ def check_mode(cfg):
         if isinstance(share, tuple):
             named.update(pick_layers(share, n_layer))
     whole = mode.first_heads < 1 and mode.first_heads * cfg.n_kv_head % 1 == 0
-    require(whole, f"first_heads={mode.first_heads} of {cfg.n_kv_head} value heads is no whole number below that")
+    heads = f"first_heads={mode.first_heads} of {cfg.n_kv_head} value heads"
+    require(whole, f"{heads}: it must be a whole number of them, and not all")
     exist = all(0 <= n < n_layer for n in named)
     require(exist, f"value_mode names layers {sorted(named)}, but there are only 0..{n_layer - 1}")
     if mode.dense:
@@ -449,15 +453,13 @@ def check_mode(cfg):
         require(max(mode.dense) <= n_layer, message)
     plan = plan_layers(cfg)
     for index, r in enumerate(mode.residuals):
-        idle = [n for n in range(n_layer) if index not in [mix.index for mix in plan[n].mixes]]
-        if isinstance(r.layers, tuple) and r.layers:  # layers named one by one must all act
-            wrong = [n for n in pick_layers(r.layers, n_layer) if n in idle]
-        else:
-            wrong = idle if len(idle) == n_layer else []
-        require(pick_layers(r.layers or ":", n_layer), f"{r}: its layers are none of 0..{n_layer - 1}")
-        if wrong:
+        layers = pick_layers(r.layers or ":", n_layer)
+        require(layers, f"{r}: its layers are none of 0..{n_layer - 1}")
+        idle = [n for n in layers if index not in [mix.index for mix in plan[n].mixes]]
+        by_name = isinstance(r.layers, tuple) and r.layers  # such layers must all have it, of others one
+        if idle and (by_name or idle == layers):
             why = "no source, or what it reads is borrowed"
-            raise ValueError(f"{r} does nothing in layer {max(wrong)}: {why}")
+            raise ValueError(f"{r} does nothing in layer {max(idle)}: {why}")
     for n, layer in enumerate(plan):
         message = f"layer {n} would own none of q, k, v: its attention would read nothing of its input"
         require(layer.heads, message)
@@ -527,12 +529,8 @@ def lowest_layers_sharing(tensors, owners):
     """For each layer, the lowest layer with the same `tensors` (such as q and k): so a shared tensor counts once."""
     if not tensors:
         return range(len(owners))
-    lowest, found = {}, []
-    for n, owner in enumerate(owners):
-        same = tuple(owner[t] for t in tensors)
-        lowest.setdefault(same, n)
-        found.append(lowest[same])
-    return found
+    owned_by = [tuple(owner[t] for t in tensors) for owner in owners]
+    return [owned_by.index(by) for by in owned_by]
 
 
 def assign_tables(order, n):

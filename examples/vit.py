@@ -52,7 +52,9 @@ class VitConfig:
     def __post_init__(self):
         check_ranges(self)
         require(self.data_dir or self.image_size == 8, f"image_size={self.image_size}: the digits have 8; set data_dir")
-        require(self.image_size % self.patch == 0, f"image_size={self.image_size} is no multiple of patch={self.patch}")
+        require(
+            self.image_size % self.patch == 0, f"image_size={self.image_size} is not a multiple of patch={self.patch}"
+        )
         for name, values in {"value_mode": [get_mode(m).name for m in self.value_mode], "seeds": self.seeds}.items():
             require(values and len(set(values)) == len(values), f"{name}={values}: at least one, and none twice")
         for mode in self.value_mode:

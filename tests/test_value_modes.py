@@ -42,6 +42,8 @@ def test_a_mode_has_the_name_that_its_user_gave():
     assert mine == get_mode("resformer_lambda")  # the name says nothing of what it computes
     with pytest.raises(ValueError, match="name='resformer' is a row of the table with another meaning"):
         ModelConfig(value_mode=dataclasses.replace(mine, name="resformer"))
+    with pytest.raises(ValueError, match="name='resformer_lambda_0.5' is a row of the table with another meaning"):
+        ModelConfig(value_mode=dataclasses.replace(mine, name="resformer_lambda_0.5"))
     with pytest.raises(ValueError, match="use letters, digits"):
         ValueMode(name="a/b")
 
@@ -144,8 +146,14 @@ IMPOSSIBLE = [
     (lambda: Residual(source="token", tables="one", lam=(1.0, 0.0)), "never learns if its weight is 0 too"),
     (lambda: Residual(source="token", tables="one", lam=(1.0, 0.0), learn="unit"), "never learns if its weight is 0"),
     (lambda: ValueMode(share_v=0, output="exclusive"), "output='exclusive' takes out a layer's own values"),
-    (lambda: config("skipv1", n_kv_head=1), "first_heads=0.5 of 1 value heads is no whole number below that"),
-    (lambda: config(ValueMode(first_heads=1.0)), "first_heads=1.0 of 8 value heads is no whole number below that"),
+    (
+        lambda: config("skipv1", n_kv_head=1),
+        "first_heads=0.5 of 1 value heads: it must be a whole number of them, and not all",
+    ),
+    (
+        lambda: config(ValueMode(first_heads=1.0)),
+        "first_heads=1.0 of 8 value heads: it must be a whole number of them, and not all",
+    ),
     (lambda: ValueMode(("resformer",)), "residuals[0] takes Residual"),
     (lambda: Residual(lam=("1", "2")), "lam takes"),
     (lambda: Residual(lam=(1.0, math.nan)), "lam takes tuple of float"),
@@ -153,7 +161,7 @@ IMPOSSIBLE = [
     (lambda: Residual(layers="::0"), "is not a slice of layers"),
     (lambda: Residual(tables="mirror"), "is for source='token'"),
     (lambda: Residual(learn="lerp", lam=(5.0, 0.3)), "must sum to 1"),
-    (lambda: ModelConfig(value_mode="resformer_plus_2"), "resformer_plus takes no number"),
+    (lambda: ModelConfig(value_mode="resformer_plus_2"), "resformer_plus does not take this number"),
     (lambda: ModelConfig(n_embd=24, value_mode="vanilla"), "RoPE rotates pairs, so it must be even"),
     (lambda: ModelConfig(n_embd=510), "n_embd=510"),
     (lambda: ModelConfig(n_kv_head=3), "n_kv_head=3"),
@@ -165,13 +173,16 @@ IMPOSSIBLE = [
     (lambda: ModelConfig(rope_scaling=(0.0, 1.0, 4.0, 32.0)), "four positive numbers"),
     (lambda: ModelConfig(rope_scaling=(8.0, 4.0, 4.0, 32.0)), "low factor must be below"),
     (lambda: ModelConfig(value_mode="resfromer"), "did you mean 'resformer'"),
-    (lambda: ModelConfig(value_mode="resformer_0.5"), "resformer takes no number"),
-    (lambda: ModelConfig(n_head=16, n_embd=96, value_mode=ValueMode(kv_group=3)), "n_head=16 is no multiple"),
+    (lambda: ModelConfig(value_mode="resformer_0.5"), "resformer does not take this number"),
+    (lambda: ModelConfig(n_head=16, n_embd=96, value_mode=ValueMode(kv_group=3)), "n_head=16 is not a multiple"),
     (lambda: ModelConfig(n_kv_head=4, value_mode="gqa4"), "value_mode makes it 2"),
     (lambda: ValueMode(kv_group=-1), "kv_group=-1"),
     (lambda: ModelConfig(n_layer=4, value_mode=ValueMode(share_v=(0, 7))), "only 0..3"),
     (lambda: ModelConfig(n_layer=4, value_mode=ValueMode((Residual(layers=(-5, 2)),))), "only 0..3"),
     (lambda: ModelConfig(n_layer=4, value_mode=ValueMode((Residual(layers=(1.5,)),))), "only 0..3"),
+    (lambda: ModelConfig(n_layer=4, value_mode=ValueMode((Residual(source="token", layers=(-0.1,)),))), "only 0..3"),
+    (lambda: ValueMode(first_heads=0.5, borrow_v="first"), "no layer borrows from another one"),
+    (lambda: ModelConfig(value_mode=ValueMode((Residual(source=5, layers="1:3"),))), "does nothing in layer 2"),
     (lambda: ValueMode(share_v=(1, 2)), "begin with 0"),
     (lambda: ValueMode(share_v=()), "begin with 0"),
     (lambda: ValueMode(share_v=-2), "share_v=-2"),

@@ -284,7 +284,7 @@ def test_digits_are_split_once():
         (["--value_mode=vanilla,vanilla"], "none twice"),
         (["--value_mode=value_embed"], "images have none"),
         (["--seeds=()"], "at least one"),
-        (["--patch=3"], "image_size=8 is no multiple of patch=3"),
+        (["--patch=3"], "image_size=8 is not a multiple of patch=3"),
         (["--image_size=16"], "set data_dir"),
         (["--n_head=5"], "must be a multiple of n_head=5"),
         (["--data_dir=nowhere"], "nowhere/train is no folder"),
