@@ -75,7 +75,7 @@ POSITIONS = 256  # analysis.npz keeps the first so many positions
 # thresholds of the flags in analysis.json
 SINK = 0.3  # a sink gets more than this share of the attention of the queries that see it (Gu et al. 2410.10781)
 DRAIN = 0.5  # value drain: the first token's values are shorter than this times those of other tokens (the paper's A.2)
-PEAK = 3.0  # hidden peak: its hidden state is longer than this times those of other tokens (A.2)
+PEAK = 3.0  # hidden peak: the first token's hidden state is longer than this times those of other tokens (A.2)
 MASSIVE = (100.0, 1000.0)  # an activation above the first, and above the second times the median (Sun 2402.17762)
 
 # names in analysis.json: quantities of layers, and of states between layers (see Recorder)
@@ -135,16 +135,16 @@ def softmaxes(attn, now, attended, lambdas):
     now: the layer's q, k, v as it attends. attended, lambdas: see model.Attention. What is added after attention
     (identity, delta) is no part of A_n, but its residual may scale A_n.
     """
-    q, keys = now["q"], [now["k"]]
+    q, k, others = now["q"], now["k"], []
     for m in attn.mixes:
         if m.residual.map == "cross":
-            keys = keys + [attended[i]["k"] for i in m.sources]
+            others += [attended[i]["k"] for i in m.sources]
         elif m.residual.of == "scores":  # one product of concatenated heads, as in model.Attention
             own_weight, *weights = lambdas[m.index]
             q_others = [w * attended[i]["q"] for w, i in zip(weights, m.sources, strict=True)]
             q = torch.cat([own_weight * q, *q_others], dim=-1)
-            keys = [torch.cat([*keys, *(attended[i]["k"] for i in m.sources)], dim=-1)]
-    parts = [(1.0, q, keys)]
+            k = torch.cat([k, *(attended[i]["k"] for i in m.sources)], dim=-1)
+    parts = [(1.0, q, [k, *others])]
     for m in attn.mixes:
         if m.residual.of == "probs" or m.residual.map in ("identity", "delta"):
             own_weight, *weights = [float(w) for w in lambdas[m.index]]

@@ -140,10 +140,12 @@ def is_hf_file(path):
 
 
 def digest(path):
-    """sha256 of the weights that `find` returned, of all shards."""
-    shards = hf_files(path.parent) if is_hf_file(path) else [path]
-    sums = [sha256(shard) for shard in shards]
-    return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
+    """sha256 of the checkpoint that `find` returned; of a Hugging Face folder with its config and tokenizer."""
+    if not is_hf_file(path):
+        return sha256(path)
+    files = [*hf_files(path.parent), path.parent / "config.json", path.parent / "tokenizer.json"]
+    sums = [sha256(file) for file in files if file.exists()]
+    return hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
 def best(run):

@@ -55,6 +55,7 @@ class EvalConfig:
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
     SETTINGS = command_line(EvalConfig, __doc__)
 
+import glob
 import hashlib
 import json
 import math
@@ -76,7 +77,8 @@ from report import markdown, plus_minus, progress
 from runtime import Distributed, environment
 from tasks import EVALUATIONS
 
-CODE = ("data.py", "eval.py", "model.py", "tasks.py", "value_modes.py")  # what scores follow from, besides weights
+# what scores follow from, besides weights
+CODE = ("data.py", "eval.py", "hf.py", "model.py", "tasks.py", "value_modes.py")
 SAMPLE = {"document": COUNT, "choice": COUNT, "log_prob": float, "greedy": bool}  # what is read of sample files
 MAX_BRANCHES = 8  # of a bundle: the mask of each token spans the whole of it
 
@@ -113,8 +115,8 @@ class PrefixTree:
 
 
 class Bundle(NamedTuple):
-    """Rows of one document that begin with the same `shared` tokens, computed as one row: those tokens, then what is
-    left of each Row. slots: (document, choice) of each Row."""
+    """Rows of one document that begin with the same tokens, computed as one row: those `shared` tokens once, then the
+    rest of each Row. slots: (document, choice) of each Row."""
 
     shared: int
     rows: list[Row]
@@ -169,9 +171,8 @@ def lay_out(batch):
             ids[b, start:end] = own
             positions[b, start:end] = range(shared, shared + len(own))
             branches[b, start:end] = k
-            predicts = np.arange(len(row.ids) - 1 - row.n, len(row.ids) - 1)  # places in the row
-            columns = np.where(predicts < shared, predicts, start + predicts - shared)  # in the bundle
-            places.append(b * width + columns)
+            columns = [*range(shared), *range(start, end)]  # of the row's tokens in the bundle
+            places.append(b * width + np.array(columns[-row.n :]))
             targets.append(row.ids[-row.n :])
             owners.append(np.full(row.n, len(owners)))
             start = end
@@ -182,12 +183,12 @@ def log_probs(model, x, places, targets):
     """Log-probability in nats of token targets[i] after hidden state x[places[i]], and whether it is the likeliest one,
     as arrays (n,). x: (N, C). The head is computed once for each place that is needed, some places at a time."""
     device = x.device
-    places, place_of_target = np.unique(places, return_inverse=True)
-    x = x[torch.from_numpy(places).to(device)]
+    needed, place_of_target = np.unique(places, return_inverse=True)
+    x = x[torch.from_numpy(needed).to(device)]
     size = max(1, 2 ** (26 if device.type == "cpu" else 28) // model.cfg.vocab_size)  # 256 MiB or 1 GiB of fp32
     found = np.empty(len(targets))  # float64: sums of hundreds of nats are compared
     greedy = np.empty(len(targets), bool)
-    for first in range(0, len(places), size):
+    for first in range(0, len(needed), size):
         z = to_fp32(model.head(x[first : first + size]))  # (size, V)
         mine = np.flatnonzero((first <= place_of_target) & (place_of_target < first + size))
         rows = torch.from_numpy(place_of_target[mine] - first).to(device)
@@ -195,8 +196,8 @@ def log_probs(model, x, places, targets):
         top, likeliest = z.max(dim=1)
         picked = z[rows, ids]
         total = z.sub_(top[:, None]).exp_().sum(dim=1)
-        picked, top_here, total = torch.stack((picked, top[rows], total[rows])).cpu().double().numpy()
-        found[mine] = picked - top_here - np.log(total)
+        logit, highest, norm = torch.stack((picked, top[rows], total[rows])).cpu().double().numpy()
+        found[mine] = logit - highest - np.log(norm)
         greedy[mine] = (likeliest[rows] == ids).cpu().numpy()
     return found, greedy
 
@@ -234,7 +235,7 @@ def collect_samples(path, header):
     moved into `path`, in place of what it held under another header."""
     records = []
     merged = []
-    for file in path.parent.glob(f"{path.stem}.*"):
+    for file in path.parent.glob(f"{glob.escape(path.stem)}.*"):
         found = read_records(file)
         if found and found[0] == header:
             records += [convert(record, SAMPLE, str(file)) for record in found[1:]]
@@ -302,7 +303,7 @@ def task_scores(entry, model, name, asked, documents, where, cfg, world):
                     continue
                 if not math.isfinite(total):
                     failed = f"{name}: the model's log-probabilities are not finite"
-                    raise UserError(f"{failed}; its training failed, or use --dtype=float32")
+                    raise UserError(f"{failed}; its training failed, or {cfg.dtype} overflows: try --dtype=float32")
                 record = sample_record(entry.label, name, i, j, asked[i], documents[i][j])
                 record |= {"log_prob": total, "greedy": greedy}
                 records.append(record)
@@ -347,7 +348,8 @@ def run_loss(entry, model, cfg, world):
             bar.update(1)
     sums = world.sum(sums).numpy()
     if not np.isfinite(sums).all():
-        raise UserError("loss: the model's loss is not finite; its training failed, or use --dtype=float32")
+        failed = "loss: the model's loss is not finite; its training failed"
+        raise UserError(f"{failed}, or {cfg.dtype} overflows: try --dtype=float32")
     record = domain_losses(corpus, sums)
     record["perplexity"] = {domain: float(np.exp(loss)) for domain, loss in record["val"].items()}
     record["tokens"] = {domain: int(n) for domain, n in zip(corpus.domains, sums[:, 1], strict=True)}
@@ -363,7 +365,7 @@ def open_corpus(path, tokenizer, header, cfg, world):
     verify, bos = world.is_first_of_node, trained_with_bos(path.parent)
     corpus = Corpus(data_dir, header["config"].block_size, mixture=mixture, verify=verify, bos=bos)
     if corpus.tokenizer.hash != tokenizer.hash:
-        raise UserError(f"{data_dir} was made with another tokenizer than {path}; give the run's own data by --corpus")
+        raise UserError(f"{data_dir} was made with another tokenizer than {path}; name data of its own by --corpus")
     return corpus
 
 
@@ -444,8 +446,11 @@ def loss_tables(entries):
         perplexity.append(loss["perplexity"] | means)
         bits.append(loss["bpb"] | {"Avg": loss["bpb_mean"]})
     labels = [e.label for e in entries]
-    titles = ("loss (nats per token)", "perplexity", "bits per byte")
-    return [loss_table(labels, *table) for table in zip(titles, (nats, perplexity, bits), strict=True)]
+    return [
+        loss_table(labels, "loss (nats per token)", nats),
+        loss_table(labels, "perplexity", perplexity),
+        loss_table(labels, "bits per byte", bits),
+    ]
 
 
 def all_tables(entries, names):

@@ -78,7 +78,7 @@ generate = pipeline("text-generation", "<this folder>"{trust})
 
 
 def tensors_of(model):
-    """{name in the folder: tensor} of every parameter; `hf_parts` raises if one has no name in Llama's layout."""
+    """{name in the folder: tensor} of every parameter."""
     if is_plain_llama(model.cfg):
         return {name: parameter.detach()[rows].clone() for name, parameter, rows in hf_parts(model)}
     return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
@@ -166,9 +166,8 @@ def check_export(folder, model, tokenizer, corpus, dtype):
         raise UserError(f"transformers {transformers.__version__} cannot read the export: {why}") from None
     model.to(getattr(torch, dtype)).float()  # rounded as the files are
     largest, n_tokens, n_differ, texts = 0.0, 0, 0, []
-    for domain in corpus.domains:
-        n_windows = min(2, corpus.windows("val", domain))
-        x, _ = corpus.val_batch(domain, 0, max(1, n_windows))
+    for d, first, last in corpus.val_parts(2, most=2):
+        x, _ = corpus.val_batch(corpus.domains[d], first, last)
         idx = torch.from_numpy(x)
         largest = max(largest, (model(idx)[0] - peer(idx).logits).abs().nan_to_num(math.inf).max().item())
         n_tokens += idx.numel()

@@ -5,7 +5,6 @@ None of this needs the transformers package, except `to_llama`. Read model.py fi
 
 import base64
 import dataclasses
-import functools
 from pathlib import Path
 
 import torch
@@ -137,20 +136,20 @@ def load_hf(folder, device="cpu", attn="sdpa", dtype=torch.float32):
     if expected:
         missing = min(expected)
         raise UserError(f"{folder} has no tensor {missing}: is a shard missing, or config.json another model's?")
-    model.to(dtype).to_empty(device=device)
+    model.to(dtype).to_empty(device=device)  # which makes new parameters
     if model.rope:  # its angles are not in the files
         model.rope = Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling).to(device)
-    copy = functools.partial(copy_tensors, places(), shapes)
+    new_places = places()
     for path in hf_files(folder):
-        read_tensors(path, copy)
+        read_tensors(path, lambda file: copy_tensors(new_places, file))
     if is_tied:
         model.head.weight.detach().copy_(model.embed.weight.detach())
     return model.eval()
 
 
-def copy_tensors(places, names, file):
-    """Copy the named tensors of an open file to their places. Raises UserError if one is not finite."""
-    for name in names.keys() & set(file.keys()):
+def copy_tensors(places, file):
+    """Copy the tensors of an open file to their places. Raises UserError if one is not finite."""
+    for name in places.keys() & set(file.keys()):
         places[name].copy_(file.get_tensor(name))
         require_finite(name, places[name])
 
@@ -158,7 +157,9 @@ def copy_tensors(places, names, file):
 def require_finite(name, tensor):
     """Raise UserError if a tensor has NaN or infinity in it."""
     if not (tensor.sum().isfinite() or tensor.isfinite().all()):  # the sum is faster, but may overflow
-        raise UserError(f"{name} has NaN or infinity in it; its training failed, use an earlier checkpoint")
+        raise UserError(
+            f"{name} has NaN or infinity in it; use an earlier checkpoint, or a dtype that can hold its weights"
+        )
 
 
 # ---- config.json
@@ -286,7 +287,6 @@ class HFTokenizer:
         self.hash = made_by_us(folder)["tokenizer_hash"]
         self.eot = hf_token(folder, "bos_token_id", "eos_token_id")
         self.end = hf_token(folder, "eos_token_id", "bos_token_id")
-        self.n_vocab = hf_config(folder).vocab_size
 
     def encode(self, text, allow_eot=False):
         self.encoding.encode_special_tokens = not allow_eot  # else '<|endoftext|>' in a text becomes its id

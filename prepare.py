@@ -272,7 +272,7 @@ def neox_spec(path):
 
 
 def gpt2_spec(folder):
-    """Spec of GPT-2's tokenizer, from a folder with OpenAI's encoder.json, or if it is "" from the network."""
+    """Spec of GPT-2's tokenizer, from a folder with OpenAI's encoder.json; "" = from the network."""
     if folder:
         vocab = read_json(Path(folder, "encoder.json"), "OpenAI's vocabulary", {EOT: int})
         del vocab[EOT]
@@ -345,11 +345,8 @@ def open_output(cfg, inputs):
         if not path.exists():
             continue
         state = read_record(path, "a file that prepare.py wrote", schema)
-        differ = []
-        for name, value in settings.items():
-            before = state["settings"].get(name, defaults[name])  # an older version may not have had this setting
-            if before != value:
-                differ.append(f"{name} {before!r} there, {value!r} now")
+        before = defaults | state["settings"]  # an older version may not have had every setting
+        differ = [f"{k} {before[k]!r} there, {v!r} now" for k, v in settings.items() if before[k] != v]
         if state["inputs"] != listing:
             differ.append("other input files")
         if differ:
@@ -364,13 +361,10 @@ def open_output(cfg, inputs):
 def is_full(cfg, state, split, domain):
     """Whether a domain's budget of a split is reached; without a mixture all domains share that of train."""
     tokens = {name: about["tokens"] for name, about in state["splits"][split].items()}
-    if split == "val":
-        have, budget = tokens.get(domain, 0), cfg.val_tokens
-    elif cfg.mixture:
-        have, budget = tokens.get(domain, 0), cfg.tokens * cfg.mixture[domain]
-    else:
-        have, budget = sum(tokens.values()), cfg.tokens
-    return 0 < budget <= have  # a budget of 0 is all there is
+    if split == "train" and not cfg.mixture:
+        return 0 < cfg.tokens <= sum(tokens.values())  # 0 tokens: all there is
+    budget = cfg.val_tokens if split == "val" else cfg.tokens * cfg.mixture[domain]
+    return 0 < budget <= tokens.get(domain, 0)
 
 
 def is_split_done(cfg, state, split):
@@ -501,7 +495,7 @@ def make_corpus(cfg, inputs):
         cfg.val_fraction = 0.0  # the source has a validation split of its own
     state = open_output(cfg, inputs)
     if (out / "manifest.json").exists():
-        print(f"{out} is finished: this very corpus was prepared before")
+        print(f"{out} is complete already; there is nothing to do")
         return
     if not (out / "tokenizer.json").exists():
         tokenizer = make_tokenizer(cfg, inputs)

@@ -44,7 +44,7 @@ class Input(NamedTuple):
     path: Path | None  # None: on the hub
 
 
-def python_files(packages=()):
+def python_files(packages):
     """Yield the Inputs of pysource, without duplicates: the standard library, then the installed packages, of which
     only those named in `packages` if there are names."""
     roots = {Path(sysconfig.get_path("stdlib")): "stdlib"}
@@ -94,7 +94,7 @@ def find_inputs(cfg):
         name = f"{cfg.hub_id}@{cfg.revision}"
         return [Input(f"{name}/validation", 0, "val", None, None), Input(f"{name}/train", 0, "train", None, None)]
     inputs = list(python_files(cfg.packages) if cfg.source == "pysource" else text_files(cfg))
-    installed = {source.name.split("/")[0] for source in inputs}
+    installed = {source.name.split("/")[0] for source in inputs if source.domain != "stdlib"}
     for package in cfg.packages:
         if package not in installed:
             raise UserError(f"no package {package!r} is installed; --packages takes names of folders in site-packages")

@@ -217,7 +217,7 @@ def question(name, row, where):
         what = f"{where} is not a row of {TASKS[name].hub}, which {name} reads"
         raise UserError(f"{what}: {type(e).__name__} {e}") from None
     if not 0 <= asked.gold < len(asked.choices):
-        raise UserError(f"{where}: its label is none of its {len(asked.choices)} choices")
+        raise UserError(f"{where}: its label is not one of its {len(asked.choices)} choices")
     if "" in asked.choices:
         raise UserError(f"{where}: choice {asked.choices.index('')} is empty; there is nothing to score")
     return asked
@@ -266,7 +266,7 @@ def cut_to_block(context, scored, block_size):
         long = f"{len(scored)} tokens are to be scored, but the model's block has {block_size}"
         raise ValueError(f"{long}; leave this task out, or use a model with a longer block")
     if not scored:
-        raise ValueError("no token of it is left to be scored")
+        raise ValueError("a choice has no tokens of its own to score")
     ids = context + scored
     return Row(ids[-(block_size + 1) :], len(scored), len(ids) > block_size + 1)
 
@@ -287,8 +287,9 @@ def rows_of(name, asked, tokenizer, block_size):
 
 
 def per_document(name, asked, results):
-    """{metric: (documents,) array, whose mean is the metric; for perplexity the nats}. As the harness counts: acc takes
-    the choice of the highest sum, acc_norm of the highest sum per character; LAMBADA is right if greedy decoding is."""
+    """{metric: (documents,) array: 1 where the model is right, else 0; for perplexity nats}. As the harness counts: acc
+    takes the choice with the highest log-probability, acc_norm the one with the highest per character; LAMBADA is right
+    if every token is the likeliest."""
     if "perplexity" in TASKS[name].metrics:
         greedy = [scores[0][1] for scores in results]
         nats = [-scores[0][0] for scores in results]

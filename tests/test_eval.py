@@ -200,7 +200,7 @@ def test_too_long_is_cut_on_the_left():
     assert tasks.cut_to_block([1, 2], [3, 4], 2) == tasks.Row([2, 3, 4], 2, True)
     with pytest.raises(ValueError, match="3 tokens are to be scored, but the model's block has 2; leave this task out"):
         tasks.cut_to_block([1], [2, 3, 4], 2)
-    with pytest.raises(ValueError, match="no token of it is left"):
+    with pytest.raises(ValueError, match="no tokens of its own to score"):
         tasks.cut_to_block([1], [], 2)
 
 
@@ -555,6 +555,13 @@ def test_two_ranks_equal_one(runs):
     assert again.stdout == result.stdout and again.stderr.count(" 0 of ") == 7, again.stderr  # both ranks' files
 
 
+def test_samples_of_a_name_with_brackets(tmp_path):
+    """glob takes them as a pattern, unless they are escaped."""
+    path, record = tmp_path / "samples_piqa.a[1].jsonl", {"document": 0, "choice": 1, "log_prob": -1.0, "greedy": True}
+    path.write_text(e.json_lines([{"scores_follow_from": "x"}, record]))
+    assert e.collect_samples(path, {"scores_follow_from": "x"}) == [record]
+
+
 class Stopped(Exception):
     pass
 
@@ -613,14 +620,14 @@ def test_an_interrupted_call_goes_on(runs, monkeypatch, capsys):
 def test_bad_rows(tmp_path):
     columns = {column: value for column, value in ROWS["piqa"].items() if column != "sol2"}
     changes = [
-        ("piqa", {"label": 2}, "its label is none of its 2 choices"),
+        ("piqa", {"label": 2}, "its label is not one of its 2 choices"),
         ("piqa", {"label": ""}, "ValueError"),
         ("piqa", {"goal": ["x"]}, "TypeError"),
         ("piqa", {"sol2": ""}, "choice 1 is empty"),
         ("arc_easy", {"answerKey": "D"}, "ValueError 'D' is not in list"),
         ("arc_easy", {"choices": {"text": ["a", ["b"]], "label": ["A", "B"]}}, "TypeError"),
         ("winogrande", {"sentence": "no gap"}, "ValueError"),
-        ("winogrande", {"answer": "3"}, "none of its 2 choices"),
+        ("winogrande", {"answer": "3"}, "not one of its 2 choices"),
         ("hellaswag", {"endings": ["[all] ", "x"]}, "choice 0 is empty"),
         ("hellaswag", {"ctx_b": None}, "AttributeError"),
     ]

@@ -219,9 +219,12 @@ def test_shards_and_types(runs, tmp_path, dtype):
     model, again = checkpoint.load(run), checkpoint.load(tmp_path / "hf")
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor.to(getattr(torch, dtype)).float()), name
-    before, last = checkpoint.digest(checkpoint.find(tmp_path / "hf")), max(tmp_path.glob("hf/model-*.safetensors"))
-    last.write_bytes(last.read_bytes() + b"x")
-    assert checkpoint.digest(checkpoint.find(tmp_path / "hf")) != before
+    path = checkpoint.find(tmp_path / "hf")
+    digests = {checkpoint.digest(path)}
+    for file in (max(tmp_path.glob("hf/model-*.safetensors")), path.parent / "config.json"):
+        file.write_bytes(file.read_bytes() + b" ")
+        digests.add(checkpoint.digest(path))
+    assert len(digests) == 3
 
 
 def test_every_mode_comes_back(tmp_path):
