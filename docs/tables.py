@@ -43,7 +43,7 @@ from paper.claims import CONFIRMED, CONTRADICTED, HEADER, LABELS, UNDETERMINED, 
 from paper.figures import RATES, TUNED
 from paper.found import Found, read_kept
 from paper.runs import SCALES, SEEDS, Job
-from report import markdown, plus_minus
+from report import markdown, mean_interval, plus_minus
 from value_modes import TABLE, ModelConfig
 
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n)(?:(?!<!-- table:).)*?(<!-- end -->)", re.S)
@@ -81,17 +81,26 @@ def table_of(scale, name):
 
 
 def grid_table(scale, size):
-    """Vanilla's losses at each rate, and those of other modes minus vanilla's, of the seed that all rates have."""
-    runs, rates, rows = figures_of(scale)["rates"]["runs"], RATES[size], []
+    """Vanilla's losses at each rate, and those of other modes minus vanilla's, both means over the seeds that a mode
+    and vanilla have there."""
+    runs, rows = figures_of(scale)["rates"]["runs"], []
+
+    def losses(mode, lr):
+        """{seed: loss}"""
+        names = {seed: f"{Job(mode, size, lr=lr).name}-{seed}" for seed in SEEDS}
+        return {seed: runs[name] for seed, name in names.items() if name in runs}
+
     for mode in TUNED:
-        losses = [runs[f"{Job(mode, size, lr=lr).name}-{SEEDS[0]}"] for lr in rates]
-        if mode == "vanilla":
-            base = losses
-            rows.append([LABELS[mode], *map(plus_minus, losses)])
-        else:
-            gaps = [loss - other for loss, other in zip(losses, base, strict=True)]
-            rows.append([f"{LABELS[mode]}, minus that", *(plus_minus(gap, sign=True) for gap in gaps)])
-    return markdown(["rate", *(f"{lr * SCALES[scale].lr_factor:.3g}" for lr in rates)], rows)
+        cells = []
+        for lr in RATES[size]:
+            ours, base = losses(mode, lr), losses("vanilla", lr)
+            if mode == "vanilla":
+                cells.append(plus_minus(*mean_interval(list(ours.values()))))
+            else:
+                gaps = [ours[seed] - base[seed] for seed in ours if seed in base]
+                cells.append(plus_minus(*mean_interval(gaps), sign=True))
+        rows.append([LABELS[mode] if mode == "vanilla" else f"{LABELS[mode]}, minus that", *cells])
+    return markdown(["rate", *(f"{lr * SCALES[scale].lr_factor:.3g}" for lr in RATES[size])], rows)
 
 
 def gaps_table(scale, header, numbers):
