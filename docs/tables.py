@@ -39,11 +39,23 @@ from budget import BudgetConfig, budget
 from describe import mode_table
 from examples import vit
 from files import read_json, write_text
-from paper.claims import CONFIRMED, CONTRADICTED, HEADER, LABELS, UNDETERMINED, claim_cells, tally
-from paper.figures import RATES, TUNED
+from paper.claims import (
+    CONFIRMED,
+    CONTRADICTED,
+    HEADER,
+    LABELS,
+    UNDETERMINED,
+    claim_cells,
+    deep_entropy,
+    least_value,
+    most_hidden,
+    most_importance,
+    tally,
+)
+from paper.figures import FOUR, RATES, TUNED
 from paper.found import Found, read_kept
-from paper.runs import SCALES, SEEDS, Job
-from report import markdown, plus_minus
+from paper.runs import INSPECTED, SCALES, SEEDS, Job
+from report import markdown, mean_interval, plus_minus
 from value_modes import TABLE, ModelConfig
 
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n)(?:(?!<!-- table:).)*?(<!-- end -->)", re.S)
@@ -94,12 +106,16 @@ def grid_table(scale, size):
     return markdown(["rate", *(f"{lr * SCALES[scale].lr_factor:.3g}" for lr in rates)], rows)
 
 
+def recorded(scale):
+    """The records of a scale."""
+    units, kept = SCALES[scale], read_kept(ROOT / f"results/{scale}/runs.jsonl")
+    return Found("", units, lambda job: SEEDS[: units.n_seeds(units.here(job))], kept=kept)
+
+
 def gaps_table(scale, header, numbers):
     """For each mode its numbers minus vanilla's, both at their best rates, means over seeds. numbers: function from a
     record to an array, empty if the record does not have them."""
-    units, kept = SCALES[scale], read_kept(ROOT / f"results/{scale}/runs.jsonl")
-    found = Found("", units, lambda job: SEEDS[: units.n_seeds(units.here(job))], kept=kept)
-    rows = []
+    found, rows = recorded(scale), []
     for mode in TUNED[1:]:
         gaps = []
         for seed in found.common_seeds(Job(mode), Job()):
@@ -144,6 +160,26 @@ def weights_table(scale, modes):
             cells = [f"{own:.2f} + {first:.2f}" for own, first in layers[1:]]
             rows.append([LABELS[mode], str(record["start"]["seed"]), *cells])
     return markdown(["V_n + V_1", "seed", *(f"layer {n}" for n in range(2, 2 + len(cells)))], rows)
+
+
+def concentration_table(scale, size, *modes):
+    """How concentrated the attention of modes is, and their losses: means over seeds with their 95 % intervals."""
+    found, rows = recorded(scale), []
+    quantities = {
+        "entropy (nats)": deep_entropy,
+        "first token's attention": most_importance,
+        "its value": least_value,
+        "its hidden state": most_hidden,
+    }
+    for mode in modes:
+        job = Job(mode, size)
+        seeds = found.seeds(job)
+        cells = [LABELS[mode], plus_minus(*mean_interval([found.loss(job, seed) for seed in seeds]))]
+        for quantity in quantities.values():
+            values = [quantity(job, found, seed) for seed in seeds]
+            cells.append(plus_minus(*mean_interval(values), digits=3))
+        rows.append(cells)
+    return markdown(["mode", "validation loss", *quantities], rows)
 
 
 def decoding_of_vanilla():
@@ -211,6 +247,8 @@ MAKERS = {
     "night-grid": lambda: grid_table("night", "82M"),
     "night-domains": lambda: domains_table("night"),
     "night-leads": lambda: leads_table("night"),
+    "night-sinks": lambda: concentration_table("night", INSPECTED, *FOUR),
+    "night-no-sinks": lambda: concentration_table("night", "82M", "vanilla", "resformer"),
     "night-weights": lambda: weights_table("night", ("resformer_learned", "resformer_plus")),
     "training-tiny": lambda: current_training_table("x1_tiny"),
     "training-82M": lambda: current_training_table("x2_82m"),
