@@ -211,7 +211,8 @@ class Found:
             unit, paper = match.groups()
             if unit == "size":
                 job = Job(size=paper)
-                return f"{plot.short_count(self.parameters(job))} parameters{self.scale.change_in_words(job)}"
+                size, change = f"{plot.short_count(self.parameters(job))} parameters", self.scale.change_in_words(job)
+                return f"{size}, {change}" if change else size
             if unit == "length":
                 return f"{self.scale.lengths[int(paper)][0]:,}"
             if unit == "warmup":

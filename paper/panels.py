@@ -27,7 +27,8 @@ def real_size(jobs, found):
     """Parameters and length of what is drawn, and how the inspected model differs; all jobs are of it, or none."""
     lengths = count_range([found.scale.lengths[job.length][0] for job in jobs], "{:,}".format)
     parameters = count_range([found.parameters(job) for job in jobs])
-    return f"{parameters} parameters, length {lengths}{found.scale.change_in_words(jobs[0])}"
+    size, change = f"{parameters} parameters, length {lengths}", found.scale.change_in_words(jobs[0])
+    return f"{size},\n{change}" if change else size
 
 
 # -- kinds of panels

@@ -137,11 +137,9 @@ class Scale:
         return has_size and has_plan and not self.leaves_out(job)
 
     def change_in_words(self, job):
-        """What else differs in the model that is inspected, to be added to its size."""
+        """What else differs in the model that is inspected, or ""."""
         change = self.here(job).change if job.size == INSPECTED else ""
-        if change == WITH_BOS:
-            return ", trained with end-of-text first"
-        return f", {change}" if change else ""
+        return "trained with end-of-text first" if change == WITH_BOS else change
 
     def here(self, job):
         """The Job with what this scale decides: its learning rate, and which model is inspected."""

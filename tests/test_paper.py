@@ -307,9 +307,8 @@ def test_labels_and_titles_say_what_is_drawn(found):
     ]
     night = Fake(scale=SCALES["night"], parameters=lambda job: 1_951_360)
     assert panels.real_size([Job()], night) == "1.95M parameters, length 128"
-    assert (
-        panels.real_size([Job(size=INSPECTED)], night) == "1.95M parameters, length 128, trained with end-of-text first"
-    )
+    size = "1.95M parameters, length 128,\ntrained with end-of-text first"
+    assert panels.real_size([Job(size=INSPECTED)], night) == size
 
 
 def test_relative_panels(made, found):
