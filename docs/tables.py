@@ -126,17 +126,6 @@ def gaps_table(scale, header, numbers):
     return markdown(["minus Transformer's", "seeds", *header], rows)
 
 
-def domains_table(scale):
-    """Validation loss at the end by domain, minus vanilla's."""
-    kept = read_kept(ROOT / f"results/{scale}/runs.jsonl")
-    names = next(list(record["domains"]) for record in kept.values() if record["domains"])
-
-    def losses(record):
-        return np.array([record["domains"][name] for name in names if record["domains"]])
-
-    return gaps_table(scale, names, losses)
-
-
 def leads_table(scale):
     """Training loss along the run minus vanilla's: means of the thirtieth of all steps that ends there."""
     block, batch, _ = SCALES[scale].lengths[2048]
@@ -245,10 +234,8 @@ MAKERS = {
     "night-rates": lambda: markdown(*table_of("night", "rates"), left=2),
     "night-v5": lambda: markdown(*table_of("night", "v5")),
     "night-grid": lambda: grid_table("night", "82M"),
-    "night-domains": lambda: domains_table("night"),
     "night-leads": lambda: leads_table("night"),
     "night-sinks": lambda: concentration_table("night", INSPECTED, *FOUR),
-    "night-no-sinks": lambda: concentration_table("night", "82M", "vanilla", "resformer"),
     "night-weights": lambda: weights_table("night", ("resformer_learned", "resformer_plus")),
     "training-tiny": lambda: current_training_table("x1_tiny"),
     "training-82M": lambda: current_training_table("x2_82m"),
