@@ -341,6 +341,7 @@ def test_committed_results_are_those_of_the_code():
     for name, record in results["figures"].items():
         figure = cfg.figures[name]
         assert record["caption"] == figure.caption, name
+        assert not re.search(r"[= ](/|~|[A-Z]:)", record["environment"]["command"]), f"{name}: a folder of one machine"
         assert "png" not in record or (ROOT / "results" / record["png"]).exists(), name
         jobs = [(cfg.units.here(job), cfg.seeds_of(job)) for job in figure.jobs]
         assert set(record["runs"]) == {f"{job.name}-{seed}" for job, seeds in jobs for seed in seeds}
