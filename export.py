@@ -73,7 +73,7 @@ from transformers import pipeline
 generate = pipeline("text-generation", "<this folder>"{trust})
 ```
 
-`<|endoftext|>` in a text becomes the end-of-text id, unless the tokenizer gets split_special_tokens=True.
+{bos}`<|endoftext|>` in a text becomes the end-of-text id, unless the tokenizer gets split_special_tokens=True.
 """
 
 
@@ -119,6 +119,9 @@ def card(path, model, header):
     if header["mode"] in TABLE:
         _, equation, source = TABLE[header["mode"]]
         facts["equation"] = f"Value mode, for layers n >= 2: {equation} ({source})"
+    facts["bos"] = ""
+    if checkpoint.trained_with_bos(path.parent):
+        facts["bos"] = "Each sequence of its training began with `<|endoftext|>`, so begin each prompt with it.\n"
     facts["trust"] = "" if is_plain_llama(model.cfg) else ", trust_remote_code=True"
     return CARD.format(**facts)
 

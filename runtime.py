@@ -269,5 +269,5 @@ def environment():
         "machine": f"{platform.system()} {platform.machine()}, {cores}",
         "ranks": int(os.environ.get("WORLD_SIZE", 1)),
         "command": " ".join([str(script), *sys.argv[1:]]),
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

@@ -31,7 +31,7 @@ from runtime import environment
 
 SHAPE = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32", "--batch_tokens=512", "--micro_batch=8"]
 SHAPE += ["--warmup_steps=2", "--eval_tokens=512", "--eval_every=20", "--log_every=1000", "--keep=1", "--dtype=float32"]
-TIMES = {"seconds", "tokens_per_s", "input_s", "mfu", "environment", "env", "started"}  # in which two runs may differ
+TIMES = {"seconds", "tokens_per_s", "input_s", "mfu", "environment", "env", "time"}  # in which two runs may differ
 
 
 class Failed(AssertionError):

@@ -238,6 +238,7 @@ def test_every_mode_comes_back(tmp_path):
         write_json(path.with_name("config.json"), {"bos": i == 0})
         export.write_folder(tmp_path / f"hf{i}", path, model, tokenizer, export.ExportConfig())
         assert checkpoint.trained_with_bos(tmp_path / f"hf{i}") == (i == 0)
+        assert ("begin each prompt with it" in (tmp_path / f"hf{i}" / "README.md").read_text()) == (i == 0)
         found = checkpoint.find(tmp_path / f"hf{i}")
         header = checkpoint.read_header(found)
         assert header["config"].value_mode == model.cfg.value_mode or hf.is_plain_llama(model.cfg), mode
