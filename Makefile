@@ -5,7 +5,7 @@
 # All make .venv on first use. PYTHON=python3.12 picks another interpreter (3.11 or later).
 PYTHON ?= python3
 PY := .venv/bin/python
-DEMO := vanilla resformer svformer
+DEMO := vanilla resformer_lambda svformer
 
 # OpenMP threads that wait a long time awake make each other late when anything else runs (1.6 x on 2 busy cores)
 export GOMP_SPINCOUNT ?= 1000
@@ -14,9 +14,9 @@ export GOMP_SPINCOUNT ?= 1000
 demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6
 	for mode in $(DEMO); do \
-	  $(PY) train.py config/tiny.py config/$$mode.py --out_dir=out/demo/$$mode --resume=auto || exit; done
+	  $(PY) train.py config/tiny.py --value_mode=$$mode --out_dir=out/demo/$$mode --resume=auto || exit; done
 	$(PY) plot.py compare $(DEMO:%=out/demo/%) --out_file=out/demo/relative.png
-	$(PY) sample.py out/demo/resformer --prompt="def __init__(self" --max_new_tokens=120
+	$(PY) sample.py out/demo/svformer --prompt="def __init__(self" --max_new_tokens=120
 
 figures: .venv/ready
 	$(PY) -m paper.reproduce all

@@ -4,7 +4,7 @@
     python eval.py out/vanilla out/resformer --task=table1,table5       the paper's tables, side by side
     torchrun --nproc_per_node=8 eval.py out/resformer --task=all        documents split over the ranks
     python eval.py out/resformer --task=piqa --data_dir=evals           local files, no network
-    lm_eval --model hf --model_args pretrained=hf/resformer,trust_remote_code=True …    by the harness, see export.py
+    lm_eval --model hf --model_args pretrained=hf/svformer,trust_remote_code=True …    by the harness, see export.py
 
 Tasks: loss (validation loss by domain), hellaswag openbookqa winogrande arc_challenge arc_easy piqa, lambada;
 table1 = the six multiple-choice tasks, table5 = loss, all = everything. Prints Markdown tables and writes them to

@@ -1,6 +1,6 @@
 """Write a trained model as a Hugging Face folder, for transformers, lm-eval and whatever reads such folders.
 
-    python export.py out/resformer --out_dir=hf/resformer
+    python export.py out/svformer --out_dir=hf/svformer
     python export.py out/vanilla --out_dir=hf/vanilla --dtype=bfloat16 --max_shard_size=2GB
 
 vanilla, also with fewer key and value heads, becomes a plain Llama. Every other model brings its code along: model.py,

@@ -1,7 +1,7 @@
 """Our model as transformers sees it. export.py puts this file, and those that it imports, into the folder it writes.
 
     from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained("hf/resformer", trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained("hf/svformer", trust_remote_code=True)
 
 The network is model.py's own. Its cache is transformers' DynamicCache, with the keys and values that layers own alone.
 """

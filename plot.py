@@ -1,10 +1,10 @@
 """Figures and tables of runs, from their metrics.jsonl and from what eval.py and analyze.py write beside it.
 
-    python plot.py relative out/demo/vanilla out/demo/resformer   training loss minus that of the baseline, by seed
-    python plot.py loss out/demo/vanilla out/demo/resformer       training loss, and validation loss as markers
+    python plot.py relative out/demo/vanilla out/demo/svformer    training loss minus that of the baseline, by seed
+    python plot.py loss out/demo/vanilla out/demo/svformer        training loss, and validation loss as markers
     python plot.py compare out/demo/*                             a Markdown table, and the figure of `relative`
-    python plot.py eval out/demo/vanilla out/demo/resformer       accuracies with errors and chance, loss by domain
-    python plot.py analysis out/demo/vanilla out/demo/resformer   attention concentration, sinks and drains by layer
+    python plot.py eval out/demo/vanilla out/demo/svformer        accuracies with errors and chance, loss by domain
+    python plot.py analysis out/demo/vanilla out/demo/svformer    attention concentration, sinks and drains by layer
 
 Runs are named by their folders, and grouped by value_mode. The seeds of a mode become one line, their mean, with a band
 of one standard deviation (n - 1) on each side. The figure is written beside the first run, or where --out_file says.

@@ -1,6 +1,6 @@
 """Continue a prompt with a trained model, token by token from a KV cache.
 
-    python sample.py out/demo/resformer --prompt="def main(" --num_samples=3 --temperature=0.8 --top_k=50
+    python sample.py out/demo/svformer --prompt="def main(" --num_samples=3 --temperature=0.8 --top_k=50
     python sample.py out/demo/svformer --prompt="<|endoftext|>"            a new document
     python sample.py out/demo/svformer --prompt_file=prompts.txt           continue each line, all as one batch
 

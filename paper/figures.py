@@ -530,7 +530,9 @@ FIGURES["regime"] = Figure(
         Panel(
             "regime",
             lines=tuple(
-                (label, replace(job, mode=mode)) for label, job in REGIME.items() for mode in ("resformer", "svformer")
+                (label, replace(job, mode=mode))
+                for label, job in REGIME.items()
+                for mode in ("resformer", "resformer_lambda")
             ),
         ),
     ),

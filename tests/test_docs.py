@@ -212,6 +212,6 @@ def test_numbers_of_the_results_page():
 def test_the_demos_numbers_are_the_committed_runs():
     """README's sentence on three seeds follows from the losses in results/demo.json."""
     losses = json.loads((ROOT / "results/demo.json").read_text())["val_mean"]
-    for mode in ("resformer", "svformer"):
+    for mode in ("resformer_lambda", "svformer"):
         mean, std = mean_std([losses["vanilla"][seed] - losses[mode][seed] for seed in ("42", "1", "2")])
         assert f"{mean:.3f} ± {std:.3f}" in TEXTS["README.md"], mode
