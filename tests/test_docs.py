@@ -210,8 +210,15 @@ def test_numbers_of_the_results_page():
 
 
 def test_the_demos_numbers_are_the_committed_runs():
-    """README's sentence on three seeds follows from the losses in results/demo.json."""
+    """README's sentence on three seeds follows from the losses in results/demo.json, the last one from scale night."""
     losses = json.loads((ROOT / "results/demo.json").read_text())["val_mean"]
     for mode in ("resformer_lambda", "svformer"):
         mean, std = mean_std([losses["vanilla"][seed] - losses[mode][seed] for seed in ("42", "1", "2")])
         assert f"{mean:.3f} ± {std:.3f}" in TEXTS["README.md"], mode
+    rows = json.loads((ROOT / "results/night.json").read_text())["figures"]["rates"]["rows"]
+    long = {row["what"]: f"{-row['mean']:.3f}" for row in rows if "1.95M" in row["what"]}
+    constant, shared = (
+        long[f"{name} − Transformer at 1.95M parameters, each at its best rate"]
+        for name in ("ResFormer, λ = 2", "SVFormer")
+    )
+    assert f"λ = 2 is {constant} below vanilla and SVFormer {shared}" in " ".join(TEXTS["README.md"].split())
