@@ -44,7 +44,6 @@ from paper.claims import (
     CONTRADICTED,
     HEADER,
     LABELS,
-    UNDETERMINED,
     claim_cells,
     deep_entropy,
     least_value,
@@ -78,10 +77,10 @@ def figures_of(scale):
 
 
 def claims_table(scale):
-    """The claims that have several seeds, each once, by verdict."""
+    """The claims that are decided by several seeds, each once, by verdict."""
     rows = {row["what"]: row for record in figures_of(scale).values() for row in record["rows"]}
     cells = []
-    for verdict in (CONFIRMED, CONTRADICTED, UNDETERMINED):
+    for verdict in (CONFIRMED, CONTRADICTED):
         cells += [claim_cells(row) for row in rows.values() if row["verdict"] == verdict]
     return markdown(HEADER, cells, left=3)
 
