@@ -166,23 +166,18 @@ def saved_tokens(found, seed):
     return tokens_saved(*(run.validation for run in runs))
 
 
-def smooth(x, y, window):
-    """Moving averages of x and y over `window` points. Source: the authors' plot_relative_loss.py."""
-    weights = np.ones(window) / window
-    return np.convolve(x, weights, "valid"), np.convolve(y, weights, "valid")
-
-
 def critical_point(x, y, window):
     """(step, extrapolated?) where a relative loss y over steps x rises through 0 for good.
 
     If the last tenth of y is above 0 on average: the last upward crossing of the moving average over `window` points,
     in the middle of its window; 0 if there is none. Else where the line through the last tenth reaches 0, at the last
-    step at the earliest; infinity if its slope is at most two standard errors. Source: the paper's Figure 14, whose
-    last tenth is 1,000 steps.
+    step at the earliest; infinity if its slope is at most two standard errors. The window must not be longer than the
+    last tenth. Sources: the paper's Figure 14, whose last tenth is 1,000 steps; the authors' plot_relative_loss.py.
     """
     tail = slice(-max(3, len(x) // 10), None)
     if y[tail].mean() >= 0:
-        middle, means = smooth(x, y, window)
+        weights = np.ones(window) / window
+        middle, means = (np.convolve(part, weights, "valid") for part in (x, y))
         rises = np.flatnonzero((means[:-1] < 0) & (means[1:] >= 0))
         if not len(rises):
             return 0.0, False

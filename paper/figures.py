@@ -369,9 +369,12 @@ FIGURES = {
     "tab4": Figure("Models by size.", table=tables.table4),
     "tab5": Figure(
         "Validation loss by domain (nats per token).",
-        claims=tuple(
-            lower_loss(Job("resformer", size), Job(size=size), f"ResFormer − Transformer at [size {size}]", gap)
-            for size, gap in {"82M": "-0.0272", "180M": "-0.0323", "468M": "-0.0269"}.items()
+        claims=(
+            *mode_claims("-0.0272", [("resformer", "vanilla")]),  # as in Figure 7, so that it counts once
+            *(
+                lower_loss(Job("resformer", size), Job(size=size), f"ResFormer − Transformer at [size {size}]", gap)
+                for size, gap in {"180M": "-0.0323", "468M": "-0.0269"}.items()
+            ),
         ),
         table=tables.table5,
         runs=tuple(Job(mode, size) for mode, size in tables.PAPER_LOSSES),
@@ -517,7 +520,7 @@ REGIME = {
     "half the batch": Job(change="batch_tokens=1024,micro_batch=8,max_steps=12000,warmup_steps=200"),
     "four batches in one": Job(change="batch_tokens=8192,micro_batch=64,max_steps=1500,warmup_steps=25"),
     "a quarter of the tokens": Job(change="max_steps=1500"),
-    "five times the tokens": Job(change="max_steps=30000"),
+    "four times the tokens": Job(change="max_steps=24000"),  # nearly all of the data
 }
 
 

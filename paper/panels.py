@@ -61,14 +61,17 @@ def draw_relative(ax, panel, found):
 
 def draw_layers(ax, panel, found):
     """A quantity of the analysis over layers; with several quantities of one run, those that are equal are one line."""
-    equal = {}  # at length 128 the token at 1 % of the length is the second
+    drawn = []  # ([labels of equal lines], mode, values); at length 128 the token at 1 % of the length is the second
     for label, job in found.labels(panel.lines):
         key = panel.key[label] if isinstance(panel.key, dict) else panel.key
         values = [found.by_layer(job, seed, key) for seed in found.seeds(job)]
-        labels, _ = equal.setdefault((job.mode, str(values)), ([], values))
-        labels.append(label)
-    lines = {" = ".join(labels): values for labels, values in equal.values()}
-    styles = styles_of(dict(zip(lines, (mode for mode, _ in equal), strict=True)))
+        twins = [labels for labels, mode, other in drawn if (mode, other) == (job.mode, values)]
+        if twins:
+            twins[0].append(label)
+        else:
+            drawn.append(([label], job.mode, values))
+    lines = {" = ".join(labels): values for labels, _, values in drawn}
+    styles = styles_of({" = ".join(labels): mode for labels, mode, _ in drawn})
     level = None
     if panel.key == "entropy":
         job = panel.jobs[0]
@@ -269,33 +272,44 @@ def draw_figure(path, figure, found):
 def heat_figure(path, figure, found):
     """Maps over the first hundred tokens and the layers: a row for each model, a column for each quantity. Those of a
     column share one logarithmic colour scale, so that models can be compared."""
-    from matplotlib.colors import LogNorm
-
     (panel,) = figure.panels
     with page(path, (3.6 * len(HEAT), 2.1 * len(panel.lines) + 0.4)) as fig:
         fig.suptitle(real_size(panel.jobs, found), x=0.01, ha="left", fontsize=9)
         axes = fig.subplots(len(panel.lines), len(HEAT), squeeze=False)
-        for column, (key, quantity) in zip(axes.T, HEAT.items(), strict=True):
-            maps = []  # (layers, positions) of each model, mean over its seeds
-            for job in panel.jobs:
-                maps.append(np.mean([found.arrays(job, seed)[key][:, :100] for seed in found.seeds(job)], 0))
-            every = np.stack(maps)
-            norm = LogNorm(max(every[every > 0].min(), every.max() / 1e4), every.max())
-            first = 0 if key == "hidden_norm" else 1  # state 0 is the embedding
-            for ax, values, (label, _) in zip(column, maps, panel.lines, strict=True):
-                rows, columns = values.shape
-                extent = (0.5, columns + 0.5, first - 0.5, first + rows - 0.5)
-                look = {"aspect": "auto", "cmap": "viridis", "interpolation": "nearest", "origin": "lower"}
-                image = ax.imshow(values, norm=norm, extent=extent, **look)
-                ax.set_title(f"{label}: {quantity}", fontsize=8, loc="left")
-                ax.yaxis.get_major_locator().set_params(integer=True)
-            ticks = np.geomspace(norm.vmin, norm.vmax, 4)
-            bar = fig.colorbar(image, ax=list(column), location="bottom", aspect=40, ticks=ticks, format="{x:.3g}")
-            bar.ax.minorticks_off()
-            bar.set_label(f"{quantity} (one scale)")
-            column[-1].set_xlabel("token position")
+        for column, key in zip(axes.T, HEAT, strict=True):
+            heat_column(fig, column, panel, found, key)
         for ax in axes[:, 0]:
             ax.set_ylabel("layer")
+
+
+def heat_column(fig, axes, panel, found, key):
+    """The maps of one quantity, one model on each of `axes`, and their colour scale."""
+    from matplotlib.colors import LogNorm
+
+    maps = []  # (layers, positions) of each model, mean over its seeds
+    for job in panel.jobs:
+        maps.append(np.mean([found.arrays(job, seed)[key][:, :100] for seed in found.seeds(job)], 0))
+    every = np.stack(maps)
+    norm = LogNorm(max(every[every > 0].min(), every.max() / 1e4), every.max())
+    first = 0 if key == "hidden_norm" else 1  # state 0 is the embedding
+    for ax, values, (label, _) in zip(axes, maps, panel.lines, strict=True):
+        image = heat_map(ax, values, norm, first)
+        ax.set_title(f"{label}: {HEAT[key]}", fontsize=8, loc="left")
+    ticks = np.geomspace(norm.vmin, norm.vmax, 4)
+    bar = fig.colorbar(image, ax=list(axes), location="bottom", aspect=40, ticks=ticks, format="{x:.3g}")
+    bar.ax.minorticks_off()
+    bar.set_label(f"{HEAT[key]} (one scale)")
+    axes[-1].set_xlabel("token position")
+
+
+def heat_map(ax, values, norm, first):
+    """Draw values (layers, positions) as a map whose rows are counted from `first`. Returns the image."""
+    rows, columns = values.shape
+    extent = (0.5, columns + 0.5, first - 0.5, first + rows - 0.5)
+    look = {"aspect": "auto", "cmap": "viridis", "interpolation": "nearest", "origin": "lower"}
+    image = ax.imshow(values, norm=norm, extent=extent, **look)
+    ax.yaxis.get_major_locator().set_params(integer=True)
+    return image
 
 
 def dots_figure(path, figure, found):

@@ -201,30 +201,35 @@ def show_plan(plans, cfg):
     """Print runs, their sizes and whether they are done, disk, and the hours of training where the speed is known."""
     scale, path = cfg.units, Path(cfg.units.data_dir, "tokenizer.json")
     vocab = Tokenizer.load(path).n_vocab if path.exists() else scale.vocab
-    unit, speed = ("GPU", PEAK_FLOPS["A100"] * MFU) if scale.gpus else ("core", scale.core_speed)
-    rows, hours, disk = [], 0.0, 2 * scale.tokens
-    for plan in plans:
-        settings = TrainConfig(**plan.values)
-        model = settings.model_config(vocab)
-        size = count_parameters(model)
-        tokens = settings.max_steps * settings.batch_tokens
-        checkpoints = 2 if settings.eval_every < settings.max_steps else 1  # the last, and the best of several
-        bytes_kept = 12 * checkpoints * size  # weights and optimizer in fp32
-        cost = flops_per_token(model) * tokens / speed / 3600 if speed and not plan.done else 0.0
-        hours += cost
-        disk += bytes_kept
-        row = [plan.folder.name, "done" if plan.done else "to do", f"{size:,}", f"{tokens:,}"]
-        rows.append([*row, f"{bytes_kept / 1e9:.2f}", f"{cost:,.2f}" if speed else "-"])
+    unit, speed, how = "core", scale.core_speed, f"{scale.core_speed / 1e9:,.0f} GFLOP/s a core"
+    if scale.gpus:
+        unit, speed, how = "GPU", PEAK_FLOPS["A100"] * MFU, f"{MFU:.0%} of an A100's bf16 peak"
+    rows = [plan_row(plan, vocab, speed) for plan in plans]
     print(f"scale {cfg.scale}: {scale.what}\n")
-    print(markdown(["run", "state", "parameters", "tokens", "disk (GB)", f"{unit}-hours"], rows))
+    header = ["run", "state", "parameters", "tokens", "disk (GB)", f"{unit}-hours"]
+    print(markdown(header, [cells for cells, _, _ in rows]))
     if cfg.dry_run:
         print(*map(shlex.join, commands(plans, cfg)), "", sep="\n")
     said = f"{len(plans)} runs, {sum(plan.done for plan in plans)} of them done; "
-    if scale.gpus:
-        said += f"training takes {hours:,.1f} GPU-hours at {MFU:.0%} of an A100's bf16 peak; "
-    elif speed:
-        said += f"training takes {hours:,.1f} core-hours at {speed / 1e9:,.0f} GFLOP/s a core; "
+    if speed:
+        said += f"training takes {sum(hours for _, _, hours in rows):,.1f} {unit}-hours at {how}; "
+    disk = 2 * scale.tokens + sum(size for _, size, _ in rows)
     print(f"{said}analyses and tasks come on top; disk {disk / 1e9:,.1f} GB with the data", flush=True)
+
+
+def plan_row(plan, vocab, speed):
+    """(cells, bytes on disk, hours left) of a run. speed: FLOP/s, 0 = not known."""
+    settings = TrainConfig(**plan.values)
+    model = settings.model_config(vocab)
+    size, tokens = count_parameters(model), settings.max_steps * settings.batch_tokens
+    checkpoints = 2 if settings.eval_every < settings.max_steps else 1  # the last, and the best of several
+    disk = 12 * checkpoints * size  # weights and optimizer in fp32
+    hours = 0.0
+    if speed and not plan.done:
+        hours = flops_per_token(model) * tokens / speed / 3600
+    cells = [plan.folder.name, "done" if plan.done else "to do", f"{size:,}", f"{tokens:,}", f"{disk / 1e9:.2f}"]
+    cells.append(f"{hours:,.2f}" if speed else "-")
+    return cells, disk, hours
 
 
 # -- commands, as lists of words
@@ -273,9 +278,11 @@ def other_analyses(cfg):
 
 
 def commands(plans, cfg):
-    """All commands of the plan: of runs, finished ones too, of data and of other models only where they are missing."""
+    """All commands of the plan: of runs without a record, finished ones too, of data and of other models only where
+    they are missing."""
     if not Path(cfg.units.data_dir, "manifest.json").exists():
         yield cfg.units.prepare.split()
+    plans = [plan for plan in plans if not plan.kept]
     for plan in plans:
         yield train_command(plan, cfg)
     yield from other_analyses(cfg).values()
@@ -313,18 +320,21 @@ def make_run(plan, cfg, threads):
     """Train, analyse and evaluate one Plan, as far as that is not done. Returns its validation loss."""
     if not plan.done:
         run_logged(train_command(plan, cfg), plan.folder / "train.log", threads)
-    if plan.analyse and is_stale(plan.folder):
+    if plan.analyse and is_stale(plan, cfg):
         run_logged(analyze_run(plan, cfg), plan.folder / "analyze.log", threads)
     if plan.score:
         score_table1(plan, cfg, threads)
     return plot.read_run(plan.folder).final_loss
 
 
-def is_stale(folder):
-    """Whether a folder's analysis is missing or older than its weights."""
-    path = folder / "analysis.json"
-    weights = max((p.stat().st_mtime for p in folder.glob("step_*.safetensors")), default=0)
-    return not path.exists() or path.stat().st_mtime < weights
+def is_stale(plan, cfg):
+    """Whether a run's analysis is missing, older than its weights, or of other chunks than `analyze_run` asks for."""
+    path = plan.folder / "analysis.json"
+    weights = max((p.stat().st_mtime for p in plan.folder.glob("step_*.safetensors")), default=0)
+    if not path.exists() or path.stat().st_mtime < weights:
+        return True
+    made = plot.read_analysis(plan.folder)
+    return (made["chunks_asked"], made["length"]) != (cfg.units.chunks, plan.values["block_size"])
 
 
 def score_table1(plan, cfg, threads):
@@ -360,7 +370,7 @@ def kept_records(cfg):
 def keep_record(plan, cfg):
     """Add the record of a finished run to the file of records, see `make_record`."""
     record = make_record(plan.folder, plan.values | {"data": data_hash(cfg.units.data_dir)}, cfg.units.every)
-    if is_stale(plan.folder):
+    if is_stale(plan, cfg):
         record.pop("analysis", None)
     write_kept(cfg.records_file, read_kept(cfg.records_file) | {plan.folder.name: record})
 

@@ -18,12 +18,7 @@ def publish(name, figure, cfg, found):
     """Draw a figure or print a table, and write its numbers into the results of the scale."""
     print(f"{name}: {figure.caption}")
     record = {"caption": figure.caption, "environment": environment()}  # before it changes files of the repository
-    runs = [(job, seed) for job in figure.jobs for seed in cfg.seeds_of(job)]
-    record["runs"] = {found.folder(job, seed).name: found.loss(job, seed) for job, seed in runs}
-    made = {found.folder(job, seed): found.record(job, seed) for job, seed in runs}.values()  # some Jobs are one run
-    record["commits"] = sorted({run["commit"] or "unknown" for run in made})
-    seconds = [run["seconds"] for run in made if run["seconds"] is not None]
-    record["timed"], record["hours"] = len(seconds), round(sum(seconds) / 3600, 2)
+    record |= about_runs(figure, cfg, found)
     if figure.panels:
         draw_figure(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)
         record["png"] = f"{cfg.scale}/{name}.png"
@@ -33,8 +28,27 @@ def publish(name, figure, cfg, found):
     record["rows"] = claim_rows(figure, found)
     if record["rows"]:
         print(markdown(HEADER, map(claim_cells, record["rows"]), left=3), flush=True)
+    store(name, record, cfg)
+
+
+def about_runs(figure, cfg, found):
+    """What a figure's record says of its runs: losses, commits, how many are timed, and their hours."""
+    losses, made = {}, {}
+    for job in figure.jobs:
+        for seed in cfg.seeds_of(job):
+            name = found.folder(job, seed).name  # some Jobs are one run
+            losses[name], made[name] = found.loss(job, seed), found.record(job, seed)
+    commits = sorted({run["commit"] or "unknown" for run in made.values()})
+    seconds = [run["seconds"] for run in made.values() if run["seconds"] is not None]
+    return {"runs": losses, "commits": commits, "timed": len(seconds), "hours": round(sum(seconds) / 3600, 2)}
+
+
+def store(name, record, cfg):
+    """Write a figure's record into the results of the scale."""
     path = Path(cfg.results_dir, f"{cfg.scale}.json")
-    figures = read_json(path, "results of paper.reproduce", {"figures": dict})["figures"] if path.exists() else {}
+    figures = {}
+    if path.exists():
+        figures = read_json(path, "results of paper.reproduce", {"figures": dict})["figures"]
     figures[name] = record
     figures = {key: figures[key] for key in FIGURES if key in figures}
     write_json(path, {"scale": cfg.units.what, "units": units_in_words(cfg.units), "figures": figures})
@@ -61,10 +75,9 @@ def how_made(record):
     """Sentences on the runs of a figure and the commits that made them and it."""
     said = []
     if record["runs"]:
-        commits = [commit[:10] for commit in record["commits"] if commit != "unknown"]
-        some = ", of some unknown" if "unknown" in record["commits"] else ""
-        said.append(f"{len(record['runs'])} runs, by commit {', '.join(commits)}{some}.")
-    if record.get("timed"):  # older results do not have it
+        commits = ", ".join(commit[:10] for commit in record["commits"])  # "unknown" comes last
+        said.append(f"{len(record['runs'])} runs, by commit {commits}.")
+    if record["timed"]:
         said.append(f"{record['timed']} of them are timed: {record['hours']:.1f} hours of training.")
     drawn = record["environment"]
     changed = [line for line in (drawn["changed_files"] or "").splitlines() if " results/" not in line]

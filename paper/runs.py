@@ -111,7 +111,7 @@ class Scale:
     gpus: int  # ranks of a run; 0 = no GPU
     data_dir: str
     prepare: str  # the command that makes the data, without --out_dir
-    window: int  # steps of the moving average of training losses
+    window: int  # steps of the moving average of training losses, at most a tenth of all (claims.critical_point)
     evals: int  # evaluations of a 468M run (Figure 6); other runs are evaluated every `steps`
     chunks: int  # of an analysis
     n_seeds: Callable = lambda job: 1  # of a Job
@@ -200,7 +200,7 @@ SCALES = {
         {512: (64, 16, 16), 2048: (128, 8, 8), 8192: (256, 4, 4), 32000: (512, 2, 2), 64000: (1024, 1, 1)},
         steps=150, lr_factor=5.0, warmups={120: 20, 1200: 60}, gpus=0,
         data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
-        window=20, evals=5, chunks=50, settings=ON_CORES,
+        window=15, evals=5, chunks=50, settings=ON_CORES,
     ),
     "night": Scale(
         "models of 0.5 to 5.1M parameters on 12M tokens each, for 2 cores without a GPU",

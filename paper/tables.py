@@ -58,20 +58,27 @@ def settings_row(ours, paper):
     return texts
 
 
+def accuracy_cell(values, paper):
+    """The mean of accuracies, "-" if there is none, and the paper's in brackets."""
+    return beside(np.mean(values) if values else None, f"{paper:.3f}")
+
+
 def table1(found):
     """Accuracies, the paper's in brackets; Avg is over the tasks that both models of a length can be scored on."""
     yield ["", *TABLE1, "Avg"]
     for (mode, length), paper in PAPER_ACCURACIES.items():
-        scores = [claims.task_accuracies(found, length, seed) for seed in found.seeds(Job(mode, length=length))]
-        accuracies = [accuracy[mode] for accuracy, common in scores if common]
+        accuracies, common = [], TABLE1
+        for seed in found.seeds(Job(mode, length=length)):
+            by_mode, tasks = claims.task_accuracies(found, length, seed)
+            if tasks:  # else nothing is scored with this seed
+                accuracies.append(by_mode[mode])
+                common = [task for task in common if task in tasks]
         if not accuracies:
             raise UserError(f"no task is scored at length {length:,}; without the hub, set --eval_dir")
-        common = [task for task in TABLE1 if all(task in tasks for _, tasks in scores if tasks)]
-        columns = [[of[task] for of in accuracies if task in of] for task in TABLE1]
-        columns.append([of[task] for of in accuracies for task in common])
         cells = []
-        for values, theirs in zip(columns, paper, strict=True):
-            cells.append(beside(np.mean(values) if values else None, f"{theirs:.3f}"))
+        for task, theirs in zip(TABLE1, paper[:-1], strict=True):
+            cells.append(accuracy_cell([of[task] for of in accuracies if task in of], theirs))
+        cells.append(accuracy_cell([of[task] for of in accuracies for task in common], paper[-1]))
         if len(common) < len(TABLE1):
             cells[-1] += f" of {len(common)}"
         yield [found.in_words(f"{LABELS[mode]}, length [length {length}]"), *cells]
@@ -172,7 +179,7 @@ def rates_table(found, grids):
             row = claims.claim_row(claims.Claim("", "", gap), found, seeds)
             cells.append("-" if mode == "vanilla" else plus_minus(row["mean"], row["interval"], sign=True))
         rate = f"{best.lr * found.scale.lr_factor:.2g}"
-        if best in (jobs[0], jobs[-1]):
+        if len(jobs) > 2 and best in (jobs[0], jobs[-1]):
             rate += " (end of the grid)"
         yield [plot.short_count(found.parameters(best)), LABELS[mode], rate, *cells]
 

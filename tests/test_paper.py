@@ -770,6 +770,8 @@ def test_rates_are_tuned_for_each_mode():
     assert first[4:] == ["2", "-", "-"]
     gaps = ["+0.5500 ± 8.2589", "+0.5000"]
     assert second == ["1.2M", "ResFormer", "10 (end of the grid)", "3.6500 ± 9.5295", "2", *gaps]
+    two = {("82M", mode): grid[mode][:2] for mode in grid}  # both rates are ends
+    assert [row[2] for row in tables.rates_table(found, two)] == ["best rate", "20", "10"]
     backwards = {("82M", mode): grid[mode][::-1] for mode in grid}  # the best is the last one
     assert list(tables.rates_table(found, backwards))[2] == second
     ax = matplotlib.figure.Figure().subplots()

@@ -271,7 +271,9 @@ def test_kept_runs(real, small, tmp_path, monkeypatch):
     Path("results/cpu/runs.jsonl").write_text(other)
     wrong = "the record of 82M-2048-resformer-42 has learning_rate=0.03 instead of 0.003"
     refused(command("fig9", "--kept=true", "--run=false"), wrong)
-    assert "2 runs, 1 of them done" in command("fig9", "--kept=true", "--dry_run").stdout
+    shown = command("fig9", "--kept=true", "--dry_run").stdout
+    assert "2 runs, 1 of them done" in shown
+    assert re.findall("train.py .*out_dir=out/cpu/(\\S+)", shown) == ["82M-2048-resformer-42"]  # the other has a record
     Path("results/cpu/runs.jsonl").write_text(re.sub('"data":"[^"]*"', '"data":"other"', text))
     refused(command("fig9", "--kept=true"), "results/cpu/runs.jsonl has runs on other data than")
     Path("results/cpu/runs.jsonl").write_text(text.replace('"every":1', '"every":"one"', 1))
@@ -460,14 +462,21 @@ def test_tasks_of_table_1(small, monkeypatch, capsys):
     assert [g.task for g in scored()] == [(task,) for task in SIX if task not in results]
 
 
-def test_stale_analyses(tmp_path):
-    assert reproduce.is_stale(tmp_path)
-    path, weights = tmp_path / "analysis.json", tmp_path / "step_1.safetensors"
-    for file in (path, weights):
-        file.write_text("{}")
-    for age, expected in ((-1, False), (1, True)):
+def test_stale_analyses(small, real):
+    """An analysis is made again if it is missing, older than the weights, or of other chunks or of another length."""
+    cfg = asked("fig4")
+    plan = plan_of(cfg, "vanilla")
+    assert reproduce.is_stale(plan, cfg)
+    shutil.copytree(Path(real[0], plan.folder), plan.folder)
+    (weights,) = plan.folder.glob("step_*4.safetensors")
+    path = plan.folder / "analysis.json"
+    for age, expected in ((-1, False), (1, True), (-1, False)):
         os.utime(weights, ns=(path.stat().st_mtime_ns + age * 10**9,) * 2)
-        assert reproduce.is_stale(tmp_path) == expected, age
+        assert reproduce.is_stale(plan, cfg) == expected, age
+    made = json.loads(path.read_text())
+    for change in ({"chunks_asked": 1000}, {"length": made["length"] // 2}):
+        path.write_text(json.dumps(made | change))
+        assert reproduce.is_stale(plan, cfg), change
 
 
 def test_a_stale_analysis_is_not_recorded(small, real):
