@@ -117,31 +117,21 @@ def recorded(scale):
     return Found("", units, lambda job: SEEDS[: units.n_seeds(units.here(job))], kept=kept)
 
 
-def gaps_table(scale, header, numbers):
-    """For each mode its numbers minus vanilla's, both at their best rates, means over seeds. numbers: function from a
-    record to an array, empty if the record does not have them."""
+def leads_table(scale):
+    """Training loss along the run minus vanilla's, both modes at their best rates: means of the thirtieth of all steps
+    that ends there, over the seeds whose losses were kept."""
     found, rows = recorded(scale), []
+    block, batch, _ = found.scale.lengths[2048]
+    tokens = found.scale.steps * block * batch
+    ends = np.array([3, 5, 10, 15, 20, 25, 30])  # thirtieths of the run
     for mode in TUNED[1:]:
         gaps = []
         for seed in found.common_seeds(Job(mode), Job()):
-            ours, base = (numbers(found.record(job, seed)) for job in (Job(mode), Job()))
+            ours, base = (np.array(found.record(job, seed)["losses"]) for job in (Job(mode), Job()))
             if len(ours) and len(base):
-                gaps.append(ours - base)
+                gaps.append((ours - base).reshape(30, -1).mean(axis=1)[ends - 1])
         rows.append([LABELS[mode], str(len(gaps)), *(f"{gap:+.3f}" for gap in np.mean(gaps, axis=0))])
-    return markdown(["minus Transformer's", "seeds", *header], rows)
-
-
-def leads_table(scale):
-    """Training loss along the run minus vanilla's: means of the thirtieth of all steps that ends there."""
-    block, batch, _ = SCALES[scale].lengths[2048]
-    tokens = SCALES[scale].steps * block * batch
-    ends = [3, 5, 10, 15, 20, 25, 30]  # thirtieths of the run
-
-    def means(record):
-        losses = np.array(record["losses"])
-        return losses.reshape(30, -1).mean(axis=1)[np.array(ends) - 1] if len(losses) else losses
-
-    return gaps_table(scale, [f"{end / 30 * tokens / 1e6:.1f}M" for end in ends], means)
+    return markdown(["minus Transformer's", "seeds", *(f"{end / 30 * tokens / 1e6:.1f}M" for end in ends)], rows)
 
 
 def weights_table(scale, modes):
@@ -168,7 +158,7 @@ def concentration_table(scale, size, *modes):
     for mode in modes:
         job = Job(mode, size)
         seeds = found.seeds(job)
-        cells = [LABELS[mode], plus_minus(*mean_interval([found.loss(job, seed) for seed in seeds]))]
+        cells = [LABELS[mode], plus_minus(*mean_interval(found.losses(job)))]
         for quantity in quantities.values():
             values = [quantity(job, found, seed) for seed in seeds]
             cells.append(plus_minus(*mean_interval(values), digits=3))

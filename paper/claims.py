@@ -62,6 +62,11 @@ def loss_gap(low, high):
     return lambda found, seed: found.loss(low, seed) - found.loss(high, seed)
 
 
+def gaps_to_vanilla(found, job):
+    """`loss_gap` of a Job and its baseline with each of the seeds that both have."""
+    return [loss_gap(job, job.baseline)(found, seed) for seed in found.common_seeds(job, job.baseline)]
+
+
 def lower_loss(low, high, what, paper="lower"):
     """The claim that Job `low` ends at a lower validation loss than Job `high`."""
     return Claim(f"{what}, validation loss", paper, loss_gap(low, high), below=0.0, jobs=(low, high))

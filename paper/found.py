@@ -231,6 +231,10 @@ class Found:
         run = self.run(job, seed)
         return run.val[run.max_steps]
 
+    def losses(self, job):
+        """The same with each of its seeds."""
+        return [self.loss(job, seed) for seed in self.seeds(job)]
+
     def analysis(self, job, seed):
         """What analyze.py found of a run: the content of its analysis.json."""
         return self.record(job, seed).get("analysis") or plot.read_analysis(self.folder(job, seed))

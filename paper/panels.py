@@ -10,14 +10,14 @@ import numpy as np
 
 import plot
 from configurator import UserError
-from paper.claims import LABELS, critical, loss_gap, mean_losses, semi_log
+from paper.claims import LABELS, critical, gaps_to_vanilla, mean_losses, semi_log
 from paper.found import INITIAL, means_of
 from paper.tables import size_and_loss
 from plot import COLORS, HEADLINE, LEVEL, count_range, legend, page, short_count, style_of, styles_of
-from report import mean_interval, mean_std
+from report import mean_interval
 
 HEAT = {"importance": "importance", "value_norm": "norm of the value", "hidden_norm": "norm of the hidden state"}
-KEY = {"color": "0.35", "markersize": 9, "markeredgewidth": 1.6}
+KEY = {"marker": "|", "color": "0.35", "markersize": 9, "markeredgewidth": 1.6}
 
 
 # -- what is drawn, in words
@@ -124,8 +124,7 @@ def draw_scaling(ax, panel, found):
     """Validation losses at the end over parameters; the fitted lines leave the 2M out, as the claims do."""
     modes = {}
     for job in panel.jobs:
-        losses = [found.loss(job, seed) for seed in found.seeds(job)]
-        modes.setdefault(job.mode, []).append((found.parameters(job), losses))
+        modes.setdefault(job.mode, []).append((found.parameters(job), found.losses(job)))
     scaling_panel(ax, modes, min(found.parameters(job) for job in panel.jobs if job.size != "2M"))
 
 
@@ -175,7 +174,7 @@ def draw_rates(ax, panel, found):
         style, rates = style_of(mode), [job.lr * found.scale.lr_factor for job in jobs]
         ax.plot(rates, mean_losses(found, jobs), markevery=[], label=LABELS[mode], **style)
         for rate, job in zip(rates, jobs, strict=True):
-            losses = [found.loss(job, seed) for seed in found.seeds(job)]
+            losses = found.losses(job)
             ax.plot([rate] * len(losses), losses, **style | {"linestyle": ""})
     ax.set(xlabel="peak learning rate", ylabel="validation loss (nats per token)", xscale="log")
     rates = sorted({job.lr * found.scale.lr_factor for job in panel.jobs})
@@ -208,19 +207,22 @@ def draw_critical(ax, panel, found):
     legend(ax)
 
 
+def draw_gaps(ax, gaps, y, **look):
+    """Gaps of seeds at height y: a grey dot for each, their mean with its 95 % interval. look: of the mean"""
+    mean, interval = mean_interval(gaps)
+    ax.plot(gaps, [y] * len(gaps), "o", color="0.65", markersize=4, markeredgewidth=0)
+    ax.errorbar(mean, y, xerr=interval, linestyle="", **look)
+
+
 def draw_regime(ax, panel, found):
-    """Losses minus vanilla's, a row for each label: means over seeds, their 95 % interval, and a dot for each seed."""
+    """Losses minus vanilla's, a row for each label."""
     rows = list(dict.fromkeys(label for label, _ in panel.lines))
     shift = {mode: 0.15 - 0.3 * i for i, mode in enumerate(dict.fromkeys(job.mode for job in panel.jobs))}
     for label, job in panel.lines:
-        seeds = found.common_seeds(job, job.baseline)
-        gaps = [loss_gap(job, job.baseline)(found, seed) for seed in seeds]
-        mean, interval = mean_interval(gaps)
         style, y = style_of(job.mode), len(rows) - rows.index(label) + shift[job.mode]
-        look = {"color": style["color"], "marker": style["marker"], "linestyle": "", "markerfacecolor": "none"}
         name = LABELS[job.mode] if label == rows[0] else "_"
-        ax.plot(gaps, [y] * len(gaps), ".", color="0.75", markersize=3)
-        ax.errorbar(mean, y, xerr=interval, label=name, **look)
+        look = {"color": style["color"], "marker": style["marker"], "markerfacecolor": "none"}
+        draw_gaps(ax, gaps_to_vanilla(found, job), y, label=name, **look)
     names = [label for label, _ in found.labels(panel.lines)]
     ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
     ax.set(yticks=range(len(rows), 0, -1), yticklabels=list(dict.fromkeys(names)))
@@ -336,24 +338,21 @@ def dots_key():
 
     return [
         Line2D([], [], marker="o", linestyle="", color="0.65", markersize=4, markeredgewidth=0, label="a seed"),
-        Line2D([], [], marker="|", linestyle="", label="mean", **KEY),
-        Line2D([], [], color=KEY["color"], label="± standard deviation"),
+        Line2D([], [], linestyle="", label="mean", **KEY),
+        Line2D([], [], color=KEY["color"], label="95 % interval"),
         Line2D([], [], color="0.5", linewidth=0.8, label="vanilla"),
     ]
 
 
 def dots_panel(ax, panel, found):
-    """One group of modes: seeds as grey dots, mean and standard deviation as tick and bar, the lowest loss on top."""
+    """One group of modes: see `draw_gaps`, the lowest loss on top."""
     gaps = {}
     for job in panel.jobs:
-        seeds = found.common_seeds(job, job.baseline)
-        gaps[job.mode] = [loss_gap(job, job.baseline)(found, seed) for seed in seeds]
+        gaps[job.mode] = gaps_to_vanilla(found, job)
     gaps = dict(sorted(gaps.items(), key=lambda item: -np.mean(item[1])))
     for y, (mode, seeds) in enumerate(gaps.items()):
-        mean, std = mean_std(seeds)
-        look = KEY | {"color": style_of(mode)["color"]} if mode in HEADLINE else KEY
-        ax.plot(seeds, [y] * len(seeds), "o", color="0.65", markersize=4, markeredgewidth=0)
-        ax.errorbar(mean, y, xerr=std, fmt="|", **look)
+        color = style_of(mode)["color"] if mode in HEADLINE else KEY["color"]
+        draw_gaps(ax, seeds, y, **KEY | {"color": color})
     ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
     ax.set(yticks=range(len(gaps)), yticklabels=list(gaps), ylim=(-0.6, len(gaps) - 0.4))
     ax.set_title(panel.title, loc="left", fontsize=9)

@@ -14,7 +14,7 @@ from configurator import UserError
 from data import Tokenizer
 from files import read_json
 from paper import claims
-from paper.claims import LABELS, best_rate, critical, loss_gap
+from paper.claims import LABELS, best_rate, critical, gaps_to_vanilla
 from paper.runs import SCALES, Job, train_settings
 from report import mean_interval, plus_minus
 from tasks import TABLE1
@@ -174,7 +174,7 @@ def rates_table(found, grids):
     for (size, mode), jobs in grids.items():
         vanilla, best = grids[size, "vanilla"], best_rate(found, jobs)
         seeds = found.seeds(best)
-        cells = [plus_minus(*mean_interval([found.loss(best, seed) for seed in seeds])), str(len(seeds))]
+        cells = [plus_minus(*mean_interval(found.losses(best))), str(len(seeds))]
         for gap in (claims.gap_at_best(jobs, vanilla), claims.gap_at_others_best(jobs, vanilla)):
             row = claims.claim_row(claims.Claim("", "", gap), found, seeds)
             cells.append("-" if mode == "vanilla" else plus_minus(row["mean"], row["interval"], sign=True))
@@ -191,11 +191,9 @@ def modes_table(found, jobs):
     for job in jobs:
         seeds = found.seeds(job)
         start = found.run(job, seeds[0]).start
-        losses = mean_interval([found.loss(job, seed) for seed in seeds])
-        gaps = None, None
+        losses, gaps = mean_interval(found.losses(job)), (None, None)
         if job != job.baseline:
-            shared = found.common_seeds(job, job.baseline)
-            gaps = mean_interval([loss_gap(job, job.baseline)(found, seed) for seed in shared])
+            gaps = mean_interval(gaps_to_vanilla(found, job))
         cells = [f"`{job.mode}`", plus_minus(*losses), plus_minus(*gaps, sign=True), str(len(seeds))]
         rows.append((losses[0], [*cells, f"{start['parameters']:,}", f"{start['kv_bytes_per_token']:,}"]))
     yield from (cells for _, cells in sorted(rows))

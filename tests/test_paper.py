@@ -506,7 +506,7 @@ class Fake(Found):
 
 
 def test_dots():
-    """Losses minus vanilla's by seed, their mean and deviation, the lowest on top; one scale for all groups."""
+    """Losses minus vanilla's by seed, their mean and its interval, the lowest on top; one scale for all groups."""
     gaps = {"vanilla": (0.0, 0.0), "share_v2": (0.5, 0.7), "cla2": (-0.5, -0.3), "key": (1, 1)}
     levels = {1: 5, 42: 15}
     found = Fake(
@@ -520,9 +520,11 @@ def test_dots():
     first, second = axes_of(Figure("x", groups), found)
     assert [label.get_text() for label in first.get_yticklabels()] == ["share_v2", "cla2"]
     assert sorted(first.lines[0].get_xdata()) == pytest.approx([0.5, 0.7]) and first.get_xlim() == second.get_xlim()
-    assert first.containers[0].lines[0].get_xdata().tolist() == pytest.approx([0.6])
+    mean, _, (bar,) = first.containers[0].lines
+    assert mean.get_xdata().tolist() == pytest.approx([0.6])
+    assert bar.get_segments()[0][:, 0].tolist() == pytest.approx([0.6 - 1.2706, 0.6 + 1.2706])  # 12.706 × 0.1
     (legend,) = first.figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["a seed", "mean", "± standard deviation", "vanilla"]
+    assert [text.get_text() for text in legend.get_texts()] == ["a seed", "mean", "95 % interval", "vanilla"]
     assert legend.get_title().get_text() == "7 parameters, length 128, 6,000 steps"
 
 
@@ -544,7 +546,7 @@ def test_what_moves_the_sign():
     assert set(figure.jobs) == {dataclasses.replace(job, mode=mode) for job in (Job(), half) for mode in losses}
     (ax,) = axes_of(figure, found)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["base", "half"]
-    dots = [line.get_xydata().round(9).tolist() for line in ax.lines if line.get_marker() == "."]
+    dots = [line.get_xydata().round(9).tolist() for line in ax.lines if line.get_color() == "0.65"]
     assert dots == [
         [[-0.1, 2.15], [0.1, 2.15]],
         [[-0.5, 1.85], [-1.0, 1.85]],
