@@ -46,6 +46,7 @@ from paper.claims import (
     LABELS,
     claim_cells,
     deep_entropy,
+    gaps_to_vanilla,
     least_value,
     most_hidden,
     most_importance,
@@ -97,24 +98,24 @@ def best_rates_table(scale):
     return markdown(header, rows[: len(TUNED)], left=2)
 
 
-def grid_table(scale, size):
-    """Vanilla's losses at each rate, and those of other modes minus vanilla's, of the seed that all rates have."""
-    runs, rates, rows = figures_of(scale)["rates"]["runs"], RATES[size], []
-    for mode in TUNED:
-        losses = [runs[f"{Job(mode, size, lr=lr).name}-{SEEDS[0]}"] for lr in rates]
-        if mode == "vanilla":
-            base = losses
-            rows.append([LABELS[mode], *map(plus_minus, losses)])
-        else:
-            gaps = [loss - other for loss, other in zip(losses, base, strict=True)]
-            rows.append([f"{LABELS[mode]}, minus that", *(plus_minus(gap, sign=True) for gap in gaps)])
-    return markdown(["rate", *(f"{lr * SCALES[scale].lr_factor:.3g}" for lr in rates)], rows)
-
-
 def recorded(scale):
     """The records of a scale."""
     units, kept = SCALES[scale], read_kept(ROOT / f"results/{scale}/runs.jsonl")
     return Found("", units, lambda job: SEEDS[: units.n_seeds(units.here(job))], kept=kept)
+
+
+def grid_table(scale, size):
+    """Vanilla's losses at each rate, and those of other modes minus vanilla's: means over seeds with their 95 %
+    intervals."""
+    found, rows = recorded(scale), []
+    for mode in TUNED:
+        jobs = [Job(mode, size, lr=lr) for lr in RATES[size]]
+        if mode == "vanilla":
+            rows.append([LABELS[mode], *(plus_minus(*mean_interval(found.losses(job))) for job in jobs)])
+        else:
+            gaps = [plus_minus(*mean_interval(gaps_to_vanilla(found, job)), sign=True) for job in jobs]
+            rows.append([f"{LABELS[mode]}, minus that", *gaps])
+    return markdown(["rate", *(f"{lr * SCALES[scale].lr_factor:.3g}" for lr in RATES[size])], rows)
 
 
 def leads_table(scale):

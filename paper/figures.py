@@ -435,7 +435,8 @@ FIGURES["modes"] = Figure(
 
 
 def claims_on_rates():
-    """Each mode against vanilla, each at its best rate, beside what the paper says of both at one rate."""
+    """Each mode against vanilla, each at its best rate, beside what the paper says of both at one rate; then two modes
+    at one rate."""
     for (size, mode), jobs in GRIDS.items():
         vanilla, what = GRIDS[size, "vanilla"], f"{LABELS[mode]} − Transformer at [size {size}]"
         if mode == "vanilla":
@@ -446,6 +447,15 @@ def claims_on_rates():
         elif size == "2M":
             paper, way = "", {}  # the paper has no other mode of this size
         yield Claim(f"{what}, each at its best rate", paper, claims.gap_at_best(jobs, vanilla), **way)
+    for mode, lr, paper, way in (
+        ("resformer", 0.75e-4, "lower", {"below": 0.0}),
+        ("resformer", 6e-4, "lower", {"below": 0.0}),
+        ("svformer", 0.75e-4, "higher", {"above": 0.0}),
+        ("svformer", 3e-4, "higher", {"above": 0.0}),
+        ("svformer", 6e-4, "higher", {"above": 0.0}),
+    ):
+        what = f"{LABELS[mode]} − Transformer at [size 82M], both at rate [rate {lr}]"
+        yield Claim(what, paper, claims.loss_gap(Job(mode, lr=lr), Job(lr=lr)), **way)
 
 
 def rates_panel(size):

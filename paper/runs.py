@@ -67,6 +67,8 @@ THREE_SEEDS = (
     "vanilla", "resformer", "svformer", "resformer_lambda", "resformer_plus", "neutreno", "denseformer",
     "resformer_sparse", "resformer_learned", "scaled", "cross",
 )  # fmt: skip
+# and the other rates at which some have them: the lowest, vanilla's best, and the one above it
+SEEDS_AT_RATES = {"vanilla": (0.75e-4, 6e-4), "resformer": (0.75e-4, 6e-4), "svformer": (0.75e-4, 3e-4)}
 # At scale night: the change to the model that is inspected. Without it no sink forms in as many steps.
 WITH_BOS = "bos=True"
 
@@ -84,7 +86,7 @@ def n_seeds_at_night(job):
     if job != Job(job.mode, job.size, lr=job.lr):
         return 1  # it has another length, warmup, architecture or change
     if job.lr != rate_of(job, NIGHT_RATES, NIGHT_LR):
-        return 1
+        return 3 if job.size == "82M" and job.lr in SEEDS_AT_RATES.get(job.mode, ()) else 1
     if job.size == "82M":
         return 3 if job.mode in THREE_SEEDS else 1
     return 3 if job.size in ("180M", "468M") and job.mode in ("vanilla", "resformer") else 1
