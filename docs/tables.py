@@ -44,15 +44,18 @@ from paper.claims import (
     CONTRADICTED,
     HEADER,
     LABELS,
+    best_rate,
     claim_cells,
     deep_entropy,
     gaps_to_vanilla,
     least_value,
+    loss_gap,
     most_hidden,
     most_importance,
     tally,
+    tested,
 )
-from paper.figures import FOUR, RATES, TUNED
+from paper.figures import FOUR, GRIDS, RATES, TUNED
 from paper.found import Found, read_kept
 from paper.runs import INSPECTED, SCALES, SEEDS, Job
 from report import markdown, mean_interval, plus_minus
@@ -79,10 +82,9 @@ def figures_of(scale):
 
 def claims_table(scale):
     """The claims that are decided by several seeds, each once, by verdict."""
-    rows = {row["what"]: row for record in figures_of(scale).values() for row in record["rows"]}
-    cells = []
+    rows, cells = tested(figures_of(scale)), []
     for verdict in (CONFIRMED, CONTRADICTED):
-        cells += [claim_cells(row) for row in rows.values() if row["verdict"] == verdict]
+        cells += [claim_cells(row) for row in rows if row["verdict"] == verdict]
     return markdown(HEADER, cells, left=3)
 
 
@@ -90,12 +92,6 @@ def table_of(scale, name):
     """(header, rows) of a figure's table"""
     header, *rows = figures_of(scale)[name]["table"]
     return header, rows
-
-
-def best_rates_table(scale):
-    """Each mode at its best rate, at the size that the table of the figure begins with."""
-    header, rows = table_of(scale, "rates")
-    return markdown(header, rows[: len(TUNED)], left=2)
 
 
 def recorded(scale):
@@ -106,32 +102,43 @@ def recorded(scale):
 
 def grid_table(scale, size):
     """Vanilla's losses at each rate, and those of other modes minus vanilla's: means over seeds with their 95 %
-    intervals."""
+    intervals. A mode's best rate is bold. The last column has each mode, and vanilla, at its best."""
     found, rows = recorded(scale), []
+    base = best_rate(found, GRIDS[size, "vanilla"])
     for mode in TUNED:
-        jobs = [Job(mode, size, lr=lr) for lr in RATES[size]]
+        jobs = GRIDS[size, mode]
+        best = best_rate(found, jobs)
         if mode == "vanilla":
-            rows.append([LABELS[mode], *(plus_minus(*mean_interval(found.losses(job))) for job in jobs)])
+            label = LABELS[mode]
+            losses = [found.losses(job) for job in (*jobs, best)]
+            cells = [plus_minus(*mean_interval(values)) for values in losses]
         else:
-            gaps = [plus_minus(*mean_interval(gaps_to_vanilla(found, job)), sign=True) for job in jobs]
-            rows.append([f"{LABELS[mode]}, minus that", *gaps])
-    return markdown(["rate", *(f"{lr * SCALES[scale].lr_factor:.3g}" for lr in RATES[size])], rows)
+            label = f"{LABELS[mode]}, minus that"
+            gaps = [gaps_to_vanilla(found, job) for job in jobs]
+            gaps.append([loss_gap(best, base)(found, seed) for seed in found.common_seeds(best, base)])
+            cells = [plus_minus(*mean_interval(values), sign=True) for values in gaps]
+        at = jobs.index(best)
+        cells[at] = f"**{cells[at]}**"
+        rows.append([label, *cells])
+    rates = [f"{lr * SCALES[scale].lr_factor:.3g}" for lr in RATES[size]]
+    return markdown(["rate", *rates, "each at its best"], rows)
 
 
-def leads_table(scale):
-    """Training loss along the run minus vanilla's, both modes at their best rates: means of the thirtieth of all steps
-    that ends there, over the seeds whose losses were kept."""
+def leads_table(scale, modes):
+    """Training loss along the run minus vanilla's, each mode at the rate that the scale gives it: means of the
+    thirtieth of all steps that ends there, over the seeds whose losses were kept."""
     found, rows = recorded(scale), []
     block, batch, _ = found.scale.lengths[2048]
     tokens = found.scale.steps * block * batch
     ends = np.array([3, 5, 10, 15, 20, 25, 30])  # thirtieths of the run
-    for mode in TUNED[1:]:
+    for mode in modes:
         gaps = []
         for seed in found.common_seeds(Job(mode), Job()):
             ours, base = (np.array(found.record(job, seed)["losses"]) for job in (Job(mode), Job()))
             if len(ours) and len(base):
                 gaps.append((ours - base).reshape(30, -1).mean(axis=1)[ends - 1])
-        rows.append([LABELS[mode], str(len(gaps)), *(f"{gap:+.3f}" for gap in np.mean(gaps, axis=0))])
+        cells = [f"{gap:+.3f}" for gap in np.mean(gaps, axis=0)]
+        rows.append([LABELS.get(mode, f"`{mode}`"), str(len(gaps)), *cells])
     return markdown(["minus Transformer's", "seeds", *(f"{end / 30 * tokens / 1e6:.1f}M" for end in ends)], rows)
 
 
@@ -203,6 +210,8 @@ def digits_table():
     return vit.table(found["runs"], found["settings"]["value_mode"])
 
 
+# Figures 9, 10 and 11: which tensor has a residual, how layer 1's values are mapped, and which layers are the source
+SOURCES = ("resformer", "key", "query", "identity", "cross", "resformer_prev", "resformer_all")
 GROUPS = {  # of the table of modes: their first rows
     "modes-resformer": "vanilla",
     "modes-sharing": "svformer",
@@ -227,10 +236,10 @@ MAKERS = {
     "vit": digits_table,
     "claims-night": lambda: tally(figures_of("night")),
     "night-verdicts": lambda: claims_table("night"),
-    "night-rates": lambda: best_rates_table("night"),
     "night-v5": lambda: markdown(*table_of("night", "v5")),
     "night-grid": lambda: grid_table("night", "82M"),
-    "night-leads": lambda: leads_table("night"),
+    "night-leads": lambda: leads_table("night", TUNED[1:]),
+    "night-sources": lambda: leads_table("night", SOURCES),
     "night-sinks": lambda: concentration_table("night", INSPECTED, *FOUR),
     "night-weights": lambda: weights_table("night", ("resformer_learned", "resformer_plus")),
     "training-tiny": lambda: current_training_table("x1_tiny"),

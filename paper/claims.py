@@ -378,10 +378,20 @@ def claim_cells(row):
     return [row["what"], row["paper"], row["verdict"], ours, n]
 
 
+def tested(figures):
+    """The rows that have a verdict and a value. Some comparisons stand in several figures, in other words: these have
+    the same values, and the first one stands for all."""
+    rows = {}
+    for record in figures.values():
+        for row in record["rows"]:
+            if row["verdict"] and row["n"]:
+                rows.setdefault(tuple(row["values"]), row)
+    return list(rows.values())
+
+
 def tally(figures):
     """Sentences that count the verdicts; what one seed says is counted apart."""
-    rows = [row for record in figures.values() for row in record["rows"] if row["verdict"] and row["n"]]
-    counts = Counter({row["what"]: row["verdict"] for row in rows}.values())  # some claims stand in two figures
+    counts = Counter(row["verdict"] for row in tested(figures))
     yes, no, unknown = (counts[name] for name in (CONFIRMED, CONTRADICTED, UNDETERMINED))
     text = (
         f"These runs test {counts.total()} of the paper's claims, {yes + no + unknown} of them with several "

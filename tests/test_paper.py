@@ -718,12 +718,13 @@ def test_whether_longer_ones_are_overtaken_later(monkeypatch):
 
 def test_counts_of_claims():
     """Of several seeds: two confirmed, one contradicted, one undetermined; of one: two and one. What two figures say is
-    counted once."""
+    counted once, also in other words."""
     one_way, other_way = "one seed: the paper's way", "one seed: the other way"
     kinds = [(3, "confirmed"), (3, "confirmed"), (3, "contradicted"), (2, "undetermined")]
     kinds += [(1, one_way), (1, one_way), (1, other_way), (1, ""), (0, "undetermined")]
-    table = [{"what": str(i), "n": n, "verdict": verdict} for i, (n, verdict) in enumerate(kinds)]
-    said = claims.tally({"fig1": {"rows": table[:5]}, "fig2": {"rows": table[3:]}, "fig3": {"rows": []}})
+    table = [{"what": str(i), "values": [i], "n": n, "verdict": verdict} for i, (n, verdict) in enumerate(kinds)]
+    again = [row | {"what": "in other words"} for row in table[3:]]
+    said = claims.tally({"fig1": {"rows": table[:5]}, "fig2": {"rows": again}, "fig3": {"rows": []}})
     assert re.findall(r"\d+", said) == ["7", "4", "2", "1", "1", "2", "1"]
 
 
