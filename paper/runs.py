@@ -62,13 +62,24 @@ NIGHT_RATES = {
 }
 # At scale night: Figure 14's rate. Vanilla overtakes SVFormer there, but not at SVFormer's best rate, nor at its own.
 NIGHT_ONE_RATE = 1.5e-4
-# At scale night: the modes that have three seeds at 82M and length 2,048, at their own rates; others have one
-THREE_SEEDS = (
-    "vanilla", "resformer", "svformer", "resformer_lambda", "resformer_plus", "neutreno", "denseformer",
-    "resformer_sparse", "resformer_learned", "scaled", "cross",
-)  # fmt: skip
-# and the other rates at which some have them: the lowest, vanilla's best, and the one above it
-SEEDS_AT_RATES = {"vanilla": (0.75e-4, 6e-4), "resformer": (0.75e-4, 6e-4), "svformer": (0.75e-4, 3e-4)}
+# At scale night: (size, mode) -> the rates at which length 2,048 has three seeds; the other rates have one
+NIGHT_SEEDS = {
+    ("82M", "vanilla"): (0.75e-4, NIGHT_LR, 6e-4),
+    ("82M", "resformer"): (0.75e-4, NIGHT_LR, 6e-4),
+    ("82M", "svformer"): (0.75e-4, NIGHT_LR, 6e-4),
+    ("82M", "resformer_lambda"): (NIGHT_LR,),
+    ("82M", "resformer_plus"): (NIGHT_LR,),
+    ("82M", "neutreno"): (NIGHT_LR,),
+    ("82M", "denseformer"): (NIGHT_LR,),
+    ("82M", "resformer_sparse"): (NIGHT_LR,),
+    ("82M", "resformer_learned"): (NIGHT_LR,),
+    ("82M", "scaled"): (NIGHT_LR,),
+    ("82M", "cross"): (NIGHT_LR,),
+    ("180M", "vanilla"): (NIGHT_LR,),
+    ("180M", "resformer"): (NIGHT_LR,),
+    ("468M", "vanilla"): (NIGHT_LR,),
+    ("468M", "resformer"): (NIGHT_LR,),
+}
 # At scale night: the change to the model that is inspected. Without it no sink forms in as many steps.
 WITH_BOS = "bos=True"
 
@@ -81,15 +92,10 @@ def rate_of(job, tuned, usual):
 
 def n_seeds_at_night(job):
     """The number of seeds of a Job at scale night: several where a verdict is about it, else one."""
-    if job.change == WITH_BOS:
+    is_plain = job == Job(job.mode, job.size, lr=job.lr)
+    if is_plain and job.lr in NIGHT_SEEDS.get((job.size, job.mode), ()):
         return 3
-    if job != Job(job.mode, job.size, lr=job.lr):
-        return 1  # it has another length, warmup, architecture or change
-    if job.lr != rate_of(job, NIGHT_RATES, NIGHT_LR):
-        return 3 if job.size == "82M" and job.lr in SEEDS_AT_RATES.get(job.mode, ()) else 1
-    if job.size == "82M":
-        return 3 if job.mode in THREE_SEEDS else 1
-    return 3 if job.size in ("180M", "468M") and job.mode in ("vanilla", "resformer") else 1
+    return 3 if job.change == WITH_BOS else 1
 
 
 def left_out_at_night(job):
