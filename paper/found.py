@@ -13,7 +13,7 @@ import numpy as np
 import plot
 from configurator import UserError
 from files import read_json, read_records, write_text
-from paper.runs import SEEDS, UNIT, Job, train_settings
+from paper.runs import SEEDS, UNIT, UNITS, Job, train_settings
 
 INITIAL = "init-468M"  # folder of the analysis of a model before training
 RECORD = {
@@ -182,42 +182,46 @@ class Found:
     def parameters(self, job):
         return self.run(job, self.seeds(job)[0]).start["parameters"]
 
+    def unit(self, name, job):
+        """A Job's length, size, rate or warmup, as it is at this scale, in words."""
+        if name == "length":
+            return f"{self.scale.lengths[job.length][0]:,}"
+        if name == "size":
+            return plot.short_count(self.parameters(job))
+        if name == "warmup":
+            return f"{self.scale.warmups[job.warmup]:,}"
+        return f"{self.scale.here(job).lr * self.scale.lr_factor:.4g}"
+
     def labels(self, lines):
         """[(label, Job)] of the lines that the scale has; {length}, {size}, {rate} and {warmup} become what they are
         here."""
-        filled = []
+        there = []
         for label, job in lines:
-            if not self.scale.has(job):
-                continue
-            units = {
-                "length": f"{self.scale.lengths[job.length][0]:,}",
-                "size": plot.short_count(self.parameters(job)),
-                "rate": f"{self.scale.here(job).lr * self.scale.lr_factor:.4g}",
-                "warmup": self.scale.warmups[job.warmup],
-            }
-            filled.append((label.format(**units), job))
-        return filled
+            if self.scale.has(job):
+                units = {name: self.unit(name, job) for name in UNITS}
+                there.append((label.format(**units), job))
+        return there
 
     def rate_in_words(self, job):
         """ ", rate 0.006" if a Job's rate is not that of its baseline, else nothing."""
-        rate, other = self.scale.here(job).lr, self.scale.here(job.baseline).lr
-        return "" if rate == other else f", rate {rate * self.scale.lr_factor:.4g}"
+        rate, other = self.unit("rate", job), self.unit("rate", job.baseline)
+        return "" if rate == other else f", rate {rate}"
 
     def in_words(self, text):
         """Text in which [size 468M], [length 64000], [rate 1e-4] and [warmup 1200] become what they are here. A size
         becomes vanilla's parameters; how the inspected model differs is added."""
 
         def here(match):
-            unit, paper = match.groups()
-            if unit == "size":
-                job = Job(size=paper)
-                size, change = f"{plot.short_count(self.parameters(job))} parameters", self.scale.change_in_words(job)
-                return f"{size}, {change}" if change else size
-            if unit == "length":
-                return f"{self.scale.lengths[int(paper)][0]:,}"
-            if unit == "warmup":
-                return f"{self.scale.warmups[int(paper)]:,}"
-            return f"{float(paper) * self.scale.lr_factor:.4g}"
+            name, value = match.groups()
+            field, kind = UNITS[name]
+            job = Job(**{field: kind(value)})
+            words = self.unit(name, job)
+            if name == "size":
+                words += " parameters"
+                change = self.scale.change_in_words(job)
+                if change:
+                    words += f", {change}"
+            return words
 
         return UNIT.sub(here, text)
 

@@ -13,7 +13,8 @@ from typing import Literal
 
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
 PAPER_LR = 6e-4
-UNIT = re.compile(r"\[(size|length|rate|warmup) ([^\]]+)\]")  # of the paper, in a claim's words
+UNITS = {"size": ("size", str), "length": ("length", int), "rate": ("lr", float), "warmup": ("warmup", int)}  # of a Job
+UNIT = re.compile(rf"\[({'|'.join(UNITS)}) ([^\]]+)\]")  # of the paper, in a claim's words
 INSPECTED = "inspected"  # the size of the model of Figures 1, 2, 18, 19 and 21: Scale.inspected says which it is
 ONE_RATE = "one"  # the rate of Figure 14, the same for all modes: Scale.one_rate says which it is
 
