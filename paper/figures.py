@@ -484,6 +484,30 @@ FIGURES["rates2"] = Figure(
     title="Two rates",
 )
 
+# Does ResFormer's lead at a longer length come from the rate?
+LONG = {}
+for mode in ("vanilla", "resformer"):
+    LONG["82M", mode] = [Job(mode, length=32000, lr=lr) for lr in (1.5e-4, 3e-4, 6e-4)]
+FIGURES["lengths"] = Figure(
+    "Validation loss against the learning rate at a longer length, and ResFormer's training loss minus vanilla's there,"
+    " both at the same rate. A step has as many tokens as at the usual length, so fewer sequences.",
+    (
+        Panel("rates", "", tuple((mode, job) for (_, mode), jobs in LONG.items() for job in jobs)),
+        relative_losses("ResFormer", [("rate {rate}", job) for job in LONG["82M", "resformer"]]),
+    ),
+    (
+        Claim(
+            "ResFormer − Transformer at length [length 32000], each at its best rate",
+            "lower, at one rate",
+            claims.gap_at_best(LONG["82M", "resformer"], LONG["82M", "vanilla"]),
+            below=0.0,
+        ),
+    ),
+    table=lambda found: tables.rates_table(found, LONG),
+    scale="night",
+    title="Longer sequences",
+)
+
 # What the paper's last version claims, and a control: is it the size of what λ = 2 adds?
 FIGURES["v5"] = Figure(
     "Variants of the paper's last version, and a control: vanilla with values that are √5 times as large, at the start "
