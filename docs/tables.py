@@ -47,9 +47,9 @@ from paper.claims import (
     best_rate,
     claim_cells,
     deep_entropy,
+    gaps_at_best,
     gaps_to_vanilla,
     least_value,
-    loss_gap,
     most_hidden,
     most_importance,
     tally,
@@ -104,7 +104,6 @@ def grid_table(scale, size):
     """Vanilla's losses at each rate, and those of other modes minus vanilla's: means over seeds with their 95 %
     intervals. A mode's best rate is bold. The last column has each mode, and vanilla, at its best."""
     found, rows = recorded(scale), []
-    base = best_rate(found, GRIDS[size, "vanilla"])
     for mode in TUNED:
         jobs = GRIDS[size, mode]
         best = best_rate(found, jobs)
@@ -115,7 +114,7 @@ def grid_table(scale, size):
         else:
             label = f"{LABELS[mode]}, minus that"
             gaps = [gaps_to_vanilla(found, job) for job in jobs]
-            gaps.append([loss_gap(best, base)(found, seed) for seed in found.common_seeds(best, base)])
+            gaps.append(gaps_at_best(found, jobs))
             cells = [plus_minus(*mean_interval(values), sign=True) for values in gaps]
         at = jobs.index(best)
         cells[at] = f"**{cells[at]}**"

@@ -100,6 +100,12 @@ def gap_at_best(jobs, others):
     return lambda found, seed: loss_gap(best_rate(found, jobs), best_rate(found, others))(found, seed)
 
 
+def gaps_at_best(found, jobs):
+    """The same against vanilla, with each of the seeds that both have. jobs: the mode's, one for each rate"""
+    best, base = best_rate(found, jobs), best_rate(found, [job.baseline for job in jobs])
+    return [loss_gap(best, base)(found, seed) for seed in found.common_seeds(best, base)]
+
+
 def gap_at_others_best(jobs, others):
     """The loss of a mode minus another's, both at the other's best rate."""
 

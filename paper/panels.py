@@ -10,9 +10,9 @@ import numpy as np
 
 import plot
 from configurator import UserError
-from paper.claims import LABELS, critical, gaps_to_vanilla, mean_losses, semi_log
+from paper.claims import LABELS, critical, gaps_at_best, gaps_to_vanilla, mean_losses, semi_log
 from paper.found import INITIAL, means_of
-from paper.tables import size_and_loss
+from paper.tables import regime_rows, size_and_loss
 from plot import COLORS, HEADLINE, LEVEL, count_range, legend, page, short_count, style_of, styles_of
 from report import mean_interval
 
@@ -215,17 +215,25 @@ def draw_gaps(ax, gaps, y, **look):
 
 
 def draw_regime(ax, panel, found):
-    """Losses minus vanilla's, a row for each label."""
-    rows = list(dict.fromkeys(label for label, _ in panel.lines))
-    shift = {mode: 0.15 - 0.3 * i for i, mode in enumerate(dict.fromkeys(job.mode for job in panel.jobs))}
-    for label, job in panel.lines:
-        style, y = style_of(job.mode), len(rows) - rows.index(label) + shift[job.mode]
-        name = LABELS[job.mode] if label == rows[0] else "_"
+    """Losses minus vanilla's, a row for each label: arrows with both modes at the lower and at the higher of two rates,
+    a mark with each mode at its better one."""
+    groups = regime_rows(found, panel.lines)
+    rows = list(dict.fromkeys(label for label, _ in groups))
+    modes = list(dict.fromkeys(mode for _, mode in groups))
+    for (label, mode), jobs in groups.items():
+        y = len(rows) - rows.index(label) + 0.15 - 0.3 * modes.index(mode)
+        style = style_of(mode)
+        for arrow, job in zip("<>", jobs, strict=True):
+            ax.plot(np.mean(gaps_to_vanilla(found, job)), y, arrow, color=style["color"], alpha=0.4, markersize=5)
         look = {"color": style["color"], "marker": style["marker"], "markerfacecolor": "none"}
-        draw_gaps(ax, gaps_to_vanilla(found, job), y, label=name, **look)
-    names = [label for label, _ in found.labels(panel.lines)]
+        draw_gaps(ax, gaps_at_best(found, jobs), y, **look)
+    for mode in modes:
+        style = style_of(mode)
+        ax.plot([], [], style["marker"], color=style["color"], markerfacecolor="none", label=LABELS[mode])
+    for arrow, rate in (("<", "lower"), (">", "higher")):
+        ax.plot([], [], arrow, color="0.5", alpha=0.4, markersize=5, label=f"both at the {rate} rate")
     ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
-    ax.set(yticks=range(len(rows), 0, -1), yticklabels=list(dict.fromkeys(names)))
+    ax.set(yticks=range(len(rows), 0, -1), yticklabels=rows)
     ax.set_xlabel("validation loss minus vanilla's (nats per token)")
     ax.grid(axis="x", color="0.9", linewidth=0.6)
     ax.set_axisbelow(True)

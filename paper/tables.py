@@ -184,6 +184,24 @@ def rates_table(found, grids):
         yield [plot.short_count(found.parameters(best)), LABELS[mode], rate, *cells]
 
 
+def regime_rows(found, lines):
+    """{(label, mode): its Jobs at the lower and at the higher of two rates}"""
+    rows = {}
+    for label, job in found.labels(lines):
+        rows.setdefault((label, job.mode), []).append(job)
+    return rows
+
+
+def regime_table(found, lines):
+    """Losses minus vanilla's, with both modes at each of two rates, and with each at its better one."""
+    yield ["what differs", "mode", "rates", "both at the lower", "both at the higher", "each at its better one ± 95 %"]
+    for (label, mode), jobs in regime_rows(found, lines).items():
+        rates = " and ".join(found.unit("rate", job) for job in jobs)
+        gaps = [*(gaps_to_vanilla(found, job) for job in jobs), claims.gaps_at_best(found, jobs)]
+        cells = [plus_minus(*mean_interval(values), sign=True) for values in gaps]
+        yield [label, LABELS[mode], rates, *cells]
+
+
 def modes_table(found, jobs):
     """Validation losses of runs, the lowest first."""
     yield ["mode", "validation loss ± 95 %", "minus vanilla's ± 95 %", "seeds", "parameters", "KV bytes per token"]

@@ -201,7 +201,7 @@ def test_all_figures_are_there():
     """Each mode is one that train.py takes; every row of the table with a source is in the figure of modes, and so is
     every mode that a claim is about."""
     assert list(PAPER) == [f"fig{i}" for i in (1, 2, *range(4, 23))] + [f"tab{i}" for i in range(1, 6)]
-    assert list(FIGURES) == [*PAPER, "modes", "rates", "rates2", "lengths", "v5", "regime", "gpu"]
+    assert list(FIGURES) == [*PAPER, "modes", "rates", "rates2", "v5", "regime", "gpu"]
     modes = FIGURES["modes"]
     for job in [*JOBS, *modes.jobs]:
         assert get_mode(job.mode).name == job.mode
@@ -529,35 +529,47 @@ def test_dots():
 
 
 def test_what_moves_the_sign():
-    """A row for each difference, from the base down; each mode against vanilla with the same difference and seed."""
-    night = dataclasses.replace(SCALES["night"], tuned={("82M", "resformer"): 3e-4})
-    half = Job(change="batch_tokens=1024")
-    losses = {"vanilla": [5.0, 5.5], "resformer": [4.9, 5.6], "svformer": [4.5, 4.5]}
+    """A row for each difference, from the base down: arrows for both modes at one rate, a mark for each at its better
+    one, with the seeds that both have there."""
+    losses = {  # by mode and rate, of seeds 0 and 1
+        ("vanilla", 1e-4): [5.0], ("vanilla", 2e-4): [4.0, 4.2],
+        ("resformer", 1e-4): [4.5], ("resformer", 2e-4): [4.6, 4.6],
+        ("svformer", 1e-4): [4.9], ("svformer", 2e-4): [3.5, 3.9],
+    }  # fmt: skip
     found = Fake(
-        scale=night,
-        loss=lambda job, seed: losses[job.mode][seed] + 2 * (job.mode == "resformer" and job.change != ""),
-        seeds=lambda job: (0,) if job.change else (0, 1),
+        scale=SCALES["night"],
+        loss=lambda job, seed: losses[job.mode, job.lr][seed] + (job.mode == "resformer" and job.change != ""),
+        seeds=lambda job: (0,) if job.change else range(len(losses[job.mode, job.lr])),
         parameters=lambda job: 7,
         labels=lambda lines: lines,
+        unit=lambda name, job: f"{job.lr:g}",
     )
-    rows = [(label, dataclasses.replace(job, mode=mode)) for label, job in (("base", Job()), ("half", half))
-            for mode in ("resformer", "svformer")]  # fmt: skip
+    half = "batch_tokens=1024"
+    rows = [("base", Job("resformer", lr=lr)) for lr in (1e-4, 2e-4)]
+    rows += [("base", Job("svformer", lr=lr)) for lr in (1e-4, 2e-4)]
+    rows += [("half", Job("resformer", lr=lr, change=half)) for lr in (1e-4, 2e-4)]
     figure = Figure("x", (Panel("regime", "", tuple(rows)),))
-    assert set(figure.jobs) == {dataclasses.replace(job, mode=mode) for job in (Job(), half) for mode in losses}
+    assert {job.mode for job in figure.jobs} == {"vanilla", "resformer", "svformer"} and len(figure.jobs) == 10
     (ax,) = axes_of(figure, found)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["base", "half"]
     dots = [line.get_xydata().round(9).tolist() for line in ax.lines if line.get_color() == "0.65"]
-    assert dots == [
-        [[-0.1, 2.15], [0.1, 2.15]],
-        [[-0.5, 1.85], [-1.0, 1.85]],
-        [[1.9, 1.15]],
-        [[-0.5, 0.85]],
-    ]
+    assert dots == [[[0.5, 2.15]], [[-0.5, 1.85], [-0.3, 1.85]], [[1.5, 1.15]]]
+    arrows = {}
+    for line in ax.lines:
+        if line.get_marker() in ("<", ">") and len(line.get_xdata()):
+            arrows.setdefault(line.get_marker(), []).append(round(float(line.get_xdata()[0]), 9))
+    assert arrows == {"<": [-0.5, -0.1, 0.5], ">": [0.5, -0.4, 1.6]}
     means = [box.lines[0].get_xdata()[0] for box in ax.containers]
-    assert means == pytest.approx([0.0, -0.75, 1.9, -0.5])
+    assert means == pytest.approx([0.5, -0.4, 1.5])
     bars = [[bar.get_segments()[0] for bar in box.lines[2]] for box in ax.containers]
-    half = 12.7062 * 0.1  # Student's quantile for two seeds, times the standard error of -0.1 and 0.1
-    assert bars[0][0][:, 0] == pytest.approx([-half, half], abs=1e-4) and not bars[2]  # one seed has none
+    width = 12.7062 * 0.1  # Student's quantile for two seeds, times the standard error of -0.5 and -0.3
+    assert (
+        bars[1][0][:, 0] == pytest.approx([-0.4 - width, -0.4 + width], abs=1e-4) and not bars[0]
+    )  # one seed has none
+    _, base, _, last = tables.regime_table(found, tuple(rows))
+    assert base == ["base", "ResFormer", "0.0001 and 0.0002", "-0.5000", "+0.5000 ± 1.2706", "+0.5000"]
+    assert last == ["half", "ResFormer", "0.0001 and 0.0002", "+0.5000", "+1.6000", "+1.5000"]
+    night = SCALES["night"]
     for job in FIGURES["regime"].jobs:  # each differs from the base as its label says, and sees as many tokens
         values = train_settings(job, night, 42, "x")
         cfg = TrainConfig(**values)
