@@ -409,7 +409,7 @@ def relative_panel(ax, pairs, styles, baseline="Transformer"):
     fit_axes(ax, zero=True)
     ax.axhline(0, color="0.5", linewidth=0.8, zorder=0)
     token_axis(ax)
-    ax.set_ylabel(f"training loss minus {baseline}'s (nats per token)")
+    ax.set_ylabel(f"training loss minus {baseline}'s\n(nats per token)")
     legend(ax)
 
 

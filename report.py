@@ -21,6 +21,15 @@ def plus_minus(value, error=None, digits=4, sign=False):
     return f"{text} ± {error:.{digits}f}"
 
 
+def with_interval(mean, interval=None, sign=False):
+    """`-0.069 ± 0.011`: a mean and the half width of its interval, to the interval's second significant digit and at
+    most six decimals. Without an interval the mean has four decimals, as in `plus_minus`."""
+    digits = 4
+    if interval:
+        digits = min(max(1 - math.floor(math.log10(interval)), 0), 6)
+    return plus_minus(mean, interval, digits, sign)
+
+
 def mean_std(values):
     """Mean and standard deviation (n - 1) of a list of numbers. Of no number: (None, None). Of one: (it, None)."""
     if not values:

@@ -58,7 +58,7 @@ from paper.claims import (
 from paper.figures import FOUR, GRIDS, RATES, TUNED
 from paper.found import Found, read_kept
 from paper.runs import INSPECTED, SCALES, SEEDS, Job
-from report import markdown, mean_interval, plus_minus
+from report import markdown, mean_interval, with_interval
 from value_modes import TABLE, ModelConfig
 
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n)(?:(?!<!-- table:).)*?(<!-- end -->)", re.S)
@@ -110,12 +110,12 @@ def grid_table(scale, size):
         if mode == "vanilla":
             label = LABELS[mode]
             losses = [found.losses(job) for job in (*jobs, best)]
-            cells = [plus_minus(*mean_interval(values)) for values in losses]
+            cells = [with_interval(*mean_interval(values)) for values in losses]
         else:
             label = f"{LABELS[mode]}, minus that"
             gaps = [gaps_to_vanilla(found, job) for job in jobs]
             gaps.append(gaps_at_best(found, jobs))
-            cells = [plus_minus(*mean_interval(values), sign=True) for values in gaps]
+            cells = [with_interval(*mean_interval(values), sign=True) for values in gaps]
         at = jobs.index(best)
         cells[at] = f"**{cells[at]}**"
         rows.append([label, *cells])
@@ -165,10 +165,10 @@ def concentration_table(scale, size, *modes):
     for mode in modes:
         job = Job(mode, size)
         seeds = found.seeds(job)
-        cells = [LABELS[mode], plus_minus(*mean_interval(found.losses(job)))]
+        cells = [LABELS[mode], with_interval(*mean_interval(found.losses(job)))]
         for quantity in quantities.values():
             values = [quantity(job, found, seed) for seed in seeds]
-            cells.append(plus_minus(*mean_interval(values), digits=3))
+            cells.append(with_interval(*mean_interval(values)))
         rows.append(cells)
     return markdown(["mode", "validation loss", *quantities], rows)
 

@@ -18,7 +18,7 @@ import numpy as np
 import plot
 from paper.found import NoSeed
 from paper.runs import INSPECTED, ONE_RATE, SCALES, Job
-from report import mean_interval, plus_minus
+from report import mean_interval, with_interval
 from tasks import TABLE1
 
 LABELS = {
@@ -377,7 +377,7 @@ def claim_rows(figure, found):
 def claim_cells(row):
     """The texts of a row in a table under HEADER."""
     is_difference = "−" in row["what"]
-    ours = plus_minus(row["mean"], row["interval"], sign=is_difference)
+    ours = with_interval(row["mean"], row["interval"], sign=is_difference)
     n = str(row["n"])
     if row["n"] < len(row["values"]):
         n += f" of {len(row['values'])}"

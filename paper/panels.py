@@ -183,6 +183,22 @@ def draw_rates(ax, panel, found):
     legend(ax)
 
 
+def draw_best(ax, panel, found):
+    """Losses minus vanilla's, each mode at the best of its rates: a row for each."""
+    modes = {}
+    for label, job in found.labels(panel.lines):
+        modes.setdefault(label, []).append(job)
+    heights = range(len(modes), 0, -1)
+    for y, jobs in zip(heights, modes.values(), strict=True):
+        style = style_of(jobs[0].mode)
+        draw_gaps(
+            ax, gaps_at_best(found, jobs), y, color=style["color"], marker=style["marker"], markerfacecolor="none"
+        )
+    ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
+    ax.set(yticks=heights, yticklabels=list(modes), ylim=(0.5, len(modes) + 0.5))
+    ax.set_xlabel("validation loss minus vanilla's (nats per token)")
+
+
 def draw_critical(ax, panel, found):
     """Critical points over lengths. Seeds without one are counted in the legend, not drawn."""
     points, color = {}, style_of(panel.jobs[0].mode)["color"]
@@ -251,6 +267,7 @@ PANEL_KINDS = {
     "tokens": draw_tokens,
     "critical": draw_critical,
     "rates": draw_rates,
+    "best": draw_best,
     "regime": draw_regime,
 }
 

@@ -16,7 +16,7 @@ from files import read_json
 from paper import claims
 from paper.claims import LABELS, best_rate, critical, gaps_to_vanilla
 from paper.runs import SCALES, Job, train_settings
-from report import mean_interval, plus_minus
+from report import mean_interval, with_interval
 from tasks import TABLE1
 
 # Numbers that the paper prints: Tables 1 (accuracies) and 5 (validation losses); domains and tasks in its order.
@@ -157,7 +157,7 @@ def critical_table(found, lines):
     for label, job in lines:
         points = [critical(found, job, seed) for seed in found.common_seeds(job, job.baseline)]
         crossed = [step for step, extrapolated in points if step > 0 and not extrapolated]
-        when = plus_minus(*mean_interval(crossed), digits=0)
+        when = with_interval(*mean_interval(crossed))
         counts = [
             len(crossed),
             sum(extrapolated and step < math.inf for step, extrapolated in points),
@@ -174,10 +174,10 @@ def rates_table(found, grids):
     for (size, mode), jobs in grids.items():
         vanilla, best = grids[size, "vanilla"], best_rate(found, jobs)
         seeds = found.seeds(best)
-        cells = [plus_minus(*mean_interval(found.losses(best))), str(len(seeds))]
+        cells = [with_interval(*mean_interval(found.losses(best))), str(len(seeds))]
         for gap in (claims.gap_at_best(jobs, vanilla), claims.gap_at_others_best(jobs, vanilla)):
             row = claims.claim_row(claims.Claim("", "", gap), found, seeds)
-            cells.append("-" if mode == "vanilla" else plus_minus(row["mean"], row["interval"], sign=True))
+            cells.append("-" if mode == "vanilla" else with_interval(row["mean"], row["interval"], sign=True))
         rate = f"{best.lr * found.scale.lr_factor:.2g}"
         if len(jobs) > 2 and best in (jobs[0], jobs[-1]):
             rate += " (end of the grid)"
@@ -198,7 +198,7 @@ def regime_table(found, lines):
     for (label, mode), jobs in regime_rows(found, lines).items():
         rates = " and ".join(found.unit("rate", job) for job in jobs)
         gaps = [*(gaps_to_vanilla(found, job) for job in jobs), claims.gaps_at_best(found, jobs)]
-        cells = [plus_minus(*mean_interval(values), sign=True) for values in gaps]
+        cells = [with_interval(*mean_interval(values), sign=True) for values in gaps]
         yield [label, LABELS[mode], rates, *cells]
 
 
@@ -212,6 +212,6 @@ def modes_table(found, jobs):
         losses, gaps = mean_interval(found.losses(job)), (None, None)
         if job != job.baseline:
             gaps = mean_interval(gaps_to_vanilla(found, job))
-        cells = [f"`{job.mode}`", plus_minus(*losses), plus_minus(*gaps, sign=True), str(len(seeds))]
+        cells = [f"`{job.mode}`", with_interval(*losses), with_interval(*gaps, sign=True), str(len(seeds))]
         rows.append((losses[0], [*cells, f"{start['parameters']:,}", f"{start['kv_bytes_per_token']:,}"]))
     yield from (cells for _, cells in sorted(rows))

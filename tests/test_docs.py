@@ -18,7 +18,7 @@ from budget import BudgetConfig
 from configurator import UserError, load_settings
 from docs import tables
 from paper.found import read_kept
-from report import mean_std
+from report import mean_std, with_interval
 from value_modes import TABLE, ModelConfig
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results/README.md"]
@@ -197,7 +197,7 @@ def test_numbers_of_the_results_page():
     assert f"make {len(record['runs'])} runs" in text and f"Of {len(noted)} runs with seed 42 only" in text
     cache = {mode: kept[name]["start"]["kv_bytes_per_token"] for mode, name in SEED_1.items()}
     assert f"{100 * cache['svformer'] / cache['vanilla']:.0f} % of the cache" in text
-    intervals = {f"{abs(row['mean']):.4f} ± {row['interval']:.4f}" for row in rows if row["interval"]}
+    intervals = {with_interval(abs(row["mean"]), row["interval"]) for row in rows if row["interval"]}
     pairs = re.findall(r"\d+\.\d+ ± \d+\.\d+", tables.PLACE.sub("", page))
     assert len(pairs) > 2 and set(pairs) <= intervals
     best = [row for row in record["rows"] if row["what"].endswith("1.95M parameters, each at its best rate")]
@@ -207,7 +207,7 @@ def test_numbers_of_the_results_page():
         assert abs(two - row["mean"]) < 0.01 and two * row["mean"] > 0, row["what"]
     for row in best:  # README's
         if row["what"].startswith(("ResFormer −", "ResFormer, λ = 2 −")):
-            assert f"{abs(row['mean']):.3f} ± {row['interval']:.3f}" in TEXTS["README.md"], row["what"]
+            assert with_interval(abs(row["mean"]), row["interval"]) in TEXTS["README.md"], row["what"]
 
 
 def test_the_demos_numbers_are_the_committed_runs():

@@ -528,6 +528,26 @@ def test_dots():
     assert legend.get_title().get_text() == "7 parameters, length 128, 6,000 steps"
 
 
+def test_gaps_at_the_best_rates():
+    """A row for each mode, the first one on top: its best rate against vanilla's best, with the seeds of both."""
+    losses = {("vanilla", 1.0): [5.0, 5.2], ("vanilla", 2.0): [6.0], ("resformer", 1.0): [4.9, 4.9],
+              ("resformer", 2.0): [4.8, 5.2, 9.0]}  # fmt: skip
+    found = Fake(
+        scale=SCALES["night"],
+        loss=lambda job, seed: losses[job.mode, job.lr][seed],
+        seeds=lambda job: range(len(losses[job.mode, job.lr])),
+        parameters=lambda job: 7,
+        labels=lambda lines: lines,
+    )
+    lines = [("base", Job(lr=lr)) for lr in (1.0, 2.0)] + [("ours", Job("resformer", lr=lr)) for lr in (1.0, 2.0)]
+    figure = Figure("x", (Panel("best", "", tuple(lines)),))
+    assert len(figure.jobs) == 4
+    (ax,) = axes_of(figure, found)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["base", "ours"]
+    dots = [line.get_xydata().round(9).tolist() for line in ax.lines if line.get_color() == "0.65"]
+    assert dots == [[[0, 2], [0, 2]], [[-0.1, 1], [-0.3, 1]]]
+
+
 def test_what_moves_the_sign():
     """A row for each difference, from the base down: arrows for both modes at one rate, a mark for each at its better
     one, with the seeds that both have there."""
@@ -567,7 +587,7 @@ def test_what_moves_the_sign():
         bars[1][0][:, 0] == pytest.approx([-0.4 - width, -0.4 + width], abs=1e-4) and not bars[0]
     )  # one seed has none
     _, base, _, last = tables.regime_table(found, tuple(rows))
-    assert base == ["base", "ResFormer", "0.0001 and 0.0002", "-0.5000", "+0.5000 ± 1.2706", "+0.5000"]
+    assert base == ["base", "ResFormer", "0.0001 and 0.0002", "-0.5000", "+0.5 ± 1.3", "+0.5000"]
     assert last == ["half", "ResFormer", "0.0001 and 0.0002", "+0.5000", "+1.6000", "+1.5000"]
     night = SCALES["night"]
     for job in FIGURES["regime"].jobs:  # each differs from the base as its label says, and sees as many tokens
@@ -783,8 +803,8 @@ def test_rates_are_tuned_for_each_mode():
     header, first, second = tables.rates_table(found, {("82M", mode): grid[mode] for mode in grid})
     assert len(header) == len(first) == 7 and first[:3] == ["1.2M", "Transformer", "20"]
     assert first[4:] == ["2", "-", "-"]
-    gaps = ["+0.5500 ± 8.2589", "+0.5000"]
-    assert second == ["1.2M", "ResFormer", "10 (end of the grid)", "3.6500 ± 9.5295", "2", *gaps]
+    gaps = ["+0.6 ± 8.3", "+0.5000"]
+    assert second == ["1.2M", "ResFormer", "10 (end of the grid)", "3.7 ± 9.5", "2", *gaps]
     two = {("82M", mode): grid[mode][:2] for mode in grid}  # both rates are ends
     assert [row[2] for row in tables.rates_table(found, two)] == ["best rate", "20", "10"]
     backwards = {("82M", mode): grid[mode][::-1] for mode in grid}  # the best is the last one
@@ -794,6 +814,18 @@ def test_rates_are_tuned_for_each_mode():
     assert [y.tolist() for y in lines(ax)["Transformer"]] == [[10, 20, 40], [5.0, 3.0, 4.0]]  # through seed 0
     dots = [line.get_xydata().tolist() for line in ax.lines if line.get_linestyle() == "None"]
     assert [[20, 3.0], [20, 3.2]] in dots and [[10, 2.9], [10, 4.4]] in dots and len(dots) == 6
+
+
+def test_two_digits_of_an_interval_are_shown():
+    """So many decimals has the mean, too; alone it has four."""
+    cases = {
+        (0.0690, 0.01089): "0.069 ± 0.011", (22.2136, 5.0072): "22.2 ± 5.0", (36.2, 28.9): "36 ± 29",
+        (2000.0, 12706.0): "2000 ± 12706", (2.5, None): "2.5000", (None, None): "-", (1.0, 0.0): "1.0000 ± 0.0000",
+        (1.0, 1e-9): "1.000000 ± 0.000000", (0.5, 0.1): "0.50 ± 0.10",
+    }  # fmt: skip
+    for (mean, interval), text in cases.items():
+        assert report.with_interval(mean, interval) == text
+    assert report.with_interval(0.5, 0.1, sign=True) == "+0.50 ± 0.10"
 
 
 def test_intervals_are_students():
@@ -834,8 +866,8 @@ def test_verdicts():
         assert fake([1.0, 2.0, 3.0], **bound)["verdict"] == "undetermined", bound
     row = fake([1.0, 2.0, 3.0])
     assert (row["mean"], row["n"]) == (2, 3) and row["interval"] == pytest.approx(2.4843, abs=1e-3)
-    assert claim_cells(row) == ["what", "paper", "", "2.0000 ± 2.4843", "3"] and claim_cells(fake([None]))[3] == "-"
-    assert claim_cells(fake([0.25, 0.75]) | {"what": "a − b"})[3] == "+0.5000 ± 3.1765"
+    assert claim_cells(row) == ["what", "paper", "", "2.0 ± 2.5", "3"] and claim_cells(fake([None]))[3] == "-"
+    assert claim_cells(fake([0.25, 0.75]) | {"what": "a − b"})[3] == "+0.5 ± 3.2"
     row = fake([0.3, NoSeed("no seed 1"), 0.5])
     assert row["values"] == [0.3, 0.5] and row["seeds"] == [0, 2] and row["n"] == 2
     row = fake([math.inf, 0.5, math.nan])  # JSON has no such numbers
