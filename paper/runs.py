@@ -60,6 +60,12 @@ NIGHT_RATES = {
     ("2M", "vanilla"): 1.2e-3,
     ("2M", "resformer"): 6e-4,
     ("2M", "svformer"): 6e-4,
+    ("180M", "vanilla"): 1.5e-4,
+    ("180M", "resformer"): 1.5e-4,
+    ("180M", "svformer"): 3e-4,
+    ("468M", "vanilla"): 1.5e-4,
+    ("468M", "resformer"): 1.5e-4,
+    ("468M", "svformer"): 3e-4,
 }
 # At scale night: Figure 14's rate. Vanilla overtakes SVFormer there, but not at SVFormer's best rate, nor at its own.
 NIGHT_ONE_RATE = 1.5e-4
@@ -76,10 +82,17 @@ NIGHT_SEEDS = {
     ("82M", "resformer_learned"): (NIGHT_LR,),
     ("82M", "scaled"): (NIGHT_LR,),
     ("82M", "cross"): (NIGHT_LR,),
-    ("180M", "vanilla"): (NIGHT_LR,),
-    ("180M", "resformer"): (NIGHT_LR,),
-    ("468M", "vanilla"): (NIGHT_LR,),
-    ("468M", "resformer"): (NIGHT_LR,),
+    ("2M", "vanilla"): (6e-4, 1.2e-3),
+    ("2M", "resformer"): (6e-4,),
+    ("2M", "svformer"): (6e-4,),
+    ("2M", "resformer_lambda"): (6e-4,),
+    ("2M", "resformer_plus"): (6e-4,),
+    ("2M", "neutreno"): (6e-4,),
+    ("2M", "denseformer"): (6e-4,),
+    ("180M", "vanilla"): (1.5e-4,),
+    ("180M", "resformer"): (1.5e-4,),
+    ("468M", "vanilla"): (1.5e-4,),
+    ("468M", "resformer"): (1.5e-4,),
 }
 # At scale night: the change to the model that is inspected. Without it no sink forms in as many steps.
 WITH_BOS = "bos=True"
