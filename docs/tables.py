@@ -141,12 +141,12 @@ def leads_table(scale, modes):
     return markdown(["minus Transformer's", "seeds", *(f"{end / 30 * tokens / 1e6:.1f}M" for end in ends)], rows)
 
 
-def weights_table(scale, modes):
+def weights_table(scale, size, modes):
     """What modes with learned weights have learned: the weights of V_n and V_1 at the end, by seed and layer."""
     rows = []
     for record in read_kept(ROOT / f"results/{scale}/runs.jsonl").values():
         mode = record["start"]["value_mode"]
-        if mode in modes and "lam" in record:
+        if record["name"].startswith(f"{size}-") and mode in modes and "lam" in record:
             (layers,) = record["lam"]
             cells = [f"{own:.2f} + {first:.2f}" for own, first in layers[1:]]
             rows.append([LABELS[mode], str(record["start"]["seed"]), *cells])
@@ -240,7 +240,7 @@ MAKERS = {
     "night-leads": lambda: leads_table("night", TUNED[1:]),
     "night-sources": lambda: leads_table("night", SOURCES),
     "night-sinks": lambda: concentration_table("night", INSPECTED, *FOUR),
-    "night-weights": lambda: weights_table("night", ("resformer_learned", "resformer_plus")),
+    "night-weights": lambda: weights_table("night", "82M", ("resformer_learned", "resformer_plus")),
     "training-tiny": lambda: current_training_table("x1_tiny"),
     "training-82M": lambda: current_training_table("x2_82m"),
     "memory": lambda: memory_table(bench_rows("memory_intel_xeon_x2_82m")),

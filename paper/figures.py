@@ -474,7 +474,7 @@ FIGURES["rates"] = Figure(
     "that seed is also among those that are compared, or the only one. Rates are a factor of 2 apart.",
     (
         rates_panel("82M"),
-        Panel("best", "each mode at its best rate: seeds, mean, 95 % interval", best_lines("82M")),
+        Panel("best", "each at its best rate, 95 % intervals", best_lines("82M")),
         relative_losses("each mode at its best rate", {LABELS[mode]: mode for mode in TUNED[1:]}),
         rates_panel("2M"),
     ),
