@@ -22,7 +22,7 @@ from report import mean_std, with_interval
 from value_modes import TABLE, ModelConfig
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results/README.md"]
-LIMITS = {"README.md": 220, "docs/tour.md": 150, "results/README.md": 270}  # lines; other pages have 250
+LIMITS = {"README.md": 220, "docs/tour.md": 150, "results/README.md": 280}  # lines; other pages have 250
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 SCRIPTS = "model train prepare sample eval analyze plot".split()
