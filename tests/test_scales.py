@@ -152,4 +152,4 @@ def test_units_in_words():
     assert (
         "In place of its learning rates: 10 times as much; the usual one is 0.003, of svformer at 82M 0.006, " in said
     )
-    assert "of resformer at 2M 0.006, of svformer at 2M 0.006. A run has 6,000 steps." in said
+    assert "of resformer at 2M 0.006, " in said and "of svformer at 468M 0.003. A run has 6,000 steps." in said
