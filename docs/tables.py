@@ -209,8 +209,6 @@ def digits_table():
     return vit.table(found["runs"], found["settings"]["value_mode"])
 
 
-# Figures 9, 10 and 11: which tensor has a residual, how layer 1's values are mapped, and which layers are the source
-SOURCES = ("resformer", "key", "query", "identity", "cross", "resformer_prev", "resformer_all")
 GROUPS = {  # of the table of modes: their first rows
     "modes-resformer": "vanilla",
     "modes-sharing": "svformer",
@@ -238,7 +236,6 @@ MAKERS = {
     "night-v5": lambda: markdown(*table_of("night", "v5")),
     "night-grid": lambda: grid_table("night", "82M"),
     "night-leads": lambda: leads_table("night", TUNED[1:]),
-    "night-sources": lambda: leads_table("night", SOURCES),
     "night-sinks": lambda: concentration_table("night", INSPECTED, *FOUR),
     "night-weights": lambda: weights_table("night", "82M", ("resformer_learned", "resformer_plus")),
     "training-tiny": lambda: current_training_table("x1_tiny"),
