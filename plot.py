@@ -149,7 +149,8 @@ def page(path, size):
     with style.context(["default", LOOK]):
         fig = figure.Figure(figsize=size, dpi=150, layout="constrained")
         yield fig
-        write_atomic(path, lambda temporary: fig.savefig(temporary, format="png", metadata={"Software": None}))
+        how = {"format": "png", "metadata": {"Software": None}, "bbox_inches": "tight"}  # tight: no legend is cut off
+        write_atomic(path, lambda temporary: fig.savefig(temporary, **how))
     print(f"wrote {path}")
 
 
