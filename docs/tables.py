@@ -29,8 +29,6 @@ class TablesConfig:
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
     SETTINGS = command_line(TablesConfig, __doc__)
 
-import numpy as np
-
 from bench import LLAMA
 from bench.decoding import decoding_table
 from bench.scoring import scoring_table
@@ -121,24 +119,6 @@ def grid_table(scale, size):
         rows.append([label, *cells])
     rates = [f"{lr * SCALES[scale].lr_factor:.3g}" for lr in RATES[size]]
     return markdown(["rate", *rates, "each at its best"], rows)
-
-
-def leads_table(scale, modes):
-    """Training loss along the run minus vanilla's, each mode at the rate that the scale gives it: means of the
-    thirtieth of all steps that ends there, over the seeds whose losses were kept."""
-    found, rows = recorded(scale), []
-    block, batch, _ = found.scale.lengths[2048]
-    tokens = found.scale.steps * block * batch
-    ends = np.array([3, 5, 10, 15, 20, 25, 30])  # thirtieths of the run
-    for mode in modes:
-        gaps = []
-        for seed in found.common_seeds(Job(mode), Job()):
-            ours, base = (np.array(found.record(job, seed)["losses"]) for job in (Job(mode), Job()))
-            if len(ours) and len(base):
-                gaps.append((ours - base).reshape(30, -1).mean(axis=1)[ends - 1])
-        cells = [f"{gap:+.3f}" for gap in np.mean(gaps, axis=0)]
-        rows.append([LABELS.get(mode, f"`{mode}`"), str(len(gaps)), *cells])
-    return markdown(["minus Transformer's", "seeds", *(f"{end / 30 * tokens / 1e6:.1f}M" for end in ends)], rows)
 
 
 def weights_table(scale, size, modes):
@@ -235,7 +215,6 @@ MAKERS = {
     "night-verdicts": lambda: claims_table("night"),
     "night-v5": lambda: markdown(*table_of("night", "v5")),
     "night-grid": lambda: grid_table("night", "82M"),
-    "night-leads": lambda: leads_table("night", TUNED[1:]),
     "night-sinks": lambda: concentration_table("night", INSPECTED, *FOUR),
     "night-weights": lambda: weights_table("night", "82M", ("resformer_learned", "resformer_plus")),
     "training-tiny": lambda: current_training_table("x1_tiny"),
