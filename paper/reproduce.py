@@ -10,7 +10,7 @@
     python -m paper.reproduce all --scale=paper --dry_run     the paper's own settings
     python -m paper.reproduce report                          results/cpu/README.md, from results/cpu.json
 
-Names: fig1 fig2 fig4 … fig22, tab1 … tab5 (Figure 3 is a schematic), modes, rates, rates2, v5, regime, gpu; figures.py
+Names: fig1 fig2 fig4 … fig22, tab1 … tab5 (Figure 3 is a schematic), modes, rates, v5, regime, gpu; figures.py
 says what each is made of. A run is an ordinary run of train.py in out/<scale>/<its name>-<seed>. Figures go to
 results/<scale>/, the numbers beside the paper's to results/<scale>.json. After a kill the same command goes on.
 """
@@ -45,7 +45,7 @@ class ReproduceConfig:
     """Every setting of paper.reproduce."""
 
     words: tuple[str, ...] = setting(
-        (), "fig1 … fig22, tab1 … tab5, all, modes, rates, rates2, v5, regime, gpu, or report", positional=True
+        (), "fig1 … fig22, tab1 … tab5, all, modes, rates, v5, regime, gpu, or report", positional=True
     )
     scale: Literal["", "cpu", "night", "gpu", "small", "paper"] = setting(
         "",
