@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import matplotlib.image
 import numpy as np
 import pytest
 from conftest import ROOT, change, in_process, refused, script
@@ -169,6 +170,16 @@ def test_legend_is_above_the_axes_with_the_title():
     ax.figure.canvas.draw()
     assert ax.get_legend().get_title().get_text() == "738k parameters" and ax.get_title(loc="left") == ""
     assert ax.get_legend().get_window_extent().y0 >= ax.get_window_extent().y1
+
+
+def test_a_wide_legend_is_not_cut_off(tmp_path):
+    with plot.page(tmp_path / "x.png", (2, 2)) as fig:
+        ax = fig.subplots()
+        ax.plot([0, 1], [0, 1], label="a label that is a good deal wider than its panel of two inches")
+        plot.legend(ax)
+    image = matplotlib.image.imread(tmp_path / "x.png")[:, :, :3]
+    right = image[:, -5:]  # the margin; where a letter is cut it is not white
+    assert right.min() == 1 and image.min() < 0.5
 
 
 def test_layer_panel():
