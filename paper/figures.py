@@ -550,6 +550,33 @@ FIGURES["regime"] = Figure(
     title="What moves the sign",
 )
 
+# Do the gains last in larger models?
+LARGER = ("82M", "180M", "468M")
+SCALED = ("resformer", "resformer_lambda", "svformer")
+
+
+def claims_on_sizes():
+    """Two modes against vanilla at each larger size, each at its rate (ResFormer's are in Table 5). Then how each
+    mode's difference changes from the smallest size to the largest, which is no claim of the paper."""
+    lower, higher = ("lower", {"below": 0.0}), ("higher, at one rate", {"above": 0.0})
+    for mode, (paper, way) in (("resformer_lambda", lower), ("svformer", higher)):
+        for size in LARGER[1:]:
+            what = f"{LABELS[mode]} − Transformer at [size {size}], each at its rate"
+            yield Claim(what, paper, claims.loss_gap(Job(mode, size), Job(size=size)), **way)
+    for mode in SCALED:
+        what = f"{LABELS[mode]} − Transformer, at [size {LARGER[-1]}] minus at [size {LARGER[0]}], each at its rate"
+        yield Claim(what, "", claims.gap_change(Job(mode, LARGER[-1]), Job(mode, LARGER[0])))
+
+
+FIGURES["sizes"] = Figure(
+    "Validation loss against parameters. The rates of vanilla and ResFormer were tuned at each size, those of λ = 2 "
+    "and SVFormer at the smallest alone. At the larger ones these have half of it, as vanilla has.",
+    (Panel("scaling", lines=by_size("vanilla", *SCALED, sizes=LARGER)),),
+    tuple(claims_on_sizes()),
+    scale="night",
+    title="Larger models",
+)
+
 # What half an hour of a GPU is for, the most valuable runs first
 ON_GPU = (
     ("Transformer, rate {rate}", Job()),

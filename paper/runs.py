@@ -66,6 +66,8 @@ NIGHT_RATES = {
     ("468M", "vanilla"): 1.5e-4,
     ("468M", "resformer"): 1.5e-4,
     ("468M", "svformer"): 3e-4,
+    ("180M", "resformer_lambda"): 1.5e-4,  # vanilla's and ResFormer's; no other was tried
+    ("468M", "resformer_lambda"): 1.5e-4,
 }
 # At scale night: Figure 14's rate. Vanilla overtakes SVFormer there, but not at SVFormer's best rate, nor at its own.
 NIGHT_ONE_RATE = 1.5e-4

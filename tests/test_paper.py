@@ -201,7 +201,7 @@ def test_all_figures_are_there():
     """Each mode is one that train.py takes; every row of the table with a source is in the figure of modes, and so is
     every mode that a claim is about."""
     assert list(PAPER) == [f"fig{i}" for i in (1, 2, *range(4, 23))] + [f"tab{i}" for i in range(1, 6)]
-    assert list(FIGURES) == [*PAPER, "modes", "rates", "v5", "regime", "gpu"]
+    assert list(FIGURES) == [*PAPER, "modes", "rates", "v5", "regime", "sizes", "gpu"]
     modes = FIGURES["modes"]
     for job in [*JOBS, *modes.jobs]:
         assert get_mode(job.mode).name == job.mode

@@ -377,7 +377,8 @@ def test_night_follows_from_its_records(tmp_path, monkeypatch):
 
 def test_the_rates_of_scale_night_are_the_best():
     """Of five at 82M, of those that another size's Figure 15 needs, and of those that were run at larger sizes, by the
-    seed that all have. SVFormer at larger sizes has no such runs, but half of its rate at 82M, as vanilla has."""
+    seed that all have. SVFormer and λ = 2 at larger sizes have no such runs, but half of their rate at 82M, as vanilla
+    has."""
     kept = found_runs.read_kept(ROOT / "results/night/runs.jsonl")
     night = SCALES["night"]
     found = Found("out", night, lambda job: (42,), kept=kept)
@@ -388,10 +389,10 @@ def test_the_rates_of_scale_night_are_the_best():
         jobs = [job for job in jobs if f"{job.name}-42" in kept]
         if (size, mode) in night.tuned or (size == "82M" and mode in figures.TUNED):
             assert claims.best_rate(found, jobs) == night.here(Job(mode, size)), (size, mode)
-    assert set(night.tuned) - set(grids) == {("180M", "svformer"), ("468M", "svformer")}
-    for size in ("180M", "468M"):
-        assert night.tuned[size, "svformer"] == night.tuned["82M", "svformer"] / 2
-        assert night.tuned[size, "vanilla"] == night.lr / 2
+    halved = [(size, mode) for size in ("180M", "468M") for mode in ("vanilla", "svformer", "resformer_lambda")]
+    assert set(night.tuned) - set(grids) == {(size, mode) for size, mode in halved if mode != "vanilla"}
+    for size, mode in halved:
+        assert night.tuned[size, mode] == night.here(Job(mode)).lr / 2
 
 
 # ---- the command, interrupted or without what it needs
