@@ -58,11 +58,12 @@ class Figure:
         return [job for panel in self.panels if panel.kind in kinds for job in panel.jobs]
 
     def at(self, scale):
-        """The figure without the lines, claims and runs that a Scale does not have."""
+        """The figure without the lines, claims and runs that a Scale does not have. A panel that loses all lines but
+        one compares nothing, and is left out."""
         panels = []
         for panel in self.panels:
             lines = tuple((label, job) for label, job in panel.lines if scale.has(job))
-            if lines or not panel.lines:  # else nothing of it is left
+            if lines == panel.lines or len(lines) > 1:
                 panels.append(replace(panel, lines=lines))
         kept = []
         for claim in self.claims:

@@ -215,13 +215,17 @@ def test_all_figures_are_there():
 
 
 def test_what_a_scale_leaves_out():
-    """At scale night: gqa8, for which four heads are too few, and runs that would say little; their claims too."""
-    shown, claimed = {}, {}
+    """At scale night: gqa8, for which four heads are too few, and runs that would say little; their claims too, and
+    panels of which one line is left."""
+    shown, claimed, panels = {}, {}, {}
     for scale in ("cpu", "night"):
         figures = asked("all", f"--scale={scale}").figures
         assert set(PAPER) - set(figures) == ({"tab1", "fig22"} if scale == "night" else set())
         shown[scale] = {job for figure in figures.values() for job in figure.jobs}
         claimed[scale] = {claim.what for figure in figures.values() for claim in figure.claims}
+        panels[scale] = {panel.title for name in ("fig13", "fig15") for panel in figures[name].panels}
+    gone = {"about 1/8 of the KV cache", "SVFormer by steps of warmup", "SVFormer by architecture"}
+    assert panels["cpu"] - panels["night"] == gone and panels["night"] < panels["cpu"]
     sweep = {Job(f"neutreno_{lam}") for lam in (0.2, 0.6, 0.8)}  # Figure 22
     at_64000 = {Job(mode, length=64000) for mode in ("gqa8", "svformer_gqa4", "cla2_gqa4")}
     svformer = {Job("svformer", **what) for what in ({"lr": 1e-4}, {"warmup": 1200}, {"arch": "gpt2"})}
