@@ -95,6 +95,7 @@ NIGHT_SEEDS = {
     ("180M", "resformer"): (1.5e-4,),
     ("468M", "vanilla"): (1.5e-4,),
     ("468M", "resformer"): (1.5e-4,),
+    ("468M", "resformer_lambda"): (1.5e-4,),
 }
 # At scale night: the change to the model that is inspected. Without it no sink forms in as many steps.
 WITH_BOS = "bos=True"

@@ -152,4 +152,5 @@ def test_units_in_words():
     assert (
         "In place of its learning rates: 10 times as much; the usual one is 0.003, of svformer at 82M 0.006, " in said
     )
-    assert "of resformer at 2M 0.006, " in said and "of svformer at 468M 0.003. A run has 6,000 steps." in said
+    assert "of resformer at 2M 0.006, " in said and "of svformer at 468M 0.003, " in said
+    assert said.endswith("of resformer_lambda at 468M 0.0015. A run has 6,000 steps.")
