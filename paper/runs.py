@@ -96,6 +96,7 @@ NIGHT_SEEDS = {
     ("468M", "vanilla"): (1.5e-4,),
     ("468M", "resformer"): (1.5e-4,),
     ("468M", "resformer_lambda"): (1.5e-4,),
+    ("468M", "svformer"): (3e-4,),
 }
 # At scale night: the change to the model that is inspected. Without it no sink forms in as many steps.
 WITH_BOS = "bos=True"

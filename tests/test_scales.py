@@ -122,13 +122,13 @@ def test_what_a_scale_decides():
     assert job.name == "82M-2048-vanilla-weight_decay0.3-batch_tokens4096"
     cfg = asked("all", "--scale=night")
     three = (Job(), Job("svformer"), Job("cross"), Job("resformer", "468M"))
-    three += Job("gqa2", INSPECTED), Job("resformer", lr=6e-4), Job("svformer", lr=3e-4)
+    three += Job("svformer", "468M"), Job("gqa2", INSPECTED), Job("resformer", lr=6e-4), Job("svformer", lr=3e-4)
     assert {len(cfg.seeds_of(job)) for job in three} == {3}
     one = (
         Job("gqa2"),
         Job("resformer", lr=1.5e-4),
         Job("cross", lr=6e-4),
-        Job("svformer", "468M"),
+        Job("svformer", "180M"),
         Job("gqa2", "2M"),
         Job(length=512),
         Job(length=512, lr=ONE_RATE),
