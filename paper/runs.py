@@ -77,6 +77,7 @@ NIGHT_SEEDS = {
     ("82M", "resformer"): (0.75e-4, NIGHT_LR, 6e-4),
     ("82M", "svformer"): (0.75e-4, NIGHT_LR, 6e-4),
     ("82M", "resformer_lambda"): (NIGHT_LR,),
+    ("82M", "resformer_lambda_1"): (NIGHT_LR,),
     ("82M", "resformer_plus"): (NIGHT_LR,),
     ("82M", "neutreno"): (NIGHT_LR,),
     ("82M", "denseformer"): (NIGHT_LR,),
@@ -95,6 +96,7 @@ NIGHT_SEEDS = {
     ("180M", "resformer"): (1.5e-4,),
     ("468M", "vanilla"): (1.5e-4,),
     ("468M", "resformer"): (1.5e-4,),
+    ("180M", "resformer_lambda"): (1.5e-4,),
     ("468M", "resformer_lambda"): (1.5e-4,),
     ("468M", "svformer"): (3e-4,),
 }
