@@ -507,53 +507,67 @@ FIGURES["v5"] = Figure(
     title="The paper's last version",
 )
 
-# What may move the sign of a gain: one thing at a time, at the same number of tokens but for the last two. Each has two
-# rates, around the best that we expect: smaller models, shorter runs and larger batches want a higher one.
-LOWEST, LOWER, HIGHER = (0.75e-4, 1.5e-4), (1.5e-4, 3e-4), (3e-4, 6e-4)
-REGIME = {
-    "base": (Job(), LOWER),
-    "width 64, 2 heads": (Job(change="n_embd=64,n_head=2"), HIGHER),
-    "width 160, 5 heads": (Job(size="180M"), LOWER),
-    "width 192, 6 heads, 8 layers": (Job(size="468M"), LOWEST),
-    "3 layers": (Job(change="n_layer=3"), HIGHER),
-    "12 layers": (Job(change="n_layer=12"), LOWER),
-    "2 wider heads": (Job(change="n_head=2"), LOWER),
-    "8 narrower heads": (Job(change="n_head=8"), LOWER),
-    "shorter: length {length}": (Job(length=512), HIGHER),
-    "longer: length {length}": (Job(length=32000), LOWER),
-    "no weight decay": (Job(change="weight_decay=0.0"), LOWER),
-    "weight decay 0.5": (Job(change="weight_decay=0.5"), LOWER),
-    "four batches in one": (Job(change="batch_tokens=8192,micro_batch=64,max_steps=1500,warmup_steps=25"), HIGHER),
-    "a quarter of the tokens": (Job(change="max_steps=1500"), HIGHER),
-    "four times the tokens": (Job(change="max_steps=24000"), LOWER),  # nearly all of the data
-}
+# What may move the sign of a gain: one thing at a time, at the same number of tokens. Smaller and larger models and
+# longer sequences want another rate than the base, so these have two; the others have the base's.
+OWN, LOWEST, LOWER, HIGHER = (None,), (0.75e-4, 1.5e-4), (1.5e-4, 3e-4), (3e-4, 6e-4)
+REGIME = (
+    ("base", Job("resformer"), OWN),
+    ("width 64, 2 heads", Job("resformer", change="n_embd=64,n_head=2"), HIGHER),
+    ("width 160, 5 heads", Job("resformer", "180M"), LOWER),
+    ("width 192, 6 heads, 8 layers", Job("resformer", "468M"), LOWEST),
+    ("3 layers", Job("resformer", change="n_layer=3"), HIGHER),
+    ("12 layers", Job("resformer", change="n_layer=12"), OWN),
+    ("2 wider heads", Job("resformer", change="n_head=2"), OWN),
+    ("8 narrower heads", Job("resformer", change="n_head=8"), OWN),
+    ("shorter: length {length}", Job("resformer", length=512), OWN),
+    ("longer: length {length}", Job("resformer", length=32000), LOWER),
+    ("no weight decay", Job("resformer", change="weight_decay=0.0"), OWN),
+    ("weight decay 0.5", Job("resformer", change="weight_decay=0.5"), OWN),
+    ("half the batch, twice the steps",
+     Job("resformer", change="batch_tokens=1024,micro_batch=8,max_steps=12000,warmup_steps=200"), OWN),
+)  # fmt: skip
 
 
-def regime_lines():
-    """(what differs, Job) of ResFormer in every row, and of λ = 2 where its lead may end."""
-    for label, (job, rates) in REGIME.items():
-        modes = ("resformer",)
-        if label in ("base", "longer: length {length}", "four times the tokens"):
-            modes = ("resformer", "resformer_lambda")
-        for mode in modes:
-            for lr in rates:
-                yield label, replace(job, mode=mode, lr=lr)
+def at_rates(rows):
+    """(label, Job) of rows (label, Job, its rates): one for each rate."""
+    return tuple((label, replace(job, lr=lr)) for label, job, rates in rows for lr in rates)
 
 
+REGIME_LINES = at_rates(REGIME)
 FIGURES["regime"] = Figure(
-    "Where value residuals pay: validation loss minus vanilla's, when one thing differs from the base. Each mode has "
-    "the better of two rates, a factor of 2 apart; arrows have both modes at the lower or at the higher one. With the "
-    "width the number of heads differs, with the batch the number of steps. Bars are 95 % intervals, where there are "
-    "several seeds.",
-    (Panel("regime", lines=tuple(regime_lines())),),
-    table=lambda found: tables.regime_table(found, tuple(regime_lines())),
+    "What moves ResFormer's gain: its validation loss minus vanilla's, when one thing differs from the base. Where "
+    "there are arrows, each mode has the better of two rates, a factor of 2 apart, and arrows have both modes at the "
+    "lower or at the higher one. Elsewhere both have the base's. With the width the number of heads differs. Bars are "
+    "95 % intervals, where there are several seeds.",
+    (Panel("regime", lines=REGIME_LINES),),
+    table=lambda found: tables.regime_table(found, REGIME_LINES),
     scale="night",
     title="What moves the sign",
 )
 
+# Do the gains last when training does? Each run has a schedule of its own. The longest sees nearly all of the data.
+SCALED = ("resformer", "resformer_lambda", "svformer")
+SHORT, LONG = "max_steps=1500", "max_steps=24000"
+LONGER_LINES = at_rates(
+    [("3.1M tokens", Job(mode, change=SHORT), HIGHER) for mode in SCALED]
+    + [("12.3M tokens", Job(mode), OWN) for mode in SCALED]
+    + [("49.2M tokens", Job(mode, change=LONG), OWN) for mode in SCALED]
+)
+FIGURES["longer"] = Figure(
+    "Whether the gains last in longer training: validation loss minus vanilla's at the end of three schedules, and "
+    "training loss minus vanilla's along the longest. In the shortest each mode has the better of two rates, in the "
+    "others its best at 12.3M tokens. Bars are 95 % intervals, where there are several seeds.",
+    (
+        Panel("regime", "at the end of each schedule", LONGER_LINES),
+        relative_losses("along 49.2M tokens", {LABELS[m]: Job(m, change=LONG) for m in SCALED}),
+    ),
+    table=lambda found: tables.regime_table(found, LONGER_LINES),
+    scale="night",
+    title="Longer training",
+)
+
 # Do the gains last in larger models?
 LARGER = ("82M", "180M", "468M")
-SCALED = ("resformer", "resformer_lambda", "svformer")
 
 
 def claims_on_sizes():

@@ -231,16 +231,18 @@ def draw_gaps(ax, gaps, y, **look):
 
 
 def draw_regime(ax, panel, found):
-    """Losses minus vanilla's, a row for each label: arrows with both modes at the lower and at the higher of two rates,
-    a mark with each mode at its better one."""
+    """Losses minus vanilla's, a row for each label: a mark with each mode at its better rate, and where there are two
+    rates, arrows with both modes at the lower and at the higher one."""
     groups = regime_rows(found, panel.lines)
     rows = list(dict.fromkeys(label for label, _ in groups))
     modes = list(dict.fromkeys(mode for _, mode in groups))
+    step = 0.5 / len(modes)  # between the modes of a row
     for (label, mode), jobs in groups.items():
-        y = len(rows) - rows.index(label) + 0.15 - 0.3 * modes.index(mode)
+        y = len(rows) - rows.index(label) + step * ((len(modes) - 1) / 2 - modes.index(mode))
         style = style_of(mode)
-        for arrow, job in zip("<>", jobs, strict=True):
-            ax.plot(np.mean(gaps_to_vanilla(found, job)), y, arrow, color=style["color"], alpha=0.4, markersize=5)
+        if len(jobs) > 1:
+            for arrow, job in zip("<>", jobs, strict=True):
+                ax.plot(np.mean(gaps_to_vanilla(found, job)), y, arrow, color=style["color"], alpha=0.4, markersize=5)
         look = {"color": style["color"], "marker": style["marker"], "markerfacecolor": "none"}
         draw_gaps(ax, gaps_at_best(found, jobs), y, **look)
     for mode in modes:

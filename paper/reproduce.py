@@ -8,10 +8,11 @@
     python -m paper.reproduce v5                              the variants of the paper's last version
     python -m paper.reproduce regime                          what moves the sign of a gain: width, depth, decay …
     python -m paper.reproduce sizes                           whether the gains last in larger models
+    python -m paper.reproduce longer                          whether they last in longer training
     python -m paper.reproduce all --scale=paper --dry_run     the paper's own settings
     python -m paper.reproduce report                          results/cpu/README.md, from results/cpu.json
 
-Names: fig1 fig2 fig4 … fig22, tab1 … tab5 (Figure 3 is a schematic), modes, rates, v5, regime, sizes, gpu;
+Names: fig1 fig2 fig4 … fig22, tab1 … tab5 (Figure 3 is a schematic), modes, rates, v5, regime, longer, sizes, gpu;
 figures.py says what each is made of. A run is an ordinary run of train.py in out/<scale>/<its name>-<seed>. Figures
 go to results/<scale>/, the numbers beside the paper's to results/<scale>.json. After a kill the same command goes on.
 """
@@ -46,7 +47,7 @@ class ReproduceConfig:
     """Every setting of paper.reproduce."""
 
     words: tuple[str, ...] = setting(
-        (), "fig1 … fig22, tab1 … tab5, all, modes, rates, v5, regime, sizes, gpu, or report", positional=True
+        (), "fig1 … fig22, tab1 … tab5, all, modes, rates, v5, regime, longer, sizes, gpu, or report", positional=True
     )
     scale: Literal["", "cpu", "night", "gpu", "small", "paper"] = setting(
         "",

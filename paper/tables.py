@@ -185,7 +185,7 @@ def rates_table(found, grids):
 
 
 def regime_rows(found, lines):
-    """{(label, mode): its Jobs at the lower and at the higher of two rates}"""
+    """{(label, mode): its Jobs, the lower rate first}"""
     rows = {}
     for label, job in found.labels(lines):
         rows.setdefault((label, job.mode), []).append(job)
@@ -193,13 +193,21 @@ def regime_rows(found, lines):
 
 
 def regime_table(found, lines):
-    """Losses minus vanilla's, with both modes at each of two rates, and with each at its better one."""
-    yield ["what differs", "mode", "rates", "both at the lower", "both at the higher", "each at its better one ± 95 %"]
+    """Vanilla's losses at its better rate. Then losses minus vanilla's: with both modes at each of two rates, where
+    there are two, and with each mode at its better one."""
+    gaps = ["both at the lower rate", "both at the higher", "each at its better one ± 95 %"]
+    yield ["what differs", "mode", "rates", "vanilla's loss", *gaps]
     for (label, mode), jobs in regime_rows(found, lines).items():
+        base = claims.best_rate(found, [job.baseline for job in jobs])
         rates = " and ".join(found.unit("rate", job) for job in jobs)
-        gaps = [*(gaps_to_vanilla(found, job) for job in jobs), claims.gaps_at_best(found, jobs)]
-        cells = [with_interval(*mean_interval(values), sign=True) for values in gaps]
-        yield [label, LABELS[mode], rates, *cells]
+        if len(jobs) == 1 and found.rate_in_words(jobs[0]):
+            rates += f", vanilla {found.unit('rate', base)}"
+        cells = ["-", "-"]
+        if len(jobs) > 1:
+            cells = [with_interval(*mean_interval(gaps_to_vanilla(found, job)), sign=True) for job in jobs]
+        best = mean_interval(claims.gaps_at_best(found, jobs))
+        losses = with_interval(*mean_interval(found.losses(base)))
+        yield [label, LABELS[mode], rates, losses, *cells, with_interval(*best, sign=True)]
 
 
 def modes_table(found, jobs):

@@ -201,7 +201,7 @@ def test_all_figures_are_there():
     """Each mode is one that train.py takes; every row of the table with a source is in the figure of modes, and so is
     every mode that a claim is about."""
     assert list(PAPER) == [f"fig{i}" for i in (1, 2, *range(4, 23))] + [f"tab{i}" for i in range(1, 6)]
-    assert list(FIGURES) == [*PAPER, "modes", "rates", "v5", "regime", "sizes", "gpu"]
+    assert list(FIGURES) == [*PAPER, "modes", "rates", "v5", "regime", "longer", "sizes", "gpu"]
     modes = FIGURES["modes"]
     for job in [*JOBS, *modes.jobs]:
         assert get_mode(job.mode).name == job.mode
@@ -553,8 +553,8 @@ def test_gaps_at_the_best_rates():
 
 
 def test_what_moves_the_sign():
-    """A row for each difference, from the base down: arrows for both modes at one rate, a mark for each at its better
-    one, with the seeds that both have there."""
+    """A row for each difference, from the base down: a mark for each mode at its better rate, with the seeds that both
+    have there; where there are two rates, arrows for both modes at one."""
     losses = {  # by mode and rate, of seeds 0 and 1
         ("vanilla", 1e-4): [5.0], ("vanilla", 2e-4): [4.0, 4.2],
         ("resformer", 1e-4): [4.5], ("resformer", 2e-4): [4.6, 4.6],
@@ -563,43 +563,45 @@ def test_what_moves_the_sign():
     found = Fake(
         scale=SCALES["night"],
         loss=lambda job, seed: losses[job.mode, job.lr][seed] + (job.mode == "resformer" and job.change != ""),
+        losses=lambda job: losses[job.mode, job.lr],
         seeds=lambda job: (0,) if job.change else range(len(losses[job.mode, job.lr])),
         parameters=lambda job: 7,
         labels=lambda lines: lines,
         unit=lambda name, job: f"{job.lr:g}",
+        rate_in_words=lambda job: ", rate 1" * (job.change != ""),
     )
     half = "batch_tokens=1024"
     rows = [("base", Job("resformer", lr=lr)) for lr in (1e-4, 2e-4)]
     rows += [("base", Job("svformer", lr=lr)) for lr in (1e-4, 2e-4)]
-    rows += [("half", Job("resformer", lr=lr, change=half)) for lr in (1e-4, 2e-4)]
+    rows.append(("half", Job("resformer", lr=2e-4, change=half)))
     figure = Figure("x", (Panel("regime", "", tuple(rows)),))
-    assert {job.mode for job in figure.jobs} == {"vanilla", "resformer", "svformer"} and len(figure.jobs) == 10
+    assert {job.mode for job in figure.jobs} == {"vanilla", "resformer", "svformer"} and len(figure.jobs) == 8
     (ax,) = axes_of(figure, found)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["base", "half"]
     dots = [line.get_xydata().round(9).tolist() for line in ax.lines if line.get_color() == "0.65"]
-    assert dots == [[[0.5, 2.15]], [[-0.5, 1.85], [-0.3, 1.85]], [[1.5, 1.15]]]
+    assert dots == [[[0.5, 2.125]], [[-0.5, 1.875], [-0.3, 1.875]], [[1.6, 1.125]]]
     arrows = {}
     for line in ax.lines:
         if line.get_marker() in ("<", ">") and len(line.get_xdata()):
             arrows.setdefault(line.get_marker(), []).append(round(float(line.get_xdata()[0]), 9))
-    assert arrows == {"<": [-0.5, -0.1, 0.5], ">": [0.5, -0.4, 1.6]}
+    assert arrows == {"<": [-0.5, -0.1], ">": [0.5, -0.4]}
     means = [box.lines[0].get_xdata()[0] for box in ax.containers]
-    assert means == pytest.approx([0.5, -0.4, 1.5])
+    assert means == pytest.approx([0.5, -0.4, 1.6])
     bars = [[bar.get_segments()[0] for bar in box.lines[2]] for box in ax.containers]
     width = 12.7062 * 0.1  # Student's quantile for two seeds, times the standard error of -0.5 and -0.3
     assert (
         bars[1][0][:, 0] == pytest.approx([-0.4 - width, -0.4 + width], abs=1e-4) and not bars[0]
     )  # one seed has none
     _, base, _, last = tables.regime_table(found, tuple(rows))
-    assert base == ["base", "ResFormer", "0.0001 and 0.0002", "-0.5000", "+0.5 ± 1.3", "+0.5000"]
-    assert last == ["half", "ResFormer", "0.0001 and 0.0002", "+0.5000", "+1.6000", "+1.5000"]
-    night = SCALES["night"]
-    for job in FIGURES["regime"].jobs:  # each differs from the base as its label says, and sees as many tokens
-        values = train_settings(job, night, 42, "x")
-        cfg = TrainConfig(**values)
+    assert base == ["base", "ResFormer", "0.0001 and 0.0002", "4.1 ± 1.3", "-0.5000", "+0.5 ± 1.3", "+0.5000"]
+    assert last == ["half", "ResFormer", "0.0002, vanilla 0.0002", "4.1 ± 1.3", "-", "-", "+1.6000"]
+    figures = FIGURES["regime"], FIGURES["longer"]
+    for job in dict.fromkeys(job for figure in figures for job in figure.jobs):  # as many tokens as its label says
+        cfg = TrainConfig(**train_settings(job, SCALES["night"], 42, "x"))
         cfg.model_config(2048)
-        tokens = cfg.max_steps * cfg.batch_tokens / (6000 * 2048)
-        assert tokens == (1 if "max_steps" not in job.change or "batch" in job.change else cfg.max_steps / 6000), job
+        labels = [label for figure in figures for label, run in figure.panels[0].lines if run.change == job.change]
+        tokens = {float(label.split("M")[0]) for label in labels if label.endswith("M tokens")} or {12.3}
+        assert {round(cfg.max_steps * cfg.batch_tokens / 1e6, 1)} == tokens, job
 
 
 # ---- claims
