@@ -400,11 +400,15 @@ MODE_GROUPS = {
     "Figure 22: λ of NeuTRENO": tuple(NEUTRENOS.values()),
     "variants of the paper's last version (v5)": (
         "resformer_plus", "resformer_sparse", "resformer_lambda", "resformer_learned", "resformer", "hidden", "probs",
-        "resformer_plus_deep", "resformer_dense", "scores"),
+        "resformer_plus_deep", "resformer_dense", "scores", "scaled", "resformer_v2", "resformer_v3", "cut",
+        "resformer_v2_cut", "resformer_v3_cut"),
     "more sharing of keys and values": ("share_q2", "cla2_svformer", "cla4", "gqa4", "mqa", "mlkv"),
     "variants in other public code": (
         "resformer_lerp", "resformer_head", "resformer_relu", "hidden_learned", "value_embed", "value_embed_unet",
         "value_embed_cycle", "value_embed_gated", "value_embed_gated2"),
+    "successors": (
+        "resformer_zero", "resformer_unit", "skipv1", "fusedkv_lite", "share_last", "k_eq_v", "value_embed_shared",
+        "xsa", "gated_attention", "gated_attention_heads"),
 }
 # Rates in the paper's units. At 82M 2.4e-3 is left out: vanilla's loss was 6.1 after 1,200 steps.
 RATES = {"82M": (0.75e-4, 1.5e-4, 3e-4, 6e-4, 1.2e-3), "2M": (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3)}
