@@ -204,10 +204,10 @@ def test_all_figures_are_there():
     modes = FIGURES["modes"]
     for job in [*JOBS, *modes.jobs]:
         assert get_mode(job.mode).name == job.mode
-    assert {job.mode for job in modes.jobs} == set(TABLE)
+    assert {job.mode for job in modes.jobs} >= set(TABLE)
     claimed = {claim.jobs for figure in FIGURES.values() for claim in figure.claims if claim.jobs}
     of_modes = [jobs for jobs in claimed if all(job == Job(job.mode) for job in jobs)]
-    assert len(of_modes) == 44 and {job.mode for jobs in of_modes for job in jobs} <= set(TABLE)
+    assert len(of_modes) == 44 and {job.mode for jobs in of_modes for job in jobs} <= {job.mode for job in modes.jobs}
 
 
 def test_what_a_scale_leaves_out():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -449,3 +450,28 @@ def test_a_checkpoint_from_before_a_setting_existed_goes_on(base, data_dir, tmp_
         save_file(load_file(path), path, metadata={"nanoresformer": json.dumps(sealed(header))})
     trained(data_dir, out, value_mode="resformer", resume="auto", max_steps=8)
     assert len(steps_of(out)) == 8
+
+
+# ---- memory that is freed
+
+FAULTS = """
+import resource, torch
+from runtime import Distributed
+Distributed("cpu")
+for step in range(20):
+    if step == 5:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(2**20) for _ in range(16)]  # 4 MB each
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc")
+def test_freed_memory_is_kept():
+    """No page is new in later steps, unless the user says otherwise: 15 steps ask for 245,760 pages."""
+    faults = []
+    for more in ({}, {"MALLOC_TRIM_THRESHOLD_": "131072"}):
+        env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+        faults.append(int(finished([sys.executable, "-c", FAULTS], cwd=ROOT, env=env | more).stdout))
+    assert faults[0] < 2_000 < 100_000 < faults[1]
