@@ -520,7 +520,7 @@ REGIME = (
     ("width 160, 5 heads", Job("resformer", "180M"), LOWER),
     ("width 192, 6 heads, 8 layers", Job("resformer", "468M"), LOWEST),
     ("3 layers", Job("resformer", change="n_layer=3"), HIGHER),
-    ("12 layers", Job("resformer", change="n_layer=12"), OWN),
+    ("12 layers", Job("resformer", change="n_layer=12"), LOWER),
     ("2 wider heads", Job("resformer", change="n_head=2"), OWN),
     ("8 narrower heads", Job("resformer", change="n_head=8"), OWN),
     ("shorter: length {length}", Job("resformer", length=512), OWN),
