@@ -552,11 +552,10 @@ FIGURES["regime"] = Figure(
 # Do the gains last when training does? Each run has a schedule of its own. The longest sees nearly all of the data.
 SCALED = ("resformer", "resformer_lambda", "svformer")
 SHORT, LONG = "max_steps=1500", "max_steps=24000"
-LONG_MODES = ("resformer", "resformer_lambda")  # those with a run of 49.2M tokens
 LONGER_LINES = at_rates(
     [("3.1M tokens", Job(mode, change=SHORT), HIGHER) for mode in SCALED]
     + [("12.3M tokens", Job(mode), OWN) for mode in SCALED]
-    + [("49.2M tokens", Job(mode, change=LONG), OWN) for mode in LONG_MODES]
+    + [("49.2M tokens", Job(mode, change=LONG), OWN) for mode in SCALED]
 )
 FIGURES["longer"] = Figure(
     "Whether the gains last in longer training: validation loss minus vanilla's at the end of three schedules, and "
@@ -564,7 +563,7 @@ FIGURES["longer"] = Figure(
     "others its best at 12.3M tokens. Bars are 95 % intervals, where there are several seeds.",
     (
         Panel("regime", "at the end of each schedule", LONGER_LINES),
-        relative_losses("along 49.2M tokens", {LABELS[mode]: Job(mode, change=LONG) for mode in LONG_MODES}),
+        relative_losses("along 49.2M tokens", {LABELS[mode]: Job(mode, change=LONG) for mode in SCALED}),
     ),
     table=lambda found: tables.regime_table(found, LONGER_LINES),
     scale="night",
