@@ -198,8 +198,8 @@ def only_process(device):
 
 def keep_freed_memory():
     """Let the C library keep memory that is freed. glibc's gives it back to the system, which clears it again, page by
-    page, when the next step asks for it: up to a quarter of the processor time of a small model's step. Variables of glibc
-    that are set, such as MALLOC_TRIM_THRESHOLD_, come first. Other systems do as they do."""
+    page, when the next step asks for it. That costs up to a quarter of the processor time of a small model's step.
+    Variables of glibc that are set, such as MALLOC_TRIM_THRESHOLD_, come first. Other systems do as they do."""
     is_set = any(name.startswith("MALLOC_") for name in os.environ)
     if platform.libc_ver()[0] != "glibc" or is_set:
         return
