@@ -588,8 +588,8 @@ def claims_on_sizes():
 
 
 FIGURES["sizes"] = Figure(
-    "Validation loss against parameters. The rates of vanilla and ResFormer were tuned at each size, those of λ = 2 "
-    "and SVFormer at the smallest alone. At the larger ones these have half of it, as vanilla has.",
+    "Validation loss against parameters. At the larger sizes vanilla and ResFormer have the best of two or three "
+    "rates; λ = 2 and SVFormer were tuned at the smallest alone, and have half of that rate.",
     (Panel("scaling", lines=by_size("vanilla", *SCALED, sizes=LARGER)),),
     tuple(claims_on_sizes()),
     scale="night",
