@@ -74,17 +74,17 @@ class Distributed:
             self.processes = self.gather((socket.gethostname(), os.getpid()))
 
     def gather(self, value):
-        """[the value that each rank gave]."""
-        values = [value]
-        if self.size > 1:
-            values *= self.size
-            dist.all_gather_object(values, value)
+        """The values of all ranks, by rank."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
         return values
 
     @contextlib.contextmanager
     def together(self):
-        """Surrounds what every rank does without collectives. If any rank raises a UserError, all end with the message
-        of the first that did."""
+        """Surrounds what every rank does by itself, without collectives. If it raises a UserError on any rank, all exit
+        with code 2, and rank 0 prints the message of the lowest such rank."""
         message = None
         try:
             yield
@@ -93,7 +93,7 @@ class Distributed:
         messages = self.gather(message)
         failed = [rank for rank, text in enumerate(messages) if text is not None]
         if failed:
-            if self.rank > 0:  # rank 0 says it for all; torchrun ends it as soon as another rank has ended
+            if self.rank > 0:  # torchrun ends rank 0 as soon as another rank has ended, so let it print first
                 time.sleep(1)
                 sys.exit(2)
             of_rank = "" if len(failed) == self.size else f"rank {failed[0]}: "
@@ -101,14 +101,15 @@ class Distributed:
 
     @contextlib.contextmanager
     def connected(self):
-        """Turns the error of a broken connection into a UserError, which names the ranks that have ended."""
+        """Turns the error of a broken connection into a UserError, which names the ranks of this machine that have
+        ended."""
         try:
             yield
         except RuntimeError as e:
             is_connection = any(word in str(e).lower() for word in ("gloo", "nccl", "connection", "tcpstore"))
             if self.size == 1 or not is_connection:
                 raise
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which would come before the sentence
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's could end this rank before it prints
             time.sleep(1)  # until the processes that died are gone
             host = socket.gethostname()
             gone = [i for i, (where, pid) in enumerate(self.processes) if where == host and has_ended(pid)]
@@ -135,7 +136,7 @@ class Distributed:
         optimizer.state.clear()
         for group in optimizer.param_groups:
             group["params"] = [name_of[id(p)] for p in group["params"]]
-        # It warns of blocks that return views, such as V_1. Nothing writes into them in place.
+        # FSDP2 warns of blocks that return views, such as V_1. Nothing writes into them in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")
         mesh = dist.init_device_mesh(self.kind, (self.size,))
         for module in (*model.blocks, model):
@@ -177,8 +178,9 @@ class Distributed:
             dist.barrier()
 
     def close(self):
-        """End a rank's process, after all ranks have come here. gloo's threads can abort or hang the interpreter's own
-        exit (pytorch/pytorch#179291, #56297), and a rank that leaves early breaks the others' connections."""
+        """Under torchrun wait for all ranks, then end this process; else do nothing. gloo's threads can abort or hang
+        the interpreter's own exit (pytorch/pytorch#179291, #56297), and a rank that leaves early breaks the others'
+        connections."""
         if self.size > 1:
             dist.barrier()
             if self.kind == "cuda":
@@ -190,16 +192,15 @@ class Distributed:
 
 def only_process(device):
     """The Distributed of a command that runs in one process; raises UserError under torchrun."""
-    world = Distributed(device)
-    if world.size > 1:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("this command runs in one process; start it without torchrun")
-    return world
+    return Distributed(device)
 
 
 def keep_freed_memory():
     """Let the C library keep memory that is freed. glibc's gives it back to the system, which clears it again, page by
-    page, when the next step asks for it. That costs up to a quarter of the processor time of a small model's step.
-    Variables of glibc that are set, such as MALLOC_TRIM_THRESHOLD_, come first. Other systems do as they do."""
+    page, when the next step asks for it. That costs about a quarter of the processor time of a small model's step.
+    Does nothing without glibc, or if a variable such as MALLOC_TRIM_THRESHOLD_ is set: the user knows better."""
     is_set = any(name.startswith("MALLOC_") for name in os.environ)
     if platform.libc_ver()[0] != "glibc" or is_set:
         return
@@ -210,12 +211,12 @@ def keep_freed_memory():
 
 
 def whole(tensor):
-    """A tensor that `Distributed.shard` has divided, gathered: all ranks must ask for it. Another one as it is."""
+    """A tensor that `Distributed.shard` has divided, gathered; every rank must call this. Another one as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def has_ended(pid):
-    """Whether no process of this user has that number."""
+    """Whether this user has no process of that number."""
     try:
         os.kill(pid, 0)
     except OSError:
@@ -224,20 +225,21 @@ def has_ended(pid):
 
 
 def pick_dtype(name, kind):
-    """The torch.dtype of autocast. "auto": on GPUs bf16, or fp16 before Ampere; on CPUs bf16 where the processor
+    """The torch.dtype of autocast. "auto": with CUDA bf16, or fp16 before Ampere; on CPUs bf16 where the processor
     computes in it, else fp32."""
     if name != "auto":
         return getattr(torch, name)
     if kind == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    has_bf16 = (getattr(torch.cpu, f, None) for f in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    if kind == "cpu" and any(f and f() for f in has_bf16):
-        return torch.bfloat16
+    if kind == "cpu":
+        for check in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+            if hasattr(torch.cpu, check) and getattr(torch.cpu, check)():
+                return torch.bfloat16
     return torch.float32
 
 
 def peak_flops(device, dtype):
-    """Peak FLOP/s of a GPU, or None where we do not know it; then MFU is null instead of wrong."""
+    """Peak FLOP/s of a GPU, or None where we do not know it or for fp32; then MFU is null instead of wrong."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)  # such as "NVIDIA A100-SXM4-80GB"
@@ -245,7 +247,7 @@ def peak_flops(device, dtype):
 
 
 def clock(device):
-    """Seconds on a steady clock, after the device has finished what was launched on it."""
+    """Seconds on a steady clock, after a GPU has finished what was launched on it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -257,20 +259,21 @@ def peak_bytes(device):
         return torch.cuda.max_memory_allocated(device)
     import resource  # Unix only
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
 
 
 def environment():
     """What a reader needs to repeat a run: commit, versions, machine, command."""
+    here, script = Path(__file__).parent, Path(sys.argv[0])
 
     def git(*words):
         try:
-            result = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+            result = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
         except OSError:  # no git here
             return None
         return result.stdout.strip() if result.returncode == 0 else None
 
-    here, script = Path(__file__).parent, Path(sys.argv[0])
     if script.is_relative_to(here):  # `python -m` gives the whole path
         script = script.relative_to(here)
     cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"

@@ -12,12 +12,14 @@ from paper import claims, tables
 from paper.claims import LABELS, LENGTHS, Claim, gap_change, layer_mean, lower_loss, minus, mode_claims, over_vanilla
 from paper.runs import INSPECTED, ONE_RATE, Job
 
+MINUS_VANILLA = ("relative", "critical", "dots", "best", "regime")  # kinds of panels that need vanilla's runs, too
+
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of a figure: how it is drawn (see PANEL_KINDS in panels.py), and its lines, pairs of (label, Job). `key`:
-    the quantity of their analysis, one key of analysis.json or one for each label. Labels may hold {length}, {size},
-    {rate} and {warmup}: Found.labels fills in what these are at the scale."""
+    """A part of a figure: how it is drawn (see PANEL_KINDS and draw_figure in panels.py), and its lines, pairs of
+    (label, Job). `key`: the quantity of their analysis, one key of analysis.json or one for each label. Labels may hold
+    {length}, {size}, {rate} and {warmup}: Found.labels fills in what these are at the scale."""
 
     kind: str
     title: str = ""
@@ -32,9 +34,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure or table: what it shows, in one sentence; its panels and claims; for a table its rows, table(found),
-    the runs that these read, and whether these are scored on the tasks of Table 1. `title`: where it is not one of the
-    paper's numbers."""
+    """A figure or table: what it shows, in one sentence; its panels and claims; the rows of its table, table(found).
+
+    runs: those that the table or the claims need and no panel draws. scored: whether these are scored on the tasks of
+    Table 1. title: of one that has no number in the paper."""
 
     caption: str
     panels: tuple[Panel, ...] = ()
@@ -50,7 +53,7 @@ class Figure:
     def jobs(self):
         """All runs that it needs."""
         jobs = [*self.runs, *(job for panel in self.panels for job in panel.jobs)]
-        jobs += [job.baseline for job in self.jobs_of("relative", "critical", "dots", "best", "regime")]
+        jobs += [job.baseline for job in self.jobs_of(*MINUS_VANILLA)]
         return list(dict.fromkeys(jobs))
 
     def jobs_of(self, *kinds):
@@ -58,8 +61,8 @@ class Figure:
         return [job for panel in self.panels if panel.kind in kinds for job in panel.jobs]
 
     def at(self, scale):
-        """The figure without the lines, claims and runs that a Scale does not have. A panel that loses all lines but
-        one compares nothing, and is left out."""
+        """The figure without the lines, claims and runs that a Scale does not have. A panel that has lost lines is left
+        out unless two are left: one alone compares nothing."""
         panels = []
         for panel in self.panels:
             lines = tuple((label, job) for label, job in panel.lines if scale.has(job))
@@ -73,17 +76,17 @@ class Figure:
 
     @property
     def analysed(self):
-        """Those whose analysis it needs."""
+        """The runs whose analysis it needs."""
         return set(self.jobs_of("layers", "spectrum", "heat", "public"))
 
     @property
     def with_arrays(self):
-        """Those whose analysis.npz it needs."""
+        """The runs whose analysis.npz it needs."""
         return set(self.jobs_of("spectrum", "heat"))
 
     @property
     def with_curves(self):
-        """Those whose training losses it needs."""
+        """The runs whose training losses it needs."""
         jobs = self.jobs_of("relative", "critical", "tokens")
         return {*jobs, *(job.baseline for job in jobs)}
 
@@ -126,7 +129,7 @@ ENTROPY = "entropy of token importance (nats)"
 TOP = {f"TOP-{k}": f"top_{k}" for k in ("1", "2", "3", "10", "1%")}
 EQUATIONS = {"Current Attention (Eq 4)": "eq4", "Identity Mapping (Eq 6)": "eq6"}
 LAMBDAS = {f"λ = {x}": f"resformer_lambda_{x}" for x in ("0.2", "0.5", "0.8", "1", "2", "5")}
-LAMBDAS["λ = 2"] = "resformer_lambda"
+LAMBDAS["λ = 2"] = "resformer_lambda"  # the paper's λ has the plain name
 NEUTRENOS = {f"λ = {x}": f"neutreno_{x}" for x in ("0.2", "0.4", "0.6", "0.8")}
 NEUTRENOS["λ = 0.4"] = "neutreno"
 
@@ -268,7 +271,7 @@ FIGURES = {
             Claim("share of pairs of lengths whose longer one has the later critical point", "all",
                   claims.later_when_longer, above=0.5),
             Claim("SVFormer − Transformer, at length [length 64000] minus at [length 512]", "lower",
-                  gap_change(SV_LENGTHS[-1][1], SV_LENGTHS[0][1]), below=0.0),
+                  gap_change(*(Job("svformer", length=n, lr=ONE_RATE) for n in (64000, 512))), below=0.0),
         ),
         table=lambda found: tables.critical_table(found, found.labels(SV_LENGTHS)),
     ),
@@ -314,7 +317,7 @@ FIGURES = {
                      ("svformer_2anchors", "svformer")]),
     ),
     "fig18": Figure(
-        "Token similarity of hidden states by layer: in public models, or where there are none in ours.",
+        "Token similarity of hidden states by layer: in public models or, where there are none, in ours.",
         (Panel("public", "", named(*FOUR, size=INSPECTED), "hidden_similarity", "token similarity"),),
     ),
     "fig19": Figure(
@@ -381,9 +384,10 @@ FIGURES = {
         runs=tuple(Job(mode, size) for mode, size in tables.PAPER_LOSSES),
     ),
 }
-PAPER = tuple(FIGURES)  # the paper's own
+PAPER = tuple(FIGURES)  # the paper's own, which `all` draws. Those below are drawn where they are named
 
-# -- figures that the paper does not have. First every mode, in the groups in which the paper compares them
+# -- figures that the paper does not have. First every mode, in the groups in which the paper compares them, and modes
+# from elsewhere in groups of their own
 
 MODE_GROUPS = {
     "Figure 5: shared by pairs of layers": ("share_v2", "share_k2", "cla2"),
@@ -414,7 +418,8 @@ MODE_GROUPS = {
 
 
 FIGURES["modes"] = Figure(
-    "Every mode's validation loss minus vanilla's, in the groups in which the paper compares them.",
+    "Every mode's validation loss minus vanilla's: the paper's modes in the groups in which it compares them, then "
+    "others.",
     tuple(Panel("dots", title, tuple((mode, Job(mode)) for mode in modes)) for title, modes in MODE_GROUPS.items()),
     table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs),
     scale="night",
@@ -429,8 +434,8 @@ GRIDS = {(size, mode): [Job(mode, size, lr=lr) for lr in RATES[size]] for size i
 
 
 def claims_on_rates():
-    """Each mode against vanilla, each at its best rate, beside what the paper says of both at one rate; then two modes
-    at one rate."""
+    """Each mode against vanilla, each at its best rate, beside what the paper says of both at one rate. Then ResFormer
+    and SVFormer against vanilla, both at the same rate."""
     for (size, mode), jobs in GRIDS.items():
         vanilla, what = GRIDS[size, "vanilla"], f"{LABELS[mode]} − Transformer at [size {size}]"
         if mode == "vanilla":
@@ -478,7 +483,7 @@ FIGURES["rates"] = Figure(
     title="Learning rates",
 )
 
-# What the paper's last version claims, and a control: is it the size of what λ = 2 adds?
+# What the paper's last version claims, and a control: does λ = 2 gain only because its values are larger?
 # fmt: off
 V5 = mode_claims("lower, in notes on v5", [
     ("resformer_plus", "resformer_sparse"), ("resformer_sparse", "resformer_lambda"),
@@ -487,8 +492,8 @@ V5 = mode_claims("lower, in notes on v5", [
 ])
 # fmt: on
 FIGURES["v5"] = Figure(
-    "Variants of the paper's last version, and a control: vanilla with values that are √5 times as large, at the start "
-    "as large as the sums of λ = 2.",
+    "Variants of the paper's last version, and a control: vanilla with √5 times its values, which at the start are as "
+    "large as the sums of λ = 2.",
     (
         relative_losses(
             "",
@@ -517,27 +522,27 @@ FIGURES["v5"] = Figure(
 
 # What may move the sign of a gain: one thing at a time, at the same number of tokens. Smaller and larger models and
 # longer sequences want another rate than the base, so these have two; the others have the base's.
-OWN, LOWEST, LOWER, HIGHER = (None,), (0.75e-4, 1.5e-4), (1.5e-4, 3e-4), (3e-4, 6e-4)
+TUNED_RATE, LOWEST_RATES, LOW_RATES, HIGH_RATES = (None,), (0.75e-4, 1.5e-4), (1.5e-4, 3e-4), (3e-4, 6e-4)
 REGIME = (
-    ("base", Job("resformer"), OWN),
-    ("width 64, 2 heads", Job("resformer", change="n_embd=64,n_head=2"), HIGHER),
-    ("width 160, 5 heads", Job("resformer", "180M"), LOWER),
-    ("width 192, 6 heads, 8 layers", Job("resformer", "468M"), LOWEST),
-    ("3 layers", Job("resformer", change="n_layer=3"), HIGHER),
-    ("12 layers", Job("resformer", change="n_layer=12"), LOWER),
-    ("2 wider heads", Job("resformer", change="n_head=2"), OWN),
-    ("8 narrower heads", Job("resformer", change="n_head=8"), OWN),
-    ("shorter: length {length}", Job("resformer", length=512), OWN),
-    ("longer: length {length}", Job("resformer", length=32000), LOWER),
-    ("no weight decay", Job("resformer", change="weight_decay=0.0"), OWN),
-    ("weight decay 0.5", Job("resformer", change="weight_decay=0.5"), OWN),
-    ("half the batch, twice the steps",
-     Job("resformer", change="batch_tokens=1024,micro_batch=8,max_steps=12000,warmup_steps=200"), OWN),
+    ("base", Job("resformer"), TUNED_RATE),
+    ("width 64, 2 heads", Job("resformer", change="n_embd=64,n_head=2"), HIGH_RATES),
+    ("width 160, 5 heads", Job("resformer", "180M"), LOW_RATES),
+    ("width 192, 6 heads, 8 layers", Job("resformer", "468M"), LOWEST_RATES),
+    ("3 layers", Job("resformer", change="n_layer=3"), HIGH_RATES),
+    ("12 layers", Job("resformer", change="n_layer=12"), LOW_RATES),
+    ("2 wider heads", Job("resformer", change="n_head=2"), TUNED_RATE),
+    ("8 narrower heads", Job("resformer", change="n_head=8"), TUNED_RATE),
+    ("shorter: length {length}", Job("resformer", length=512), TUNED_RATE),
+    ("longer: length {length}", Job("resformer", length=32000), LOW_RATES),
+    ("no weight decay", Job("resformer", change="weight_decay=0.0"), TUNED_RATE),
+    ("weight decay 0.5", Job("resformer", change="weight_decay=0.5"), TUNED_RATE),
+    ("half the batch, twice the steps",  # night's have 2,048 tokens and 6,000 steps
+     Job("resformer", change="batch_tokens=1024,micro_batch=8,max_steps=12000,warmup_steps=200"), TUNED_RATE),
 )  # fmt: skip
 
 
 def at_rates(rows):
-    """(label, Job) of rows (label, Job, its rates): one for each rate."""
+    """Rows (label, Job, its rates) -> pairs (label, Job), one for each rate."""
     return tuple((label, replace(job, lr=lr)) for label, job, rates in rows for lr in rates)
 
 
@@ -553,13 +558,14 @@ FIGURES["regime"] = Figure(
     title="What moves the sign",
 )
 
-# Do the gains last when training does? Each run has a schedule of its own. The longest sees nearly all of the data.
+# Do the gains last when training does? Each run has a schedule of its own: a quarter of night's steps, as many, four
+# times as many. The longest sees nearly all of the data.
 SCALED = ("resformer", "resformer_lambda", "svformer")
 SHORT, LONG = "max_steps=1500", "max_steps=24000"
 LONGER_LINES = at_rates(
-    [("3.1M tokens", Job(mode, change=SHORT), HIGHER) for mode in SCALED]
-    + [("12.3M tokens", Job(mode), OWN) for mode in SCALED]
-    + [("49.2M tokens", Job(mode, change=LONG), OWN) for mode in SCALED]
+    [("3.1M tokens", Job(mode, change=SHORT), HIGH_RATES) for mode in SCALED]
+    + [("12.3M tokens", Job(mode), TUNED_RATE) for mode in SCALED]
+    + [("49.2M tokens", Job(mode, change=LONG), TUNED_RATE) for mode in SCALED]
 )
 FIGURES["longer"] = Figure(
     "Whether the gains last in longer training: validation loss minus vanilla's at the end of three schedules, and "
@@ -575,26 +581,26 @@ FIGURES["longer"] = Figure(
 )
 
 # Do the gains last in larger models?
-LARGER = ("82M", "180M", "468M")
+BASE, LARGER = "82M", ("180M", "468M")
 
 
 def claims_on_sizes():
-    """Two modes against vanilla at each larger size, each at its rate (ResFormer's are in Table 5). Then how each
-    mode's difference changes from the smallest size to the largest, which is no claim of the paper."""
+    """Two modes against vanilla at each larger size, each at its rate (ResFormer's claims are Table 5's). Then how each
+    mode's difference changes from the base size to the largest, which is no claim of the paper."""
     lower, higher = ("lower", {"below": 0.0}), ("higher, at one rate", {"above": 0.0})
     for mode, (paper, way) in (("resformer_lambda", lower), ("svformer", higher)):
-        for size in LARGER[1:]:
+        for size in LARGER:
             what = f"{LABELS[mode]} − Transformer at [size {size}], each at its rate"
             yield Claim(what, paper, claims.loss_gap(Job(mode, size), Job(size=size)), **way)
     for mode in SCALED:
-        what = f"{LABELS[mode]} − Transformer, at [size {LARGER[-1]}] minus at [size {LARGER[0]}], each at its rate"
-        yield Claim(what, "", claims.gap_change(Job(mode, LARGER[-1]), Job(mode, LARGER[0])))
+        what = f"{LABELS[mode]} − Transformer, at [size {LARGER[-1]}] minus at [size {BASE}], each at its rate"
+        yield Claim(what, "", claims.gap_change(Job(mode, LARGER[-1]), Job(mode, BASE)))
 
 
 FIGURES["sizes"] = Figure(
     "Validation loss against parameters. At the larger sizes vanilla and ResFormer have the best of two or three "
     "rates; λ = 2 and SVFormer were tuned at the smallest alone, and have half of that rate.",
-    (Panel("scaling", lines=by_size("vanilla", *SCALED, sizes=LARGER)),),
+    (Panel("scaling", lines=by_size("vanilla", *SCALED, sizes=(BASE, *LARGER))),),
     tuple(claims_on_sizes()),
     scale="night",
     title="Larger models",
