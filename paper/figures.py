@@ -317,7 +317,7 @@ FIGURES = {
                      ("svformer_2anchors", "svformer")]),
     ),
     "fig18": Figure(
-        "Token similarity of hidden states by layer: in public models or, where there are none, in ours.",
+        "Token similarity of hidden states by layer: in public models, or where there are none in ours.",
         (Panel("public", "", named(*FOUR, size=INSPECTED), "hidden_similarity", "token similarity"),),
     ),
     "fig19": Figure(
