@@ -3,6 +3,7 @@
 Read next: reproduce.py.
 """
 
+import math
 from pathlib import Path
 
 from files import read_json, write_json, write_text
@@ -40,7 +41,7 @@ def about_runs(figure, cfg, found):
             losses[name], made[name] = found.loss(job, seed), found.record(job, seed)
     commits = sorted({run["commit"] or "unknown" for run in made.values()})
     seconds = [run["seconds"] for run in made.values() if run["seconds"] is not None]
-    return {"runs": losses, "commits": commits, "timed": len(seconds), "hours": round(sum(seconds) / 3600, 2)}
+    return {"runs": losses, "commits": commits, "timed": len(seconds), "hours": round(math.fsum(seconds) / 3600, 2)}
 
 
 def store(name, record, cfg):

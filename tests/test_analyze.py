@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ import analyze
 import checkpoint
 import configurator
 import data
-import runtime
 import train
 from analyze import LAYER, STATE, Averages, Recorder, Subject, importance, received, softmaxes, uniform_entropy
 from hf import HFTokenizer
@@ -662,7 +660,7 @@ def test_data_is_verified(runs, tmp_path):
 
 
 def test_ranks_are_refused(monkeypatch):
-    monkeypatch.setattr(runtime, "Distributed", lambda device: SimpleNamespace(size=2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
     refused(in_process(analyze), "runs in one process; start it without torchrun")
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from conftest import (
 )
 
 import checkpoint
-import runtime
 import sample
 from model import GPT
 from sample import RaggedCache, generate, sample_token
@@ -271,7 +269,7 @@ def test_the_end_of_a_model_in_hugging_face_layout(run, monkeypatch):
 
 
 def test_ranks_are_refused(run, monkeypatch):
-    monkeypatch.setattr(runtime, "Distributed", lambda device: SimpleNamespace(size=2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
     refused(in_process(sample, run), "runs in one process; start it without torchrun")
 
 
