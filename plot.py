@@ -35,7 +35,7 @@ START |= dict.fromkeys(("seed", "parameters", "block_size", "max_steps", "kv_byt
 LOSSES = {"val": dict[str, float], "val_mean": float}  # by domain, and their mean
 METRICS = {
     "start": START,
-    "step": {"step": int, "loss": float, "tokens": int, "tokens_per_s": float},
+    "step": {"step": int, "loss": float, "lr": float, "tokens": int, "tokens_per_s": float},
     "eval": {"step": int} | LOSSES,
 }
 SCORES = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance")  # of another task, as far as it has them
@@ -250,7 +250,7 @@ def read_run(folder):
     if not records["step"] or not records["start"]:
         raise UserError(f"{path} has no steps yet; wait until the run has made some")
     start = records["start"][-1]
-    names = ("step", "loss", "tokens", "tokens_per_s")
+    names = ("step", "loss", "lr", "tokens", "tokens_per_s")
     steps = {key: np.array([record[key] for record in records["step"]], float) for key in names}
     val = {record["step"]: record["val_mean"] for record in records["eval"]}
     domains = records["eval"][-1]["val"] if records["eval"] else {}
@@ -278,10 +278,18 @@ def by_mode(runs, baseline):
     groups = {}
     for run in sorted(runs, key=lambda run: run.mode != baseline):
         for other in groups.setdefault(run.mode, []):
-            if other.seed == run.seed or other.start["parameters"] != run.start["parameters"]:
-                raise UserError(f"{other.name} and {run.name} are both {run.mode}, but not two seeds of one model")
+            if other.seed == run.seed or not same_but_for_seed(run, other):
+                raise UserError(f"{other.name} and {run.name} are both {run.mode}, but do not differ in the seed alone")
         groups[run.mode].append(run)
     return groups
+
+
+def same_but_for_seed(run, other):
+    """Whether two runs have models of one size, and were trained alike, with the same learning rates as far as both
+    have come."""
+    n = min(len(run.steps["lr"]), len(other.steps["lr"]))
+    same_rates = np.array_equal(run.steps["lr"][:n], other.steps["lr"][:n])
+    return same_rates and run.start["parameters"] == other.start["parameters"] and plan_of(run) == plan_of(other)
 
 
 def plan_of(run):

@@ -296,6 +296,10 @@ def test_refused_pairs(tmp_path):
     metrics = tmp_path / "bos" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"event": "start",', '"event": "start", "bos": true,'))
     bos = plot.read_run(tmp_path / "bos")
+    make("fast", "vanilla", 3, np.ones(9))
+    metrics = tmp_path / "fast" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"lr": 0.001', '"lr": 0.002'))
+    fast = plot.read_run(tmp_path / "fast")
     again, wide = make("again", "vanilla", 1, np.ones(9)), make("wide", "vanilla", 3, np.ones(9), parameters=7)
     for runs, message in (
         ([base, res], r"res \(resformer\) needs a vanilla run with its seed, 2; .* --value_mode=vanilla"),
@@ -304,8 +308,9 @@ def test_refused_pairs(tmp_path):
         ([base, batch], "batch had 9 steps of 64 tokens, 64 at a time, of data d, .*base had 9 steps of 512 tokens"),
         ([base, steps], "steps had 99 steps of 512"),
         ([base, bos], "bos had 9 steps of 512 tokens, 64 at a time with end-of-text first, of data d"),
-        ([base, again], "are both vanilla, but not two seeds of one model"),
-        ([base, wide], "are both vanilla, but not two seeds of one model"),
+        ([base, again], "are both vanilla, but do not differ in the seed alone"),
+        ([base, fast], "are both vanilla, but do not differ in the seed alone"),
+        ([base, wide], "are both vanilla, but do not differ in the seed alone"),
     ):
         with pytest.raises(UserError, match=message):
             plot.pair(plot.by_mode(runs, "vanilla"), "vanilla")
