@@ -1,8 +1,8 @@
 """What finished runs have left, by Job and seed: in their folders, or as records in results/<scale>/runs.jsonl.
 
 A record has what most figures need of a run, in 4 kB: settings, losses, learned weights, the means of its
-analysis. With records alone a figure is drawn, and a campaign goes on, where the folders are gone. A record stays valid
-when model.py changes; `commit` says which code made the run. Read next: claims.py.
+analysis. Where the folders are gone, records alone are enough to draw most figures and to continue a campaign. A record
+stays valid when model.py changes; `commit` says which code made the run. Read next: claims.py.
 """
 
 import json
@@ -22,7 +22,7 @@ RECORD = {
     "settings": {},
     "start": plot.START,
     "step_tokens": float,
-    "every": int,  # steps that each of the losses is the mean of
+    "every": int,  # number of steps that each of the losses is the mean of
     "losses": tuple[float, ...],  # of training
     "val": dict[str, float],  # step -> validation loss, mean over the domains
     "domains": dict[str, float],  # the last validation loss of each
@@ -43,19 +43,41 @@ def means(values, every):
     return np.array(values[:n]).reshape(-1, every).mean(axis=1)
 
 
+def settings_of(folder):
+    """{setting: value} of a run as it was begun, and "data", the hash of its data."""
+    config = read_json(folder / "config.json", "settings of train.py")
+    config["value_mode"] = config.get("value_mode_name")
+    return config
+
+
+def difference(made, asked):
+    """`name=value instead of value` of the first setting that a run was not made with as `asked`, or ""."""
+    for name, value in asked.items():
+        if is_compared(name) and made.get(name) != value:
+            return f"{name}={made.get(name)} instead of {value}"
+    return ""
+
+
+def check_settings(folder, made, asked):
+    """Raise UserError if the run in a folder was made with other settings or data than are `asked` for."""
+    wrong = difference(made, asked)
+    if wrong:
+        raise UserError(f"{folder} has {wrong}; remove it, or set another --out_dir")
+
+
 def make_record(folder, asked, every):
     """The record of a finished run, with the settings that are `asked` and matter. asked: {setting: value}, and "data",
     the hash of the data. Raises UserError if the run is missing, unfinished, or made with others."""
     run = plot.read_run(folder) if (folder / "metrics.jsonl").exists() else None
     if not run or not run.finished:
         raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
-    config = read_json(folder / "config.json", "settings of train.py")
-    config["value_mode"] = config.get("value_mode_name")
+    made = settings_of(folder)
+    check_settings(folder, made | {"data": run.start["data"]}, asked)
     environment = folder / "env.json"
     record = {
         "name": folder.name,
         "commit": read_json(environment, "of train.py").get("commit") if environment.exists() else None,
-        "settings": {name: config[name] for name in asked if name in config and name != "data" and is_compared(name)},
+        "settings": {name: made[name] for name in asked if name != "data" and is_compared(name)},
         "start": {name: run.start[name] for name in plot.START},
         "step_tokens": run.step_tokens,
         "every": every,
@@ -69,9 +91,12 @@ def make_record(folder, asked, every):
         record["lam"] = last["lam"]  # the learned weights of residuals, see GPT.mixing_weights
     if (folder / "analysis.json").exists():
         record["analysis"] = plot.read_analysis(folder)
-    if wrong := difference(record, asked):
-        raise UserError(f"{folder} has {wrong}; remove it, or set another --out_dir")
     return record
+
+
+def made_with(record):
+    """What a kept run was made with, as `difference` compares it: settings, data, and the steps of a mean."""
+    return record["settings"] | {"every": record["every"], "data": record["start"]["data"]}
 
 
 def curves_of(record):
@@ -97,15 +122,6 @@ def write_kept(path, kept):
     """Write {name: record} as a file, a line for each."""
     lines = [json.dumps(kept[name], separators=(",", ":"), allow_nan=False) + "\n" for name in sorted(kept)]
     write_text(path, "".join(lines))
-
-
-def difference(record, asked):
-    """`name=value instead of value` of the first setting that a run does not have as `asked`, or ""."""
-    made = record["settings"] | {"every": record["every"], "data": record["start"]["data"]}
-    for name, value in asked.items():
-        if is_compared(name) and made.get(name) != value:
-            return f"{name}={made.get(name)} instead of {value}"
-    return ""
 
 
 def means_of(analysis, key):
@@ -149,7 +165,7 @@ class Found:
         settings or data."""
         folder = self.folder(job, seed)
         if folder not in self.records:
-            asked = train_settings(job, self.scale, seed, folder) | {"every": self.scale.every}
+            asked = train_settings(job, self.scale, seed, folder)
             if self.data:
                 asked["data"] = self.data
             self.records[folder] = self.find(folder, asked)
@@ -159,13 +175,12 @@ class Found:
     def find(self, folder, asked):
         """The kept record of a run if it has the settings that are asked for, else a record of its folder."""
         kept = self.kept.get(folder.name)
-        if kept is None:
-            return make_record(folder, asked, self.scale.every)
-        wrong = difference(kept, asked)
-        if not wrong:
-            return kept
-        if not folder.exists():
-            raise UserError(f"the record of {folder.name} has {wrong}; leave out --run=false to make the run again")
+        if kept is not None:
+            wrong = difference(made_with(kept), asked | {"every": self.scale.every})
+            if not wrong:
+                return kept
+            if not folder.exists():
+                raise UserError(f"the record of {folder.name} has {wrong}; leave out --run=false to make the run again")
         return make_record(folder, asked, self.scale.every)
 
     def run(self, job, seed):

@@ -33,7 +33,17 @@ import plot
 from configurator import UserError, check_ranges, command_line, need, run_main, setting
 from files import hold
 from paper.figures import FIGURES, PAPER
-from paper.found import INITIAL, Found, difference, make_record, read_kept, write_kept
+from paper.found import (
+    INITIAL,
+    Found,
+    check_settings,
+    difference,
+    made_with,
+    make_record,
+    read_kept,
+    settings_of,
+    write_kept,
+)
 from paper.runs import SCALES, SEEDS, Job, train_settings
 from report import markdown
 from tasks import TABLE1
@@ -184,19 +194,26 @@ def make_plans(cfg, kept):
                     plan.score = True
     for folder, plan in plans.items():
         record = kept.get(folder.name)
-        plan.kept = record is not None and is_enough(record, plan, cfg.units.every)
+        plan.kept = record is not None and is_enough(record, plan, cfg.units.every, cfg.units.chunks)
         if record is not None and not plan.kept:
             plan.analyse |= "analysis" in record  # its next record is to have it too
     return list(plans.values())
 
 
-def is_enough(record, plan, every):
-    """Whether a record has all that the figures need of a run."""
-    if difference(record, plan.values | {"every": every}) or plan.score or plan.needs_arrays:
+def is_enough(record, plan, every, chunks):
+    """Whether a record has all that the figures need of a run. every, chunks: the Scale's"""
+    if difference(made_with(record), plan.values | {"every": every}) or plan.score or plan.needs_arrays:
         return False
-    if plan.analyse and "analysis" not in record:
+    if plan.analyse and not is_as_asked(record.get("analysis"), plan, chunks):
         return False
     return bool(record["losses"]) or not plan.needs_losses
+
+
+def is_as_asked(analysis, plan, chunks):
+    """Whether there is an analysis, and it is of as many chunks as are asked for, at the run's length."""
+    if analysis is None:
+        return False
+    return analysis["chunks_asked"] == chunks and analysis["length"] == plan.values["block_size"]
 
 
 def show_plan(plans, cfg):
@@ -319,9 +336,14 @@ def of_any_folder(words):
 
 
 def make_run(plan, cfg, threads):
-    """Train, analyse and evaluate one Plan, as far as that is not done. Returns its validation loss."""
+    """Train, analyse and evaluate one Plan, as far as that is not done. Returns its validation loss. Raises UserError
+    if the run was begun with other settings or data, or does not come to its end."""
+    if (plan.folder / "config.json").exists():
+        check_settings(plan.folder, settings_of(plan.folder), plan.values | {"data": data_hash(cfg.units.data_dir)})
     if not plan.done:
         run_logged(train_command(plan, cfg), plan.folder / "train.log", threads)
+        if not plot.read_run(plan.folder).finished:  # train.py was told to stop: it has saved, and returned 0
+            raise UserError(f"{plan.folder} was stopped; the same command continues it")
     if plan.analyse and is_stale(plan, cfg):
         run_logged(analyze_run(plan, cfg), plan.folder / "analyze.log", threads)
     if plan.score:
@@ -335,14 +357,17 @@ def is_stale(plan, cfg):
     weights = max((p.stat().st_mtime for p in plan.folder.glob("step_*.safetensors")), default=0)
     if not path.exists() or path.stat().st_mtime < weights:
         return True
-    made = plot.read_analysis(plan.folder)
-    return (made["chunks_asked"], made["length"]) != (cfg.units.chunks, plan.values["block_size"])
+    return not is_as_asked(plot.read_analysis(plan.folder), plan, cfg.units.chunks)
 
 
 def score_table1(plan, cfg, threads):
     """Run the tasks of Table 1 that a run has no result of, one by one. A task with texts longer than the model takes
     is skipped; any other failure skips the rest. Both are only noted."""
-    known = plot.read_eval(plan.folder)["results"] if (plan.folder / "eval.json").exists() else {}
+    known = {}
+    if (plan.folder / "eval.json").exists():
+        last = plot.read_eval(plan.folder)
+        if last["step"] == plan.values["max_steps"]:
+            known = last["results"]
     for name in TABLE1:
         if name in known:
             continue

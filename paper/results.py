@@ -20,15 +20,15 @@ def publish(name, figure, cfg, found):
     print(f"{name}: {figure.caption}")
     record = {"caption": figure.caption, "environment": environment()}  # before it changes files of the repository
     record |= about_runs(figure, cfg, found)
-    if figure.panels:
-        draw_figure(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)
-        record["png"] = f"{cfg.scale}/{name}.png"
     if figure.table:
         header, *rows = record["table"] = list(figure.table(found))
         print(markdown(header, rows))
     record["rows"] = claim_rows(figure, found)
     if record["rows"]:
         print(markdown(HEADER, map(claim_cells, record["rows"]), left=3), flush=True)
+    if figure.panels:  # last, so that an error leaves the old picture beside the old numbers
+        draw_figure(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)
+        record["png"] = f"{cfg.scale}/{name}.png"
     store(name, record, cfg)
 
 

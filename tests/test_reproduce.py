@@ -302,6 +302,7 @@ def test_what_a_record_is_enough_for(small, real):
     assert [is_kept(name, bare) for name in ("fig4", "fig9", "tab5")] == [False, True, True]  # its analysis is drawn
     assert [is_kept(name, noted) for name in ("fig4", "fig9", "tab5")] == [True, False, True]  # its losses are
     assert not is_kept("tab5", full | {"every": 2})
+    assert not is_kept("fig4", full | {"analysis": full["analysis"] | {"chunks_asked": 1000}})
     spectra = Figure("x", (Panel("spectrum", "", (("vanilla", Job()),)),))
     figures.FIGURES["fig4"] = spectra
     assert not is_kept("fig4", full)
@@ -432,6 +433,33 @@ def test_one_failing_run_does_not_keep_others_from_being_made(real, small, monke
     assert list(json.loads((small / "results/cpu.json").read_text())["figures"]) == ["fig4"]
 
 
+def test_a_stopped_run_is_not_finished(real, small, monkeypatch):
+    """train.py returns 0 when it is told to stop. Here vanilla's run is left so: it is named, and the rest is made."""
+    shutil.copytree(real[0] / "out", small / "out")
+    metrics = small / "out/cpu/82M-2048-vanilla-42/metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if '"step": 4' not in line))
+    monkeypatch.setattr(reproduce, "train_command", lambda plan, cfg: [sys.executable, "-c", ""])
+    result = command("all")
+    refused(result, "1 runs or analyses failed, the first: out/cpu/82M-2048-vanilla-42 was stopped")
+    assert "82M-2048-resformer-42: validation loss" in result.stdout
+
+
+def test_a_run_of_other_settings_or_data_is_not_continued(real, small):
+    shutil.copytree(real[0] / "out", small / "out")
+    folder = small / "out/cpu/82M-2048-vanilla-42"
+    config = json.loads((folder / "config.json").read_text())
+    for is_begun in (False, True):
+        if is_begun:
+            for path in [*folder.glob("step_*"), folder / "metrics.jsonl"]:
+                path.unlink()
+        for name, value in (("learning_rate", 0.004), ("data", "other")):
+            (folder / "config.json").write_text(json.dumps(config | {name: value}))
+            says = f"the first: out/cpu/82M-2048-vanilla-42 has {name}={value} instead of {config[name]}; remove it"
+            refused(command("fig9"), "1 runs or analyses failed", says)
+    assert not list(folder.glob("step_*"))
+
+
 # ---- the parts that run other scripts
 
 
@@ -469,6 +497,9 @@ def test_tasks_of_table_1(small, monkeypatch, capsys):
     done = {"checkpoints": {"x": {"step": 4, "mode": "resformer", "results": results}}}
     (plan.folder / "eval.json").write_text(json.dumps(done))
     assert [g.task for g in scored()] == [(task,) for task in SIX if task not in results]
+    done["checkpoints"]["x"]["step"] = 3  # of an earlier checkpoint than the last
+    (plan.folder / "eval.json").write_text(json.dumps(done))
+    assert [g.task for g in scored()] == [(task,) for task in SIX]
 
 
 def test_stale_analyses(small, real):
