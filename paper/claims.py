@@ -34,7 +34,7 @@ LABELS = {
 LENGTHS = tuple(SCALES["paper"].lengths)
 HEADER = ["claim", "the paper", "verdict", "ours", "seeds"]  # three columns of texts, two of numbers
 CONFIRMED, CONTRADICTED, UNDETERMINED = "confirmed", "contradicted", "undetermined"
-ONE_SEED = {True: "one seed: the paper's way", False: "one seed: the other way"}
+PAPERS_WAY, OTHER_WAY = "one seed: the paper's way", "one seed: the other way"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Claim:
     """A number that says whether our runs go the paper's way. `what` may hold the paper's units in brackets, see
     Found.in_words. value(found, seed) -> float, or None if undefined; the paper's way is `above` a number, `below` one,
     both, or neither where the paper only gives a value. `jobs`: the two runs of a claim that is about their validation
-    losses alone, the lower one first. `needs`: runs of any other claim that some scale does not make, which then leaves
-    the claim out."""
+    losses alone, the lower one first. `needs`: of any other claim, the runs that some scale does not make. A scale
+    without one of `jobs` or `needs` leaves the claim out."""
 
     what: str
     paper: str
@@ -78,14 +78,14 @@ def mode_claims(paper, pairs):
 
 
 def gap_change(a, b):
-    """How much more Job a's loss is above its baseline's than Job b's."""
+    """Job a's loss minus its baseline's, minus the same for Job b."""
     gap_a, gap_b = loss_gap(a, a.baseline), loss_gap(b, b.baseline)
     return lambda found, seed: gap_a(found, seed) - gap_b(found, seed)
 
 
 def mean_losses(found, jobs):
     """The validation loss of each of a mode's Jobs, which differ in their rate: the mean over the seeds that all of
-    them have, so that a rate with few seeds does not win by luck."""
+    them have, so that rates are compared on the same seeds. Where that is one seed, it alone decides."""
     shared = found.common_seeds(*jobs)
     return [np.mean([found.loss(job, seed) for seed in shared]) for job in jobs]
 
@@ -130,7 +130,8 @@ def saving(points, others):
     (a, c), (b, d) = semi_log(points), semi_log(others)
     if c >= 0 or d >= 0:
         return None
-    span = math.log(max(points + others)[0] / min(points + others)[0])
+    sizes = [n for n, _ in points + others]
+    span = math.log(max(sizes) / min(sizes))
     gaps = [(b + d * math.log(n) - a) / c - math.log(n) for n, _ in others]
     if max(map(abs, gaps)) > span:
         return None
@@ -152,7 +153,7 @@ def saved_parameters(mode, sizes):
 
 def reached(curve, loss):
     """The tokens after which curve (tokens, losses) is at a loss for the first time, between evaluations on a straight
-    line. None if it never is, or was before the first evaluation."""
+    line. None if it never is, or already is at the first evaluation."""
     x, y = (np.array(part, float) for part in curve)
     below = np.flatnonzero(y <= loss)
     if not len(below) or below[0] == 0:
@@ -163,7 +164,7 @@ def reached(curve, loss):
 
 def tokens_saved(curve, target):
     """Share of tokens that curve (tokens, losses) saves on the way to the last loss of `target`. If it ends above that:
-    below 0, by the share of extra tokens that it needs for its own last loss. None where `reached` is."""
+    minus the share of tokens that it takes beyond what `target` takes to its own last loss. None where `reached` is."""
     if curve[1][-1] <= target[1][-1]:
         at = reached(curve, target[1][-1])
         return None if at is None else 1 - at / target[0][-1]
@@ -178,11 +179,12 @@ def saved_tokens(found, seed):
 
 
 def critical_point(x, y, window):
-    """(step, extrapolated?) where a relative loss y over steps x rises through 0 for good.
+    """(step, extrapolated?) where a relative loss y over steps x rises through 0 for the last time.
 
-    If the last tenth of y is above 0 on average: the last upward crossing of the moving average over `window` points,
-    in the middle of its window; 0 if there is none. Else where the line through the last tenth reaches 0, at the last
-    step at the earliest; infinity if its slope is at most two standard errors. The window must not be longer than the
+    If the mean of the last tenth of y is at least 0: the last upward crossing of the moving average over `window`
+    points, in the middle of its window; 0 if there is none. Else where the line through the last tenth reaches 0, at the last
+    step at the earliest; infinity if its slope is at most two standard errors, as if the noise of steps were
+    independent. The window must not be longer than the
     last tenth. Sources: the paper's Figure 14, whose last tenth is 1,000 steps; the authors' plot_relative_loss.py.
     """
     tail = slice(-max(3, len(x) // 10), None)
@@ -209,8 +211,8 @@ def critical(found, job, seed):
 
 
 def later_when_longer(found, seed):
-    """Share of the pairs of lengths with unlike critical points whose longer one has the later; None if no length
-    has one that is finite and above 0."""
+    """Of the pairs of lengths whose critical points differ, the share in which the longer one has the later; None if no
+    length has one that is finite and above 0."""
     points = [critical(found, Job("svformer", length=n, lr=ONE_RATE), seed)[0] for n in LENGTHS]
     if not any(0 < point < math.inf for point in points):
         return None
@@ -358,7 +360,7 @@ def verdict(claim, row):
     if not row["values"] or None in row["values"] or interval == 0:
         return UNDETERMINED
     if interval is None:
-        return ONE_SEED[claim.above < mean < claim.below]
+        return PAPERS_WAY if claim.above < mean < claim.below else OTHER_WAY
     low, high = mean - interval, mean + interval
     if claim.above < low and high < claim.below:
         return CONFIRMED
@@ -385,8 +387,8 @@ def claim_cells(row):
 
 
 def tested(figures):
-    """The rows that have a verdict and a value. Some comparisons stand in several figures, in other words: these have
-    the same values, and the first one stands for all."""
+    """The rows that have a verdict and a value. Some comparisons stand in several figures, worded differently: these
+    have the same values, and count once."""
     rows = {}
     for record in figures.values():
         for row in record["rows"]:
@@ -403,7 +405,7 @@ def tally(figures):
         f"These runs test {counts.total()} of the paper's claims, {yes + no + unknown} of them with several "
         f"seeds: {yes} confirmed here, {no} contradicted, {unknown} undetermined."
     )
-    same, other = (counts[ONE_SEED[way]] for way in (True, False))
+    same, other = counts[PAPERS_WAY], counts[OTHER_WAY]
     if same + other:
         text += f" With one seed: {same} the paper's way, {other} the other way."
     return text

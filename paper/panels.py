@@ -24,7 +24,7 @@ KEY = {"marker": "|", "color": "0.35", "markersize": 9, "markeredgewidth": 1.6}
 
 
 def real_size(jobs, found):
-    """Parameters and length of what is drawn, and how the inspected model differs; all jobs are of it, or none."""
+    """Parameters and length of what is drawn, and how the inspected model differs; all jobs are of it, or none is."""
     lengths = count_range([found.scale.lengths[job.length][0] for job in jobs], "{:,}".format)
     parameters = count_range([found.parameters(job) for job in jobs])
     size, change = f"{parameters} parameters, length {lengths}", found.scale.change_in_words(jobs[0])
@@ -44,8 +44,8 @@ def by_label(panel, found, get):
 
 
 def draw_relative(ax, panel, found):
-    """Training loss minus that of vanilla with the same settings and seed, each at its own rate, over tokens. Of some
-    runs only the validation loss was kept: they have no line."""
+    """Training loss over tokens, minus that of the Job's `baseline` with the same seed. Runs of which only the
+    validation loss was kept have no line."""
     pairs, modes = {}, {}
     for label, job in found.labels(panel.lines):
         label += found.rate_in_words(job)
@@ -61,7 +61,7 @@ def draw_relative(ax, panel, found):
 
 def draw_layers(ax, panel, found):
     """A quantity of the analysis over layers; with several quantities of one run, those that are equal are one line."""
-    drawn = []  # ([labels of equal lines], mode, values); at length 128 the token at 1 % of the length is the second
+    drawn = []  # ([labels of equal lines], mode, values); at length 128 TOP-1% is TOP-2
     for label, job in found.labels(panel.lines):
         key = panel.key[label] if isinstance(panel.key, dict) else panel.key
         values = [found.by_layer(job, seed, key) for seed in found.seeds(job)]
@@ -278,7 +278,8 @@ PANEL_KINDS = {
 
 
 def draw_figure(path, figure, found):
-    """Draw a figure's panels into a PNG, up to three in a row. Heat maps and dots have a layout of their own."""
+    """Draw a figure's panels into a PNG: up to three in a row, more in two columns. Heat maps and dots have a
+    layout of their own."""
     whole = {"heat": heat_figure, "dots": dots_figure}.get(figure.panels[0].kind)
     if whole:
         whole(path, figure, found)

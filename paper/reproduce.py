@@ -72,7 +72,7 @@ class ReproduceConfig:
     eval_dir: str = setting("", "local files of tab1's tasks, see eval.py; empty = from the hub")
     out_dir: str = setting("", "folder of the runs; empty = out/<scale>")
     data_dir: str = setting(
-        "", "prepared data; empty = what the scale says; data of pysource is made where it is missing"
+        "", "prepared data; empty = the scale's own, which is made where it is missing if it is pysource"
     )
     results_dir: str = setting("results", "folder of the figures and numbers")
 
@@ -297,8 +297,8 @@ def other_analyses(cfg):
 
 
 def commands(plans, cfg):
-    """All commands of the plan: of runs without a record, finished ones too, of data and of other models only where
-    they are missing."""
+    """The commands of the plan: for every run without a kept record, also for finished ones; for data and analyses of
+    other models where they are missing."""
     if not Path(cfg.units.data_dir, "manifest.json").exists():
         yield cfg.units.prepare.split()
     plans = [plan for plan in plans if not plan.kept]
@@ -316,7 +316,7 @@ def commands(plans, cfg):
 
 
 def run_logged(words, log, threads=""):
-    """Run a command with its output added to file `log`; raises UserError with its last line if it fails.
+    """Run a command with its output added to file `log`; raises UserError with the log's last line if it fails.
     threads: OMP_NUM_THREADS, where several commands share the cores."""
     log.parent.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"OMP_NUM_THREADS": threads} if threads else None

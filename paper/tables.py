@@ -1,5 +1,5 @@
-"""The paper's five tables, ours beside its numbers, and that of all modes: functions (found: found.Found) -> rows of
-texts, the header first.
+"""Tables as rows of texts, the header first: the paper's five, ours beside its numbers, and those of modes, rates,
+critical points and regimes. The first argument of each is a found.Found.
 
 Read next: panels.py.
 """
@@ -44,7 +44,7 @@ def size_and_loss(mode):
 
 
 def beside(ours, paper):
-    """A cell: our number, and the paper's in brackets."""
+    """A cell: our number, and the paper's, a text or None, in brackets."""
     text = "-" if ours is None else f"{ours:.4f}"
     return text if paper is None else f"{text} ({paper})"
 
@@ -100,7 +100,8 @@ def table2(found):
 
 
 def table3(found):
-    """Batches by length, the paper's in brackets. Its 32 steps of accumulation are a slip: its own numbers give 4."""
+    """Batches by length, the paper's in brackets. Its 32 steps of accumulation are a slip: the paper's other numbers
+    give 4."""
     yield ["length", "tokens", "sequences per step", "per GPU", "accumulation", "tokens per step"]
     for length, (tokens, batch, micro) in found.scale.lengths.items():
         _, sequences, each = SCALES["paper"].lengths[length]
@@ -109,7 +110,7 @@ def table3(found):
 
 
 def table4(found):
-    """Shapes and recipe by size, the paper's in brackets; it does not give the shape of its 320M."""
+    """Shapes and recipe by size, the paper's in brackets; the paper does not give the shape of its 320M."""
     from describe import count_parameters  # imports torch
 
     vocab = Tokenizer.load(Path(found.scale.data_dir) / "tokenizer.json").n_vocab
@@ -144,14 +145,15 @@ def table5(found):
         domains = list(runs[0].domains)
         if i == 0:
             yield ["", *domains, "Avg"]
-        theirs = dict(zip(DOMAINS, paper, strict=False))
+        *of_domains, average = (f"{loss:.4f}" for loss in paper)
+        theirs = dict(zip(DOMAINS, of_domains, strict=True))
         cells = [beside(np.mean([run.domains[name] for run in runs]), theirs.get(name)) for name in domains]
         mean = np.mean([found.loss(job, seed) for seed in found.seeds(job)])
-        yield [found.in_words(f"{LABELS[job.mode]}, [size {job.size}]"), *cells, beside(mean, paper[-1])]
+        yield [found.in_words(f"{LABELS[job.mode]}, [size {job.size}]"), *cells, beside(mean, average)]
 
 
 def critical_table(found, lines):
-    """When vanilla overtakes for good. lines: [(label, Job)]."""
+    """When vanilla overtakes for the last time. lines: [(label, Job)]."""
     kinds = ["crossed in (seeds)", "extrapolated in", "never ahead in", "no crossing in sight in"]
     yield ["", "overtaken at step, ± 95 %, if crossed", *kinds]
     for label, job in lines:
