@@ -182,10 +182,10 @@ def critical_point(x, y, window):
     """(step, extrapolated?) where a relative loss y over steps x rises through 0 for the last time.
 
     If the mean of the last tenth of y is at least 0: the last upward crossing of the moving average over `window`
-    points, in the middle of its window; 0 if there is none. Else where the line through the last tenth reaches 0, at the last
-    step at the earliest; infinity if its slope is at most two standard errors, as if the noise of steps were
-    independent. The window must not be longer than the
-    last tenth. Sources: the paper's Figure 14, whose last tenth is 1,000 steps; the authors' plot_relative_loss.py.
+    points, in the middle of its window; 0 if there is none. Else where the line through the last tenth reaches 0, at
+    the last step at the earliest; infinity if its slope is at most two standard errors, as if the noise of steps were
+    independent. The window must not be longer than the last tenth. Sources: the paper's Figure 14, whose last tenth is
+    1,000 steps; the authors' plot_relative_loss.py.
     """
     tail = slice(-max(3, len(x) // 10), None)
     if y[tail].mean() >= 0:
