@@ -65,6 +65,15 @@ def check_settings(folder, made, asked):
         raise UserError(f"{folder} has {wrong}; remove it, or set another --out_dir")
 
 
+def fresh_analysis(folder):
+    """What analyze.py found of a run, or None if it is missing or older than the run's weights."""
+    path = folder / "analysis.json"
+    weights = max((file.stat().st_mtime for file in folder.glob("step_*.safetensors")), default=0)
+    if not path.exists() or path.stat().st_mtime < weights:
+        return None
+    return plot.read_analysis(folder)
+
+
 def make_record(folder, asked, every):
     """The record of a finished run, with the settings that are `asked` and matter. asked: {setting: value}, and "data",
     the hash of the data. Raises UserError if the run is missing, unfinished, or made with others."""
@@ -89,8 +98,9 @@ def make_record(folder, asked, every):
     last = [line for line in read_records(folder / "metrics.jsonl") if line.get("event") == "eval"][-1]
     if last.get("lam"):
         record["lam"] = last["lam"]  # the learned weights of residuals, see GPT.mixing_weights
-    if (folder / "analysis.json").exists():
-        record["analysis"] = plot.read_analysis(folder)
+    analysis = fresh_analysis(folder)
+    if analysis is not None:
+        record["analysis"] = analysis
     return record
 
 
@@ -256,7 +266,10 @@ class Found:
 
     def analysis(self, job, seed):
         """What analyze.py found of a run: the content of its analysis.json."""
-        return self.record(job, seed).get("analysis") or plot.read_analysis(self.folder(job, seed))
+        folder, record = self.folder(job, seed), self.record(job, seed)
+        if "analysis" not in record:
+            raise UserError(f"{folder} has no analysis.json of its last weights; make it: `python analyze.py {folder}`")
+        return record["analysis"]
 
     def by_layer(self, job, seed, key):
         """See `means_of`."""

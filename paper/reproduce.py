@@ -38,6 +38,7 @@ from paper.found import (
     Found,
     check_settings,
     difference,
+    fresh_analysis,
     made_with,
     make_record,
     read_kept,
@@ -210,7 +211,7 @@ def is_enough(record, plan, every, chunks):
 
 
 def is_as_asked(analysis, plan, chunks):
-    """Whether there is an analysis, and it is of as many chunks as are asked for, at the run's length."""
+    """Whether an analysis, None if there is none, has as many chunks as are asked for, at the run's length."""
     if analysis is None:
         return False
     return analysis["chunks_asked"] == chunks and analysis["length"] == plan.values["block_size"]
@@ -344,20 +345,11 @@ def make_run(plan, cfg, threads):
         run_logged(train_command(plan, cfg), plan.folder / "train.log", threads)
         if not plot.read_run(plan.folder).finished:  # train.py was told to stop: it has saved, and returned 0
             raise UserError(f"{plan.folder} was stopped; the same command continues it")
-    if plan.analyse and is_stale(plan, cfg):
+    if plan.analyse and not is_as_asked(fresh_analysis(plan.folder), plan, cfg.units.chunks):
         run_logged(analyze_run(plan, cfg), plan.folder / "analyze.log", threads)
     if plan.score:
         score_table1(plan, cfg, threads)
     return plot.read_run(plan.folder).final_loss
-
-
-def is_stale(plan, cfg):
-    """Whether a run's analysis is missing, older than its weights, or of other chunks than `analyze_run` asks for."""
-    path = plan.folder / "analysis.json"
-    weights = max((p.stat().st_mtime for p in plan.folder.glob("step_*.safetensors")), default=0)
-    if not path.exists() or path.stat().st_mtime < weights:
-        return True
-    return not is_as_asked(plot.read_analysis(plan.folder), plan, cfg.units.chunks)
 
 
 def score_table1(plan, cfg, threads):
@@ -397,8 +389,6 @@ def kept_records(cfg):
 def keep_record(plan, cfg):
     """Add the record of a finished run to the file of records, see `make_record`."""
     record = make_record(plan.folder, plan.values | {"data": data_hash(cfg.units.data_dir)}, cfg.units.every)
-    if is_stale(plan, cfg):
-        record.pop("analysis", None)
     write_kept(cfg.records_file, read_kept(cfg.records_file) | {plan.folder.name: record})
 
 
