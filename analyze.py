@@ -162,7 +162,10 @@ def importance(attn, now, attended, lambdas):
         parts = [(1.0, q, keys) for _, q, keys in parts]
     scale = attn.head_dim**-0.5
     total = sum(weight * received(q, keys, scale) for weight, q, keys in parts)
-    return total / total.sum(dim=-1, keepdim=True)
+    shares = total / total.sum(dim=-1, keepdim=True)
+    if (shares < 0).any():
+        raise UserError("a residual of attention has a negative weight, so that some tokens get less than none of it")
+    return shares
 
 
 def measure_importance(heads):
@@ -595,7 +598,12 @@ def main(cfg: AnalyzeConfig):
     device = only_process(cfg.device).device
     if cfg.init:
         return analyze_subject(open_initial(cfg, device), cfg, device)
-    for name in cfg.runs or ("",):
+    names = cfg.runs or ("",)
+    folders = [checkpoint.find_finished(name).parent.resolve() for name in names]
+    twice = [name for name, folder in zip(names, folders, strict=True) if folders.count(folder) > 1]
+    if twice:
+        raise UserError(f"{' and '.join(twice)} are in one folder, which has one analysis.json; name one of them")
+    for name in names:
         analyze_subject(open_run(name, cfg, device), cfg, device)
 
 

@@ -24,14 +24,14 @@ class EvalConfig:
     """Every setting of eval.py."""
 
     runs: tuple[str, ...] = setting(
-        ("",), "runs or checkpoint files, first the baseline; empty = the newest run", group="Models", positional=True
+        (), "runs or checkpoint files, first the baseline; empty = the newest run", group="Models", positional=True
     )
     which: Literal["last", "best"] = setting("last", "checkpoint of a run: the last, or the best in validation")
     dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of weights; log-probabilities are fp32")
     task: tuple[str, ...] = setting(("all",), "one or several with commas, see above", group="Tasks")
     data_dir: str = setting("", "folder of local task files; empty = from the hub through `datasets`")
     corpus: str = setting("", "prepared data for the loss; empty = what the run was trained on")
-    limit: int = setting(0, "only the first documents of each task; 0 = all", least=0)
+    limit: int = setting(0, "only so many documents of each task, from the first; 0 = all", least=0)
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
     batch_tokens: int = setting(0, "tokens of a forward pass; 0 = 2,048 on a CPU, 65,536 on a GPU", least=0)
     out_file: str = setting(
@@ -40,6 +40,8 @@ class EvalConfig:
 
     def __post_init__(self):
         check_ranges(self)
+        if not self.task:
+            raise ValueError("name at least one --task, or leave it out for all")
         names = [name for group in self.task for name in GROUPS.get(group, (group,))]
         object.__setattr__(self, "task", tuple(dict.fromkeys(names)))  # each once
         unknown = [name for name in names if name not in GROUPS["all"]]
@@ -55,11 +57,11 @@ class EvalConfig:
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
     SETTINGS = command_line(EvalConfig, __doc__)
 
-import glob
 import hashlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -231,11 +233,12 @@ def json_lines(records):
 
 
 def collect_samples(path, header):
-    """The records of a task's sample files, `path` and those of other ranks, as far as they have this header. They are
-    moved into `path`, in place of what it held under another header."""
+    """The records of a task's sample files, `path` and those of other ranks, if they have this header. They are moved
+    into `path`, in place of what it held under another header."""
     records = []
     merged = []
-    for file in path.parent.glob(f"{glob.escape(path.stem)}.*"):
+    of_ranks = rf"{re.escape(path.stem)}(\.\d+)?\.jsonl"
+    for file in filter(lambda file: re.fullmatch(of_ranks, file.name), path.parent.iterdir()):
         found = read_records(file)
         if found and found[0] == header:
             records += [convert(record, SAMPLE, str(file)) for record in found[1:]]
@@ -372,7 +375,7 @@ def open_corpus(path, tokenizer, header, cfg, world):
 def open_entries(cfg, world):
     """The Entries of all checkpoints, without results: what is wrong with one shows before any is scored."""
     entries = []
-    paths = [checkpoint.find(name, cfg.which) for name in cfg.runs]
+    paths = [checkpoint.find(name, cfg.which) for name in cfg.runs or ("",)]
     for path in paths:
         read_results(path.parent)  # fails now rather than after hours
         header, tokenizer = checkpoint.read_header(path), load_tokenizer(path)
@@ -474,8 +477,8 @@ def all_tables(entries, names):
 
 
 def record_key(name, record):
-    """The name of a task's record in eval.json, with every setting that is not the default: no result replaces one of
-    another kind."""
+    """The name of a task's record in eval.json, with --limit and --dtype where they are not the default: no result
+    replaces one of another kind."""
     if record.get("limit"):  # a loss has none
         name += f" limit={record['limit']}"
     if record.get("dtype", "float32") != "float32":
@@ -492,7 +495,8 @@ def read_results(folder):
 
 
 def store_results(entry):
-    """Add an Entry's records to the eval.json of its folder. Results of other weights under its name are dropped."""
+    """Add an Entry's records to the eval.json of its folder. Results of other weights under its name are dropped;
+    those of other data are kept under a longer name."""
     about = {"mode": entry.header["mode"], "step": entry.header["step"], "sha256": entry.digest, "env": environment()}
     with hold(entry.path.parent, ".eval.lock", seconds=60):  # another call may score other tasks at the same time
         known = read_results(entry.path.parent)
@@ -500,8 +504,9 @@ def store_results(entry):
         results = before["results"] if before.get("sha256") == entry.digest else {}
         for name, record in entry.records.items():
             key = record_key(name, record)
-            if key in results and results[key].get("data") != record["data"]:
-                key = f"{key} data={record['data']}"
+            older = results.get(key, record)
+            if older.get("data") != record["data"]:
+                results[f"{key} data={older.get('data')}"] = older
             results[key] = record
         known[entry.path.name] = about | {"results": results}
         write_json(entry.path.parent / "eval.json", {"format": "nanoresformer-eval/1", "checkpoints": known})

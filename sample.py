@@ -241,7 +241,7 @@ def read_prompts(cfg):
     texts = [cfg.prompt.encode("utf-8", "replace").decode()]  # bytes that are not UTF-8 become "?"
     if cfg.prompt_file:
         try:
-            texts = Path(cfg.prompt_file).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+            texts = Path(cfg.prompt_file).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
         except UnicodeDecodeError:
             raise UserError(f"{cfg.prompt_file} is not text in UTF-8") from None
     if "" in texts:

@@ -66,12 +66,15 @@ def check_settings(folder, made, asked):
 
 
 def fresh_analysis(folder):
-    """What analyze.py found of a run, or None if it is missing or older than the run's weights."""
+    """What analyze.py found of a run's last weights, or None if it is missing or of others."""
     path = folder / "analysis.json"
-    weights = max((file.stat().st_mtime for file in folder.glob("step_*.safetensors")), default=0)
-    if not path.exists() or path.stat().st_mtime < weights:
+    if not path.exists():
         return None
-    return plot.read_analysis(folder)
+    analysis = plot.read_analysis(folder)
+    weights = sorted(file for file in folder.glob("step_*.safetensors") if not file.stem.endswith(".state"))
+    if weights and (weights[-1].name != analysis["checkpoint"] or weights[-1].stat().st_mtime > path.stat().st_mtime):
+        return None
+    return analysis
 
 
 def make_record(folder, asked, every):

@@ -101,6 +101,13 @@ def test_the_weight_of_attention_does_not_change_where_it_goes():
         torch.testing.assert_close(importance(attn, now, args[4], args[2]), sums / 9, **EXACT)
 
 
+def test_negative_shares_of_attention_are_refused():
+    model = tiny(ValueMode((Residual(of="probs", lam=(1.0, -0.9)),)))
+    attn, args, (_, _, now) = watched(model, tokens((2, 9)))[1]
+    with pytest.raises(configurator.UserError, match="a residual of attention has a negative weight"):
+        importance(attn, now, args[4], args[2])
+
+
 def test_half_precision_is_summed_in_fp32():
     q, k = (t.bfloat16() for t in torch.randn(2, 1, 2, 300, 8, generator=torch.Generator().manual_seed(0)))
     found = received(q, [k], 0.3)
@@ -674,6 +681,7 @@ def test_bad_calls(runs, tmp_path):
         ((a, "--first_token=257"), ["first_token=257", "257 token ids"]),
         ((a, "--dtype=float16"), ["dtype takes 'float32' or 'bfloat16'"]),
         ((a, b, f"--out_dir={tmp_path}"), [f"out_dir={tmp_path}", "2 runs"]),
+        ((a, *a.glob("step_*[0-9].safetensors")), ["in one folder, which has one analysis.json"]),
         ((runs / "none",), ["none holds no checkpoint"]),
         (("--init=none.py",), ["none.py: no such config file"]),
         ((a, f"--data_dir={tmp_path / 'nowhere'}"), ["nowhere", "--data_dir"]),

@@ -503,7 +503,7 @@ def test_tasks_of_table_1(small, monkeypatch, capsys):
 
 
 def test_stale_analyses(small, real):
-    """An analysis is made again if it is missing, older than the weights, or of other chunks or of another length."""
+    """An analysis is made again if it is missing, older than the weights, or of other ones, other chunks or lengths."""
     cfg = asked("fig4")
     plan = plan_of(cfg, "vanilla")
 
@@ -520,7 +520,7 @@ def test_stale_analyses(small, real):
         os.utime(weights, ns=(path.stat().st_mtime_ns + age * 10**9,) * 2)
         assert is_stale() == expected, age
     made = json.loads(path.read_text())
-    for change in ({"chunks_asked": 1000}, {"length": made["length"] // 2}):
+    for change in ({"chunks_asked": 1000}, {"length": made["length"] // 2}, {"checkpoint": "step_3.safetensors"}):
         path.write_text(json.dumps(made | change))
         assert is_stale(), change
 
