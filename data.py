@@ -158,11 +158,15 @@ def load_manifest(data_dir, verify=True):
     for split in manifest["splits"].values():
         for about in split.values():
             path = data_dir / about["file"]
-            size = path.stat().st_size if path.exists() else 0
+            if not path.exists():
+                raise UserError(f"{path} is missing; delete {data_dir} and prepare it again")
+            size = path.stat().st_size
             if size != 2 * about["tokens"]:
-                raise UserError(f"{path} has {size} bytes instead of {2 * about['tokens']}; prepare the data again")
+                wrong = f"{path} has {size} bytes instead of {2 * about['tokens']}"
+                raise UserError(f"{wrong}; delete {data_dir} and prepare it again")
             if verify and sha256(path) != about["sha256"]:
-                raise UserError(f"{path} was altered: its sha256 is not the manifest's; prepare the data again")
+                wrong = f"{path} was altered: its sha256 is not the manifest's"
+                raise UserError(f"{wrong}; delete {data_dir} and prepare it again")
     return manifest
 
 
@@ -196,7 +200,8 @@ class Corpus:
         self.manifest = load_manifest(data_dir, verify)
         self.tokenizer = Tokenizer.load(self.dir / "tokenizer.json")
         if self.tokenizer.hash != self.manifest["tokenizer"]["hash"]:
-            raise UserError(f"{self.dir}/tokenizer.json is not the one that the data was made with; prepare it again")
+            wrong = f"{self.dir}/tokenizer.json is not the one that the data was made with"
+            raise UserError(f"{wrong}; delete {self.dir} and prepare it again")
         self.mixture = self._normalized_weights(mixture or self.manifest["mixture"])  # {domain: weight}, sum 1
         self.domains = list(self.mixture)
         self._files = {split: self._open(split) for split in ("train", "val")}  # split -> domain -> (file, its tokens)
@@ -256,11 +261,11 @@ class Corpus:
         file, _ = self._files[split][domain]
         content = os.pread(file.fileno(), 2 * n, 2 * start)
         if len(content) < 2 * n:
-            raise UserError(f"{file.name} was cut while it was in use; prepare the data again")
+            raise UserError(f"{file.name} was cut while it was in use; delete {self.dir} and prepare it again")
         ids = np.frombuffer(content, "<u2")
         if n and ids.max() >= self.tokenizer.n_vocab:
-            known = f"the vocabulary has {self.tokenizer.n_vocab}"
-            raise UserError(f"{file.name} holds the token id {ids.max()}, but {known}; prepare the data again")
+            wrong = f"{file.name} holds the token id {ids.max()}, but the vocabulary has {self.tokenizer.n_vocab}"
+            raise UserError(f"{wrong}; delete {self.dir} and prepare it again")
         return ids
 
     def _read(self, split, places):
@@ -342,12 +347,15 @@ class Corpus:
 
 def domain_losses(corpus, sums):
     """The loss summary of a validation pass. sums: (domains, 3) float64 array of nats, tokens and bytes of text, in the
-    order of corpus.domains.
+    order of corpus.domains. Raises UserError if a domain has no text.
 
     Returns {val: {domain: nats per token}, val_mean: their plain mean (the paper's "Avg"), val_mixture: their mean with
     the weights of training, bpb: {domain: bits per byte of text}, bpb_mean: the plain mean of those}.
     """
     nats, tokens, n_bytes = sums.T
+    if not n_bytes.all():
+        empty = corpus.domains[int(n_bytes.argmin())]
+        raise UserError(f"the validation tokens of domain {empty!r} have no text; prepare more of it")
     val = nats / tokens
     bpb = nats / n_bytes / math.log(2)
     weights = np.array([corpus.mixture[domain] for domain in corpus.domains])

@@ -215,6 +215,8 @@ def export(path, cfg, out, new, old):
         remedy = "prepared data by --data_dir, or --check=false"
         data_dir, mixture = checkpoint.trained_on(path.parent, cfg.data_dir, remedy)
         corpus = Corpus(data_dir, model.cfg.block_size, mixture=mixture)
+        if corpus.tokenizer.hash != tokenizer.hash:
+            raise UserError(f"{data_dir} was made with another tokenizer than {path}; name {remedy}")
     for folder in (new, old):  # of a process that was killed
         shutil.rmtree(folder, ignore_errors=True)
     try:

@@ -507,7 +507,8 @@ class Stop:
 
     def __call__(self, number, frame):
         self.asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def set_up(run, metrics, config, note, done):
@@ -575,6 +576,8 @@ def start(cfg, world):
     """Train the run of a config, from where it stands to its end."""
     with contextlib.ExitStack() as stack:
         with world.together():
+            if checkpoint.is_hf_folder(cfg.out_dir):
+                raise UserError(f"{cfg.out_dir} holds a Hugging Face model; set another --out_dir")
             run = build(cfg, world)
             if world.rank == 0:
                 stack.enter_context(hold(cfg.out_dir))

@@ -76,6 +76,13 @@ def test_parts_of_a_validation_pass(tmp_path):
         assert n_tokens == (1000 if most == 1 else 2999)
 
 
+def test_a_domain_without_text(data_dir):
+    corpus = Corpus(data_dir, 16)
+    sums = np.array([[3.0, 1.0, 5.0], [3.0, 1.0, 0.0]])
+    with pytest.raises(UserError, match=f"tokens of domain '{corpus.domains[1]}' have no text; prepare more of it"):
+        data.domain_losses(corpus, sums)
+
+
 def test_mixture_is_what_is_drawn(data_dir):
     corpus = Corpus(data_dir, 16, seed=4, mixture={"prose": 1, "code": 3})
     drawn = [corpus.place(s)[0] for s in range(20_000)]
@@ -121,7 +128,7 @@ def flip_a_token(folder):
 DAMAGES = {
     "code.bin has 39998 bytes instead of 40000": lambda f: os.truncate(f / "train/code.bin", 39_998),
     "code.bin has 40002 bytes instead of 40000": lambda f: os.truncate(f / "train/code.bin", 40_002),
-    "prose.bin has 0 bytes": lambda f: (f / "val/prose.bin").unlink(),
+    "prose.bin is missing; delete .* and prepare it again": lambda f: (f / "val/prose.bin").unlink(),
     "manifest.json is missing; it should be prepare.py": lambda f: (f / "manifest.json").unlink(),
     "is not JSON: .*should be prepare.py's manifest": lambda f: (f / "manifest.json").write_text("{"),
     "manifest.json takes object, not": lambda f: (f / "manifest.json").write_text("[1]"),

@@ -390,6 +390,9 @@ def test_refused(runs, data, tmp_path, monkeypatch):
     assert checkpoint.find(run).exists()
     refused(in_process(export, run, "--out_dir=."), "cannot be replaced as a whole; choose a new folder")
     refused(in_process(export, run, out, "--data_dir=nowhere"), "nowhere is no folder; name prepared data")
+    other = make_data(data / "other", tokenizer=byte_tokenizer("(?s:..?)"))
+    refused(in_process(export, run, out, f"--data_dir={other}"), "was made with another tokenizer than", "--data_dir")
+    refused(in_process(train, f"--data_dir={data}", f"--out_dir={folder}"), "holds a Hugging Face model; set another")
     refused(in_process(export, run, out, "--max_shard_size=big"), "not a size such as 500MB")
     unfinished = trained(data, tmp_path / "unfinished", max_steps=4)
     for path in checkpoint.steps(unfinished).values():

@@ -164,6 +164,20 @@ def test_resumed_run_equals_an_uninterrupted_one(data_dir, tmp_path):
     assert "already finished" in trained(data_dir, tmp_path / "term", **LONG, **kw, resume="auto").stdout
 
 
+def test_only_the_second_ctrl_c_kills():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        stop = train.Stop()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)  # the first
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def test_what_a_kill_after_the_last_save_has_left(data_dir, tmp_path):
     """The next start of a finished run deletes what the run itself would have deleted, and no more."""
     out = tmp_path / "run"
