@@ -47,16 +47,18 @@ def flops_per_token(cfg):
 def describe_mix(mix, weights):
     """What a residual does in a layer, in words. weights: those it has or starts from, see model.Lambdas."""
     r = mix.residual
-    where = " ".join(f"layer {s}" if isinstance(s, int) else s for s in mix.sources)
+    names = [f"layer {s}" if isinstance(s, int) else s for s in mix.sources]
     if r.map == "cross":
-        return f"attends over {where} too"
+        return f"attends over {', '.join(names)} too"
+    if r.learn == "head":
+        return f"{r.of}: head gate between own and {names[0]}"
     if r.per_token:
-        return f"{r.of}: {r.learn} gate between own and {where}"
+        own, each = r.weights(1)
+        return f"{r.of}: {own:.4g} own + {each:.4g} {r.learn}(W x) {names[0]}"
     own, each = float(weights[0]), float(weights[1])
     if r.map == "delta":
-        where = f"({where} - own)"
-    if len(mix.sources) > 1:
-        where = f"of each {where}"
+        names = [f"({name} - own)" for name in names]
+    where = names[0] if len(names) == 1 else f"({' + '.join(names)})"
     if r.map == "own":
         text = f"{r.of}: {own:.4g} own + {each:.4g} {where}"
     else:
@@ -98,10 +100,12 @@ def describe(cfg):
         lines.append("layer 0 has no skip around its attention")
     if mode.dense:
         dilation, period = mode.dense
-        lines.append(f"after each {period} blocks: weighted average over depth, dilation {dilation}")
+        when = "every block" if period == 1 else f"every {period} blocks"
+        lines.append(f"after {when}: weighted average over depth, dilation {dilation}")
     kv, full = kv_floats_per_token(cfg), 2 * cfg.n_layer * cfg.n_head * cfg.head_dim
     lines += [
         f"heads           {cfg.n_head} of width {cfg.head_dim}, {cfg.n_kv_head} of keys and values",
+        f"vocabulary      {cfg.vocab_size:,} tokens; train.py takes that of its data",
         f"parameters      {count_parameters(cfg):,} ({count_multiplying(cfg):,} multiply)",
         f"training FLOPs  {flops_per_token(cfg):,} per token at block_size {cfg.block_size}",
         f"KV cache        {kv:,} floats per token = {2 * kv:,} bytes in bf16, {kv / full:.4f} of full attention's",

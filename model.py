@@ -86,7 +86,7 @@ class Rope(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def _apply(self, fn, recurse=True):
-        """What .to() and .cuda() call: the tables move to another device, but stay in fp32."""
+        """What .to() and .cuda() call: the tables move to another device, but are never rounded to half precision."""
         cos, sin = self.cos, self.sin
         super()._apply(fn, recurse)
         if self.cos.dtype in (torch.float16, torch.bfloat16):
@@ -450,9 +450,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     x (N, C), w (V, C), target (N,), below 0 = ignored -> scalar in nats, fp32 (float64 if w is). The forward computes
     the gradients too, chunk by chunk while the chunk's logits exist; the backward only scales them. They carry neither
-    1/N nor the loss scale until then: in fp16, a softmax over N = 65,536 would vanish. Products use autocast's dtype,
-    sums in fp32. w is padded to a multiple of `multiple` rows, which matrix kernels on GPUs prefer; the padding's
-    logits are -inf. (torch's own linear_cross_entropy ignores autocast and is slower on a CPU.)
+    the 1/n of the mean over n targets nor the loss scale until then: in fp16, a softmax over 65,536 targets would
+    vanish. Products use autocast's dtype, sums in fp32. w is padded to a multiple of `multiple` rows, which matrix
+    kernels on GPUs prefer; the padding's logits are -inf. (torch's own linear_cross_entropy ignores autocast and is
+    slower on a CPU.)
     """
 
     @staticmethod
@@ -497,6 +498,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return nats, g @ w, g.T @ x
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         grad_x, grad_w, n = ctx.saved_tensors
         grad = grad / n
@@ -504,7 +506,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def normal(seed, name, shape, std):
-    """N(0, std) in fp32, zeros for std 0, from a random stream of (seed, name) alone, whatever else is drawn."""
+    """N(0, std^2) in fp32, zeros for std 0, from a random stream of (seed, name) alone, whatever else is drawn."""
     if std == 0:
         return torch.zeros(shape)
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
@@ -564,7 +566,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def mixing_weights(self):
-        """[residual][layer] -> its weights [own, each source], or None where it does nothing or a Gate has them."""
+        """[residual][layer] -> its weights [own, each source], or None where the layer lacks it, a Gate
+        computes them, or map="cross" has none."""
         found = []
         for lambdas in self.lambdas:
             found.append([None if w is None else [float(x) for x in w] for w in lambdas()])

@@ -92,8 +92,9 @@ class Residual:
             require(own != 0 or source != 0, f"lam={self.lam}: {learns} has no direction to start from")
         if self.learn in ("sigmoid", "relu"):
             require(source != 0, f"lam={self.lam}: the gate would multiply 0")
-        if self.tables == "one" and self.learn != "softmax":
-            require(source != 0, f"lam={self.lam}: a table that starts from 0 never learns if its weight is 0 too")
+        never_learns = self.tables == "one" or self.learn == "fixed"  # such a table starts from 0, or its weight stays
+        if self.source == "token" and never_learns and self.learn != "softmax":
+            require(source != 0, f"lam={self.lam}: a table with weight 0 never learns")
         if self.learn == "head":
             require(self.lam is None, f"{learns} divides 1 between own and source: lam stays None")
         if self.learn == "lerp" and self.lam:
@@ -207,8 +208,9 @@ class ValueMode:
         if self.borrow_v == "first":
             borrows = self.share_v not in (0, 1, "keys")
             require(borrows, "borrow_v='first' does nothing: no layer borrows from another one")
-        plain_name = re.fullmatch(r"[\w.+-]*", self.name)
-        require(plain_name, f"name={self.name!r} names folders too: use letters, digits and _ . + -")
+        plain_name = re.fullmatch(r"(\w[\w.+-]*)?", self.name)
+        how = "begin with a letter or digit, and use letters, digits and _ . + -"
+        require(plain_name, f"name={self.name!r} names folders too: {how}")
 
     def owner(self, t, n, n_layer):
         """The layer whose tensor t ("q", "k" or "v") layer n uses."""
@@ -348,7 +350,7 @@ def get_mode(mode):
         try:
             found = VALUE_MODES[name].with_lam(value)
         except ValueError as e:
-            raise ValueError(f"unknown value_mode {mode!r}: {name} does not take this number, {e}") from None
+            raise ValueError(f"unknown value_mode {mode!r}: {name} does not take this number: {e}") from None
         if found == VALUE_MODES[name]:
             return VALUE_MODES[name]
         number = repr(value).removesuffix(".0").replace("e+", "e")
@@ -366,7 +368,7 @@ def named_mode(mode):
             row = get_mode(mode.name)  # the table's, or one with a number
         except ValueError:
             return mode
-        require(row == mode, f"name={mode.name!r} is a row of the table with another meaning; choose another name")
+        require(row == mode, f"name={mode.name!r} already means another mode; choose another name")
         return mode
     for row in VALUE_MODES.values():
         if row == mode:
@@ -382,7 +384,7 @@ class ModelConfig:
     vocab_size: int = setting(50277, "token ids", least=1, most=2**26)
     block_size: int = setting(2048, "tokens per sequence", least=1, most=2**20)
     n_layer: int = setting(8, "layers", least=1, most=1000)
-    n_head: int = setting(8, "query heads", least=1)
+    n_head: int = setting(8, "query heads", least=1, most=2**16)
     n_kv_head: int = setting(0, "key and value heads; 0 = as value_mode says, else n_head", least=0)
     n_embd: int = setting(512, "width of the residual stream", least=1, most=2**16)
     head_dim: int = setting(0, "width of a head; 0 = n_embd / n_head", 0, 2**12)
@@ -449,8 +451,9 @@ def check_mode(cfg):
     exist = all(0 <= n < n_layer for n in named)
     require(exist, f"value_mode names layers {sorted(named)}, but there are only 0..{n_layer - 1}")
     if mode.dense:
-        message = f"dense={mode.dense} would average nothing: there are only {n_layer} blocks"
-        require(max(mode.dense) <= n_layer, message)
+        dilation, period = mode.dense
+        averages = any(i >= dilation for i in range(period, n_layer + 1, period))  # else of no block but itself
+        require(averages, f"dense={mode.dense} would average nothing: there are only {n_layer} blocks")
     plan = plan_layers(cfg)
     for index, r in enumerate(mode.residuals):
         layers = pick_layers(r.layers or ":", n_layer)

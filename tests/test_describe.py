@@ -30,7 +30,7 @@ def plan(monkeypatch, capsys):
 def test_plan_is_printed(plan):
     out = plan("--value_mode=svformer", "--n_layer=4")
     assert "layer  3  q own         k own         v of layer 0" in out and "0.6250 of full" in out
-    assert "v: 0.25 own + 0.25 of each layer 0 layer 1 layer 2" in plan("--value_mode=resformer_all")
+    assert "v: 0.25 own + 0.25 (layer 0 + layer 1 + layer 2)" in plan("--value_mode=resformer_all")
     assert "v: 0.5 own + 1.143 layer 0 (softmax, learned)" in plan("--value_mode=resformer_plus")
     assert "v: head gate between own and layer 0" in plan("--value_mode=resformer_head")
     assert "heads           12 of width 64" in plan("config/size_180m.py", "config/resformer.py")

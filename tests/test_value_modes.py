@@ -40,9 +40,9 @@ def test_a_mode_has_the_name_that_its_user_gave():
     assert ModelConfig(value_mode=mine).value_mode.name == "mine"
     assert ModelConfig(value_mode=ValueMode((Residual(lam=(1.0, 2.0)),))).value_mode.name == "resformer_lambda"
     assert mine == get_mode("resformer_lambda")  # the name says nothing of what it computes
-    with pytest.raises(ValueError, match="name='resformer' is a row of the table with another meaning"):
+    with pytest.raises(ValueError, match="name='resformer' already means another mode"):
         ModelConfig(value_mode=dataclasses.replace(mine, name="resformer"))
-    with pytest.raises(ValueError, match="name='resformer_lambda_0.5' is a row of the table with another meaning"):
+    with pytest.raises(ValueError, match="name='resformer_lambda_0.5' already means another mode"):
         ModelConfig(value_mode=dataclasses.replace(mine, name="resformer_lambda_0.5"))
     with pytest.raises(ValueError, match="use letters, digits"):
         ValueMode(name="a/b")
@@ -143,8 +143,11 @@ IMPOSSIBLE = [
     (lambda: ValueMode(share_v=0, borrow_v="first"), "borrow_v='first' does nothing"),
     (lambda: Residual(learn="unit", lam=(0.0, 0.0)), "has no direction to start from"),
     (lambda: Residual(learn="relu", lam=(1.0, 0.0)), "the gate would multiply 0"),
-    (lambda: Residual(source="token", tables="one", lam=(1.0, 0.0)), "never learns if its weight is 0 too"),
-    (lambda: Residual(source="token", tables="one", lam=(1.0, 0.0), learn="unit"), "never learns if its weight is 0"),
+    (lambda: Residual(source="token", lam=(1.0, 0.0)), "with weight 0 never learns"),
+    (lambda: ValueMode(name=".."), "begin with a letter or digit"),
+    (lambda: config(ValueMode(dense=(4, 3)), n_layer=4), "would average nothing"),
+    (lambda: Residual(source="token", tables="one", lam=(1.0, 0.0)), "with weight 0 never learns"),
+    (lambda: Residual(source="token", tables="one", lam=(1.0, 0.0), learn="unit"), "with weight 0 never learns"),
     (lambda: ValueMode(share_v=0, output="exclusive"), "output='exclusive' takes out a layer's own values"),
     (
         lambda: config("skipv1", n_kv_head=1),
