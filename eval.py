@@ -27,13 +27,15 @@ class EvalConfig:
         (), "runs or checkpoint files, first the baseline; empty = the newest run", group="Models", positional=True
     )
     which: Literal["last", "best"] = setting("last", "checkpoint of a run: the last, or the best in validation")
-    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of weights; log-probabilities are fp32")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting(
+        "float32", "of the weights; the softmax over logits is in fp32"
+    )
     task: tuple[str, ...] = setting(("all",), "one or several with commas, see above", group="Tasks")
     data_dir: str = setting("", "folder of local task files; empty = from the hub through `datasets`")
     corpus: str = setting("", "prepared data for the loss; empty = what the run was trained on")
     limit: int = setting(0, "only so many documents of each task, from the first; 0 = all", least=0)
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
-    batch_tokens: int = setting(0, "tokens of a forward pass; 0 = 2,048 on a CPU, 65,536 on a GPU", least=0)
+    batch_tokens: int = setting(0, "tokens of a forward pass; 0 = 65,536 on a CUDA GPU, else 2,048", least=0)
     out_file: str = setting(
         "", "the tables; empty = eval.md in the run's folder, for several runs in its parent", group="Results"
     )
@@ -79,10 +81,10 @@ from report import markdown, plus_minus, progress
 from runtime import Distributed, environment
 from tasks import EVALUATIONS
 
-# what scores follow from, besides weights
+# files whose code decides scores
 CODE = ("data.py", "eval.py", "hf.py", "model.py", "tasks.py", "value_modes.py")
 SAMPLE = {"document": COUNT, "choice": COUNT, "log_prob": float, "greedy": bool}  # what is read of sample files
-MAX_BRANCHES = 8  # of a bundle: the mask of each token spans the whole of it
+MAX_BRANCHES = 8  # most Rows in a Bundle: its mask grows with the square of its width
 
 
 # ---- scores
@@ -157,7 +159,7 @@ def pack(bundles, batch_tokens):
 
 
 def lay_out(batch):
-    """Bundles as rows of one width, padded at the end with token 0, to which nothing attends. Returns token ids,
+    """Bundles as rows of one width, padded at the end with token 0, which no token of a Row sees. Returns token ids,
     positions and branches (see PrefixTree), each (B, T) int64; then for the n scored tokens, each (n,): the place in
     the flattened rows that predicts it, its id, and the number of its Row."""
     width = max(bundle.width for bundle in batch)
@@ -220,7 +222,7 @@ def score_batch(model, batch):
 
 
 def score(model, documents, batch_tokens):
-    """Yields what `score_batch` returns of each forward pass, the widest first. documents: a list of Rows for each."""
+    """Yields, for each forward pass, what `score_batch` returns, the widest first. documents: the Rows of each."""
     for batch in pack(bundles_of(documents), batch_tokens):
         yield score_batch(model, batch)
 
@@ -334,9 +336,10 @@ def sample_record(label, name, i, j, q, row):
 
 @torch.inference_mode()
 def run_loss(entry, model, cfg, world):
-    """The Entry's loss over the whole validation split: every token but the first of each domain is predicted once.
+    """Sets the Entry's record of the loss over the whole validation split: every token but the first of each domain is
+    predicted once.
 
-    Its record is what `domain_losses` returns, and perplexity: {domain: exp(val)}, tokens: {domain: number}.
+    That is what `domain_losses` returns, and perplexity: {domain: exp(val)}, tokens: {domain: number}.
     """
     corpus = entry.corpus
     n_windows = max(1, cfg.tokens_per_pass(world) // corpus.block_size)  # in a forward pass
@@ -390,7 +393,7 @@ def open_entries(cfg, world):
 
 
 def short_labels(entries):
-    """Names for the tables, the shortest that differ: modes, folders or paths."""
+    """Names for the tables: the first of modes, folder names and paths that are all different."""
     for labels in ([e.header["mode"] for e in entries], [e.path.parent.name for e in entries]):
         if len(set(labels)) == len(labels):
             return labels

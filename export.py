@@ -3,10 +3,11 @@
     python export.py out/svformer --out_dir=hf/svformer
     python export.py out/vanilla --out_dir=hf/vanilla --dtype=bfloat16 --max_shard_size=2GB
 
-vanilla, also with fewer key and value heads, becomes a plain Llama. Every other model brings its code along: model.py,
-value_modes.py and configurator.py with relative imports, and modeling_nanoresformer.py around them; it is loaded with
-trust_remote_code=True. Before the folder gets its name, transformers loads it, and logits and token ids are compared
-with ours. sample.py, eval.py, analyze.py and `train.py --init_from` read the folder too. Read before: hf.py.
+vanilla of arch=llama, with all or fewer key and value heads, becomes a plain Llama. Every other model brings its code:
+model.py, value_modes.py and configurator.py with relative imports, and modeling_nanoresformer.py around them; it is
+loaded with trust_remote_code=True. Before the folder gets its name, transformers loads it, and logits and token ids are
+compared with ours, unless --check=false. sample.py, eval.py, analyze.py and `train.py --init_from` read the folder too.
+Read before: hf.py.
 """
 
 import re
@@ -24,7 +25,7 @@ class ExportConfig:
     which: Literal["last", "best"] = setting("last", "checkpoint of a run: the last, or the best in validation")
     dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of the weights")
     out_dir: str = setting("", "the new folder; empty = hf/<name of the run>", group="Result")
-    max_shard_size: str = setting("5GB", "of a weights file")
+    max_shard_size: str = setting("5GB", "most of one weights file")
     overwrite: bool = setting(False, "replace out_dir if it exists")
     check: bool = setting(True, "load it in transformers and compare", group="Check")
     data_dir: str = setting("", "prepared data for the check; empty = what the run was trained on")

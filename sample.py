@@ -4,7 +4,7 @@
     python sample.py out/demo/svformer --prompt="<|endoftext|>"            a new document
     python sample.py out/demo/svformer --prompt_file=prompts.txt           continue each line, all as one batch
 
-Prompts of several lengths go through one prefill, padded on the right. Then a RaggedCache decodes them as one batch.
+Prompts of several lengths go through one prefill, padded on the right, and are decoded as one batch from a RaggedCache.
 Read before: model.py, checkpoint.py.
 """
 
@@ -26,12 +26,14 @@ class SampleConfig:
     which: Literal["last", "best"] = setting("last", "which checkpoint of a run: last, or best in validation")
     prompt: str = setting("\n", "text to continue; '<|endoftext|>' in it ends a document", group="Text")
     prompt_file: str = setting("", "file with one prompt per line, instead of prompt")
-    max_new_tokens: int = setting(200, "most tokens to add; a sample also ends with its document", least=1)
+    max_new_tokens: int = setting(
+        200, "at most so many new tokens; fewer if the document ends or the block is full", least=1
+    )
     num_samples: int = setting(1, "continuations of each prompt, all in one batch", least=1)
     temperature: float = setting(0.8, "of the softmax; 0 = always the likeliest token", least=0, group="Sampling")
     top_k: int = setting(0, "draw from the k likeliest tokens only; 0 = from all", least=0)
     top_p: float = setting(1.0, "draw from the likeliest tokens that together have this probability; 1 = from all")
-    seed: int = setting(1, "same seed, same text")
+    seed: int = setting(1, "the same seed and the same prompts give the same text")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
     dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of weights and cache")
     compile: bool = setting(False, "torch.compile of decoding, with CUDA graphs on GPUs: for long texts on GPUs")

@@ -47,7 +47,7 @@ class TrainConfig:
     arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
 
     batch_tokens: int = setting(2_097_152, "tokens per optimizer step, over all ranks", least=1, group="Optimization")
-    micro_batch: int = setting(32, "most sequences per rank and forward pass; accumulation follows from it", least=1)
+    micro_batch: int = setting(32, "at most so many sequences per rank and forward pass; accumulation follows", least=1)
     max_steps: int = setting(10_000, "optimizer steps, the length of the schedule", least=1)
     warmup_steps: int = setting(120, "steps of linear warmup from 1e-7", least=0)
     learning_rate: float = setting(6e-4, "peak of the schedule", least=0, most=1e6)
@@ -62,10 +62,10 @@ class TrainConfig:
     save_every: int = setting(1000, "steps between checkpoints; evaluated steps and the last are saved too", least=1)
     keep: int = setting(2, "checkpoints kept, besides the best; 0 = all", least=0)
     log_every: int = setting(10, "steps between lines on the screen; metrics.jsonl has every step", least=1)
-    log: Literal["none", "wandb"] = setting("none", "send the metrics there too")
+    log: Literal["none", "wandb"] = setting("none", "wandb: send the metrics to Weights & Biases too")
 
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of autocast; auto = bf16 if fast here")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of autocast; auto = bf16 if fast")
     compile: bool | None = setting(None, "torch.compile; none = on GPUs only")
     attn: Literal["sdpa", "flash", "eager"] = setting("sdpa", "attention kernel: torch's, flash-attn's, or plain")
     recompute: bool = setting(False, "activation checkpointing: less memory, more computing, the same numbers")
@@ -137,9 +137,9 @@ from value_modes import kv_floats_per_token
 
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
 REMEDY = "nothing of this step is saved; continue from a checkpoint before it with a lower learning_rate"
-MAY_DIFFER = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every")
-# These change no result beyond rounding. A resumed run says nothing of them, and paper/ compares runs without them.
-MAY_DIFFER += ("recompute", "shard", "micro_batch", "attn")
+# Settings that change no result beyond rounding. A resumed run says nothing of them, and paper/ compares runs without.
+MAY_DIFFER = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every",
+              "recompute", "shard", "micro_batch", "attn")  # fmt: skip
 
 
 def learning_rate(step, peak, end, warmup, steps):
@@ -199,7 +199,7 @@ class Metrics:
             self.wandb.init(project="nanoresformer", name=name, dir=cfg.out_dir, config=settings)
 
     def write(self, record):
-        """Append a record: {"step": …} of a step, with "event": "eval" or "start" of the others."""
+        """Append a record. All have "step"; those of evaluations and starts also have "event": "eval" or "start"."""
         if not self.is_main:
             return
         append(self.file, json.dumps(record, allow_nan=False) + "\n")
@@ -217,7 +217,8 @@ class Metrics:
         self.write(record)
         self.bar.update(1)
         n = record["step"]
-        if n % self.log_every and n not in (1, self.max_steps):
+        is_shown = n % self.log_every == 0 or n in (1, self.max_steps)
+        if not is_shown:
             return
         norm = "overflow" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
         mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] else ""
