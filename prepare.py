@@ -232,9 +232,13 @@ def tokenizer_spec(name, pattern, ranks, special, normalize=None):
     return dict(name=name, pattern=pattern, ranks=ranks, special=special, normalize=normalize, n_vocab=n_vocab)
 
 
-def vocabulary_bytes(vocab):
-    """[(bytes, id)] by rising id of a byte-level vocabulary {token: id}."""
+def vocabulary_bytes(vocab, path):
+    """A byte-level vocabulary {token: id} -> [(bytes, id)] by rising id. path: its file, for the UserError."""
     letters = {letter: b for b, letter in byte_letters().items()}
+    for token, i in vocab.items():
+        if not isinstance(i, int) or not letters.keys() >= set(token):
+            wrong = f"{path} is no byte-level vocabulary: its token {token!r} has letters of no byte, or no id"
+            raise UserError(f"{wrong}; pass another --tokenizer_file")
     by_id = sorted(vocab.items(), key=lambda item: item[1])
     return [(bytes(letters[c] for c in token), i) for token, i in by_id]
 
@@ -260,7 +264,7 @@ def neox_spec(path):
         is_known = False
     if not is_known:
         raise UserError(f"{path} is not a tokenizer.json like GPT-NeoX's; pass that with --tokenizer_file")
-    ranks = vocabulary_bytes({token: i for token, i in vocab.items() if token not in special})
+    ranks = vocabulary_bytes({token: i for token, i in vocab.items() if token not in special}, path)
     # Text has to be cut at the runs before anything else. So the pattern starts with runs of spaces, and other
     # whitespace ends where a run begins. tiktoken looks up a whole piece before it merges: it finds the added token,
     # which, listed last, hides the vocabulary's own entry for that run.
@@ -274,9 +278,10 @@ def neox_spec(path):
 def gpt2_spec(folder):
     """Spec of GPT-2's tokenizer, from a folder with OpenAI's encoder.json; "" = from the network."""
     if folder:
-        vocab = read_json(Path(folder, "encoder.json"), "OpenAI's vocabulary", {EOT: int})
+        path = Path(folder, "encoder.json")
+        vocab = read_json(path, "OpenAI's vocabulary", {EOT: int})
         del vocab[EOT]
-        ranks = vocabulary_bytes(vocab)
+        ranks = vocabulary_bytes(vocab, path)
     else:
         with explained("download gpt2", "pass --tokenizer_file=<a folder with encoder.json>"):
             ranks = list(need("tiktoken_ext.openai_public").gpt2()["mergeable_ranks"].items())

@@ -303,6 +303,8 @@ def resumed(run):
     done = checkpoint.resume(path, run.model, run.optimizer, run.scaler, run.corpus.tokenizer.hash)["step"]
     if files and done < max(files):
         raise UserError(f"{cfg.out_dir} holds step {max(files)}, later than {path}; set another --out_dir to go back")
+    if not files and done >= cfg.max_steps:
+        raise UserError(f"{path} is at step {done}, so nothing is left to train; set --max_steps above that")
     return done
 
 
@@ -312,7 +314,10 @@ def compare_settings(run, done):
     Raises UserError if the first weights, the data or its order changed, or, in a finished run, anything that changes
     results.
     """
-    cfg, path = run.cfg, Path(run.cfg.out_dir) / "config.json"
+    cfg, folder = run.cfg, Path(run.cfg.out_dir)
+    if done and not checkpoint.steps(folder):  # it continues from a checkpoint elsewhere
+        folder = checkpoint.find(cfg.resume).parent
+    path = folder / "config.json"
     settings = dataclasses.asdict(cfg)
     settings["value_mode_name"] = settings["value_mode"].pop("name")
     settings["data"] = run.corpus.hash
@@ -326,7 +331,8 @@ def compare_settings(run, done):
     must_stay = {"seed", "batch_tokens", "data", "bos", "init_from"}
     is_finished = done >= cfg.max_steps
     if must_stay.intersection(changed) or (changed and is_finished):
-        raise UserError(f"{cfg.out_dir} was started with other settings: {what}; use them, or another --out_dir")
+        remedy = "use them, or start anew in another --out_dir"
+        raise UserError(f"{folder} was started with other settings: {what}; {remedy}")
     return new, f"note: changed since the run was last started: {what}" if changed else ""
 
 

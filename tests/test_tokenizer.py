@@ -170,6 +170,8 @@ def test_bad_tokenizer_files(small, tmp_path):
         lambda about: about["pre_tokenizer"].update(type="Whitespace"),
         lambda about: about["added_tokens"].pop(),
         lambda about: about.pop("model"),
+        lambda about: about["model"]["vocab"].update({"▁the": 60000}),
+        lambda about: about["model"]["vocab"].update(a="97"),
     ):
         about = json.loads(small.file.read_text(encoding="utf-8"))
         damage(about)
@@ -177,11 +179,14 @@ def test_bad_tokenizer_files(small, tmp_path):
         with pytest.raises(UserError, match="changed.json"):
             prepare.neox_spec(tmp_path / "changed.json")
     (tmp_path / "a.txt").write_text("text\n" * 9)
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "encoder.json").write_text(json.dumps({"<|endoftext|>": 1, "▁the": 0}), encoding="utf-8")
     words = ("files", f"--input_dir={tmp_path / 'a.txt'}", f"--out_dir={tmp_path / 'out'}")
     for tokenizer, file, fragments in (
         ("neox", tmp_path / "changed.json", ["changed.json", "--tokenizer_file"]),
         ("neox", "no.json", ["no.json is missing"]),
         ("gpt2", tmp_path, ["encoder.json is missing"]),
+        ("gpt2", tmp_path / "letters", ["encoder.json is no byte-level vocabulary: its token '▁the'"]),
     ):
         result = in_process(prepare, *words, f"--tokenizer={tokenizer}", f"--tokenizer_file={file}")
         refused(result, *fragments)

@@ -293,6 +293,16 @@ def test_going_back_needs_another_folder(data_dir, tmp_path):
     assert max(checkpoint.steps(tmp_path / "back")) == 7 and max(checkpoint.steps(out)) == 12
 
 
+def test_going_on_from_another_run_in_a_new_folder(base, data_dir, tmp_path):
+    def on(**kw):
+        return in_process(train, *flags(data_dir, tmp_path / "new", resume=base, **kw))
+
+    refused(on(), "is at step 12, so nothing is left to train; set --max_steps above that")
+    refused(on(max_steps=14, seed=7), f"{base} was started with other settings: seed (was 1), max_steps (was 12)")
+    assert on(max_steps=14).returncode == 0
+    assert [record["step"] for record in steps_of(tmp_path / "new")] == [13, 14]
+
+
 def test_old_metrics_without_a_checkpoint_are_kept(data_dir, tmp_path):
     out = tmp_path / "run"
     trained(data_dir, out, max_steps=2)
