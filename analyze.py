@@ -372,7 +372,7 @@ class Subject:
 
     @property
     def label(self):
-        return self.out_dir.name
+        return self.out_dir.resolve().name
 
 
 def open_run(name, cfg, device):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+import shlex
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -141,7 +142,8 @@ GROUPS = {"table1": TABLE1, "table5": ("loss",), "all": ("loss", *TASKS)}
 def download_command(name, folder):
     """The command that puts a task's files where `local_rows` looks for them."""
     task = TASKS[name]
-    return f"hf download {task.hub} --repo-type=dataset --revision={task.revision} --local-dir={Path(folder) / name}"
+    local = shlex.quote(str(Path(folder) / name))
+    return f"hf download {task.hub} --repo-type=dataset --revision={task.revision} --local-dir={local}"
 
 
 def hub_is_there(task):
@@ -328,7 +330,7 @@ def task_record(asked, documents, correct):
 
 
 def average(pairs):
-    """(mean, standard error) of the mean of some tasks' [(mean, standard error)]."""
+    """Mean of several tasks' means, and its standard error. pairs: [(mean, standard error)]"""
     means, errors = zip(*pairs, strict=True)
     error = None if None in errors else math.sqrt(sum(e**2 for e in errors)) / len(errors)
     return np.mean(means), error

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -699,3 +700,7 @@ def test_a_failed_model_is_not_scored(runs, tmp_path):
     byte_tokenizer().save(tmp_path / "tokenizer.json")
     refused(in_process(e, tmp_path, "--task=piqa", f"--data_dir={runs / 'evals'}"), "not finite")
     refused(in_process(e, tmp_path, "--task=loss", f"--corpus={runs / 'data'}"), "not finite")
+
+
+def test_the_command_for_a_download_is_quoted():
+    assert shlex.split(tasks.download_command("piqa", "my evals"))[-1] == "--local-dir=my evals/piqa"
