@@ -244,7 +244,12 @@ class Corpus:
             least = self.block_size + 1 if split == "train" else 2  # validation can do with a part of a window
             if about["tokens"] < least:
                 short = f"{split} data of domain {domain!r} in {self.dir} has {about['tokens']} tokens"
-                raise UserError(f"{short}, but needs {least}; prepare more, or set a smaller block_size or --length")
+                how = (
+                    "prepare more, or set a smaller block_size or --length"
+                    if split == "train"
+                    else "prepare more of it"
+                )
+                raise UserError(f"{short}, but needs {least}; {how}")
             file = open(self.dir / about["file"], "rb", buffering=0)
             if split == "train" and hasattr(os, "posix_fadvise"):  # else the system reads far around each window
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)

@@ -320,6 +320,8 @@ def make_tokenizer(cfg, inputs):
     print(f"training {cfg.tokenizer} on at most {cfg.bpe_bytes:,} bytes of text", flush=True)
     bpe.train_from_iterator(train_texts(cfg, inputs), n_vocab - 1, pattern=PATTERN)
     ranks = [(bytes(b), i) for b, i in sorted(bpe.get_mergeable_ranks(), key=lambda rank: rank[1])]
+    if len(ranks) + 1 < n_vocab:
+        print(f"note: so little text gives a vocabulary of {len(ranks) + 1:,} instead of {n_vocab:,}")
     return Tokenizer(tokenizer_spec(cfg.tokenizer, PATTERN, ranks, {EOT: len(ranks)}))
 
 
@@ -445,7 +447,7 @@ def write_corpus(cfg, inputs, state, tokenizer):
 
 
 def print_result(cfg, state):
-    """Say what was written, and what the user may not expect of it."""
+    """Say what was written, and what may surprise."""
     train, val = state["splits"]["train"], state["splits"]["val"]
     for about in [*train.values(), *val.values()]:
         size = f"{about['tokens']:,} tokens, {about['documents']:,} documents, {about['bytes']:,} bytes of text"
@@ -456,7 +458,8 @@ def print_result(cfg, state):
         elif cfg.tokens and not is_full(cfg, state, "train", domain):
             print(f"note: the input ended before {domain}'s {cfg.tokens * weight:,.0f} tokens")
     for domain in sorted(train.keys() - val.keys()):
-        print(f"note: no validation text of domain {domain}; raise --val_fraction or prepare more")
+        how = "set --val_fraction above 0" if cfg.val_fraction == 0 else "give it more than one item of text"
+        print(f"note: no validation text of domain {domain}, without which train.py does not start; {how}")
     if state["skipped"]:
         print(f"note: {state['skipped']} unreadable documents were left out")
 
@@ -466,7 +469,10 @@ def write_manifest(cfg, state, tokenizer):
     out = Path(cfg.out_dir)
     train = state["splits"]["train"]
     if not train:
-        raise UserError("no train text in the input" + (f" of {', '.join(cfg.mixture)}" if cfg.mixture else ""))
+        of_mixture = f" of {', '.join(cfg.mixture)}" if cfg.mixture else ""
+        raise UserError(
+            f"the input has no train text{of_mixture}; {state['skipped']} unreadable documents were left out"
+        )
     for split in state["splits"].values():
         for about in split.values():
             about["sha256"] = sha256(out / about["file"])

@@ -359,3 +359,11 @@ def test_damaged_compressed_file_is_not_a_corrupt_line(tmp_path):
     for damaged in (packed[: len(packed) // 2], packed[:-1], b"not zstandard" + packed):
         file.write_bytes(damaged)
         refused(call(*files(file.parent, tmp_path / "out", "--skip_bad")), "cannot read", "a.jsonl.zst")
+
+
+def test_a_vocabulary_that_the_text_is_too_small_for(tmp_path):
+    (tmp_path / "a.txt").write_text("ab " * 9)
+    (tmp_path / "b.txt").write_text("cd " * 9)
+    said = make("files", f"--input_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}", "--tokenizer=bpe:4096")
+    size = load_manifest(tmp_path / "out")["tokenizer"]["n_vocab"]
+    assert size < 4096 and f"so little text gives a vocabulary of {size:,} instead of 4,096" in said
