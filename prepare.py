@@ -104,7 +104,7 @@ if __name__ == "__main__":  # before the other imports, so that a typo is answer
 
 import numpy as np
 
-from data import COUNT, EOT, MANIFEST, TOKEN_FILE, Tokenizer, byte_letters
+from data import COUNT, EOT, MANIFEST, TOKEN_FILE, Tokenizer, byte_letters, check_vocabulary
 from files import hold, read_json, read_record, sha256, write_record, writing
 from reading import explained, find_inputs, raw_items, to_documents
 from report import progress
@@ -224,12 +224,18 @@ def is_held_out(cfg, seen, docs):
 
 
 def tokenizer_spec(name, pattern, ranks, special, normalize=None):
-    """What data.Tokenizer takes; raises UserError if ids do not fit uint16. ranks: [(bytes, id)], merges in order."""
+    """What data.Tokenizer takes; raises UserError if ids do not fit uint16, are ambiguous, or some bytes have none.
+    ranks: [(bytes, id)], merges in order."""
     n_vocab = 1 + max(i for _, i in [*ranks, *special.items()])
     if n_vocab > 2**16:
         raise UserError(f"{name} has {n_vocab:,} entries, but ids are uint16: a vocabulary has at most 65,536")
     ranks = [[base64.b64encode(b).decode(), i] for b, i in ranks]
-    return dict(name=name, pattern=pattern, ranks=ranks, special=special, normalize=normalize, n_vocab=n_vocab)
+    spec = dict(name=name, pattern=pattern, ranks=ranks, special=special, normalize=normalize, n_vocab=n_vocab)
+    try:
+        check_vocabulary(spec)
+    except ValueError as e:
+        raise UserError(f"{name} is not a vocabulary that we can use: {e}; pass another --tokenizer_file") from None
+    return spec
 
 
 def vocabulary_bytes(vocab, path):

@@ -158,7 +158,7 @@ def test_million_whitespaces():
 
 
 def test_vocabulary_has_to_fit_uint16():
-    ranks = [(b"%d" % i, i) for i in range(2**16)]
+    ranks = [(bytes([i]) if i < 256 else b"%d" % i, i) for i in range(2**16)]
     with pytest.raises(UserError, match="65,537 entries.*uint16.*65,536"):
         prepare.tokenizer_spec("large", prepare.PATTERN, ranks, {EOT: 2**16})
     assert prepare.tokenizer_spec("fits", prepare.PATTERN, ranks[:-1], {EOT: 2**16 - 1})["n_vocab"] == 2**16
@@ -179,6 +179,8 @@ def test_bad_tokenizer_files(small, tmp_path):
         with pytest.raises(UserError, match="changed.json"):
             prepare.neox_spec(tmp_path / "changed.json")
     (tmp_path / "a.txt").write_text("text\n" * 9)
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "encoder.json").write_text(json.dumps({"<|endoftext|>": 1, "a": 0}))
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "encoder.json").write_text(json.dumps({"<|endoftext|>": 1, "▁the": 0}), encoding="utf-8")
     words = ("files", f"--input_dir={tmp_path / 'a.txt'}", f"--out_dir={tmp_path / 'out'}")
@@ -187,6 +189,7 @@ def test_bad_tokenizer_files(small, tmp_path):
         ("neox", "no.json", ["no.json is missing"]),
         ("gpt2", tmp_path, ["encoder.json is missing"]),
         ("gpt2", tmp_path / "letters", ["encoder.json is no byte-level vocabulary: its token '▁the'"]),
+        ("gpt2", tmp_path / "few", ["gpt2 is not a vocabulary that we can use: some bytes of UTF-8 have no token"]),
     ):
         result = in_process(prepare, *words, f"--tokenizer={tokenizer}", f"--tokenizer_file={file}")
         refused(result, *fragments)
