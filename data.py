@@ -142,6 +142,11 @@ class Tokenizer:
         return n
 
 
+def damaged(wrong, data_dir):
+    """The UserError of data that is not as prepare.py left it. prepare.py alone would call the folder complete."""
+    return UserError(f"{wrong}; delete {data_dir} and prepare it again")
+
+
 def load_manifest(data_dir, verify=True):
     """The MANIFEST of a data folder, after checking the files against it; raises UserError that says what is wrong.
 
@@ -159,14 +164,12 @@ def load_manifest(data_dir, verify=True):
         for about in split.values():
             path = data_dir / about["file"]
             if not path.exists():
-                raise UserError(f"{path} is missing; delete {data_dir} and prepare it again")
+                raise damaged(f"{path} is missing", data_dir)
             size = path.stat().st_size
             if size != 2 * about["tokens"]:
-                wrong = f"{path} has {size} bytes instead of {2 * about['tokens']}"
-                raise UserError(f"{wrong}; delete {data_dir} and prepare it again")
+                raise damaged(f"{path} has {size} bytes instead of {2 * about['tokens']}", data_dir)
             if verify and sha256(path) != about["sha256"]:
-                wrong = f"{path} was altered: its sha256 is not the manifest's"
-                raise UserError(f"{wrong}; delete {data_dir} and prepare it again")
+                raise damaged(f"{path} was altered: its sha256 is not the manifest's", data_dir)
     return manifest
 
 
@@ -200,8 +203,7 @@ class Corpus:
         self.manifest = load_manifest(data_dir, verify)
         self.tokenizer = Tokenizer.load(self.dir / "tokenizer.json")
         if self.tokenizer.hash != self.manifest["tokenizer"]["hash"]:
-            wrong = f"{self.dir}/tokenizer.json is not the one that the data was made with"
-            raise UserError(f"{wrong}; delete {self.dir} and prepare it again")
+            raise damaged(f"{self.dir}/tokenizer.json is not the one that the data was made with", self.dir)
         self.mixture = self._normalized_weights(mixture or self.manifest["mixture"])  # {domain: weight}, sum 1
         self.domains = list(self.mixture)
         self._files = {split: self._open(split) for split in ("train", "val")}  # split -> domain -> (file, its tokens)
@@ -244,11 +246,9 @@ class Corpus:
             least = self.block_size + 1 if split == "train" else 2  # validation can do with a part of a window
             if about["tokens"] < least:
                 short = f"{split} data of domain {domain!r} in {self.dir} has {about['tokens']} tokens"
-                how = (
-                    "prepare more, or set a smaller block_size or --length"
-                    if split == "train"
-                    else "prepare more of it"
-                )
+                how = "prepare more of it"
+                if split == "train":
+                    how += ", or set a smaller block_size or --length"
                 raise UserError(f"{short}, but needs {least}; {how}")
             file = open(self.dir / about["file"], "rb", buffering=0)
             if split == "train" and hasattr(os, "posix_fadvise"):  # else the system reads far around each window
@@ -266,11 +266,11 @@ class Corpus:
         file, _ = self._files[split][domain]
         content = os.pread(file.fileno(), 2 * n, 2 * start)
         if len(content) < 2 * n:
-            raise UserError(f"{file.name} was cut while it was in use; delete {self.dir} and prepare it again")
+            raise damaged(f"{file.name} was cut while it was in use", self.dir)
         ids = np.frombuffer(content, "<u2")
         if n and ids.max() >= self.tokenizer.n_vocab:
             wrong = f"{file.name} holds the token id {ids.max()}, but the vocabulary has {self.tokenizer.n_vocab}"
-            raise UserError(f"{wrong}; delete {self.dir} and prepare it again")
+            raise damaged(wrong, self.dir)
         return ids
 
     def _read(self, split, places):
