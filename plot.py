@@ -118,14 +118,15 @@ def style_of(mode):
     return {"color": color, "linestyle": dash, "marker": MARKERS[place % len(MARKERS)], "markerfacecolor": "none"}
 
 
-def lighten(color, share):
-    """A colour "#rrggbb" mixed with that share of white."""
+def shade(color, share):
+    """A colour "#rrggbb" mixed with that share of white, or of black if the share is negative."""
+    target = 255 if share > 0 else 0
     channels = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(c + share * (255 - c)):02X}" for c in channels)
+    return "#" + "".join(f"{round(c + abs(share) * (target - c)):02X}" for c in channels)
 
 
 def styles_of(modes):
-    """{label: mode} -> {label: style}. Several lines of one mode keep its colour, from light to full, and differ in
+    """{label: mode} -> {label: style}. Several lines of one mode keep its colour, from light to dark, and differ in
     dash and marker."""
     styles = {}
     for label, mode in modes.items():
@@ -133,7 +134,7 @@ def styles_of(modes):
         styles[label] = style_of(mode)
         if len(same) > 1:
             i = same.index(label)
-            styles[label]["color"] = lighten(style_of(mode)["color"], 0.6 * (1 - i / (len(same) - 1)))
+            styles[label]["color"] = shade(style_of(mode)["color"], 0.4 - 0.9 * i / (len(same) - 1))
             styles[label]["linestyle"] = DASHES[i % len(DASHES)]
             styles[label]["marker"] = MARKERS[i % len(MARKERS)]
     return styles
@@ -404,7 +405,7 @@ def token_axis(ax):
     ax.set_xscale("log", subs=())
     ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
     ax.xaxis.set_major_formatter(lambda x, _: short_count(x))
-    ax.set_xlabel(f"training tokens (a point: mean over the last {1 - 1 / GROWTH:.0%})")
+    ax.set_xlabel(f"training tokens (a point averages the {1 - 1 / GROWTH:.0%} before it)")
 
 
 def relative_panel(ax, pairs, styles, baseline="Transformer"):

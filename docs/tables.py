@@ -37,25 +37,10 @@ from budget import BudgetConfig, budget
 from describe import mode_table
 from examples import vit
 from files import read_json, write_text
-from paper.claims import (
-    CONFIRMED,
-    CONTRADICTED,
-    HEADER,
-    LABELS,
-    best_rate,
-    claim_cells,
-    deep_entropy,
-    gaps_at_best,
-    gaps_to_vanilla,
-    least_value,
-    most_hidden,
-    most_importance,
-    tally,
-    tested,
-)
-from paper.figures import FOUR, GRIDS, RATES, TUNED
+from paper.claims import LABELS, best_rate, gaps_at_best, gaps_to_vanilla, tally
+from paper.figures import GRIDS, RATES, TUNED
 from paper.found import Found, read_kept
-from paper.runs import INSPECTED, SCALES, SEEDS, Job
+from paper.runs import SCALES, SEEDS
 from report import markdown, mean_interval, with_interval
 from value_modes import TABLE, ModelConfig
 
@@ -76,20 +61,6 @@ def current_training_table(name):
 def figures_of(scale):
     """{name: what results/<scale>.json says of a figure}"""
     return read_json(ROOT / f"results/{scale}.json", "results of paper.reproduce")["figures"]
-
-
-def claims_table(scale):
-    """The claims that are decided by several seeds, each once, by verdict."""
-    rows, cells = tested(figures_of(scale)), []
-    for verdict in (CONFIRMED, CONTRADICTED):
-        cells += [claim_cells(row) for row in rows if row["verdict"] == verdict]
-    return markdown(HEADER, cells, left=3)
-
-
-def table_of(scale, name):
-    """(header, rows) of a figure's table"""
-    header, *rows = figures_of(scale)[name]["table"]
-    return header, rows
 
 
 def recorded(scale):
@@ -131,26 +102,6 @@ def weights_table(scale, size, modes):
             cells = [f"{own:.2f} + {first:.2f}" for own, first in layers[1:]]
             rows.append([LABELS[mode], str(record["start"]["seed"]), *cells])
     return markdown(["V_n + V_1", "seed", *(f"layer {n}" for n in range(2, 2 + len(cells)))], rows)
-
-
-def concentration_table(scale, size, *modes):
-    """How concentrated the attention of modes is, and their losses: means over seeds with their 95 % intervals."""
-    found, rows = recorded(scale), []
-    quantities = {
-        "entropy (nats)": deep_entropy,
-        "first token's attention": most_importance,
-        "its value": least_value,
-        "its hidden state": most_hidden,
-    }
-    for mode in modes:
-        job = Job(mode, size)
-        seeds = found.seeds(job)
-        cells = [LABELS[mode], with_interval(*mean_interval(found.losses(job)))]
-        for quantity in quantities.values():
-            values = [quantity(job, found, seed) for seed in seeds]
-            cells.append(with_interval(*mean_interval(values)))
-        rows.append(cells)
-    return markdown(["mode", "validation loss", *quantities], rows)
 
 
 def decoding_of_vanilla():
@@ -212,10 +163,7 @@ MAKERS = {
     "budget-1.6B": budget_of_1600m,
     "vit": digits_table,
     "claims-night": lambda: tally(figures_of("night")),
-    "night-verdicts": lambda: claims_table("night"),
-    "night-v5": lambda: markdown(*table_of("night", "v5")),
     "night-grid": lambda: grid_table("night", "82M"),
-    "night-sinks": lambda: concentration_table("night", INSPECTED, *FOUR),
     "night-weights": lambda: weights_table("night", "82M", ("resformer_learned", "resformer_plus")),
     "training-tiny": lambda: current_training_table("x1_tiny"),
     "training-82M": lambda: current_training_table("x2_82m"),

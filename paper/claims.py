@@ -242,20 +242,14 @@ def most_importance(job, found, seed):
     return max(found.by_layer(job, seed, "first"))
 
 
-def norm_ratios(job, found, seed, of):
-    """The first token's norm relative to other tokens', over layers (of="value") or states ("hidden")."""
-    first, rest = (np.array(found.by_layer(job, seed, f"{of}_norm_{part}"), float) for part in ("first", "rest"))
-    return first / rest
-
-
 def least_value(job, found, seed):
     """The first token's least value norm over layers, relative to other tokens."""
-    return norm_ratios(job, found, seed, "value").min()
+    return min(found.by_layer(job, seed, "value_norm"))
 
 
 def most_hidden(job, found, seed):
     """The first token's greatest hidden norm over states, relative to other tokens."""
-    return norm_ratios(job, found, seed, "hidden").max()
+    return max(found.by_layer(job, seed, "hidden_norm"))
 
 
 def importance_ratio(job, found, seed):

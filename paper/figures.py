@@ -10,7 +10,7 @@ from functools import partial
 
 from paper import claims, tables
 from paper.claims import LABELS, LENGTHS, Claim, gap_change, layer_mean, lower_loss, minus, mode_claims, over_vanilla
-from paper.runs import INSPECTED, ONE_RATE, Job
+from paper.runs import DEEP, INSPECTED, ONE_RATE, Job
 
 MINUS_VANILLA = ("relative", "critical", "dots", "best", "regime")  # kinds of panels that need vanilla's runs, too
 
@@ -122,8 +122,8 @@ SV_RATES = tuple(("rate {rate}", Job("svformer", lr=lr)) for lr in (1e-4, 3e-4, 
 SV_WARMUPS = tuple(("{warmup} steps of warmup", Job("svformer", warmup=n)) for n in (120, 1200))
 FIRST = {
     "first": "importance of the first token",
-    "value_norm_first": "norm of the first token's value",
-    "hidden_norm_first": "norm of the first token's hidden state",
+    "value_norm": "norm of the first token's value\nrelative to other tokens",
+    "hidden_norm": "norm of the first token's hidden state\nrelative to other tokens",
 }
 ENTROPY = "entropy of token importance (nats)"
 TOP = {f"TOP-{k}": f"top_{k}" for k in ("1", "2", "3", "10", "1%")}
@@ -160,9 +160,11 @@ FIGURES = {
         ),
     ),
     "fig2": Figure(
-        "The first token by layer: what attention it gets, and how long its value and its hidden state are.",
+        "The first token by layer: what attention it gets, and how long its value and its hidden state are, relative "
+        "to other tokens.",
         tuple(Panel("layers", "", named(*FOUR, size=INSPECTED), key, label) for key, label in FIRST.items()),
         claims.fewer_extremes("resformer", INSPECTED),
+        table=lambda found: tables.concentration_table(found, FIGURES["fig2"].at(found.scale).jobs),
     ),
     "fig4": Figure(
         "How near two cheap substitutes come to true cross-layer attention (Eq 2) in a trained Transformer.",
@@ -470,7 +472,8 @@ def best_lines(size):
 FIGURES["rates"] = Figure(
     "Validation loss against the learning rate, and training loss minus vanilla's with each mode at its best rate. The "
     "paper trained every mode at one rate. Here each mode's best of five is chosen by the seed that all rates have; "
-    "that seed is also among those that are compared, or the only one. Rates are a factor of 2 apart.",
+    "that seed is also among those that are compared, or the only one. Rates are a factor of 2 apart. Losses more than "
+    "0.45 above a panel's lowest are cut off.",
     (
         rates_panel("82M"),
         Panel("best", "each at its best rate, 95 % intervals", best_lines("82M")),
@@ -529,7 +532,7 @@ REGIME = (
     ("width 160, 5 heads", Job("resformer", "180M"), LOW_RATES),
     ("width 192, 6 heads, 8 layers", Job("resformer", "468M"), LOWEST_RATES),
     ("3 layers", Job("resformer", change="n_layer=3"), HIGH_RATES),
-    ("12 layers", Job("resformer", change="n_layer=12"), LOW_RATES),
+    ("12 layers", Job("resformer", change=DEEP), LOW_RATES),
     ("2 wider heads", Job("resformer", change="n_head=2"), TUNED_RATE),
     ("8 narrower heads", Job("resformer", change="n_head=8"), TUNED_RATE),
     ("shorter: length {length}", Job("resformer", length=512), TUNED_RATE),
@@ -547,12 +550,21 @@ def at_rates(rows):
 
 
 REGIME_LINES = at_rates(REGIME)
+DEEPEST = [job for _, job in REGIME_LINES if job.change == DEEP]
 FIGURES["regime"] = Figure(
     "What moves ResFormer's gain: its validation loss minus vanilla's, when one thing differs from the base. Where "
     "there are arrows, each mode has the better of two rates, a factor of 2 apart, and arrows have both modes at the "
     "lower or at the higher one. Elsewhere both have the base's. With the width the number of heads differs. Bars are "
     "95 % intervals, where there are several seeds.",
     (Panel("regime", lines=REGIME_LINES),),
+    (
+        Claim(
+            "ResFormer − Transformer with 12 layers, each at its better rate, validation loss",
+            "lower",
+            claims.gap_at_best(DEEPEST, [job.baseline for job in DEEPEST]),
+            below=0.0,
+        ),
+    ),
     table=lambda found: tables.regime_table(found, REGIME_LINES),
     scale="night",
     title="What moves the sign",
@@ -597,11 +609,15 @@ def claims_on_sizes():
         yield Claim(what, "", claims.gap_change(Job(mode, LARGER[-1]), Job(mode, BASE)))
 
 
+SHAPES = {"82M": "6 layers, width 128", "180M": "6 layers, width 160", "468M": "8 layers, width 192"}
+SIZE_LINES = tuple((shape, Job(mode, size)) for size, shape in SHAPES.items() for mode in SCALED)
 FIGURES["sizes"] = Figure(
-    "Validation loss against parameters. At the larger sizes vanilla and ResFormer have the best of two or three "
-    "rates; λ = 2 and SVFormer were tuned at the smallest alone, and have half of that rate.",
-    (Panel("scaling", lines=by_size("vanilla", *SCALED, sizes=(BASE, *LARGER))),),
+    "Validation loss minus vanilla's, by size. At the larger sizes vanilla and ResFormer have the best of two or three "
+    "rates; λ = 2 and SVFormer were tuned at the smallest alone, and have half of that rate. Bars are 95 % intervals, "
+    "where there are several seeds.",
+    (Panel("regime", lines=SIZE_LINES),),
     tuple(claims_on_sizes()),
+    table=lambda found: tables.regime_table(found, SIZE_LINES),
     scale="night",
     title="Larger models",
 )

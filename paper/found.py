@@ -138,7 +138,11 @@ def write_kept(path, kept):
 
 
 def means_of(analysis, key):
-    """Means of a quantity in an analysis, by layer or state; None in layers without it."""
+    """Means of a quantity in an analysis, by layer or state; None in layers without it. key "value_norm" or
+    "hidden_norm": the first token's norm relative to other tokens."""
+    if key in ("value_norm", "hidden_norm"):
+        first, rest = (np.array(means_of(analysis, f"{key}_{part}"), float) for part in ("first", "rest"))
+        return (first / rest).tolist()
     part = "states" if key in analysis["states"] else "layers"
     return analysis[part][key]["mean"]
 

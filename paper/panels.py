@@ -17,6 +17,8 @@ from plot import COLORS, HEADLINE, LEVEL, count_range, legend, page, short_count
 from report import mean_interval
 
 HEAT = {"importance": "importance", "value_norm": "norm of the value", "hidden_norm": "norm of the hidden state"}
+CUT = 0.45  # nats above the lowest loss: higher ones leave a panel of losses against rates
+SEED = {"marker": "o", "linestyle": "", "color": "0.65", "markersize": 4, "markeredgewidth": 0}
 KEY = {"marker": "|", "color": "0.35", "markersize": 9, "markeredgewidth": 1.6}
 
 
@@ -176,6 +178,9 @@ def draw_rates(ax, panel, found):
         for rate, job in zip(rates, jobs, strict=True):
             losses = found.losses(job)
             ax.plot([rate] * len(losses), losses, **style | {"linestyle": ""})
+    lowest = min(loss for job in panel.jobs for loss in found.losses(job))
+    if ax.get_ylim()[1] > lowest + CUT:  # a failed run would squash all others
+        ax.set_ylim(top=lowest + CUT)
     ax.set(xlabel="peak learning rate", ylabel="validation loss (nats per token)", xscale="log")
     rates = sorted({job.lr * found.scale.lr_factor for job in panel.jobs})
     ax.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
@@ -226,7 +231,7 @@ def draw_critical(ax, panel, found):
 def draw_gaps(ax, gaps, y, **look):
     """Gaps of seeds at height y: a grey dot for each, their mean with its 95 % interval. look: of the mean"""
     mean, interval = mean_interval(gaps)
-    ax.plot(gaps, [y] * len(gaps), "o", color="0.65", markersize=4, markeredgewidth=0)
+    ax.plot(gaps, [y] * len(gaps), **SEED)
     ax.errorbar(mean, y, xerr=interval, linestyle="", **look)
 
 
@@ -248,8 +253,10 @@ def draw_regime(ax, panel, found):
     for mode in modes:
         style = style_of(mode)
         ax.plot([], [], style["marker"], color=style["color"], markerfacecolor="none", label=LABELS[mode])
-    for arrow, rate in (("<", "lower"), (">", "higher")):
-        ax.plot([], [], arrow, color="0.5", alpha=0.4, markersize=5, label=f"both at the {rate} rate")
+    if any(len(jobs) > 1 for jobs in groups.values()):
+        for arrow, rate in (("<", "lower"), (">", "higher")):
+            ax.plot([], [], arrow, color="0.5", alpha=0.4, markersize=5, label=f"both at the {rate} rate")
+    ax.plot([], [], label="a seed", **SEED)
     ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
     ax.set(yticks=range(len(rows), 0, -1), yticklabels=rows)
     ax.set_xlabel("validation loss minus vanilla's (nats per token)")
@@ -365,7 +372,7 @@ def dots_key():
     from matplotlib.lines import Line2D
 
     return [
-        Line2D([], [], marker="o", linestyle="", color="0.65", markersize=4, markeredgewidth=0, label="a seed"),
+        Line2D([], [], label="a seed", **SEED),
         Line2D([], [], linestyle="", label="mean", **KEY),
         Line2D([], [], color=KEY["color"], label="95 % interval"),
         Line2D([], [], color="0.5", linewidth=0.8, label="vanilla"),

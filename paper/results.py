@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from files import read_json, write_json, write_text
-from paper.claims import HEADER, claim_cells, claim_rows, tally
+from paper.claims import CONFIRMED, CONTRADICTED, HEADER, claim_cells, claim_rows, tally, tested
 from paper.figures import FIGURES
 from paper.panels import draw_figure
 from paper.runs import units_in_words
@@ -87,6 +87,14 @@ def how_made(record):
     return " ".join(said)
 
 
+def decided(figures):
+    """The section of the claims that several seeds confirm or contradict, each once; [] if there are none."""
+    rows, cells = tested(figures), []
+    for verdict in (CONFIRMED, CONTRADICTED):
+        cells += [claim_cells(row) for row in rows if row["verdict"] == verdict]
+    return ["## Decided claims", markdown(HEADER, cells, left=3)] if cells else []
+
+
 def report_text(results, scale):
     """results/<scale>/README.md, from what results/<scale>.json holds."""
     figures = {name: record for name, record in results["figures"].items() if name in FIGURES}
@@ -100,6 +108,7 @@ def report_text(results, scale):
         "too if a seed's value is undefined, or all are equal. Verdicts are on the sign or the bound, not on the "
         "paper's number. They are not corrected for how many they are, and many share runs.",
     ]
+    parts += decided(figures)
     parts += [section(name, record) for name, record in figures.items()]
     return "\n\n".join(parts) + "\n"
 

@@ -103,6 +103,8 @@ NIGHT_SEEDS = {
 }
 # At scale night: the change to the model that is inspected. Without it no sink forms in as many steps.
 WITH_BOS = "bos=True"
+# At scale night: the change at which plain ResFormer leads most clearly; three seeds at one rate
+DEEP = "n_layer=12"
 
 
 def rate_of(job, tuned, usual):
@@ -116,7 +118,8 @@ def n_seeds_at_night(job):
     is_plain = job == Job(job.mode, job.size, lr=job.lr)
     if is_plain and job.lr in NIGHT_SEEDS.get((job.size, job.mode), ()):
         return 3
-    return 3 if job.change == WITH_BOS else 1
+    is_deep = job.change == DEEP and job.lr == 1.5e-4
+    return 3 if is_deep or job.change == WITH_BOS else 1
 
 
 def left_out_at_night(job):

@@ -212,6 +212,24 @@ def regime_table(found, lines):
         yield [label, LABELS[mode], rates, losses, *cells, with_interval(*best, sign=True)]
 
 
+def concentration_table(found, jobs):
+    """How concentrated the attention of modes is, and their losses. The first token's quantities are extremes over
+    layers."""
+    quantities = {
+        "entropy in the deeper half (nats)": claims.deep_entropy,
+        "first token's greatest importance": claims.most_importance,
+        "its shortest value": claims.least_value,
+        "its longest hidden state": claims.most_hidden,
+    }
+    yield ["mode", "validation loss ± 95 %", *quantities]
+    for job in jobs:
+        cells = [LABELS[job.mode], with_interval(*mean_interval(found.losses(job)))]
+        for quantity in quantities.values():
+            values = [quantity(job, found, seed) for seed in found.seeds(job)]
+            cells.append(with_interval(*mean_interval(values)))
+        yield cells
+
+
 def modes_table(found, jobs):
     """Validation losses of runs, the lowest first."""
     yield ["mode", "validation loss ± 95 %", "minus vanilla's ± 95 %", "seeds", "parameters", "KV bytes per token"]

@@ -171,9 +171,13 @@ class Made:
         return numbers, {name: rng.random(shape) for name, shape in shapes.items()}
 
     def layers(self, job, seed, key):
-        """Means of a quantity over layers or states."""
+        """Means of a quantity over layers or states, norms relative to other tokens."""
         numbers = self.analysis(job, seed)[0]
-        return numbers["states" if key.startswith("hidden") else "layers"][key]["mean"]
+        of = numbers["states" if key.startswith("hidden") else "layers"]
+        if key.endswith("_norm"):
+            parts = zip(of[f"{key}_first"]["mean"], of[f"{key}_rest"]["mean"], strict=True)
+            return [first / rest for first, rest in parts]
+        return of[key]["mean"]
 
     def results(self, job, seed):
         job = here(job)
@@ -574,7 +578,8 @@ def test_what_moves_the_sign():
     assert {job.mode for job in figure.jobs} == {"vanilla", "resformer", "svformer"} and len(figure.jobs) == 8
     (ax,) = axes_of(figure, found)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["base", "half"]
-    dots = [line.get_xydata().round(9).tolist() for line in ax.lines if line.get_color() == "0.65"]
+    marks = [line for line in ax.lines if line.get_color() == "0.65" and line.get_label() != "a seed"]
+    dots = [line.get_xydata().round(9).tolist() for line in marks]
     assert dots == [[[0.5, 2.125]], [[-0.5, 1.875], [-0.3, 1.875]], [[1.6, 1.125]]]
     arrows = {}
     for line in ax.lines:

@@ -70,9 +70,11 @@ def test_looks_of_modes():
     assert plot.style_of("mine_1a2b3c") == plot.style_of("mine_1a2b3c") != plot.style_of("mine_4d5e6f")
     styles = plot.styles_of({"long": "resformer", "longer": "resformer", "other": "svformer"})
     assert styles["other"] == plot.style_of("svformer")
-    assert styles["longer"]["color"] == plot.style_of("resformer")["color"] != styles["long"]["color"]
+    full = plot.style_of("resformer")["color"]
+    assert (styles["long"]["color"], styles["longer"]["color"]) == (plot.shade(full, 0.4), plot.shade(full, -0.5))
     assert styles["long"]["linestyle"] != styles["longer"]["linestyle"]
-    assert plot.lighten("#000000", 0.5) == "#808080" and plot.lighten("#0072B2", 0) == "#0072B2"
+    assert plot.shade("#000000", 0.5) == "#808080" and plot.shade("#0072B2", 0) == "#0072B2"
+    assert plot.shade("#806040", -0.5) == "#403020"
 
 
 def test_short_counts():
