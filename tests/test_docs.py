@@ -178,14 +178,18 @@ SEED_1 = {"vanilla": "82M-2048-vanilla-lr0.0003-1", "svformer": "82M-2048-svform
 
 def test_numbers_of_the_results_page():
     """Every number of three or more decimals in its sentences is the final loss of a run, or one of its tables or a
-    claim's, rounded; with its sign, where it has one."""
+    claim's or the paper's, rounded; with its sign, where it has one. Pairs of a mean and its interval are a claim's or
+    a table's."""
     page, pattern = TEXTS["results/README.md"].replace("−", "-"), r"(?<!\w)[+-]?\d+\.\d{3,}"
     figures = json.loads((ROOT / "results/night.json").read_text())["figures"]
     record, rows = figures["rates"], [row for figure in figures.values() for row in figure["rows"]]
-    known = [float(n) for place in tables.PLACE.finditer(page) for n in re.findall(pattern, place[0])]
+    cells = [cell for figure in figures.values() for row in figure.get("table", []) for cell in row]
+    tabled = [*cells, *(place[0] for place in tables.PLACE.finditer(page))]
+    known = [float(n) for text in tabled for n in re.findall(pattern, text)]
     kept = read_kept(ROOT / "results/night/runs.jsonl")
     losses = {f"{list(run['val'].values())[-1]:.4f}" for run in kept.values()}
     known += [*(row[key] or 0 for row in rows for key in ("mean", "interval"))]
+    known += [float(n) for row in rows for n in re.findall(pattern, row["paper"])]
     numbers = re.findall(pattern, tables.PLACE.sub("", page))
     assert len(numbers) > 10
     for number in numbers:
@@ -200,8 +204,8 @@ def test_numbers_of_the_results_page():
     assert f"{100 * cache['svformer'] / cache['vanilla']:.0f} % of the cache" in text
     intervals = {with_interval(abs(row["mean"]), row["interval"]) for row in rows if row["interval"]}
     pair = r"\d+\.\d+ ± \d+\.\d+"
-    for place in tables.PLACE.finditer(page):
-        intervals.update(re.findall(pair, place[0]))
+    for text in tabled:
+        intervals.update(re.findall(pair, text))
     pairs = re.findall(pair, tables.PLACE.sub("", page))
     assert len(pairs) > 2 and set(pairs) <= intervals
     best = [row for row in record["rows"] if row["what"].endswith("1.95M parameters, each at its best rate")]
