@@ -413,7 +413,7 @@ class Block(nn.Module):
         for m in self.hidden_mixes:
             h = mix(lambdas[m.index], h, [raw[i]["hidden"] for i in m.sources])
         y, own, now = self.attn(self.norm1(h), angles, lambdas, raw, attended, cache)
-        h = y if self.is_cut else h + y
+        h = y.to(h.dtype) if self.is_cut else h + y  # under autocast y alone is bf16
         own["hidden"] = x
         kept = {t: own[t] for t in self.keep_raw}
         kept_attended = {t: now[t] for t in self.keep_attended}

@@ -475,6 +475,18 @@ def test_cross_attention_reads_a_cache_of_another_precision():
         assert (model(idx, cache=KVCache(model.cfg, 1, 9))[0] - full).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_residual_stream_stays_float32(mode, arch):
+    """Under autocast too, so that modes are compared at the same precision."""
+    model, found = GPT(config(mode, arch=arch, n_layer=max(4, fewest_layers(mode)))), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: found.append(output[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(tokens((1, 5)))
+    assert set(found) == {torch.float32}
+
+
 # ---- the loss
 
 
