@@ -89,6 +89,7 @@ class Tokenizer:
         self.name = spec["name"]
         self.n_vocab = spec["n_vocab"]
         self.eot = self.end = spec["special"][EOT]  # it separates documents, so it starts and ends them
+        self.prefix = []  # ids that a text of its own begins with; other models' tokenizers have some
         ranks = [(base64.b64decode(b), i) for b, i in spec["ranks"]]
         self.encoding = tiktoken.Encoding(
             self.name, pat_str=spec["pattern"], mergeable_ranks=dict(ranks), special_tokens=spec["special"]

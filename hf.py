@@ -275,7 +275,8 @@ def hf_token(folder, *fields):
 
 class HFTokenizer:
     """A folder's tokenizer.json with the methods of data.Tokenizer. `eot`: the token that starts a sequence; `end`: the
-    one that ends it. `hash`: our tokenizer's, if export.py made the folder; else None, and our data does not fit it."""
+    one that ends it; `prefix`: the ids that the file itself puts before a text, [bos] in Llama's. `hash`: our
+    tokenizer's, if export.py made the folder; else None, and our data does not fit it."""
 
     def __init__(self, folder):
         path = Path(folder) / "tokenizer.json"
@@ -287,6 +288,8 @@ class HFTokenizer:
         self.hash = made_by_us(folder)["tokenizer_hash"]
         self.eot = hf_token(folder, "bos_token_id", "eos_token_id")
         self.end = hf_token(folder, "eos_token_id", "bos_token_id")
+        text = self.encoding.encode("a")
+        self.prefix = text.ids[: [*text.special_tokens_mask, 0].index(0)]
 
     def encode(self, text, allow_eot=False):
         self.encoding.encode_special_tokens = not allow_eot  # else '<|endoftext|>' in a text becomes its id

@@ -253,15 +253,21 @@ def read_prompts(cfg):
 
 
 def encode_prompts(texts, tokenizer, block_size):
-    """Token ids of each text; raises UserError if one is longer than the model's block."""
+    """Token ids of each text, the tokenizer's prefix first; raises UserError if one is longer than the model's block."""
     prompts = []
     for text in texts:
-        ids = tokenizer.encode(text, allow_eot=True)
+        ids = tokenizer.prefix + tokenizer.encode(text, allow_eot=True)
         if len(ids) > block_size:
             start = f"the prompt that begins {text[:20]!r} has {len(ids)} tokens"
             raise UserError(f"{start}, the model's block only {block_size}; shorten it")
         prompts.append(ids)
     return prompts
+
+
+def continued(text, prompt, row, tokenizer):
+    """A text and what `row` adds to it. prompt: the text's ids. Some tokenizers drop a space at the beginning of what
+    they decode, so both are decoded together."""
+    return text + tokenizer.decode(prompt + row)[len(tokenizer.decode(prompt)) :]
 
 
 def main(cfg: SampleConfig):
@@ -276,7 +282,8 @@ def main(cfg: SampleConfig):
     for i, row in enumerate(rows):
         if len(rows) > 1:
             print(f"--- {i + 1}")
-        print(texts[i // cfg.num_samples] + tokenizer.decode(row))
+        n = i // cfg.num_samples
+        print(continued(texts[n], prompts[n], row, tokenizer))
     n_read = cfg.num_samples * sum(len(ids) for ids in prompts)
     n_decoded = sum(max(0, len(row) - 1) for row in rows)  # the prefill makes the first
     parts = [f"prefill {n_read:,} tokens, {n_read / max(seconds['prefill'], 1e-9):,.0f} tokens/s"]

@@ -249,15 +249,15 @@ class Row(NamedTuple):
 
 def encode_pair(tokenizer, context, scored):
     """Token ids of a context and of the text scored after it, cut where the harness cuts. Spaces at the end of the
-    context move to the scored text. The context is tokenized alone, then both together: what the second has beyond the
-    length of the first is scored. An empty context becomes an end of document. Source: lm_eval/api/model.py,
-    TemplateLM."""
+    context move to the scored text. The context is tokenized alone, then both together, each with the tokenizer's
+    prefix: what the second has beyond the length of the first is scored. An empty context becomes an end of document.
+    Source: lm_eval/api/model.py, TemplateLM."""
     bare = context.rstrip()
     scored = context[len(bare) :] + scored
     if not bare:
         return [tokenizer.eot], tokenizer.encode(scored)
-    ids = tokenizer.encode(bare)
-    whole = tokenizer.encode(bare + scored)
+    ids = tokenizer.prefix + tokenizer.encode(bare)
+    whole = tokenizer.prefix + tokenizer.encode(bare + scored)
     return ids, whole[len(ids) :]
 
 

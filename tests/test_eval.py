@@ -171,7 +171,7 @@ def test_without_network(tmp_path):
 class Merging:
     """Token ids of a tokenizer with the words "ab" and " c", else of characters: borders of texts can vanish in it."""
 
-    eot = 0
+    eot, prefix = 0, []
 
     def encode(self, text):
         ids = []

@@ -13,6 +13,8 @@ from conftest import MODES, ROOT, SHARED, change, config, needs_shared, tiny, to
 from safetensors.torch import load_file, save_file
 
 import hf
+import sample
+import tasks
 from configurator import UserError
 from model import GPT, Rope
 
@@ -321,6 +323,25 @@ def test_tokenizer(tmp_path):
     refuses(tmp_path, "tokenizer.json is not the tokenizer of a Hugging Face model", read=hf.HFTokenizer)
     path.unlink()
     refuses(tmp_path, "tokenizer.json", "No such file", read=hf.HFTokenizer)
+
+
+def test_llamas_tokenizer_puts_a_token_before_each_text(tmp_path):
+    """Texts are scored and continued after it, and keep the space that the decoder drops at the beginning."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "?": 2, "▁The": 3, "▁cat": 4}, "?"))
+    made.add_special_tokens(["<s>", "</s>"])
+    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    both = [("<s>", 0), ("</s>", 1)]
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=both)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps(dict(bos_token_id=0, eos_token_id=1)))
+    tokenizer = hf.HFTokenizer(tmp_path)
+    assert (tokenizer.prefix, tokenizer.encode("The cat")) == ([0], [3, 4])
+    assert tasks.encode_pair(tokenizer, "The", " cat") == ([0, 3], [4])
+    assert tasks.encode_pair(tokenizer, "", "The") == ([0], [3])
+    (prompt,) = sample.encode_prompts(["The"], tokenizer, 9)
+    assert prompt == [0, 3] and tokenizer.decode([4]) == "cat"
+    assert sample.continued("The", prompt, [4], tokenizer) == "The cat"
 
 
 def test_tokens_that_start_and_end_a_sequence(tmp_path):

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import textwrap
 from unittest import mock
 
@@ -19,6 +20,7 @@ import export
 import prepare
 import tasks
 import train
+from hf import HFTokenizer
 
 OFFLINE = dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 OFFLINE |= dict(HF_DATASETS_DISABLE_PROGRESS_BARS="1", LMEVAL_LOG_LEVEL="ERROR")
@@ -208,6 +210,29 @@ def test_token_ids(tmp_path, folders, lm, monkeypatch, case):
     for pair, context, scored in found:
         assert tasks.encode_pair(tokenizer, *pair) == (context, scored), pair
         assert context and scored, pair
+
+
+def test_token_ids_with_a_prefix(tmp_path, folders, monkeypatch):
+    """A tokenizer that puts a token before each text, as Llama's does."""
+    folder, eot = tmp_path / "llama", "<|endoftext|>"
+    shutil.copytree(folders[1], folder)
+    path = folder / "tokenizer.json"
+    spec = json.loads(path.read_text(encoding="utf-8"))
+    first, text = {"SpecialToken": {"id": eot, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    ids = [token["id"] for token in spec["added_tokens"] if token["content"] == eot]
+    special = {eot: {"id": eot, "ids": ids, "tokens": [eot]}}
+    both = [first, text, {"Sequence": {"id": "B", "type_id": 1}}]
+    spec["post_processor"] = {"type": "TemplateProcessing", "single": [first, text], "pair": both}
+    spec["post_processor"]["special_tokens"] = special
+    path.write_text(json.dumps(spec), encoding="utf-8")
+    lm = HFLM(pretrained=str(folder), trust_remote_code=True, batch_size=16, max_length=BLOCK, device="cpu")
+    pairs, found = [("the king", " and"), ("a ", "b"), ("", "no context")], []
+    monkeypatch.setattr(lm, "_loglikelihood_tokens", lambda requests, **kw: found.extend(requests))
+    lm.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
+    tokenizer = HFTokenizer(folder)
+    assert tokenizer.prefix == ids == [tokenizer.eot]
+    for pair, context, scored in found:
+        assert context[:1] == ids and tasks.encode_pair(tokenizer, *pair) == (context, scored), pair
 
 
 # ---- scores
