@@ -260,11 +260,13 @@ def command_line(cls, usage):
 
 def need(module, package=""):
     """Import an optional package; raises UserError that says how to get it. package: its name for pip, if another."""
+    name = module.split(".")[0]
     try:
         return importlib.import_module(module)
-    except ImportError:
-        package = package or module.split(".")[0]
-        raise UserError(f"the package {module} is not installed; run `pip install {package}`") from None
+    except ImportError as e:
+        if not isinstance(e, ModuleNotFoundError) or (e.name or name).split(".")[0] != name:
+            raise UserError(f"the package {name} is installed, but cannot be imported: {e}") from None
+        raise UserError(f"the package {module} is not installed; run `pip install {package or name}`") from None
 
 
 def say_error(message):

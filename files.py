@@ -19,6 +19,8 @@ def write_atomic(path, write):
     """Write file `path` whole or not at all: `write(temporary path)`, fsync, rename over `path`, fsync the folder. The
     next write of this file replaces what a killed process has left of it."""
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a file; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:

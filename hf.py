@@ -5,6 +5,8 @@ None of this needs the transformers package, except `to_llama`. Read model.py fi
 
 import base64
 import dataclasses
+import functools
+import math
 from pathlib import Path
 
 import torch
@@ -141,24 +143,24 @@ def load_hf(folder, device="cpu", attn="sdpa", dtype=torch.float32):
         model.rope = Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling).to(device)
     new_places = places()
     for path in hf_files(folder):
-        read_tensors(path, lambda file: copy_tensors(new_places, file))
+        read_tensors(path, functools.partial(copy_tensors, new_places, path))
     if is_tied:
         model.head.weight.detach().copy_(model.embed.weight.detach())
     return model.eval()
 
 
-def copy_tensors(places, file):
-    """Copy the tensors of an open file to their places. Raises UserError if one is not finite."""
+def copy_tensors(places, path, file):
+    """Copy the tensors of a file, open as `file`, to their places. Raises UserError if one is not finite."""
     for name in places.keys() & set(file.keys()):
         places[name].copy_(file.get_tensor(name))
-        require_finite(name, places[name])
+        require_finite(f"{path}: {name}", places[name])
 
 
 def require_finite(name, tensor):
     """Raise UserError if a tensor has NaN or infinity in it."""
     if not (tensor.sum().isfinite() or tensor.isfinite().all()):  # the sum is faster, but may overflow
         raise UserError(
-            f"{name} has NaN or infinity in it; use an earlier checkpoint, or a dtype that can hold its weights"
+            f"{name} has NaN or infinity in it; use another checkpoint, or a dtype that can hold its weights"
         )
 
 
@@ -304,7 +306,7 @@ def merge_of(token, ranks):
     parts = [bytes([b]) for b in token]
     while len(parts) > 2:
         pairs = [parts[i] + parts[i + 1] for i in range(len(parts) - 1)]
-        lowest = min(pairs, key=lambda pair: ranks.get(pair, len(ranks)))
+        lowest = min(pairs, key=lambda pair: ranks.get(pair, math.inf))
         if ranks.get(lowest, ranks[token]) >= ranks[token]:
             return None
         i = pairs.index(lowest)

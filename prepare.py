@@ -95,6 +95,10 @@ class PrepareConfig:
             raise ValueError(f"{self.tokenizer}: a vocabulary has 257 (bytes, end-of-text) to 65,536 (uint16) tokens")
         if self.packages and self.source != "pysource":
             raise ValueError(f"only pysource reads packages; leave out --packages with {self.source}")
+        if self.input_dir and self.source == "pysource":
+            raise ValueError("pysource reads installed packages; to read --input_dir, name files or slimpajama first")
+        if self.tokenizer_file and self.tokenizer.startswith("bpe:"):
+            raise ValueError(f"{self.tokenizer} is trained here; with --tokenizer_file set --tokenizer=gpt2 or neox")
         if self.source == "files" and not self.input_dir:
             raise ValueError("files needs --input_dir=<folder with .txt, .jsonl, .jsonl.zst or .parquet files>")
 

@@ -141,7 +141,11 @@ def read_input(source, cfg):
     elif source.name.endswith(".py"):
         yield source.path
     elif source.name.endswith(".parquet"):
-        for group in need("pyarrow.parquet").ParquetFile(source.path).iter_batches(64, columns=columns):
+        file = need("pyarrow.parquet").ParquetFile(source.path)
+        if cfg.text_field not in file.schema_arrow.names:
+            there = ", ".join(file.schema_arrow.names)
+            raise UserError(f"{source.name} has no column {cfg.text_field!r}; set --text_field to one of {there}")
+        for group in file.iter_batches(64, columns=columns):
             yield from group.to_pylist()
     else:
         with open_file(source) as file:
@@ -195,7 +199,7 @@ def python_documents(path, domain):
     try:
         with tokenize.open(path) as file:
             code, prose = split_docstrings(file.read())
-    except (SyntaxError, UnicodeDecodeError):  # an unknown encoding, or another one than the file says
+    except (SyntaxError, UnicodeDecodeError, LookupError):  # an unknown encoding, or another one than the file says
         return []
     return [(name, text) for name, text in ((domain, code), ("prose", prose)) if text.strip()]
 

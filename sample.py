@@ -183,7 +183,7 @@ def compile_decoding(model, idx, cache):
             compiled(model, idx, cache)
     except Exception as e:  # a compiler's failure can be anything
         reason = next(iter(str(e).splitlines()), "")
-        message = f"torch.compile does not work here ({type(e).__name__}: {reason}); leave --compile out"
+        message = f"torch.compile does not work here ({type(e).__name__}: {reason}); set compile off"
         raise UserError(message) from e
     cache.reset()
     return compiled
@@ -253,7 +253,7 @@ def read_prompts(cfg):
 
 
 def encode_prompts(texts, tokenizer, block_size):
-    """Token ids of each text, the tokenizer's prefix first; raises UserError if one is longer than the model's block."""
+    """Token ids of each text, after the tokenizer's prefix. Raises UserError if one is longer than the block."""
     prompts = []
     for text in texts:
         ids = tokenizer.prefix + tokenizer.encode(text, allow_eot=True)

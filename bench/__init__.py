@@ -7,9 +7,10 @@
     make bench-gpu                                                  what is to be measured on a GPU
 
 The sides of a comparison take turns in one process, in an order that changes from round to round. Reported are medians,
-and of ratios the median, least and greatest of the rounds. Before a side is timed its result is compared with ours.
-Each run writes results/bench_<what>_<machine>.json; the `…_table` functions make the Markdown tables of docs/ from such
-files. Peers are packages: pip install -r requirements-peers.txt. Read next: common.py.
+and of ratios the median, least and greatest of the rounds. That a peer does the same work is checked: vanilla's loss,
+text or scores are compared with the peer's. Each run writes results/bench_<what>_<machine>.json; the `…_table`
+functions make the Markdown tables of docs/ from such files. Peers: pip install -r requirements-peers.txt. Read next:
+common.py.
 
 Here is only what the settings need. Nothing heavy is imported, so that a typo is answered at once.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from configurator import check_ranges, setting
-from value_modes import get_mode
+from value_modes import ModelConfig
 
 SHAPES = {
     "tiny": dict(n_layer=8, n_head=4, n_embd=128, vocab_size=4096),  # the demo's
@@ -38,6 +39,8 @@ class BenchConfig:
 
     def __post_init__(self):
         check_ranges(self)
+        if self.out_file and not self.out_file.endswith(".json"):
+            raise ValueError(f"out_file={self.out_file} must end in .json")
 
 
 @dataclass(frozen=True)
@@ -55,5 +58,6 @@ class ModelBenchConfig(BenchConfig):
         super().__post_init__()
         if self.modes[:1] != ("vanilla",):
             raise ValueError("modes must begin with vanilla, which the others are compared with")
-        for mode in self.modes:
-            get_mode(mode)
+        for shape in self.shape:
+            for mode in self.modes:
+                ModelConfig(**SHAPES[shape], value_mode=mode)  # raises ValueError for a mode that does not fit

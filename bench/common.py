@@ -72,7 +72,11 @@ def write_results(what, result, device, out_file=""):
     what was measured and the machine."""
     name = machine_name(device)
     path = out_file or f"results/bench_{what}_{name}.json"
-    installed = {package.name.replace("_", "-"): package.version for package in metadata.distributions()}
-    versions = {package: installed.get(package) for package in PEER_PACKAGES}
+    versions = {}
+    for package in PEER_PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
     write_json(path, {"what": what, "processor": name, **environment(), **versions, **result})
     print(f"wrote {path}")

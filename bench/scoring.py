@@ -81,7 +81,8 @@ def time_task(cfg, name, model, tokenizer, lm, settings, world):
     """The row of one task. Raises UserError if in fp32 the two sides' scores differ by more than rounding."""
     asked, where = questions(name, settings)
     if cfg.limit:
-        asked = asked[:: max(1, len(asked) // cfg.limit)][: cfg.limit]
+        n = min(cfg.limit, len(asked))
+        asked = [asked[i * len(asked) // n] for i in range(n)]
     instance = need("lm_eval.api.instance").Instance
     pairs = [(c, q.delimiter + choice) for q in asked for c, choice in zip(q.contexts, q.choices, strict=True)]
     requests = [instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
@@ -90,7 +91,10 @@ def time_task(cfg, name, model, tokenizer, lm, settings, world):
     for size in (1, *cfg.batch_sizes):
         sides[f"HFLM {size}"] = functools.partial(harness_scores, lm, requests, size)
     seconds, results = in_turn(sides, cfg.rounds, world.device)
-    gap = max(abs(a[0] - b[0]) for a, b in zip(results["eval.py"][-1], results["HFLM 1"][-1], strict=True))
+    gap = 0.0
+    for size in (1, *cfg.batch_sizes):
+        for ours, theirs in zip(results["eval.py"][-1], results[f"HFLM {size}"][-1], strict=True):
+            gap = max(gap, abs(ours[0] - theirs[0]))
     if cfg.dtype == "float32" and not gap < 1e-3:
         raise UserError(f"{name}: the scores of eval.py and HFLM differ by {gap}, which is more than rounding")
     best = min(cfg.batch_sizes, key=lambda size: statistics.median(seconds[f"HFLM {size}"]))

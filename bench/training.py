@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from bench import LLAMA, SHAPES, ModelBenchConfig
-from configurator import UserError, command_line, run_main, setting
+from configurator import UserError, command_line, need, run_main, setting
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,13 @@ class TrainingConfig(ModelBenchConfig):
     block_size: int = setting(256, "tokens per sequence", least=1, group="Work")
     micro_batch: int = setting(8, "sequences per step; memory: also a half and a quarter of it, so at least 4", least=1)
     seconds: float = setting(2.0, "least time of a side's turn", least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.recompute != ("off",) and self.what != "memory":
+            raise ValueError("recompute is of memory; put the word memory before it, or leave it out")
+        if "flash" in self.attn and "float32" in self.dtype:
+            raise ValueError("attn=flash needs dtype bfloat16 or float16")
 
 
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
@@ -84,7 +91,7 @@ def new_model(side, shape, block_size, device, recompute=False):
 def mean_loss(side, model, idx, targets):
     """Mean cross-entropy in nats. idx, targets: (B, T)."""
     if side.model == LLAMA:
-        return model(input_ids=idx, labels=targets, shift_labels=targets).loss
+        return model(input_ids=idx, labels=targets, shift_labels=targets, use_cache=False).loss
     return model(idx, targets)[1]
 
 
@@ -94,17 +101,21 @@ def random_batch(shape, B, T, device):
     return ids[:, :-1].contiguous().to(device), ids[:, 1:].contiguous().to(device)
 
 
+def autocast(batch, side):
+    """What a Side computes a batch under."""
+    return torch.autocast(batch[0].device.type, getattr(torch, side.dtype), enabled=side.dtype != "float32")
+
+
 def trainer(side, model, optimizer, batch, micro_batches=1):
     """A function that does n training steps, each of some micro-batches that are all the same, and returns n."""
-    kind, dtype = batch[0].device.type, getattr(torch, side.dtype)
-    scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
+    scaler = torch.amp.GradScaler(batch[0].device.type, enabled=side.dtype == "float16")
     if side.compile == "on":
         model = torch.compile(model, dynamic=False, fullgraph=side.model != LLAMA)
 
     def steps(n):
         for _ in range(n):
             for _ in range(micro_batches):
-                with torch.autocast(kind, dtype, enabled=dtype != torch.float32):
+                with autocast(batch, side):
                     loss = mean_loss(side, model, *batch)
                 scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
@@ -146,8 +157,11 @@ def warm_sides(cfg, shape, batch, device):
     turns, rows, losses = {}, {}, {}
     for sides in sides_by_model(cfg):
         model, optimizer = new_model(sides[0], shape, batch[0].size(1), device)
-        with torch.no_grad():
-            losses[sides[0].name] = mean_loss(sides[0], model, *batch).item()
+        check = sides[0]
+        if check.attn != "flash":  # which has no float32
+            check = check._replace(dtype="float32")
+        with torch.no_grad(), autocast(batch, check):
+            losses[check.name] = mean_loss(check, model, *batch).item()
         for side in sides:
             steps = trainer(side, model, optimizer, batch)
             first, *later = [timed(lambda steps=steps: steps(1), device)[0] for _ in range(3)]
@@ -160,7 +174,7 @@ def warm_sides(cfg, shape, batch, device):
             rows[side]["flops_per_token"] = flops_per_token(model.cfg) if isinstance(model, GPT) else None
     if cfg.peers:
         ours, theirs = next(iter(losses.values())), losses[LLAMA]
-        if not abs(ours - theirs) < 1e-3:
+        if not abs(ours - theirs) < (1e-2 if cfg.attn[0] == "flash" else 1e-3):
             raise UserError(f"vanilla's loss is {ours}, Llama's {theirs}: not the same work")
     return turns, rows
 
@@ -238,6 +252,8 @@ def memory_table(rows):
 
 def main(cfg: TrainingConfig):
     device = only_process(cfg.device).device
+    if "flash" in cfg.attn:
+        need("flash_attn")
     measure, table = training_rows, training_table
     if cfg.what == "memory":
         measure, table = memory_rows, memory_table

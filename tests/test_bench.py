@@ -64,6 +64,10 @@ def test_bad_input():
     for module, words, says in (
         (training, ["--modes=resformer"], "modes must begin with vanilla"),
         (decoding, ["--modes=vanilla,resfomer"], "unknown value_mode"),
+        (training, ["--recompute=on"], "recompute is of memory"),
+        (training, ["--attn=flash"], "attn=flash needs dtype bfloat16 or float16"),
+        (decoding, ["--shape=180M", "--modes=vanilla,gqa8"], "n_head=12 is not a multiple of it"),
+        (scoring, ["--out_file=results"], "out_file=results must end in .json"),
         (decoding, ["--batch=0"], "batch=0 must be at least 1"),
         (scoring, ["--task=helaswag"], "task[0] takes 'hellaswag' or"),
         (scoring, ["--rounds=0"], "rounds=0 must be at least 1"),

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, in_process, refused, script
 
 import train
-from configurator import UserError, check_ranges, load_settings, setting
+from configurator import UserError, check_ranges, load_settings, need, setting
 from describe import count_parameters
 from train import TrainConfig
 from value_modes import ValueMode, get_mode
@@ -168,6 +168,22 @@ def test_configs_compose():
         assert count_parameters(cfg.model_config(50277)) == right
         assert cfg.value_mode == get_mode("resformer") and cfg.seed == 1 and cfg.out_dir == "out/resformer"
         assert 8 * math.prod(cfg.split_batch(8)) == 1024  # the paper's global batch
+
+
+def test_packages(tmp_path, monkeypatch):
+    """One that is not there, and one whose own imports fail."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, code, says in (
+        ("broken_a", "from math import nothing", "broken_a is installed, but cannot be imported: cannot import name"),
+        ("broken_b", "import no_such_package", "broken_b is installed, but cannot be imported: No module named"),
+        ("no_such_package", "", "no_such_package is not installed; run `pip install no_such_package`"),
+        ("no_such_package.part", "", "no_such_package.part is not installed; run `pip install no_such_package`"),
+    ):
+        if code:
+            (tmp_path / f"{name}.py").write_text(code)
+        with pytest.raises(UserError, match=says):
+            need(name)
+    assert need("math") is math
 
 
 def test_bad_input_of_a_script():

@@ -68,6 +68,8 @@ def test_a_failed_write_names_its_file_and_leaves_the_old_one(tmp_path):
     assert caught.value.filename == tmp_path / "a.json"
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     assert files.read_json(tmp_path / "a.json", "a file") == {"a": 1}
+    with pytest.raises(UserError, match="is not a file; choose another name"):
+        files.write_json(tmp_path, {"a": 1})
 
 
 def test_checksums(tmp_path):

@@ -248,7 +248,7 @@ def test_parquet(tmp_path):
     table = pyarrow.table({"body": sentences(150), "id": list(range(150))})
     parquet.write_table(table, tmp_path / "in" / "a.parquet", row_group_size=40)
     words = files(tmp_path / "in", tmp_path / "out")
-    refused(call(*words), "a.parquet, item 1:", "'text'", "--text_field")
+    refused(call(*words), "a.parquet has no column 'text'", "--text_field to one of body, id")
     make(*words, "--text_field=body", "--val_fraction=0.5")
     found = decoded(tmp_path / "out", "train", "text") + decoded(tmp_path / "out", "val", "text")
     assert sorted(found) == sorted(sentences(150))
@@ -271,6 +271,8 @@ def test_refusals(tmp_path, monkeypatch):
         (["pysource", "--val_fraction=0.7"], ["val_fraction=0.7 must be at most 0.5"]),
         (["pysource", "--mixture={'stdlib': -1}"], ["weights above 0"]),
         (["files", "--packages=torch", "--input_dir=."], ["only pysource reads packages"]),
+        (["--input_dir=tests"], ["pysource reads installed packages", "name files"]),
+        (["files", "--input_dir=tests", "--tokenizer_file=x.json"], ["bpe:4096 is trained here", "=gpt2 or neox"]),
     ):
         refused(in_process(prepare, f"--out_dir={tmp_path / 'out'}", *words, cwd=ROOT), *fragments)
         assert not (tmp_path / "out").exists(), words
@@ -311,6 +313,11 @@ def test_docstrings_come_out_of_code():
     assert code == right + 'y = """no docstring"""\n'
     assert reading.split_docstrings("def broken(") == ("def broken(", "")
     assert reading.split_docstrings('"""All."""') == ("", "All.")
+
+
+def test_code_in_an_encoding_that_is_not_of_text_is_left_out(tmp_path):
+    (tmp_path / "a.py").write_text("# coding: rot13\n")
+    assert reading.python_documents(tmp_path / "a.py", "code") == []
 
 
 def test_pysource(tmp_path, monkeypatch):
