@@ -40,7 +40,7 @@ from files import read_json, write_text
 from paper.claims import LABELS, best_rate, gaps_at_best, gaps_to_vanilla, tally
 from paper.figures import GRIDS, RATES, TUNED
 from paper.found import Found, read_kept
-from paper.runs import SCALES, SEEDS
+from paper.runs import SCALES, SEEDS, Job
 from report import markdown, mean_interval, with_interval
 from value_modes import TABLE, ModelConfig
 
@@ -92,15 +92,14 @@ def grid_table(scale, size):
     return markdown(["rate", *rates, "each at its best"], rows)
 
 
-def weights_table(scale, size, modes):
+def weights_table(scale, modes):
     """What modes with learned weights have learned: the weights of V_n and V_1 at the end, by seed and layer."""
-    rows = []
-    for record in read_kept(ROOT / f"results/{scale}/runs.jsonl").values():
-        mode = record["start"]["value_mode"]
-        if record["name"].startswith(f"{size}-") and mode in modes and "lam" in record:
-            (layers,) = record["lam"]
+    found, rows = recorded(scale), []
+    for mode in modes:
+        for seed in found.seeds(Job(mode)):
+            (layers,) = found.record(Job(mode), seed)["lam"]
             cells = [f"{own:.2f} + {first:.2f}" for own, first in layers[1:]]
-            rows.append([LABELS[mode], str(record["start"]["seed"]), *cells])
+            rows.append([LABELS[mode], str(seed), *cells])
     return markdown(["V_n + V_1", "seed", *(f"layer {n}" for n in range(2, 2 + len(cells)))], rows)
 
 
@@ -164,7 +163,7 @@ MAKERS = {
     "vit": digits_table,
     "claims-night": lambda: tally(figures_of("night")),
     "night-grid": lambda: grid_table("night", "82M"),
-    "night-weights": lambda: weights_table("night", "82M", ("resformer_learned", "resformer_plus")),
+    "night-weights": lambda: weights_table("night", ("resformer_learned", "resformer_plus")),
     "training-tiny": lambda: current_training_table("x1_tiny"),
     "training-82M": lambda: current_training_table("x2_82m"),
     "memory": lambda: memory_table(bench_rows("memory_intel_xeon_x2_82m")),
