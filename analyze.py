@@ -63,7 +63,7 @@ import checkpoint
 from data import EOT, Corpus, Tokenizer, raw_bits
 from describe import count_parameters
 from files import write_atomic, write_json
-from model import GPT, attend, repeat_heads, to_fp32
+from model import GPT, attend, join_scores, repeat_heads, to_fp32
 from report import markdown, plus_minus, progress
 from runtime import environment, only_process
 from train import TrainConfig
@@ -139,11 +139,8 @@ def softmaxes(attn, now, attended, lambdas):
     for m in attn.mixes:
         if m.residual.map == "cross":
             others += [attended[i]["k"] for i in m.sources]
-        elif m.residual.of == "scores":  # one product of concatenated heads, as in model.Attention
-            own_weight, *weights = lambdas[m.index]
-            q_others = [w * attended[i]["q"] for w, i in zip(weights, m.sources, strict=True)]
-            q = torch.cat([own_weight * q, *q_others], dim=-1)
-            k = torch.cat([k, *(attended[i]["k"] for i in m.sources)], dim=-1)
+        elif m.residual.of == "scores":
+            q, k = join_scores(q, k, lambdas[m.index], [attended[i] for i in m.sources])
     parts = [(1.0, q, [k, *others])]
     for m in attn.mixes:
         if m.residual.of == "probs" or m.residual.map in ("identity", "delta"):

@@ -176,12 +176,12 @@ def find_finished(name, which="last"):
     return path
 
 
-def load(run_or_file, which="last", device="cpu", attn="sdpa", dtype=torch.float32):
-    """The model of a checkpoint, in eval mode, on `device`, its weights in `dtype`. run_or_file, which: see `find`."""
-    path = find(run_or_file, which)
+def load(run_or_file, device="cpu", dtype=torch.float32):
+    """The model of a checkpoint, in eval mode, on `device`, its weights in `dtype`. run_or_file: see `find`."""
+    path = find(run_or_file)
     if is_hf_file(path):
-        return load_hf(path.parent, device, attn, dtype)
-    model = GPT(read_header(path)["config"], attn=attn, init=False)
+        return load_hf(path.parent, device, dtype)
+    model = GPT(read_header(path)["config"], init=False)
     load_weights(model, path)
     return model.to(device, dtype).eval()
 

@@ -200,6 +200,21 @@ def show_help(cls, usage):
     sys.exit(0)
 
 
+def read_flag(word, following, hints):
+    """(setting, value) of a flag. Its value may be the first of the following words, which is then taken out."""
+    key, equals, text = word[2:].partition("=")
+    key = key.replace("-", "_")
+    takes_next = following and not following[0].startswith("--")
+    if hints.get(key) is bool:
+        takes_next = takes_next and following[0].lower() in _WORDS
+    if key in hints and not equals:
+        if not takes_next:
+            return key, check(hints, key, True, word)
+        text = following.pop(0)
+        word = f"{word} {text}"
+    return key, check(hints, key, parse(text, hints.get(key, str)), word)
+
+
 def load_settings(cls, words, usage="", ignore_unknown_in_files=False):
     """An instance of dataclass `cls`: its defaults, changed by config files and flags from left to right.
 
@@ -215,18 +230,8 @@ def load_settings(cls, words, usage="", ignore_unknown_in_files=False):
         if word in ("-h", "--help"):
             show_help(cls, usage)
         elif word.startswith("--"):
-            key, equals, text = word[2:].partition("=")
-            key = key.replace("-", "_")
-            takes_next = words and not words[0].startswith("--")
-            if hints.get(key) is bool:
-                takes_next = takes_next and words[0].lower() in _WORDS
-            if key not in hints or equals:
-                values[key] = check(hints, key, parse(text, hints.get(key, str)), word)
-            elif takes_next:
-                text = words.pop(0)
-                values[key] = check(hints, key, parse(text, hints[key]), f"{word} {text}")
-            else:
-                values[key] = check(hints, key, True, word)
+            key, value = read_flag(word, words, hints)
+            values[key] = value
         elif word.endswith(".py"):
             for key, value in from_file(word, hints).items():
                 if key in hints or not ignore_unknown_in_files:

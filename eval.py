@@ -278,11 +278,11 @@ class Entry:
     correct: dict = field(default_factory=dict)
 
 
-def task_scores(entry, model, name, asked, documents, where, cfg, world):
-    """[(sum of log-probabilities in nats, greedy) of each choice] of each document, on all ranks.
+def open_samples(entry, name, where, cfg, world):
+    """(this rank's file of samples, to be added to, the scores that earlier calls have left, as in `gathered_scores`).
 
     Scores are kept beside the checkpoint as JSON lines, one for each choice, after a hash of all that they follow from.
-    What is there is not scored again. Each rank has its own file; rank 0 of the next call collects them.
+    Each rank has its own file; rank 0 of the next call collects them.
     """
     code = [sha256(Path(__file__).with_name(file)) for file in CODE]
     facts = json.dumps([entry.digest, where, cfg.dtype, world.kind, code])
@@ -292,6 +292,13 @@ def task_scores(entry, model, name, asked, documents, where, cfg, world):
     if world.rank > 0:
         path = path.with_suffix(f".{world.rank}.jsonl")
         write_text(path, json_lines([header]))
+    return path, scores
+
+
+def task_scores(entry, model, name, asked, documents, where, cfg, world):
+    """[(sum of log-probabilities in nats, greedy) of each choice] of each document, on all ranks. What an earlier call
+    has scored is not scored again, see `open_samples`."""
+    path, scores = open_samples(entry, name, where, cfg, world)
     sizes = [sum(len(row.ids) for row in rows) for rows in documents]
     left = [i for i, rows in enumerate(documents) if any((i, j) not in scores for j in range(len(rows)))]
     mine = sorted(left, key=lambda i: sizes[i])[world.rank :: world.size]

@@ -112,7 +112,7 @@ def describe_tensors(file):
     return [(name, found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()]
 
 
-def load_hf(folder, device="cpu", attn="sdpa", dtype=torch.float32):
+def load_hf(folder, device="cpu", dtype=torch.float32):
     """A folder of Llama, Mistral or export.py (config.json, model.safetensors or its shards) as a model of ours, in
     eval mode, its weights in `dtype`. The peak of memory is the model and one tensor.
 
@@ -120,24 +120,19 @@ def load_hf(folder, device="cpu", attn="sdpa", dtype=torch.float32):
     """
     cfg, c = hf_config(folder), read_hf_config(folder)
     with torch.device("meta"):
-        model = GPT(cfg, attn=attn, init=False)
-    shapes = tensor_shapes(folder)
+        model = GPT(cfg, init=False)
 
     def places():
         if c.get("model_type") == OURS:
             return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
         return {name: parameter.detach()[rows] for name, parameter, rows in hf_parts(model)}
 
-    expected = {name: tuple(place.shape) for name, place in places().items()}
-    is_tied = c.get("tie_word_embeddings") and "lm_head.weight" in expected.keys() - shapes.keys()
+    missing = missing_tensors(folder, places())  # before memory is taken for what config.json says
+    is_tied = c.get("tie_word_embeddings") and "lm_head.weight" in missing
     if is_tied:
-        del expected["lm_head.weight"]
-    for name, shape in shapes.items():  # before memory is taken for what config.json says
-        if shape != expected.pop(name, None):
-            raise UserError(f"{folder}: {name} {shape} has no place in the model of config.json")
-    if expected:
-        missing = min(expected)
-        raise UserError(f"{folder} has no tensor {missing}: is a shard missing, or config.json another model's?")
+        missing.remove("lm_head.weight")
+    if missing:
+        raise UserError(f"{folder} has no tensor {min(missing)}: is a shard missing, or config.json another model's?")
     model.to(dtype).to_empty(device=device)  # which makes new parameters
     if model.rope:  # its angles are not in the files
         model.rope = Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling).to(device)
@@ -147,6 +142,16 @@ def load_hf(folder, device="cpu", attn="sdpa", dtype=torch.float32):
     if is_tied:
         model.head.weight.detach().copy_(model.embed.weight.detach())
     return model.eval()
+
+
+def missing_tensors(folder, places):
+    """The names in `places`, {name: tensor}, that a folder has no tensor of. Raises UserError if it has a tensor of
+    another name or shape."""
+    shapes = tensor_shapes(folder)
+    for name, shape in shapes.items():
+        if name not in places or shape != tuple(places[name].shape):
+            raise UserError(f"{folder}: {name} {shape} has no place in the model of config.json")
+    return places.keys() - shapes.keys()
 
 
 def copy_tensors(places, path, file):

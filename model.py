@@ -26,9 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode, plan_layers, tensors_to_keep
-
-__all__ = ["GPT", "VALUE_MODES", "ModelConfig", "Residual", "ValueMode"]
+from value_modes import plan_layers, tensors_to_keep
 
 
 def to_fp32(x):
@@ -164,6 +162,15 @@ def mix(weights, own, others):
     for w, other in zip(other_weights, others, strict=True):
         total = total + w * other.to(own.dtype)  # under autocast embeddings are fp32
     return total
+
+
+def join_scores(q, k, weights, others):
+    """(q, k) of wider heads, whose product is a mix of scores: l_own q k^T + sum_i l_i q_i k_i^T.
+    others: {"q": q_i, "k": k_i} of each layer i."""
+    own_weight, *other_weights = weights
+    q_others = [w * other["q"] for w, other in zip(other_weights, others, strict=True)]
+    k_others = [other["k"] for other in others]
+    return torch.cat([own_weight * q, *q_others], dim=-1), torch.cat([k, *k_others], dim=-1)
 
 
 class Lambdas(nn.Module):
@@ -346,10 +353,7 @@ class Attention(nn.Module):
             v = torch.cat([v, *(attended[i]["v"] for i in cross)], dim=2)
             return attend(q, k, v, self.kind, layers=1 + len(cross), mask=mask)
         for m, weights in in_softmax:
-            own_weight, *others = weights
-            q_others = [w * attended[i]["q"] for w, i in zip(others, m.sources, strict=True)]
-            q = torch.cat([own_weight * q, *q_others], dim=-1)
-            k = torch.cat([k, *(attended[i]["k"] for i in m.sources)], dim=-1)
+            q, k = join_scores(q, k, weights, [attended[i] for i in m.sources])
         wider = q.size(-1) - self.head_dim
         if not wider:
             return attend(q, k, v, self.kind, mask=mask)
@@ -528,10 +532,11 @@ class GPT(nn.Module):
             self.positions, self.rope = nn.Embedding(cfg.block_size, cfg.n_embd), None
         else:
             self.positions, self.rope = None, Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling)
-        mixes = [m for layer in plan for m in layer.mixes if m.residual.source == "token"]
-        tables = {m.sources for m in mixes}
-        self.zero_tables = {m.sources[0].replace("table ", "tables.") for m in mixes if m.residual.tables == "one"}
-        self.tables = nn.ModuleList(nn.Embedding(cfg.vocab_size, cfg.n_kv_head * cfg.head_dim) for _ in tables)
+        token_mixes = [m for layer in plan for m in layer.mixes if m.residual.source == "token"]
+        self.tables = nn.ModuleList()
+        for order in {m.sources: m.residual.tables for m in token_mixes}.values():
+            self.tables.append(nn.Embedding(cfg.vocab_size, cfg.n_kv_head * cfg.head_dim))
+            self.tables[-1].std = 0.0 if order == "one" else cfg.n_embd**-0.5
         self.lambdas = nn.ModuleList(new_lambdas(cfg))
         self.blocks = nn.ModuleList()
         for n, (keep_raw, keep_attended) in enumerate(zip(*tensors_to_keep(cfg), strict=True)):
@@ -551,9 +556,7 @@ class GPT(nn.Module):
             if isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
                 module.weight.fill_(1)
             elif isinstance(module, nn.Embedding):
-                std = self.cfg.init_std
-                if name.startswith("tables."):
-                    std = 0.0 if name in self.zero_tables else self.cfg.n_embd**-0.5
+                std = getattr(module, "std", self.cfg.init_std)  # token tables have their own
                 module.weight.copy_(normal(seed, name, module.weight.shape, std))
             elif isinstance(module, Linear):
                 std = self.cfg.init_std if module.std is None else module.std

@@ -27,7 +27,7 @@ from configurator import UserError, check_ranges, command_line, convert, need, r
 from files import read_json, read_records, write_atomic
 from report import markdown, mean_std, plus_minus
 from tasks import EVALUATIONS, TASKS
-from value_modes import TABLE
+from value_modes import TABLE, row_and_number
 
 # what is read of the files of other stages
 START = dict.fromkeys(("value_mode", "data", "device", "dtype"), str)
@@ -40,7 +40,7 @@ METRICS = {
 }
 SCORES = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance")  # of another task, as far as it has them
 MEANS = {"mean": tuple[float | None, ...]}  # of a quantity, by layer or state
-ANALYSED = {"mode": str, "length": int, "layers": dict[str, MEANS], "states": dict[str, MEANS]}
+ANALYSED = {"mode": str, "parameters": int, "length": int, "layers": dict[str, MEANS], "states": dict[str, MEANS]}
 EARLY = 0.1  # share of the training that may leave the y axis: the first losses would squash all others
 GROWTH = 1.15  # of the windows that relative losses are averaged over: the end of each relative to its beginning
 SHOWN = 1 / 40  # share of the training after which figures over tokens begin
@@ -96,19 +96,12 @@ LOOK = {
 }
 
 
-def family(mode):
-    """The row of the table that a mode belongs to: neutreno for neutreno_0.6."""
-    base, _, weight = mode.rpartition("_")
-    is_number = weight.replace(".", "", 1).isdigit()
-    return base if is_number and base in TABLE and mode not in TABLE else mode
-
-
 def style_of(mode):
     """Colour, dash and marker of a mode's line, the same in every figure: keywords of matplotlib's `plot`.
 
     Black is the baseline's alone. A mode that the table does not have gets a look by its name.
     """
-    name = family(mode)
+    name, _ = row_and_number(mode)  # neutreno for neutreno_0.6
     place = ORDER.index(name) if name in ORDER else len(ORDER) + zlib.crc32(name.encode()) % 180
     if place == 0:
         color, dash = COLORS[0], DASHES[0]
@@ -130,7 +123,8 @@ def styles_of(modes):
     dash and marker."""
     styles = {}
     for label, mode in modes.items():
-        same = [other for other in modes if family(modes[other]) == family(mode)]
+        row, _ = row_and_number(mode)
+        same = [other for other in modes if row_and_number(modes[other])[0] == row]
         styles[label] = style_of(mode)
         if len(same) > 1:
             i = same.index(label)
@@ -251,8 +245,7 @@ def read_run(folder):
     if not records["step"] or not records["start"]:
         raise UserError(f"{path} has no steps yet; wait until the run has made some")
     start = records["start"][-1]
-    names = ("step", "loss", "lr", "tokens", "tokens_per_s")
-    steps = {key: np.array([record[key] for record in records["step"]], float) for key in names}
+    steps = {key: np.array([record[key] for record in records["step"]], float) for key in METRICS["step"]}
     val = {record["step"]: record["val_mean"] for record in records["eval"]}
     domains = records["eval"][-1]["val"] if records["eval"] else {}
     return Curves(str(folder), start["value_mode"], start["seed"], start["max_steps"], start, steps, val, domains)
@@ -558,6 +551,18 @@ def losses_by_domain(ax, runs, styles):
     ax.grid(color="0.9", linewidth=0.6)
 
 
+def about_evaluated(found):
+    """Sizes and steps of runs, {name: record of `read_eval`}, for a title, as far as they are known."""
+    about = []
+    sizes = [read_run(name).start["parameters"] for name in found if Path(name, "metrics.jsonl").exists()]
+    if sizes:
+        about.append(f"{count_range(sizes)} parameters")
+    steps = [record["step"] for record in found.values() if record["step"] is not None]  # an exported folder has none
+    if steps:
+        about.append(f"step {count_range(steps, '{:,}'.format)}")
+    return ", ".join(about)
+
+
 def evaluation(path, cfg, names):
     """Draw what eval.py found of several runs: tasks on the left, losses on the right, as far as there are any."""
     found = {name: read_eval(name) for name in names}
@@ -577,13 +582,6 @@ def evaluation(path, cfg, names):
         raise UserError(
             f"{names[0]} has no result of a whole task; make one: `python eval.py {names[0]}`, without --limit"
         )
-    about = []
-    sizes = [read_run(name).start["parameters"] for name in names if Path(name, "metrics.jsonl").exists()]
-    if sizes:
-        about.append(f"{count_range(sizes)} parameters")
-    steps = [record["step"] for record in found.values() if record["step"] is not None]  # an exported folder has none
-    if steps:
-        about.append(f"step {count_range(steps, '{:,}'.format)}")
     with page(path, (sum(widths), 4)) as fig:
         axes = list(np.atleast_1d(fig.subplots(1, len(widths), width_ratios=widths)))
         if has_loss:
@@ -594,7 +592,7 @@ def evaluation(path, cfg, names):
             *axes[0].get_legend_handles_labels(),
             loc="outside upper left",
             ncols=4,
-            title=", ".join(about),
+            title=about_evaluated(found),
             alignment="left",
         )
 
@@ -635,8 +633,7 @@ def analysis(path, cfg, names):
     labels = {}
     for name, short in short_names(modes).items():
         first = groups[name][0]
-        size = f"{short_count(first['parameters'])}, " if "parameters" in first else ""
-        labels[name] = f"{short} ({size}length {first['length']:,})"
+        labels[name] = f"{short} ({short_count(first['parameters'])}, length {first['length']:,})"
     styles = styles_of({labels[name]: mode for name, mode in modes.items()})
     with page(path, (12.5, 7.5)) as fig:
         for ax, (title, part, key, over) in zip(fig.subplots(2, 3).flat, ANALYSIS, strict=True):

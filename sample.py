@@ -194,6 +194,12 @@ def steps_between_checks(device):
     return 16 if device.type == "cuda" else 1
 
 
+def cut_rows(rows, limits, eot):
+    """Lists of ids, each cut at its limit and before its first `eot`."""
+    cut = [row[:limit] for row, limit in zip(rows, limits, strict=True)]
+    return [row[: row.index(eot)] if eot in row else row for row in cut]
+
+
 @torch.inference_mode()
 def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=False, **sampling):
     """Continue prompts by at most n_new tokens, each num_samples times, all as one batch.
@@ -230,10 +236,7 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
             if i % between_checks == 0 and ended.all():
                 break
         new.append(sample_token(next_logits(model, new[-1], cache), generator, **sampling))
-    rows = []
-    for row, limit in zip(torch.cat(new, dim=1).tolist(), limits, strict=True):
-        row = row[:limit]
-        rows.append(row[: row.index(eot)] if eot in row else row)
+    rows = cut_rows(torch.cat(new, dim=1).tolist(), limits, eot)
     seconds = {"prefill": prefilled - began, "compile": compiled - prefilled, "decode": clock(device) - compiled}
     return rows, cache, seconds
 

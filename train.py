@@ -161,16 +161,13 @@ def adamw(model, lr, weight_decay, betas, device_type):
 
 def numbers_by_path(value, path=""):
     """{"val/C4": 2.9, "lam/0/1/0": 0.5, …}: the numbers in nested dicts and lists, for wandb."""
-    if isinstance(value, (int, float)):
-        return {path: value}
-    items = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return {path: value} if isinstance(value, (int, float)) else {}
     found = {}
-    for key, inner in items:
-        found.update(numbers_by_path(inner, f"{path}/{key}" if path else key))
+    for key, inner in value.items():
+        found |= numbers_by_path(inner, f"{path}/{key}" if path else key)
     return found
 
 

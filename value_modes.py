@@ -337,6 +337,13 @@ TABLE = {
 VALUE_MODES = {name: dataclasses.replace(mode, name=name) for name, (mode, _, _) in TABLE.items()}
 
 
+def row_and_number(mode):
+    """("neutreno", "0.6") of neutreno_0.6; (mode, "") of a name that does not end in a number."""
+    name, _, number = mode.rpartition("_")
+    is_number = re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", number, re.ASCII)
+    return (name, number) if name in TABLE and is_number else (mode, "")
+
+
 def get_mode(mode):
     """A ValueMode with its name, from a name in VALUE_MODES or from a ValueMode; raises ValueError on an unknown name.
     A name may end in the weight of the sources: resformer_lambda_0.5, neutreno_0.6 (see ValueMode.with_lam)."""
@@ -344,8 +351,8 @@ def get_mode(mode):
         return named_mode(mode)
     if mode in VALUE_MODES:
         return VALUE_MODES[mode]
-    name, _, number = mode.rpartition("_")
-    if name in VALUE_MODES and re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", number, re.ASCII):
+    name, number = row_and_number(mode)
+    if number:
         value = float(number)
         try:
             found = VALUE_MODES[name].with_lam(value)

@@ -95,25 +95,20 @@ def best_rate(found, jobs):
     return jobs[np.argmin(mean_losses(found, jobs))]
 
 
-def gap_at_best(jobs, others):
-    """The loss of a mode minus another's, each at its best rate."""
-    return lambda found, seed: loss_gap(best_rate(found, jobs), best_rate(found, others))(found, seed)
+def best_pair(found, jobs):
+    """A mode's Job at its best rate and vanilla's at its own. jobs: the mode's, one for each rate."""
+    return best_rate(found, jobs), best_rate(found, [job.baseline for job in jobs])
+
+
+def gap_at_best(jobs):
+    """The loss of a mode minus vanilla's, each at its best rate."""
+    return lambda found, seed: loss_gap(*best_pair(found, jobs))(found, seed)
 
 
 def gaps_at_best(found, jobs):
-    """The same against vanilla, with each of the seeds that both have. jobs: the mode's, one for each rate"""
-    best, base = best_rate(found, jobs), best_rate(found, [job.baseline for job in jobs])
+    """The same with each of the seeds that both have."""
+    best, base = best_pair(found, jobs)
     return [loss_gap(best, base)(found, seed) for seed in found.common_seeds(best, base)]
-
-
-def gap_at_others_best(jobs, others):
-    """The loss of a mode minus another's, both at the other's best rate."""
-
-    def value(found, seed):
-        theirs = best_rate(found, others)
-        return loss_gap(dataclasses.replace(jobs[0], lr=theirs.lr), theirs)(found, seed)
-
-    return value
 
 
 def semi_log(points):

@@ -106,8 +106,8 @@ def draw_initial(ax, panel, found):
     ax.set(xlabel="layer", ylabel=panel.label, ylim=(min(*entropy, 7.194) - 0.004, max(*entropy, 7.204) + 0.004))
     other.set(ylabel="token similarity of the layer's output", ylim=(0, 1))
     other.spines["right"].set_visible(True)
-    size = f"{short_count(numbers['parameters'])} parameters, " if "parameters" in numbers else ""
-    ax.set_title(f"{panel.title}\n{size}length {numbers['length']:,}", loc="left")
+    size = f"{short_count(numbers['parameters'])} parameters, length {numbers['length']:,}"
+    ax.set_title(f"{panel.title}\n{size}", loc="left")
     legend(ax)
 
 
@@ -195,10 +195,7 @@ def draw_best(ax, panel, found):
         modes.setdefault(label, []).append(job)
     heights = range(len(modes), 0, -1)
     for y, jobs in zip(heights, modes.values(), strict=True):
-        style = style_of(jobs[0].mode)
-        draw_gaps(
-            ax, gaps_at_best(found, jobs), y, color=style["color"], marker=style["marker"], markerfacecolor="none"
-        )
+        draw_gaps(ax, gaps_at_best(found, jobs), y, style_of(jobs[0].mode))
     ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
     ax.set(yticks=heights, yticklabels=list(modes), ylim=(0.5, len(modes) + 0.5))
     ax.set_xlabel("validation loss minus vanilla's (nats per token)")
@@ -228,11 +225,11 @@ def draw_critical(ax, panel, found):
     legend(ax)
 
 
-def draw_gaps(ax, gaps, y, **look):
-    """Gaps of seeds at height y: a grey dot for each, their mean with its 95 % interval. look: of the mean"""
+def draw_gaps(ax, gaps, y, style):
+    """Gaps of seeds at height y: a grey dot for each, their mean with its 95 % interval. style: of the mean"""
     mean, interval = mean_interval(gaps)
     ax.plot(gaps, [y] * len(gaps), **SEED)
-    ax.errorbar(mean, y, xerr=interval, linestyle="", **look)
+    ax.errorbar(mean, y, xerr=interval, **style | {"linestyle": ""})
 
 
 def draw_regime(ax, panel, found):
@@ -248,11 +245,9 @@ def draw_regime(ax, panel, found):
         if len(jobs) > 1:
             for arrow, job in zip("<>", jobs, strict=True):
                 ax.plot(np.mean(gaps_to_vanilla(found, job)), y, arrow, color=style["color"], alpha=0.4, markersize=5)
-        look = {"color": style["color"], "marker": style["marker"], "markerfacecolor": "none"}
-        draw_gaps(ax, gaps_at_best(found, jobs), y, **look)
+        draw_gaps(ax, gaps_at_best(found, jobs), y, style)
     for mode in modes:
-        style = style_of(mode)
-        ax.plot([], [], style["marker"], color=style["color"], markerfacecolor="none", label=LABELS[mode])
+        ax.plot([], [], label=LABELS[mode], **style_of(mode) | {"linestyle": ""})
     if any(len(jobs) > 1 for jobs in groups.values()):
         for arrow, rate in (("<", "lower"), (">", "higher")):
             ax.plot([], [], arrow, color="0.5", alpha=0.4, markersize=5, label=f"both at the {rate} rate")
@@ -387,7 +382,7 @@ def dots_panel(ax, panel, found):
     gaps = dict(sorted(gaps.items(), key=lambda item: -np.mean(item[1])))
     for y, (mode, seeds) in enumerate(gaps.items()):
         color = style_of(mode)["color"] if mode in HEADLINE else KEY["color"]
-        draw_gaps(ax, seeds, y, **KEY | {"color": color})
+        draw_gaps(ax, seeds, y, KEY | {"color": color})
     ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
     ax.set(yticks=range(len(gaps)), yticklabels=list(gaps), ylim=(-0.6, len(gaps) - 0.4))
     ax.set_title(panel.title, loc="left", fontsize=9)

@@ -45,7 +45,7 @@ from paper.found import (
     settings_of,
     write_kept,
 )
-from paper.runs import SCALES, SEEDS, Job, train_settings
+from paper.runs import SCALES, SEEDS, train_settings
 from report import markdown
 from tasks import TABLE1
 
@@ -159,8 +159,6 @@ from train import TrainConfig
 class Plan:
     """A run that the figures need: its settings, and what is computed from it."""
 
-    job: Job
-    seed: int
     folder: Path
     values: dict  # settings of train.py
     analyse: bool = False
@@ -186,7 +184,7 @@ def make_plans(cfg, kept):
             real = cfg.units.here(job)
             for seed in cfg.seeds_of(job):
                 folder = Path(cfg.out_dir, f"{real.name}-{seed}")
-                new = Plan(real, seed, folder, train_settings(real, cfg.units, seed, folder))
+                new = Plan(folder, train_settings(real, cfg.units, seed, folder))
                 plan = plans.setdefault(folder, new)
                 plan.analyse |= job in figure.analysed
                 plan.needs_arrays |= job in figure.with_arrays

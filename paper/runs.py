@@ -107,12 +107,6 @@ WITH_BOS = "bos=True"
 DEEP = "n_layer=12"
 
 
-def rate_of(job, tuned, usual):
-    """The rate that a Scale has for a Job: its size's and mode's among the `tuned`, else the base size's, else the
-    usual one."""
-    return tuned.get((job.size, job.mode), tuned.get(("82M", job.mode), usual))
-
-
 def n_seeds_at_night(job):
     """The number of seeds of a Job at scale night: several where a verdict is about it, else one."""
     is_plain = job == Job(job.mode, job.size, lr=job.lr)
@@ -178,7 +172,8 @@ class Scale:
         if job.size == INSPECTED:
             job = dataclasses.replace(job, **self.inspected)
         if job.lr is None:
-            job = dataclasses.replace(job, lr=rate_of(job, self.tuned, self.lr))
+            of_base = self.tuned.get(("82M", job.mode), self.lr)
+            job = dataclasses.replace(job, lr=self.tuned.get((job.size, job.mode), of_base))
         if job.lr == ONE_RATE:
             job = dataclasses.replace(job, lr=self.one_rate or self.lr)
         return job

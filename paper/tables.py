@@ -5,6 +5,7 @@ Read next: panels.py.
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from configurator import UserError
 from data import Tokenizer
 from files import read_json
 from paper import claims
-from paper.claims import LABELS, best_rate, critical, gaps_to_vanilla
+from paper.claims import LABELS, critical, gaps_to_vanilla
 from paper.runs import SCALES, Job, train_settings
 from report import mean_interval, with_interval
 from tasks import TABLE1
@@ -173,13 +174,12 @@ def rates_table(found, grids):
     """The best rates of modes. grids: {(size, mode): its Jobs, one for each rate}."""
     gaps = ["minus Transformer's, each at its best rate, ± 95 %", "both at Transformer's best rate"]
     yield ["parameters", "mode", "best rate", "loss there, ± 95 %", "seeds", *gaps]
-    for (size, mode), jobs in grids.items():
-        vanilla, best = grids[size, "vanilla"], best_rate(found, jobs)
-        seeds = found.seeds(best)
-        cells = [with_interval(*mean_interval(found.losses(best))), str(len(seeds))]
-        for gap in (claims.gap_at_best(jobs, vanilla), claims.gap_at_others_best(jobs, vanilla)):
-            row = claims.claim_row(claims.Claim("", "", gap), found, seeds)
-            cells.append("-" if mode == "vanilla" else with_interval(row["mean"], row["interval"], sign=True))
+    for (_, mode), jobs in grids.items():
+        best, base = claims.best_pair(found, jobs)
+        cells = [with_interval(*mean_interval(found.losses(best))), str(len(found.seeds(best)))]
+        at_base = replace(best, lr=base.lr)
+        for values in (claims.gaps_at_best(found, jobs), gaps_to_vanilla(found, at_base)):
+            cells.append("-" if mode == "vanilla" else with_interval(*mean_interval(values), sign=True))
         rate = f"{best.lr * found.scale.lr_factor:.2g}"
         if len(jobs) > 2 and best in (jobs[0], jobs[-1]):
             rate += " (end of the grid)"
@@ -200,7 +200,7 @@ def regime_table(found, lines):
     gaps = ["both at the lower rate", "both at the higher", "each at its better one ± 95 %"]
     yield ["what differs", "mode", "rates", "vanilla's loss", *gaps]
     for (label, mode), jobs in regime_rows(found, lines).items():
-        base = claims.best_rate(found, [job.baseline for job in jobs])
+        _, base = claims.best_pair(found, jobs)
         rates = " and ".join(found.unit("rate", job) for job in jobs)
         if len(jobs) == 1 and found.rate_in_words(jobs[0]):
             rates += f", vanilla {found.unit('rate', base)}"

@@ -89,7 +89,9 @@ def test_logits_are_those_of_transformers(tmp_path):
             right.save_pretrained(folder, **(dict(max_shard_size="15KB") if shards else {}))
             assert (len(list(folder.glob("*.safetensors"))) >= 3) == shards
             for attn in ("eager", "sdpa"):
-                model = hf.load_hf(folder, attn=attn)
+                model = hf.load_hf(folder)
+                for block in model.blocks:
+                    block.attn.kind = attn
                 assert model.cfg.block_size == length and not model.training
                 torch.testing.assert_close(model(idx)[0].detach(), expected, rtol=0, atol=1e-5)
         with pytest.raises(ValueError, match=f"block_size={length}"):

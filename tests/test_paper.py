@@ -25,7 +25,7 @@ from paper.found import Found, NoSeed
 from paper.panels import draw_figure
 from paper.runs import INSPECTED, SCALES, Job, train_settings
 from train import TrainConfig
-from value_modes import TABLE, get_mode
+from value_modes import TABLE, get_mode, row_and_number
 
 # ---- the numbers of panels and claims
 
@@ -164,7 +164,7 @@ class Made:
         layers["entropy"] = (2 + 5 * rng.random(L)).tolist()
         layers["eq4"][0] = layers["eq6"][0] = None
         states = {k: rng.random(L + 1).tolist() for k in ("hidden_norm_first", "hidden_norm_rest", "hidden_similarity")}
-        about = {"mode": job.mode, "length": 2048, "entropy_uniform": 7.2025}
+        about = {"mode": job.mode, "parameters": 7, "length": 2048, "entropy_uniform": 7.2025}
         both = {"layers": layers, "states": states}
         numbers = about | {where: {k: {"mean": v} for k, v in of.items()} for where, of in both.items()}
         shapes = dict(importance=(L, 256), value_norm=(L, 256), hidden_norm=(L + 1, 256), value_spectrum=(L, 64))
@@ -346,7 +346,7 @@ def test_modes_of_a_figure_differ_in_colour():
     """Weights of one mode share its colour."""
     for name, figure in FIGURES.items():
         for panel in figure.panels:
-            modes = {plot.family(job.mode) for job in panel.jobs if panel.kind != "dots"}
+            modes = {row_and_number(job.mode)[0] for job in panel.jobs if panel.kind != "dots"}
             assert len({plot.style_of(mode)["color"] for mode in modes}) == len(modes), (name, panel.title)
 
 
@@ -800,13 +800,13 @@ def test_rates_are_tuned_for_each_mode():
     found = Fake(
         loss=lambda job, seed: losses[job.mode][job.lr][seed] if seed < len(losses[job.mode][job.lr]) else fail(NoSeed),
         seeds=lambda job: range(len(losses[job.mode][job.lr])),
+        common_seeds=lambda *jobs: range(min(len(losses[job.mode][job.lr]) for job in jobs)),
         parameters=lambda job: 1_200_000,
         scale=SimpleNamespace(lr_factor=10),
     )
     jobs, vanilla = grid["resformer"], grid["vanilla"]
     assert claims.best_rate(found, vanilla).lr == 2 and claims.best_rate(found, jobs).lr == 1
-    assert [claims.gap_at_best(jobs, vanilla)(found, seed) for seed in (0, 1)] == pytest.approx([-0.1, 1.2])
-    assert claims.gap_at_others_best(jobs, vanilla)(found, 0) == pytest.approx(0.5)
+    assert [claims.gap_at_best(jobs)(found, seed) for seed in (0, 1)] == pytest.approx([-0.1, 1.2])
     header, first, second = tables.rates_table(found, {("82M", mode): grid[mode] for mode in grid})
     assert len(header) == len(first) == 7 and first[:3] == ["1.2M", "Transformer", "20"]
     assert first[4:] == ["2", "-", "-"]

@@ -413,7 +413,7 @@ def make_analysis(folder, mode, level, **config):
     both |= {"value_norm_first": {"mean": [level, 2 * level]}, "value_norm_rest": {"mean": [2.0, 4.0]}}
     states = {"hidden_norm_first": {"mean": [level] * 3}, "hidden_norm_rest": {"mean": [1.0, 2.0, 4.0]}}
     states |= {"hidden_similarity": {"mean": [0.0, 0.5, level]}}
-    found = {"mode": mode, "length": 64, "entropy_uniform": 3.8, "layers": both, "states": states}
+    found = {"mode": mode, "parameters": 7, "length": 64, "entropy_uniform": 3.8, "layers": both, "states": states}
     (folder / "analysis.json").write_text(json.dumps(found))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -437,7 +437,7 @@ def test_analyses(tmp_path, monkeypatch):
     assert (tmp_path / "analysis.png").stat().st_size > 5000 and len(panels) == 6
     found = {}
     for lines, _, title, first in panels:
-        lines = {label.removesuffix(" (length 64)"): np.array(y).tolist() for label, y in lines.items()}
+        lines = {label.removesuffix(" (7, length 64)"): np.array(y).tolist() for label, y in lines.items()}
         found[title] = lines, first
     lines, first = found["entropy minus uniform attention's (nats)"]
     assert first == 1 and list(lines) == ["v1", "resformer", "s", "fast", "Llama-8B", "Llama-1B"]

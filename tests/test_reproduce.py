@@ -93,11 +93,10 @@ def test_dry_run_prints_the_commands(scale, planned):
             scored |= set(load_settings(EvalConfig, shlex.split(words)).runs)
     assert trained == plans.keys()
     every = cfg.figures.values()
-    needed = {cfg.units.here(job) for of in every for job in of.analysed}
-    assert analysed == {name for name, plan in plans.items() if plan.job in needed}
-    assert {(plans[name].job, plans[name].seed) for name in scored} == {
-        (cfg.units.here(job), 42) for of in every if of.scored for job in of.runs
-    }
+    needed = {cfg.units.here(job).name for of in every for job in of.analysed}
+    assert analysed == {name for name in plans if Path(name).name.rpartition("-")[0] in needed}
+    wanted = {f"{cfg.units.here(job).name}-42" for of in every if of.scored for job in of.runs}
+    assert {Path(name).name for name in scored} == wanted
 
 
 @pytest.mark.parametrize("scale, hours", [("paper", 3312.2), ("small", 82.8)])
@@ -295,7 +294,7 @@ def test_what_a_record_is_enough_for(small, real):
 
     def is_kept(name, record):
         plans = reproduce.make_plans(asked(name), {folder.name: record})
-        (kept,) = [plan.kept for plan in plans if plan.job.mode == "vanilla"]
+        (kept,) = [plan.kept for plan in plans if plan.values["value_mode"] == "vanilla"]
         return kept
 
     assert [is_kept(name, full) for name in ("fig4", "fig9", "tab5")] == [True, True, True]
@@ -464,7 +463,7 @@ def test_a_run_of_other_settings_or_data_is_not_continued(real, small):
 
 
 def plan_of(cfg, mode="resformer"):
-    return next(plan for plan in reproduce.make_plans(cfg, {}) if plan.job.mode == mode)
+    return next(plan for plan in reproduce.make_plans(cfg, {}) if plan.values["value_mode"] == mode)
 
 
 def test_tasks_of_table_1(small, monkeypatch, capsys):
