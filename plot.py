@@ -401,7 +401,7 @@ def token_axis(ax):
     ax.set_xlabel(f"training tokens (a point averages the {1 - 1 / GROWTH:.0%} before it)")
 
 
-def relative_panel(ax, pairs, styles, baseline="Transformer"):
+def relative_panel(ax, pairs, styles, baseline="vanilla"):
     """pairs: {label: [(run, the baseline's run of its seed)]} -> training loss minus the baseline's, over tokens on a
     logarithmic axis: each point is the mean of a growing window, then over seeds."""
     for label, both in pairs.items():

@@ -560,6 +560,11 @@ FIGURES["regime"] = Figure(
             claims.gap_at_best(DEEPEST),
             below=0.0,
         ),
+        Claim(
+            "ResFormer − Transformer, with 12 layers minus with 6, each at its rate",
+            "",
+            gap_change(Job("resformer", change=DEEP, lr=1.5e-4), Job("resformer")),
+        ),
     ),
     table=lambda found: tables.regime_table(found, REGIME_LINES),
     scale="night",
