@@ -75,7 +75,7 @@ class PlotConfig:
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GAPS = (None, (6, 3), (8, 2.5, 1.5, 2.5), (1.5, 1.5), (14, 3), (8, 2, 1.5, 2, 1.5, 2))
 DASHES = [(0, gaps) for gaps in GAPS]
-MARKERS = "os^Dv"
+MARKERS = "os^DvPX"
 HEADLINE = ("vanilla", "resformer", "svformer", "neutreno", "denseformer", "resformer_lambda", "resformer_plus")
 NEXT = (  # in an order in which modes of one figure of the paper differ in colour
     "identity", "svformer_2anchors", "svformer_3anchors", "resformer_prev", "resformer_neutreno", "share_k",
