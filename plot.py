@@ -128,7 +128,7 @@ def styles_of(modes):
         styles[label] = style_of(mode)
         if len(same) > 1:
             i = same.index(label)
-            styles[label]["color"] = shade(style_of(mode)["color"], 0.4 - 0.9 * i / (len(same) - 1))
+            styles[label]["color"] = shade(style_of(mode)["color"], 0.4 - 0.7 * i / (len(same) - 1))
             styles[label]["linestyle"] = DASHES[i % len(DASHES)]
             styles[label]["marker"] = MARKERS[i % len(MARKERS)]
     return styles

@@ -71,7 +71,8 @@ def test_looks_of_modes():
     styles = plot.styles_of({"long": "resformer", "longer": "resformer", "other": "svformer"})
     assert styles["other"] == plot.style_of("svformer")
     full = plot.style_of("resformer")["color"]
-    assert (styles["long"]["color"], styles["longer"]["color"]) == (plot.shade(full, 0.4), plot.shade(full, -0.5))
+    assert styles["long"]["color"] == plot.shade(full, 0.4)
+    assert styles["longer"]["color"] == plot.shade(full, 0.4 - 0.7)
     assert styles["long"]["linestyle"] != styles["longer"]["linestyle"]
     assert plot.shade("#000000", 0.5) == "#808080" and plot.shade("#0072B2", 0) == "#0072B2"
     assert plot.shade("#806040", -0.5) == "#403020"
