@@ -18,8 +18,8 @@ MINUS_VANILLA = ("relative", "critical", "dots", "best", "regime")  # kinds of p
 @dataclass(frozen=True)
 class Panel:
     """A part of a figure: how it is drawn (see PANEL_KINDS and draw_figure in panels.py), and its lines, pairs of
-    (label, Job). `key`: the quantity of their analysis, one key of analysis.json or one for each label. Labels may hold
-    {length}, {size}, {rate} and {warmup}: Found.labels fills in what these are at the scale."""
+    (label, Job). `key`: the quantity of their analysis, one key of analysis.json or one for each label. Labels and
+    titles may hold {length}, {size}, {rate} and {warmup}: Found.labels fills in what these are at the scale."""
 
     kind: str
     title: str = ""
@@ -265,7 +265,7 @@ FIGURES = {
     "fig14": Figure(
         "SVFormer at five lengths, and the step at which vanilla overtakes it.",
         (
-            relative_losses("SVFormer, both at one rate", SV_LENGTHS),
+            relative_losses("SVFormer, both at rate {rate}", SV_LENGTHS),
             Panel("critical", "the step at which vanilla overtakes it", SV_LENGTHS),
         ),
         (

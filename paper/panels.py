@@ -296,9 +296,16 @@ def draw_figure(path, figure, found):
         for ax in axes.flat[len(panels) :]:
             ax.set_axis_off()
         for ax, panel in zip(axes.flat, panels, strict=False):
-            size = real_size(panel.jobs, found) if panel.lines else ""
-            ax.set_title(f"{panel.title}\n{size}".strip(), loc="left")
+            ax.set_title(heading(panel, found), loc="left")
             PANEL_KINDS[panel.kind](ax, panel, found)
+
+
+def heading(panel, found):
+    """A panel's title and the size of its runs; {rate} becomes that of the first one."""
+    if not panel.lines:
+        return panel.title
+    ((title, _),) = found.labels([(panel.title, panel.jobs[0])])
+    return f"{title}\n{real_size(panel.jobs, found)}".strip()
 
 
 def heat_figure(path, figure, found):
