@@ -17,7 +17,7 @@ from files import read_json
 from paper import claims
 from paper.claims import LABELS, critical, gaps_to_vanilla
 from paper.runs import SCALES, Job, train_settings
-from report import mean_interval, with_interval
+from report import mean_interval, plus_minus, with_interval
 from tasks import TABLE1
 
 # Numbers that the paper prints: Tables 1 (accuracies) and 5 (validation losses); domains and tasks in its order.
@@ -160,7 +160,7 @@ def critical_table(found, lines):
     for label, job in lines:
         points = [critical(found, job, seed) for seed in found.common_seeds(job, job.baseline)]
         crossed = [step for step, extrapolated in points if step > 0 and not extrapolated]
-        when = with_interval(*mean_interval(crossed))
+        when = plus_minus(*mean_interval(crossed), digits=0)
         counts = [
             len(crossed),
             sum(extrapolated and step < math.inf for step, extrapolated in points),
