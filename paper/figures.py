@@ -249,7 +249,7 @@ FIGURES = {
         ),
     ),
     "fig13": Figure(
-        "SVFormer beside other methods with about a half and an eighth of the KV cache.",
+        "SVFormer beside other methods with a smaller KV cache.",
         (
             relative_losses("about 1/2 of the KV cache", by_length("svformer", "gqa2", "cla2", lengths=(2048, 64000))),
             relative_losses("about 1/8 of the KV cache", named("svformer_gqa4", "gqa8", "cla2_gqa4", length=64000)),

@@ -235,7 +235,7 @@ SCALES = {
         {512: (32, 64, 64), 2048: (128, 16, 16), 8192: (256, 8, 8), 32000: (512, 4, 4), 64000: (1024, 2, 2)},
         steps=6000, lr_factor=10.0, warmups={120: 100}, gpus=0,
         data_dir="data/night", prepare=f"{PYSOURCE_ALL} --packages={PACKAGES}", tokens=50e6, vocab=2048,
-        window=100, every=20, evals=5, chunks=200, core_speed=180e9,
+        window=300, every=20, evals=5, chunks=200, core_speed=180e9,
         n_seeds=n_seeds_at_night, leaves_out=left_out_at_night,
         lr=NIGHT_LR, tuned=NIGHT_RATES, one_rate=NIGHT_ONE_RATE, without=("tab1",),
         inspected={"size": "82M", "change": WITH_BOS},
