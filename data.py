@@ -79,7 +79,7 @@ def byte_letters():
 class Tokenizer:
     """Text <-> token ids, through a tiktoken.Encoding that is built from a dict like VOCABULARY.
 
-    `hash` identifies the vocabulary: data, checkpoints and samples that belong together have the same one.
+    `hash` identifies the vocabulary: data, checkpoints and exports that belong together have the same one.
     """
 
     def __init__(self, spec):

@@ -3,10 +3,8 @@
     python export.py out/svformer --out_dir=hf/svformer
     python export.py out/vanilla --out_dir=hf/vanilla --dtype=bfloat16 --max_shard_size=2GB
 
-vanilla of arch=llama, with all or fewer key and value heads, becomes a plain Llama. Every other model brings its code:
-model.py, value_modes.py and configurator.py with relative imports, and modeling_nanoresformer.py around them; it is
-loaded with trust_remote_code=True. Before the folder gets its name, transformers loads it, and logits and token ids are
-compared with ours, unless --check=false. sample.py, eval.py, analyze.py and `train.py --init_from` read the folder too.
+vanilla of arch=llama becomes a plain Llama; every other model brings its code along (docs/export.md). Before the folder
+gets its name, transformers loads it, and logits and token ids are compared with ours, unless --check=false.
 Read before: hf.py.
 """
 

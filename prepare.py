@@ -6,7 +6,7 @@
     python prepare.py slimpajama --hub_id=DKYoon/SlimPajama-6B --tokens=5e9
     python prepare.py files --input_dir=texts                    # .txt, .jsonl, .jsonl.zst, .parquet, recursively
 
-`pysource` needs no network. What each source reads, and which domains it has, is described in reading.py.
+`pysource` needs no network. docs/data.md says what each source reads, and which domains it has.
 Stop it at any time, even with kill -9: the same command goes on, and the result is the same to the byte.
 
 Read next: reading.py for where the text comes from, data.py for the layout of the result and its reader.

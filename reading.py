@@ -1,12 +1,6 @@
 """The texts that prepare.py makes tokens of: finding the files, reading them item by item, documents of an item.
 
-`pysource`: the standard library and the installed packages, so no network is needed. Its domains are stdlib, torch,
-sympy, numpy, networkx, pandas, matplotlib, packages (all others) and prose (the docstrings, which are taken out of the
-code). Left out: the standard library's own tests, which many systems do not install; vendored copies and exact
-duplicates, which would put one text into both train and val; files over 1 MB, which are generated tables.
-`slimpajama`: from a folder with its layout or from the hub; the data set's seven parts are the domains.
-`files`: .txt, .jsonl, .jsonl.zst and .parquet files of a folder; the first folder below it is the domain, and a .txt
-file is cut at line ends into documents of about 64 KB.
+docs/data.md says what each source reads, which domains it has, and what is left out.
 
 Read next: prepare.py. No torch here: its worker processes import this file.
 """

@@ -1,16 +1,7 @@
 """Benchmarks: the one place where speed is claimed. Our code against peers, on the same weights and data.
 
-    python -m bench.training --shape=tiny,82M --peers=llama         training steps, tokens/s
-    python -m bench.training memory --shape=82M --recompute=off,on  training steps, peak memory
-    python -m bench.decoding --shape=82M --peers=dynamic,static     decoding, tokens/s and bytes of the cache
-    python -m bench.scoring out/vanilla --data_dir=evals            eval.py, documents/s
-    make bench-gpu                                                  what is to be measured on a GPU
-
-The sides of a comparison take turns in one process, in an order that changes from round to round. Reported are medians,
-and of ratios the median, least and greatest of the rounds. That a peer does the same work is checked: vanilla's loss,
-text or scores are compared with the peer's. Each run writes results/bench_<what>_<machine>.json; the `…_table`
-functions make the Markdown tables of docs/ from such files. Peers: pip install -r requirements-peers.txt. Read next:
-common.py.
+docs/speed.md has the commands, what is measured and how, and the figures. The `…_table` functions make its tables from
+the JSON files that the benchmarks write. Read next: common.py.
 
 Here is only what the settings need. Nothing heavy is imported, so that a typo is answered at once.
 """

@@ -1,20 +1,12 @@
 """Every figure and table of the paper by one command: train what it needs, analyse, draw, set beside the paper.
 
-    python -m paper.reproduce fig7 --dry_run                  what would be run here: commands, disk, GPU-hours
-    python -m paper.reproduce fig7                            run it and draw it; what is finished is not run again
-    python -m paper.reproduce all                             everything at --scale=cpu, on a laptop
-    python -m paper.reproduce modes                           every mode
-    python -m paper.reproduce rates                           seven modes, each at five learning rates
-    python -m paper.reproduce v5                              the variants of the paper's last version
-    python -m paper.reproduce regime                          what moves the sign of a gain: width, depth, decay …
-    python -m paper.reproduce sizes                           whether the gains last in larger models
-    python -m paper.reproduce longer                          whether they last in longer training
-    python -m paper.reproduce all --scale=paper --dry_run     the paper's own settings
-    python -m paper.reproduce report                          results/cpu/README.md, from results/cpu.json
+    python -m paper.reproduce fig7 --dry_run        what would be run here: commands, disk, GPU-hours
+    python -m paper.reproduce fig7                  run it and draw it; what is finished is not run again
+    python -m paper.reproduce report                results/cpu/README.md, from results/cpu.json
 
-Names: fig1 fig2 fig4 … fig22, tab1 … tab5 (Figure 3 is a schematic), modes, rates, v5, regime, longer, sizes, gpu;
-figures.py says what each is made of. A run is an ordinary run of train.py in out/<scale>/<its name>-<seed>. Figures
-go to results/<scale>/, the numbers beside the paper's to results/<scale>.json. After a kill the same command goes on.
+docs/reproduction.md says what the names stand for, figures.py what each is made of. A run is an ordinary run of train.py
+in out/<scale>/<its name>-<seed>. Figures go to results/<scale>/, the numbers beside the paper's to
+results/<scale>.json. After a kill the same command goes on.
 """
 
 import contextlib

@@ -1,11 +1,9 @@
-"""Faults of machines, one after another: `make faults`, about ten minutes on two cores.
+"""Faults of machines, one after another: `make faults`, 23 minutes on two busy cores.
 
     python tests/faults.py                     all, with a table
     python tests/faults.py --only="kill -9"    one kind
 
-Processes are killed at random moments, disks are full at every write, folders are in use or no folders, a rank is
-lost, SIGTERM comes while a model compiles, the clock jumps. After each fault the same command runs again. Its result
-must equal that of an uninterrupted run bit for bit, and what the user reads must be one sentence.
+docs/reliability.md says what is tried, and what must come out.
 """
 
 import contextlib

@@ -3,9 +3,8 @@
     python tests/fuzz.py                          30,000 inputs, a table, results/fuzz.json
     python tests/fuzz.py --only=manifest --first=17 --inputs=1        one input again, by its number
 
-Input i of a class follows from (class, i) alone. Each must end in one of two ways: rejected with one sentence, or
-accepted and then proved right by an oracle of its class (`Accepted` says which). A traceback, a hang of more than five
-seconds, or something wrong that is accepted is a failure. tests/test_fuzz.py tries the first of each class.
+docs/reliability.md says what counts as a failure. Input i of a class follows from (class, i) alone; `Accepted` says how
+an accepted one is proved right. tests/test_fuzz.py tries the first of each class.
 """
 
 import contextlib
