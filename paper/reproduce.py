@@ -4,8 +4,8 @@
     python -m paper.reproduce fig7                  run it and draw it; what is finished is not run again
     python -m paper.reproduce report                results/cpu/README.md, from results/cpu.json
 
-docs/reproduction.md says what the names stand for, figures.py what each is made of. A run is an ordinary run of train.py
-in out/<scale>/<its name>-<seed>. Figures go to results/<scale>/, the numbers beside the paper's to
+docs/reproduction.md says what the names stand for, figures.py what each is made of. A run is an ordinary run of
+train.py in out/<scale>/<its name>-<seed>. Figures go to results/<scale>/, the numbers beside the paper's to
 results/<scale>.json. After a kill the same command goes on.
 """
 
