@@ -274,6 +274,11 @@ def need(module, package=""):
         raise UserError(f"the package {module} is not installed; run `pip install {package or name}`") from None
 
 
+def first_line(error):
+    """The first line of an error's message, or "?" if it has none."""
+    return (str(error).strip() or "?").splitlines()[0]
+
+
 def say_error(message):
     """Print one line on stderr and exit with code 2. Under torchrun the line names the rank, unless it is rank 0."""
     rank = os.environ.get("RANK", "0")

@@ -46,7 +46,7 @@ class Linear(nn.Linear):
         pass  # GPT.init_weights sets every weight
 
     def forward(self, x):
-        is_bf16_on_cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu"
+        is_bf16_on_cpu = x.dtype == self.weight.dtype == torch.bfloat16 and x.device.type == "cpu"
         few_by_large = x.numel() <= 16 * self.in_features and self.weight.numel() >= 2**18
         if is_bf16_on_cpu and few_by_large and not torch.is_grad_enabled():
             return few_rows_product(x, self.weight, self.bias)
@@ -533,10 +533,11 @@ class GPT(nn.Module):
         else:
             self.positions, self.rope = None, Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling)
         token_mixes = [m for layer in plan for m in layer.mixes if m.residual.source == "token"]
+        starts_from_0 = {m.sources[0]: m.residual.tables == "one" for m in token_mixes}  # {"table 0": …}
         self.tables = nn.ModuleList()
-        for order in {m.sources: m.residual.tables for m in token_mixes}.values():
+        for t in range(len(starts_from_0)):
             self.tables.append(nn.Embedding(cfg.vocab_size, cfg.n_kv_head * cfg.head_dim))
-            self.tables[-1].std = 0.0 if order == "one" else cfg.n_embd**-0.5
+            self.tables[t].std = 0.0 if starts_from_0[f"table {t}"] else cfg.n_embd**-0.5
         self.lambdas = nn.ModuleList(new_lambdas(cfg))
         self.blocks = nn.ModuleList()
         for n, (keep_raw, keep_attended) in enumerate(zip(*tensors_to_keep(cfg), strict=True)):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from configurator import UserError
+from configurator import UserError, first_line
 
 # Dense bf16/fp16 peak of GPUs in FLOP/s, from the makers' data sheets (without sparsity), by words of the GPU's name.
 # The first entry that fits counts.
@@ -57,7 +57,7 @@ class Distributed:
             self.device = torch.device(device)
             torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError) as e:
-            raise UserError(f"device={device} cannot be used here: {str(e).splitlines()[0]}") from None
+            raise UserError(f"device={device} cannot be used here: {first_line(e)}") from None
         self.kind = self.device.type
         if self.kind == "cuda":
             torch.cuda.set_device(self.device)
@@ -68,9 +68,8 @@ class Distributed:
                 hour = datetime.timedelta(hours=1)  # others wait while rank 0 hashes data or writes a checkpoint
                 dist.init_process_group("nccl" if self.kind == "cuda" else "gloo", timeout=hour)
             except (ValueError, RuntimeError) as e:  # a variable that torchrun sets is missing, or a rank
-                reason = str(e).splitlines()[0]
                 remedy = "use torchrun, or unset WORLD_SIZE"
-                raise UserError(f"the {self.size} ranks cannot be connected ({reason}); {remedy}") from None
+                raise UserError(f"the {self.size} ranks cannot be connected ({first_line(e)}); {remedy}") from None
             self.processes = self.gather((socket.gethostname(), os.getpid()))
 
     def gather(self, value):
@@ -115,7 +114,7 @@ class Distributed:
             gone = [i for i, (where, pid) in enumerate(self.processes) if where == host and has_ended(pid)]
             why = f"rank {', '.join(map(str, gone))} of {self.size} has ended"
             if not gone:
-                why = f"another rank has ended or cannot be reached ({str(e).splitlines()[0]})"
+                why = f"another rank has ended or cannot be reached ({first_line(e)})"
             raise UserError(f"{why}; what was saved is intact: run it again, train.py with --resume=auto") from None
 
     def shard(self, model, optimizer, keep_gathered):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, check_ranges, command_line, require, run_main, setting
+from configurator import UserError, check_ranges, command_line, first_line, require, run_main, setting
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,7 @@ def compile_decoding(model, idx, cache):
         for _ in range(3):  # compiles, records, replays
             compiled(model, idx, cache)
     except Exception as e:  # a compiler's failure can be anything
-        reason = next(iter(str(e).splitlines()), "")
-        message = f"torch.compile does not work here ({type(e).__name__}: {reason}); set compile off"
+        message = f"torch.compile does not work here ({type(e).__name__}: {first_line(e)}); set compile off"
         raise UserError(message) from e
     cache.reset()
     return compiled

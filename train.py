@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from configurator import UserError, check_ranges, command_line, need, run_main, setting
+from configurator import UserError, check_ranges, command_line, first_line, need, run_main, setting
 from value_modes import ModelConfig, ValueMode, get_mode
 
 
@@ -185,7 +185,7 @@ class Metrics:
         if not self.is_main:
             return
         path = Path(cfg.out_dir) / "metrics.jsonl"
-        if path.exists() and not done:  # of a run that ended before its first checkpoint: under another name
+        if path.exists() and not checkpoint.steps(cfg.out_dir):  # of a run that died before its first checkpoint
             os.replace(path, path.with_suffix(".old.jsonl"))
         records = read_records(path, {"step": int}) if path.exists() else []
         write_text(path, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= done))
@@ -298,6 +298,8 @@ def resumed(run):
         return 0
     path = checkpoint.find(cfg.out_dir if cfg.resume == "auto" else cfg.resume)
     done = checkpoint.resume(path, run.model, run.optimizer, run.scaler, run.corpus.tokenizer.hash)["step"]
+    if files and path.parent.resolve() != Path(cfg.out_dir).resolve():
+        raise UserError(f"{cfg.out_dir} already holds a run, and {path} is of another; set another --out_dir")
     if files and done < max(files):
         raise UserError(f"{cfg.out_dir} holds step {max(files)}, later than {path}; set another --out_dir to go back")
     if not files and done >= cfg.max_steps:
@@ -330,7 +332,8 @@ def compare_settings(run, done):
     if must_stay.intersection(changed) or (changed and is_finished):
         remedy = "use them, or start anew in another --out_dir"
         raise UserError(f"{folder} was started with other settings: {what}; {remedy}")
-    return new, f"note: changed since the run was last started: {what}" if changed else ""
+    note = f"note: changed since the run was last started: {what}" if changed else ""
+    return new, note
 
 
 def announce(run, done, metrics):
@@ -393,7 +396,7 @@ def compiled(run, say):
                 loss = model(idx, idx.clone())[1]  # two tensors, as in training: an alias would be another graph
             loss.backward()
         except Exception as e:  # a compiler's failure can be anything; it must not stop the run
-            reason = f"{type(e).__name__}: {(str(e).strip() or '?').splitlines()[0]}"
+            reason = f"{type(e).__name__}: {first_line(e)}"
         run.model.zero_grad(set_to_none=True)
     if reason and run.is_sharded:
         raise UserError(f"torch.compile does not work here ({reason}); set --compile=false")
@@ -467,13 +470,15 @@ def train_step(run, model, step, batches):
     scaler.update()
     if scaler.is_enabled() and scaler.get_scale() < 2**-10:
         raise UserError(f"step {step + 1}: fp16 gradients overflow at any loss scale; use dtype=bfloat16")
-    return loss, norm if math.isfinite(norm) else None, waited
+    if not math.isfinite(norm):
+        norm = None  # fp16 overflowed
+    return loss, norm, waited
 
 
 @torch.no_grad()
 def validate(run):
-    """Validation on the first whole windows within eval_tokens of each domain, at least one; the same ones whatever
-    the number of ranks.
+    """Validation on the first whole windows within eval_tokens of each domain, at least one, or on all text; the same
+    whatever the number of ranks.
 
     Returns what data.domain_losses does, and where residuals have learned weights "lam", see GPT.mixing_weights.
     """

@@ -368,6 +368,10 @@ def test_weights_that_are_learned_for_sources_alone():
 def test_one_table_starts_from_0_and_others_do_not():
     model = GPT(config(ValueMode((Residual(source="token", tables="one"), Residual(source="token")))))
     assert [bool(table.weight.any()) for table in model.tables] == [False, True, True, True, True]
+    each = Residual(source="token", learn="scalar", lam=(1.0, 0.0), layers=(2, 3))
+    one = Residual(source="token", tables="one", layers=(0, -1))
+    model = GPT(config(ValueMode((each, one))))  # tables are numbered by residual, but layer 0 reads the last one
+    assert [bool(table.weight.any()) for table in model.tables] == [True, True, False]
 
 
 def test_initial_values():
@@ -590,3 +594,15 @@ def test_a_few_rows_by_a_large_matrix(dtype, off):
         with torch.inference_mode():
             torch.testing.assert_close(layer(x), right, rtol=off, atol=off)
         assert layer(x).requires_grad and layer(x).shape == (*shape, 601)
+
+
+def test_one_row_by_a_large_matrix_under_autocast():
+    """As in validation on a single last token: the weights are fp32, x is bf16."""
+    layer = m.Linear(512, {"a": 601}, bias=True)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    x = torch.randn(1, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    torch.testing.assert_close(y.float(), layer(x.float()).detach(), rtol=2e-2, atol=0.5)

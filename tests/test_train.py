@@ -301,6 +301,18 @@ def test_going_on_from_another_run_in_a_new_folder(base, data_dir, tmp_path):
     refused(on(max_steps=14, seed=7), f"{base} was started with other settings: seed (was 1), max_steps (was 12)")
     assert on(max_steps=14).returncode == 0
     assert [record["step"] for record in steps_of(tmp_path / "new")] == [13, 14]
+    refused(on(max_steps=16), "already holds a run, and", "is of another; set another --out_dir")
+
+
+def test_going_on_from_another_run_where_one_died_before_its_first_checkpoint(base, data_dir, tmp_path):
+    """The dead run's records are not this one's."""
+    out = tmp_path / "new"
+    trained(data_dir, out, max_steps=2)
+    for path in out.glob("step_*"):
+        path.unlink()
+    trained(data_dir, out, resume=base, max_steps=14)
+    assert [record["step"] for record in steps_of(out)] == [13, 14]
+    assert [r["step"] for r in read_records(out / "metrics.old.jsonl") if "loss" in r] == [1, 2]
 
 
 def test_old_metrics_without_a_checkpoint_are_kept(data_dir, tmp_path):
