@@ -84,6 +84,7 @@ NEXT = (  # in an order in which modes of one figure of the paper differ in colo
 )  # fmt: skip
 ORDER = list(dict.fromkeys((*HEADLINE, *NEXT, *TABLE)))  # in which modes get their looks
 LEVEL = {"color": "0.5", "linewidth": 0.8, "linestyle": (0, (3, 2)), "zorder": 0}  # a height to compare with
+ZERO = {"color": "0.5", "linewidth": 0.8, "zorder": 0}  # where a difference is 0
 LOOK = {
     "font.size": 9,
     "legend.fontsize": 8,
@@ -102,7 +103,7 @@ def style_of(mode):
     Black is the baseline's alone. A mode that the table does not have gets a look by its name.
     """
     name, _ = row_and_number(mode)  # neutreno for neutreno_0.6
-    place = ORDER.index(name) if name in ORDER else len(ORDER) + zlib.crc32(name.encode()) % 180
+    place = ORDER.index(name) if name in ORDER else len(ORDER) + zlib.crc32(name.encode()) % 180  # 252 looks differ
     if place == 0:
         color, dash = COLORS[0], DASHES[0]
     else:
@@ -121,10 +122,9 @@ def shade(color, share):
 def styles_of(modes):
     """{label: mode} -> {label: style}. Several lines of one mode keep its colour, from light to dark, and differ in
     dash and marker."""
-    styles = {}
+    styles, rows = {}, {label: row_and_number(mode)[0] for label, mode in modes.items()}
     for label, mode in modes.items():
-        row, _ = row_and_number(mode)
-        same = [other for other in modes if row_and_number(modes[other])[0] == row]
+        same = [other for other in modes if rows[other] == rows[label]]
         styles[label] = style_of(mode)
         if len(same) > 1:
             i = same.index(label)
@@ -190,16 +190,27 @@ def count_range(numbers, text=short_count):
 
 @dataclass(frozen=True)
 class Curves:
-    """What one metrics.jsonl says."""
+    """What one metrics.jsonl says, or one record of paper/."""
 
-    name: str  # as the user wrote it
-    mode: str
-    seed: int
-    max_steps: int
+    name: str  # as the user wrote it, or the record's
     start: dict  # the last start record: a resumed run has several
-    steps: dict[str, np.ndarray]  # for each step: its number, loss in nats per token, tokens so far, tokens_per_s
+    steps: dict[
+        str, np.ndarray
+    ]  # for each step: step, loss (nats per token), tokens so far; of a file also lr, tokens_per_s
     val: dict[int, float]  # step -> validation loss, mean over the domains, nats per token
     domains: dict[str, float]  # the last validation loss of each
+
+    @property
+    def mode(self):
+        return self.start["value_mode"]
+
+    @property
+    def seed(self):
+        return self.start["seed"]
+
+    @property
+    def max_steps(self):
+        return self.start["max_steps"]
 
     @property
     def last(self):
@@ -248,7 +259,7 @@ def read_run(folder):
     steps = {key: np.array([record[key] for record in records["step"]], float) for key in METRICS["step"]}
     val = {record["step"]: record["val_mean"] for record in records["eval"]}
     domains = records["eval"][-1]["val"] if records["eval"] else {}
-    return Curves(str(folder), start["value_mode"], start["seed"], start["max_steps"], start, steps, val, domains)
+    return Curves(str(folder), start, steps, val, domains)
 
 
 def read_runs(names):
@@ -410,7 +421,7 @@ def relative_panel(ax, pairs, styles, baseline="vanilla"):
         gaps = losses[: len(both)] - losses[len(both) :]  # (seeds, steps)
         draw_line(ax, *growing_means(x, gaps), label, styles[label])
     fit_axes(ax, zero=True)
-    ax.axhline(0, color="0.5", linewidth=0.8, zorder=0)
+    ax.axhline(0, **ZERO)
     token_axis(ax)
     ax.set_ylabel(f"training loss minus {baseline}'s\n(nats per token)")
     legend(ax)
@@ -615,15 +626,16 @@ def read_analysis(folder):
 
 def analysis_groups(names):
     """{name of the first: [what analyze.py found]}: runs that differ in their seed alone are together, others apart."""
-    groups = {}
+    first_of, groups = {}, {}  # what the runs of a group have in common -> its first run
     for name in names:
         found, config = read_analysis(name), Path(name, "config.json")
         settings = read_json(config, "the config of a model") if config.exists() else {}
-        same = name
-        if "seed" in settings:  # it is a run of train.py
-            same = json.dumps({key: value for key, value in settings.items() if key not in ("seed", "out_dir")})
-        groups.setdefault((found["mode"], found["length"], same), []).append((name, found))
-    return {runs[0][0]: [found for _, found in runs] for runs in groups.values()}
+        trained = name  # alone, unless it is a run of train.py
+        if "seed" in settings:
+            trained = json.dumps({key: value for key, value in settings.items() if key not in ("seed", "out_dir")})
+        first = first_of.setdefault((found["mode"], found["length"], trained), name)
+        groups.setdefault(first, []).append(found)
+    return groups
 
 
 def analysis(path, cfg, names):

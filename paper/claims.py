@@ -35,6 +35,7 @@ LENGTHS = tuple(SCALES["paper"].lengths)
 HEADER = ["claim", "the paper", "verdict", "ours", "seeds"]  # three columns of texts, two of numbers
 CONFIRMED, CONTRADICTED, UNDETERMINED = "confirmed", "contradicted", "undetermined"
 PAPERS_WAY, OTHER_WAY = "one seed: the paper's way", "one seed: the other way"
+PAPER_ENTROPY = (7.194, 7.204)  # before training: the range of the curve in the paper's Figure 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Claim:
 
 
 def loss_gap(low, high):
-    """Validation loss of Job `low` minus that of Job `high`."""
+    """A value (found, seed) -> validation loss of Job `low` minus that of Job `high`."""
     return lambda found, seed: found.loss(low, seed) - found.loss(high, seed)
 
 
@@ -78,7 +79,7 @@ def mode_claims(paper, pairs):
 
 
 def gap_change(a, b):
-    """Job a's loss minus its baseline's, minus the same for Job b."""
+    """A value (found, seed) -> Job a's loss minus its baseline's, minus the same for Job b."""
     gap_a, gap_b = loss_gap(a, a.baseline), loss_gap(b, b.baseline)
     return lambda found, seed: gap_a(found, seed) - gap_b(found, seed)
 
@@ -101,12 +102,12 @@ def best_pair(found, jobs):
 
 
 def gap_at_best(jobs):
-    """The loss of a mode minus vanilla's, each at its best rate."""
+    """A value (found, seed) -> the loss of a mode minus vanilla's, each at its best rate."""
     return lambda found, seed: loss_gap(*best_pair(found, jobs))(found, seed)
 
 
 def gaps_at_best(found, jobs):
-    """The same with each of the seeds that both have."""
+    """The loss of a mode minus vanilla's, each at its best rate, with each of the seeds that both have."""
     best, base = best_pair(found, jobs)
     return [loss_gap(best, base)(found, seed) for seed in found.common_seeds(best, base)]
 
@@ -122,19 +123,23 @@ def saving(points, others):
     """The share of parameters that `points` [(N, L)] save at the losses of `others`, mean over their N: the horizontal
     gap of two straight lines over ln N; below 0, they need more. This fit gives 10.4 % on the paper's Table 5. None
     where it is undefined: losses that do not fall with N, or a gap wider than all the sizes span."""
-    (a, c), (b, d) = semi_log(points), semi_log(others)
-    if c >= 0 or d >= 0:
+    (height, slope), (other_height, other_slope) = semi_log(points), semi_log(others)
+    if slope >= 0 or other_slope >= 0:
         return None
     sizes = [n for n, _ in points + others]
     span = math.log(max(sizes) / min(sizes))
-    gaps = [(b + d * math.log(n) - a) / c - math.log(n) for n, _ in others]
+    gaps = []  # ln of the size at which `points` have a loss, minus ln of the size at which `others` have it
+    for n, _ in others:
+        loss = other_height + other_slope * math.log(n)
+        gaps.append((loss - height) / slope - math.log(n))
     if max(map(abs, gaps)) > span:
         return None
     return np.mean([1 - math.exp(gap) for gap in gaps])
 
 
 def saved_parameters(mode, sizes):
-    """The share of parameters that `mode` saves at vanilla's losses over `sizes`, see `saving`."""
+    """A value (found, seed) -> the share of parameters that `mode` saves at vanilla's losses over `sizes`, see
+    `saving`."""
 
     def value(found, seed):
         points = {}
@@ -160,11 +165,12 @@ def reached(curve, loss):
 def tokens_saved(curve, target):
     """Share of tokens that curve (tokens, losses) saves on the way to the last loss of `target`. If it ends above that:
     minus the share of tokens that it takes beyond what `target` takes to its own last loss. None where `reached` is."""
-    if curve[1][-1] <= target[1][-1]:
-        at = reached(curve, target[1][-1])
-        return None if at is None else 1 - at / target[0][-1]
-    at = reached(target, curve[1][-1])
-    return None if at is None else 1 - curve[0][-1] / at
+    (tokens, losses), (target_tokens, target_losses) = curve, target
+    if losses[-1] <= target_losses[-1]:
+        at = reached(curve, target_losses[-1])
+        return None if at is None else 1 - at / target_tokens[-1]
+    at = reached(target, losses[-1])
+    return None if at is None else 1 - tokens[-1] / at
 
 
 def saved_tokens(found, seed):
@@ -176,11 +182,12 @@ def saved_tokens(found, seed):
 def critical_point(x, y, window):
     """(step, extrapolated?) where a relative loss y over steps x rises through 0 for the last time.
 
-    If the mean of the last tenth of y is at least 0: the last upward crossing of the moving average over `window`
-    points, in the middle of its window; 0 if there is none. Else where the line through the last tenth reaches 0, at
-    the last step at the earliest; infinity if its slope is at most two standard errors, as if the noise of steps were
-    independent. The window must not be longer than the last tenth. Sources: the paper's Figure 14, whose last tenth is
-    1,000 steps; the authors' plot_relative_loss.py.
+    If the mean of the last tenth of y is at least 0, it is the last upward crossing of the moving average over `window`
+    points, in the middle of its window. It is 0 if there is none.
+    Else it is where a line through the last tenth reaches 0, and never before the last step. It is infinity if the
+    line's slope is not above two standard errors. That error takes the noise of steps as independent.
+    `window` must not be longer than the last tenth. Sources: the paper's Figure 14, whose last tenth is 1,000 steps,
+    and the authors' plot_relative_loss.py.
     """
     tail = slice(-max(3, len(x) // 10), None)
     if y[tail].mean() >= 0:
@@ -207,18 +214,19 @@ def critical(found, job, seed):
 
 def later_when_longer(found, seed):
     """Of the pairs of lengths whose critical points differ, the share in which the longer one has the later; None if no
-    length has one that is finite and above 0."""
+    length has one that is finite and above 0, or if all are equal."""
     points = [critical(found, Job("svformer", length=n, lr=ONE_RATE), seed)[0] for n in LENGTHS]
     if not any(0 < point < math.inf for point in points):
         return None
-    return np.mean([a < b for a, b in combinations(points, 2) if a != b])
+    in_order = [a < b for a, b in combinations(points, 2) if a != b]
+    return np.mean(in_order) if in_order else None
 
 
 # -- what analyze.py measured: quantities (job, found, seed) -> number
 
 
 def minus(quantity, a, b):
-    """The quantity of Job a minus that of Job b."""
+    """A value (found, seed) -> the quantity of Job a minus that of Job b."""
     return lambda found, seed: quantity(a, found, seed) - quantity(b, found, seed)
 
 

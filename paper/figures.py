@@ -10,7 +10,7 @@ from functools import partial
 
 from paper import claims, tables
 from paper.claims import LABELS, LENGTHS, Claim, gap_change, layer_mean, lower_loss, minus, mode_claims, over_vanilla
-from paper.runs import DEEP, INSPECTED, ONE_RATE, Job
+from paper.runs import DEEP, INSPECTED, ONE_RATE, SCALES, Job
 
 MINUS_VANILLA = ("relative", "critical", "dots", "best", "regime")  # kinds of panels that need vanilla's runs, too
 
@@ -108,9 +108,9 @@ def by_length(*modes, lengths, lr=None):
 
 
 def relative_losses(title, lines):
-    """Training losses minus vanilla's; lines: pairs, or {label: Job or mode}."""
+    """Training losses minus vanilla's; lines: pairs (label, Job), or {label: mode}."""
     if isinstance(lines, dict):
-        lines = tuple((label, Job(job) if isinstance(job, str) else job) for label, job in lines.items())
+        lines = tuple((label, Job(mode)) for label, mode in lines.items())
     return Panel("relative", title, lines)
 
 
@@ -152,9 +152,9 @@ FIGURES = {
             Panel("layers", "trained", named(*FOUR, size=INSPECTED), "entropy", ENTROPY),
         ),
         (
-            # the paper's range is that of the curve in its Figure 1
             Claim("468M before training: entropy at l = 2,048, mean over layers (nats)", "7.194–7.204",
-                  lambda f, s: f.initial(s), above=7.194, below=7.204),
+                  lambda found, seed: found.initial(seed),
+                  above=min(claims.PAPER_ENTROPY), below=max(claims.PAPER_ENTROPY)),
             claims.more_entropy("resformer", INSPECTED),
             claims.more_entropy("svformer", INSPECTED),
         ),
@@ -164,13 +164,14 @@ FIGURES = {
         "to other tokens.",
         tuple(Panel("layers", "", named(*FOUR, size=INSPECTED), key, label) for key, label in FIRST.items()),
         claims.fewer_extremes("resformer", INSPECTED),
-        table=lambda found: tables.concentration_table(found, FIGURES["fig2"].at(found.scale).jobs),
+        table=lambda found: tables.concentration_table(found, [Job(mode, INSPECTED) for mode in FOUR]),
     ),
     "fig4": Figure(
         "How near two cheap substitutes come to true cross-layer attention (Eq 2) in a trained Transformer.",
         (Panel("layers", "", tuple((label, Job()) for label in EQUATIONS), EQUATIONS, "cosine similarity to Eq 2"),),
         (Claim("similarity to Eq 2: Eq 4's − Eq 6's, mean over layers", "higher",
-               lambda f, s: layer_mean("eq4", Job(), f, s) - layer_mean("eq6", Job(), f, s), above=0.0),),
+               lambda found, seed: layer_mean("eq4", Job(), found, seed) - layer_mean("eq6", Job(), found, seed),
+               above=0.0),),
     ),
     "fig5": Figure(
         "Sharing keys, values or both between every two layers.",
@@ -282,7 +283,7 @@ FIGURES = {
         (
             relative_losses("SVFormer by learning rate", SV_RATES),
             relative_losses("SVFormer by steps of warmup", SV_WARMUPS),
-            relative_losses("SVFormer by architecture", {"Llama": SV, "GPT2": Job("svformer", arch="gpt2")}),
+            relative_losses("SVFormer by architecture", (("Llama", SV), ("GPT2", Job("svformer", arch="gpt2")))),
             Panel("scaling", "by size\n(in the paper SVFormer needs 12.2 % more parameters)",
                   by_size("vanilla", "svformer", sizes=("2M", *tables.PARAMETERS))),
         ),
@@ -473,7 +474,7 @@ FIGURES["rates"] = Figure(
     (
         Panel("rates", "", rate_lines("82M")),
         Panel("best", "each at its best rate, 95 % intervals", rate_lines("82M", TUNED[1:])),
-        relative_losses("each mode at its best rate", {LABELS[mode]: mode for mode in TUNED[1:]}),
+        relative_losses("each mode at its best rate", named(*TUNED[1:])),
         Panel("rates", "", rate_lines("2M")),
     ),
     tuple(claims_on_rates()),
@@ -586,7 +587,7 @@ FIGURES["longer"] = Figure(
     "others its best at 12.3M tokens. Bars are 95 % intervals, where there are several seeds.",
     (
         Panel("regime", "at the end of each schedule", LONGER_LINES),
-        relative_losses("along 49.2M tokens", {LABELS[mode]: Job(mode, change=LONG) for mode in SCALED}),
+        relative_losses("along 49.2M tokens", named(*SCALED, change=LONG)),
     ),
     table=lambda found: tables.regime_table(found, LONGER_LINES),
     scale="night",
@@ -610,8 +611,10 @@ def claims_on_sizes():
         yield Claim(what, "", claims.gap_change(Job(mode, LARGER[-1]), Job(mode, BASE)))
 
 
-SHAPES = {"82M": "6 layers, width 128", "180M": "6 layers, width 160", "468M": "8 layers, width 192"}
-SIZE_LINES = tuple((shape, Job(mode, size)) for size, shape in SHAPES.items() for mode in SCALED)
+SIZE_LINES = ()
+for size in (BASE, *LARGER):
+    n_layer, _, width = SCALES["night"].sizes[size]
+    SIZE_LINES += tuple((f"{n_layer} layers, width {width}", Job(mode, size)) for mode in SCALED)
 FIGURES["sizes"] = Figure(
     "Validation loss minus vanilla's, by size. At the larger sizes vanilla and ResFormer have the best of two or three "
     "rates; λ = 2 and SVFormer were tuned at the smallest alone, and have half of that rate. Bars are 95 % intervals, "

@@ -44,9 +44,9 @@ def means(values, every):
 
 
 def settings_of(folder):
-    """{setting: value} of a run as it was begun, and "data", the hash of its data."""
+    """{setting: value} of a run as it was last started, and "data", the hash of its data."""
     config = read_json(folder / "config.json", "settings of train.py")
-    config["value_mode"] = config.get("value_mode_name")
+    config["value_mode"] = config.get("value_mode_name")  # the file has the mode's fields under value_mode
     return config
 
 
@@ -66,15 +66,17 @@ def check_settings(folder, made, asked):
 
 
 def fresh_analysis(folder):
-    """What analyze.py found of a run's last weights, or None if it is missing or of others."""
+    """What analyze.py found of a run's last weights. None if it is missing, or if the weights that are there are
+    others."""
     path = folder / "analysis.json"
     if not path.exists():
         return None
     analysis = plot.read_analysis(folder)
     weights = sorted(file for file in folder.glob("step_*.safetensors") if not file.stem.endswith(".state"))
-    if weights and (weights[-1].name != analysis["checkpoint"] or weights[-1].stat().st_mtime > path.stat().st_mtime):
-        return None
-    return analysis
+    if not weights:  # they were removed since
+        return analysis
+    is_older = path.stat().st_mtime < weights[-1].stat().st_mtime
+    return None if is_older or weights[-1].name != analysis["checkpoint"] else analysis
 
 
 def make_record(folder, asked, every):
@@ -118,8 +120,7 @@ def curves_of(record):
     step = record["every"] * np.arange(1.0, 1 + len(losses))
     steps = {"step": step, "loss": losses, "tokens": step * record["step_tokens"]}
     val = {int(step): loss for step, loss in record["val"].items()}
-    about = record["name"], start["value_mode"], start["seed"], start["max_steps"]
-    return plot.Curves(*about, start, steps, val, record["domains"])
+    return plot.Curves(record["name"], start, steps, val, record["domains"])
 
 
 def read_kept(path):
@@ -243,7 +244,7 @@ class Found:
         """Text in which [size 468M], [length 64000], [rate 1e-4] and [warmup 1200] become what they are here. A size
         becomes vanilla's parameters; how the inspected model differs is added."""
 
-        def here(match):
+        def replacement(match):
             name, value = match.groups()
             field, kind = UNITS[name]
             job = Job(**{field: kind(value)})
@@ -255,7 +256,7 @@ class Found:
                     words += f", {change}"
             return words
 
-        return UNIT.sub(here, text)
+        return UNIT.sub(replacement, text)
 
     def common_seeds(self, *jobs):
         """The seeds that all of several Jobs have."""

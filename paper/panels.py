@@ -10,10 +10,10 @@ import numpy as np
 
 import plot
 from configurator import UserError
-from paper.claims import LABELS, critical, gaps_at_best, gaps_to_vanilla, mean_losses, semi_log
+from paper.claims import LABELS, PAPER_ENTROPY, critical, gaps_at_best, gaps_to_vanilla, mean_losses, semi_log
 from paper.found import INITIAL, means_of
 from paper.tables import regime_rows, size_and_loss
-from plot import COLORS, HEADLINE, LEVEL, count_range, legend, page, short_count, style_of, styles_of
+from plot import COLORS, HEADLINE, LEVEL, ZERO, count_range, legend, page, short_count, style_of, styles_of
 from report import mean_interval
 
 HEAT = {"importance": "importance", "value_norm": "norm of the value", "hidden_norm": "norm of the hidden state"}
@@ -61,6 +61,11 @@ def draw_relative(ax, panel, found):
     plot.relative_panel(ax, pairs, styles_of(modes))
 
 
+def first_row(key):
+    """The number of an analysis's first row: state 0 is the embedding, layers count from 1."""
+    return 0 if key in ("hidden_norm", "hidden_similarity") else 1
+
+
 def draw_layers(ax, panel, found):
     """A quantity of the analysis over layers; with several quantities of one run, those that are equal are one line."""
     drawn = []  # ([labels of equal lines], mode, values); at length 128 TOP-1% is TOP-2
@@ -78,7 +83,7 @@ def draw_layers(ax, panel, found):
     if panel.key == "entropy":
         job = panel.jobs[0]
         level = found.analysis(job, found.seeds(job)[0])["entropy_uniform"], "uniform causal attention"
-    plot.layer_panel(ax, lines, styles, panel.label, 0 if "hidden" in str(panel.key) else 1, level)
+    plot.layer_panel(ax, lines, styles, panel.label, first_row(panel.key), level)
 
 
 def draw_public(ax, panel, found):
@@ -88,7 +93,7 @@ def draw_public(ax, panel, found):
         return
     lines = {folder.name: [means_of(plot.read_analysis(folder), panel.key)] for folder in found.public}
     styles = styles_of({name: "vanilla" for name in lines})
-    plot.layer_panel(ax, lines, styles, panel.label, 0 if "hidden" in panel.key else 1)
+    plot.layer_panel(ax, lines, styles, panel.label, first_row(panel.key))
 
 
 def draw_initial(ax, panel, found):
@@ -101,9 +106,10 @@ def draw_initial(ax, panel, found):
     ax.plot(x, entropy, "o-", color=COLORS[0], markerfacecolor="none", label="entropy (left axis)")
     other.plot(x, similarity, "s--", color="0.55", markerfacecolor="none")
     ax.plot([], [], "s--", color="0.55", markerfacecolor="none", label="token similarity (right axis)")
-    ax.axhspan(7.194, 7.204, color="0.9", zorder=0, label="the paper's entropy (left axis)")
+    least, most = PAPER_ENTROPY
+    ax.axhspan(least, most, color="0.9", zorder=0, label="the paper's entropy (left axis)")
     ax.axhline(numbers["entropy_uniform"], label="uniform causal attention (left axis)", **LEVEL)
-    ax.set(xlabel="layer", ylabel=panel.label, ylim=(min(*entropy, 7.194) - 0.004, max(*entropy, 7.204) + 0.004))
+    ax.set(xlabel="layer", ylabel=panel.label, ylim=(min(*entropy, least) - 0.004, max(*entropy, most) + 0.004))
     other.set(ylabel="token similarity of the layer's output", ylim=(0, 1))
     other.spines["right"].set_visible(True)
     size = f"{short_count(numbers['parameters'])} parameters, length {numbers['length']:,}"
@@ -196,26 +202,27 @@ def draw_best(ax, panel, found):
     heights = range(len(modes), 0, -1)
     for y, jobs in zip(heights, modes.values(), strict=True):
         draw_gaps(ax, gaps_at_best(found, jobs), y, style_of(jobs[0].mode))
-    ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
+    ax.axvline(0, **ZERO)
     ax.set(yticks=heights, yticklabels=list(modes), ylim=(0.5, len(modes) + 0.5))
     ax.set_xlabel("validation loss minus vanilla's (nats per token)")
 
 
 def draw_critical(ax, panel, found):
     """Critical points over lengths. Seeds without one are counted in the legend, not drawn."""
-    points, color = {}, style_of(panel.jobs[0].mode)["color"]
+    color = style_of(panel.jobs[0].mode)["color"]
+    points = {}  # length -> (step, extrapolated?) of each seed
     for job in panel.jobs:
         length = found.scale.lengths[job.length][0]
         points[length] = [critical(found, job, seed) for seed in found.common_seeds(job, job.baseline)]
-    for kind, name, face in ((False, "crossed", color), (True, "extrapolated from the last tenth", "none")):
+    for is_extrapolated, name, face in ((False, "crossed", color), (True, "extrapolated from the last tenth", "none")):
         there = []
         for n, seeds in points.items():
-            there += [(n, at) for at, extrapolated in seeds if extrapolated == kind and 0 < at < math.inf]
+            there += [(n, step) for step, how in seeds if how == is_extrapolated and 0 < step < math.inf]
         if there:
             ax.plot(*zip(*there, strict=True), "o", color=color, markerfacecolor=face, label=name)
-    for at, name in ((math.inf, "no crossing in sight"), (0.0, "never ahead")):
+    for missing, name in ((math.inf, "no crossing in sight"), (0.0, "never ahead")):
         for n, seeds in points.items():
-            count = sum(step == at for step, _ in seeds)
+            count = sum(step == missing for step, _ in seeds)
             if count:
                 ax.plot([], [], " ", label=f"length {n:,}: {name} ({count} of {len(seeds)} seeds)")
     lengths = list(points)
@@ -238,9 +245,11 @@ def draw_regime(ax, panel, found):
     groups = regime_rows(found, panel.lines)
     rows = list(dict.fromkeys(label for label, _ in groups))
     modes = list(dict.fromkeys(mode for _, mode in groups))
+    heights = {label: len(rows) - i for i, label in enumerate(rows)}
     step = 0.5 / len(modes)  # between the modes of a row
+    shifts = {mode: step * ((len(modes) - 1) / 2 - i) for i, mode in enumerate(modes)}
     for (label, mode), jobs in groups.items():
-        y = len(rows) - rows.index(label) + step * ((len(modes) - 1) / 2 - modes.index(mode))
+        y = heights[label] + shifts[mode]
         style = style_of(mode)
         if len(jobs) > 1:
             for arrow, job in zip("<>", jobs, strict=True):
@@ -252,7 +261,7 @@ def draw_regime(ax, panel, found):
         for arrow, rate in (("<", "lower"), (">", "higher")):
             ax.plot([], [], arrow, color="0.5", alpha=0.4, markersize=5, label=f"both at the {rate} rate")
     ax.plot([], [], label="a seed", **SEED)
-    ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
+    ax.axvline(0, **ZERO)
     ax.set(yticks=range(len(rows), 0, -1), yticklabels=rows)
     ax.set_xlabel("validation loss minus vanilla's (nats per token)")
     ax.grid(axis="x", color="0.9", linewidth=0.6)
@@ -282,14 +291,17 @@ PANEL_KINDS = {
 def draw_figure(path, figure, found):
     """Draw a figure's panels into a PNG: up to three in a row, more in two columns. Heat maps and dots have a
     layout of their own."""
-    whole = {"heat": heat_figure, "dots": dots_figure}.get(figure.panels[0].kind)
-    if whole:
-        whole(path, figure, found)
+    kind = figure.panels[0].kind
+    if kind == "heat":
+        heat_figure(path, figure, found)
+        return
+    if kind == "dots":
+        dots_figure(path, figure, found)
         return
     # a panel of public models is left out where it would be empty
     panels = [panel for panel in figure.panels if panel.kind != "public" or panel.jobs or found.public]
     columns = len(panels) if len(panels) < 4 else 2
-    rows = -(-len(panels) // columns)
+    rows = math.ceil(len(panels) / columns)
     size = (4.5 * columns, 4 * rows) if len(panels) > 1 else (6, 4.4)
     with page(path, size) as fig:
         axes = fig.subplots(rows, columns, squeeze=False, sharey=figure.same_y)
@@ -330,9 +342,8 @@ def heat_column(fig, axes, panel, found, key):
         maps.append(np.mean([found.arrays(job, seed)[key][:, :100] for seed in found.seeds(job)], 0))
     every = np.stack(maps)
     norm = LogNorm(max(every[every > 0].min(), every.max() / 1e4), every.max())
-    first = 0 if key == "hidden_norm" else 1  # state 0 is the embedding
     for ax, values, (label, _) in zip(axes, maps, panel.lines, strict=True):
-        image = heat_map(ax, values, norm, first)
+        image = heat_map(ax, values, norm, first_row(key))
         ax.set_title(f"{label}: {HEAT[key]}", fontsize=8, loc="left")
     ticks = np.geomspace(norm.vmin, norm.vmax, 4)
     bar = fig.colorbar(image, ax=list(axes), location="bottom", aspect=40, ticks=ticks, format="{x:.3g}")
@@ -390,7 +401,7 @@ def dots_panel(ax, panel, found):
     for y, (mode, seeds) in enumerate(gaps.items()):
         color = style_of(mode)["color"] if mode in HEADLINE else KEY["color"]
         draw_gaps(ax, seeds, y, KEY | {"color": color})
-    ax.axvline(0, color="0.5", linewidth=0.8, zorder=0)
+    ax.axvline(0, **ZERO)
     ax.set(yticks=range(len(gaps)), yticklabels=list(gaps), ylim=(-0.6, len(gaps) - 0.4))
     ax.set_title(panel.title, loc="left", fontsize=9)
     ax.grid(axis="x", color="0.9", linewidth=0.6)

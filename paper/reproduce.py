@@ -78,9 +78,9 @@ class ReproduceConfig:
                 raise ValueError(f"cannot reproduce {word!r}; there are {', '.join(FIGURES)}, all, report")
         if "report" in self.words and len(self.words) > 1:
             raise ValueError("report stands alone: it shows all that has been drawn")
-        own = {FIGURES[word].scale for word in self.words if word in FIGURES} - {""}
         if not self.scale:
-            object.__setattr__(self, "scale", min(own, default="cpu"))
+            own = [FIGURES[word].scale for word in self.words if word in FIGURES and FIGURES[word].scale]
+            object.__setattr__(self, "scale", own[0] if own else "cpu")
         for word in self.words:
             if word in FIGURES and FIGURES[word].scale not in ("", self.scale):
                 raise ValueError(f"{word} is for scale={FIGURES[word].scale}, not for scale={self.scale}")
@@ -119,9 +119,10 @@ class ReproduceConfig:
     @property
     def units(self):
         """The Scale, with the data folder that was asked for."""
-        found = SCALES[self.scale]
-        data_dir = self.data_dir or found.data_dir
-        return dataclasses.replace(found, data_dir=data_dir, prepare=f"{found.prepare} --out_dir={data_dir}")
+        scale = SCALES[self.scale]
+        data_dir = self.data_dir or scale.data_dir
+        prepare = f"{scale.prepare} --out_dir={shlex.quote(data_dir)}"
+        return dataclasses.replace(scale, data_dir=data_dir, prepare=prepare)
 
     @property
     def public_folders(self):
@@ -193,11 +194,13 @@ def make_plans(cfg, kept):
 
 def is_enough(record, plan, every, chunks):
     """Whether a record has all that the figures need of a run. every, chunks: the Scale's"""
-    if difference(made_with(record), plan.values | {"every": every}) or plan.score or plan.needs_arrays:
+    if plan.score or plan.needs_arrays:  # records have neither
         return False
-    if plan.analyse and not is_as_asked(record.get("analysis"), plan, chunks):
+    if difference(made_with(record), plan.values | {"every": every}):
         return False
-    return bool(record["losses"]) or not plan.needs_losses
+    if plan.needs_losses and not record["losses"]:
+        return False
+    return not plan.analyse or is_as_asked(record.get("analysis"), plan, chunks)
 
 
 def is_as_asked(analysis, plan, chunks):
@@ -211,19 +214,22 @@ def show_plan(plans, cfg):
     """Print runs, their sizes and whether they are done, disk, and the hours of training where the speed is known."""
     scale, path = cfg.units, Path(cfg.units.data_dir, "tokenizer.json")
     vocab = Tokenizer.load(path).n_vocab if path.exists() else scale.vocab
-    unit, speed, how = "core", scale.core_speed, f"{scale.core_speed / 1e9:,.0f} GFLOP/s a core"
     if scale.gpus:
         unit, speed, how = "GPU", PEAK_FLOPS["A100"] * MFU, f"{MFU:.0%} of an A100's bf16 peak"
+    else:
+        unit, speed, how = "core", scale.core_speed, f"{scale.core_speed / 1e9:,.0f} GFLOP/s a core"
     rows = [plan_row(plan, vocab, speed) for plan in plans]
     print(f"scale {cfg.scale}: {scale.what}\n")
     header = ["run", "state", "parameters", "tokens", "disk (GB)", f"{unit}-hours"]
     print(markdown(header, [cells for cells, _, _ in rows]))
     if cfg.dry_run:
-        print(*map(shlex.join, commands(plans, cfg)), "", sep="\n")
+        for words in commands(plans, cfg):
+            print(shlex.join(words))
+        print()
     said = f"{len(plans)} runs, {sum(plan.done for plan in plans)} of them done; "
     if speed:
         said += f"training takes {sum(hours for _, _, hours in rows):,.1f} {unit}-hours at {how}; "
-    disk = 2 * scale.tokens + sum(size for _, size, _ in rows)
+    disk = 2 * scale.tokens + sum(size for _, size, _ in rows)  # token ids are uint16
     print(f"{said}analyses and tasks come on top; disk {disk / 1e9:,.1f} GB with the data", flush=True)
 
 
@@ -291,7 +297,7 @@ def commands(plans, cfg):
     """The commands of the plan: for every run without a kept record, also for finished ones; for data and analyses of
     other models where they are missing."""
     if not Path(cfg.units.data_dir, "manifest.json").exists():
-        yield cfg.units.prepare.split()
+        yield shlex.split(cfg.units.prepare)
     plans = [plan for plan in plans if not plan.kept]
     for plan in plans:
         yield train_command(plan, cfg)
@@ -357,7 +363,7 @@ def score_table1(plan, cfg, threads):
             run_logged(eval_command(plan, name, cfg), plan.folder / "eval.log", threads)
         except UserError as e:
             print(f"note: {plan.folder.name} has no {name}: {e}", flush=True)
-            if "longer" not in str(e):
+            if "leave this task out" not in str(e):  # what tasks.py says of texts that are too long
                 break
 
 
@@ -415,7 +421,7 @@ def make_data(cfg):
     if cfg.data_dir or " pysource " not in cfg.units.prepare:
         raise UserError(f"{folder} has no manifest.json; make the data: `{cfg.units.prepare}`")
     print(f"making the data: {cfg.units.prepare}", flush=True)
-    code = subprocess.run(of_any_folder(cfg.units.prepare.split())).returncode
+    code = subprocess.run(of_any_folder(shlex.split(cfg.units.prepare))).returncode
     if code:
         raise UserError(f"`{cfg.units.prepare}` failed ({code})")
 

@@ -19,10 +19,10 @@ def publish(name, figure, cfg, found):
     """Draw a figure or print a table, and write its numbers into the results of the scale."""
     print(f"{name}: {figure.caption}")
     record = {"caption": figure.caption, "environment": environment()}  # before it changes files of the repository
-    record |= about_runs(figure, cfg, found)
+    record |= about_runs(figure, found)
     if figure.table:
-        header, *rows = record["table"] = list(figure.table(found))
-        print(markdown(header, rows))
+        record["table"] = list(figure.table(found))
+        print(markdown(record["table"][0], record["table"][1:]))
     record["rows"] = claim_rows(figure, found)
     if record["rows"]:
         print(markdown(HEADER, map(claim_cells, record["rows"]), left=3), flush=True)
@@ -32,11 +32,11 @@ def publish(name, figure, cfg, found):
     store(name, record, cfg)
 
 
-def about_runs(figure, cfg, found):
+def about_runs(figure, found):
     """What a figure's record says of its runs: losses, commits, how many are timed, and their hours."""
     losses, made = {}, {}
     for job in figure.jobs:
-        for seed in cfg.seeds_of(job):
+        for seed in found.seeds(job):
             name = found.folder(job, seed).name  # some Jobs are one run
             losses[name], made[name] = found.loss(job, seed), found.record(job, seed)
     commits = sorted({run["commit"] or "unknown" for run in made.values()})
@@ -60,7 +60,8 @@ def store(name, record, cfg):
 
 def section(name, record):
     """A figure or table of the report, as Markdown."""
-    title = FIGURES[name].title or f"{'Figure' if name.startswith('fig') else 'Table'} {name[3:]}"
+    kind = "Figure" if name.startswith("fig") else "Table"
+    title = FIGURES[name].title or f"{kind} {name[3:]}"
     parts = [f"## {title}", record["caption"]]
     if "png" in record:
         parts.append(f"![{title}]({Path(record['png']).name})")

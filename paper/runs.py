@@ -13,7 +13,8 @@ from typing import Literal
 
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
 PAPER_LR = 6e-4
-UNITS = {"size": ("size", str), "length": ("length", int), "rate": ("lr", float), "warmup": ("warmup", int)}  # of a Job
+# word in a claim's brackets -> (field of a Job, its type)
+UNITS = {"size": ("size", str), "length": ("length", int), "rate": ("lr", float), "warmup": ("warmup", int)}
 UNIT = re.compile(rf"\[({'|'.join(UNITS)}) ([^\]]+)\]")  # of the paper, in a claim's words
 INSPECTED = "inspected"  # the size of the model of Figures 1, 2, 18, 19 and 21: Scale.inspected says which it is
 ONE_RATE = "one"  # the rate of Figure 14, the same for all modes: Scale.one_rate says which it is
@@ -140,7 +141,7 @@ class Scale:
     window: int  # steps of the moving average of training losses, at most a tenth of all (claims.critical_point)
     evals: int  # evaluations of a 468M run (Figure 6); other runs are evaluated every `steps`
     chunks: int  # of an analysis
-    n_seeds: Callable = lambda job: 1  # of a Job
+    n_seeds: Callable = lambda job: 1  # of a Job with what `here` decides
     settings: dict = field(default_factory=dict)  # of train.py, in place of those computed here
     micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
     tokens: float = 20e9  # of the data
@@ -154,7 +155,7 @@ class Scale:
     figures: tuple[str, ...] = ()  # the only ones that it is for; () = any
     without: tuple[str, ...] = ()  # figures of the paper that `all` leaves out
     core_speed: float = 0.0  # FLOP/s of one core, validation included, for the hours of a plan; 0 = not measured
-    leaves_out: Callable = lambda job: False  # whether it does without a Job
+    leaves_out: Callable = lambda job: False  # whether it does without a Job, as a figure names it
 
     def has(self, job):
         """Whether this scale makes a Job."""
@@ -164,8 +165,9 @@ class Scale:
 
     def change_in_words(self, job):
         """What else differs in the model that is inspected, or ""."""
-        change = self.here(job).change if job.size == INSPECTED else ""
-        return "trained with end-of-text first" if change == WITH_BOS else change
+        if job.size == INSPECTED and self.here(job).change == WITH_BOS:
+            return "trained with end-of-text first"
+        return ""
 
     def here(self, job):
         """The Job with what this scale decides: its learning rate, and which model is inspected."""

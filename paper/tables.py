@@ -52,11 +52,11 @@ def beside(ours, paper):
 
 def settings_row(ours, paper):
     """Cells of settings, whole numbers with commas: ours, and the paper's in brackets."""
-    texts = []
-    for pair in zip(ours, paper, strict=True):
-        our, theirs = (f"{x:,}" if isinstance(x, int) else str(x) for x in pair)
-        texts.append(f"{our} ({theirs})")
-    return texts
+    return [f"{with_commas(our)} ({with_commas(its)})" for our, its in zip(ours, paper, strict=True)]
+
+
+def with_commas(x):
+    return f"{x:,}" if isinstance(x, int) else str(x)
 
 
 def accuracy_cell(values, paper):
@@ -118,7 +118,7 @@ def table4(found):
     columns = []
     for size in found.scale.sizes:
         model, ours = recipe(found.scale, size, vocab)
-        _, theirs = recipe(SCALES["paper"], size, 50277)
+        _, theirs = recipe(SCALES["paper"], size, SCALES["paper"].vocab)
         if size == "320M":
             theirs[:4] = ["-"] * 4
         columns.append([size, *settings_row(ours, theirs), f"{count_parameters(model):,}"])
@@ -149,7 +149,7 @@ def table5(found):
         *of_domains, average = (f"{loss:.4f}" for loss in paper)
         theirs = dict(zip(DOMAINS, of_domains, strict=True))
         cells = [beside(np.mean([run.domains[name] for run in runs]), theirs.get(name)) for name in domains]
-        mean = np.mean([found.loss(job, seed) for seed in found.seeds(job)])
+        mean = np.mean(found.losses(job))
         yield [found.in_words(f"{LABELS[job.mode]}, [size {job.size}]"), *cells, beside(mean, average)]
 
 
