@@ -68,8 +68,9 @@ from report import markdown, plus_minus, progress
 from runtime import environment, only_process
 from train import TrainConfig
 
-FORMAT = "nanoresformer-analysis/1"
-BLOCK = 2**24  # attention probabilities that exist at a time: memory grows with the length, not with its square
+BLOCK = (
+    2**24
+)  # attention probabilities, or entries of a mask, that exist at a time: no memory grows with the square of T
 POSITIONS = 256  # analysis.npz keeps the first so many positions
 
 # thresholds of the flags in analysis.json
@@ -130,10 +131,11 @@ def received(q, keys, scale):
 
 
 def softmaxes(attn, now, attended, lambdas):
-    """Layer `attn`'s A_n as a weighted sum of softmaxes: [(weight, q, [k_1, …])], see `received`.
+    """A_n of layer `attn` as a weighted sum of softmaxes: [(weight, q, [k of each layer under this softmax])].
+    `received` computes one of them.
 
-    now: the layer's q, k, v as it attends. attended, lambdas: see model.Attention. What is added after attention
-    (identity, delta) is no part of A_n, but its residual may scale A_n.
+    now: the q, k, v that the layer attends with. attended, lambdas: see model.Attention. What is added after attention
+    (identity, delta) is not in A_n, but that residual's own weight scales A_n.
     """
     q, k, others = now["q"], now["k"], []
     for m in attn.mixes:
@@ -214,8 +216,8 @@ def measure_vectors(x, what):
 
 
 def measure_values(v, what):
-    """The same of values (B, G, T, D), heads side by side, with their spectrum, its largest eigenvalue and their
-    effective rank (exp of the spectrum's entropy: Roy and Vetterli 2007)."""
+    """`measure_vectors` of values (B, G, T, D), heads side by side, and of their spectrum: spectrum (B, G * D), its
+    largest eigenvalue, and rank, the effective rank (exp of the spectrum's entropy: Roy and Vetterli 2007)."""
     x = join_heads(v)
     found = measure_vectors(x, what)
     eigenvalues = spectrum(x)
@@ -225,7 +227,7 @@ def measure_values(v, what):
     return found
 
 
-def attend_to_both(q, ks, vs, kind):
+def attend_to_both(q, ks, vs, kernel):
     """Eq 2's output (B, H, T, D) for the keys and values of two layers, by blocks of queries: the mask that `attend`
     needs for two layers would grow with the square of the length."""
     T = q.size(2)
@@ -234,18 +236,18 @@ def attend_to_both(q, ks, vs, kind):
     for first in range(0, T, rows):
         last = min(T, first + rows)
         k, v = torch.cat([k[:, :, :last] for k in ks], dim=2), torch.cat([v[:, :, :last] for v in vs], dim=2)
-        outputs.append(attend(q[:, :, first:last], k, v, kind, layers=2))
+        outputs.append(attend(q[:, :, first:last], k, v, kernel, layers=2))
     return torch.cat(outputs, dim=2)
 
 
-def cosine_to_cross(now, before, n, kind):
+def cosine_to_cross(now, before, n, kernel):
     """How well Eq 4 and Eq 6 approximate cross-layer attention in layer n, counted from 0 (Figure 4): the cosine
     similarity of their outputs to that of Eq 2 with the layer before, mean over tokens: {"eq4": (B,), "eq6": (B,)}.
     Outputs have their heads side by side, before the output projection. before: see Recorder."""
     q, k, v = now["q"], now["k"], now["v"]
-    cross = join_heads(attend_to_both(q, (k, before["k"]), (v, before["v"]), kind))
-    own = attend(q, k, v, kind)
-    eq4 = (own + attend(q, k, before["v"], kind)) / 2
+    cross = join_heads(attend_to_both(q, (k, before["k"]), (v, before["v"]), kernel))
+    own = attend(q, k, v, kernel)
+    eq4 = (own + attend(q, k, before["v"], kernel)) / 2
     eq6 = own + repeat_heads(before["v_sum"] / n, q.size(1))
     outputs = {"eq4": eq4, "eq6": eq6}
     return {name: F.cosine_similarity(join_heads(u), cross, dim=-1).mean(dim=1) for name, u in outputs.items()}
@@ -335,7 +337,7 @@ class Recorder:
             self.averages.add(n, measure_values(own["v"], what) if is_mixed else values, "raw_value_")
         v_sum = now["v"]
         if n:
-            self.averages.add(n, cosine_to_cross(now, self.before, n, attn.kind))
+            self.averages.add(n, cosine_to_cross(now, self.before, n, attn.kernel))
             v_sum = v_sum + self.before["v_sum"]
         self.before = {"k": now["k"], "v": now["v"], "v_sum": v_sum}
 
@@ -375,10 +377,12 @@ class Subject:
 def open_run(name, cfg, device):
     """The Subject of a run's folder, which must be finished, of a checkpoint file, or of a Hugging Face folder."""
     path = checkpoint.find_finished(name)
-    folder, step, tokenizer = path.parent, checkpoint.read_header(path)["step"], checkpoint.load_tokenizer(path)
+    folder = path.parent
+    step = checkpoint.read_header(path)["step"]
+    tokenizer = checkpoint.load_tokenizer(path)
     data_dir, mixture = checkpoint.trained_on(folder, cfg.data_dir, "the prepared data by --data_dir")
     model = checkpoint.load(path, device=device, dtype=getattr(torch, cfg.dtype))
-    return Subject(model, folder, data_dir, mixture, tokenizer.eot, tokenizer, step, path.name)
+    return Subject(model, folder, data_dir, mixture, tokenizer.eot, tokenizer, step=step, checkpoint=path.name)
 
 
 def open_initial(cfg, device):
@@ -561,7 +565,7 @@ def analyze_subject(subject, cfg, device):
     measured, arrays = summarize_layers(subject.model, averages, T)
     mode = subject.model.cfg.value_mode.name
     numbers = {
-        "format": FORMAT,
+        "format": "nanoresformer-analysis/1",
         "mode": mode,
         "step": subject.step,
         "checkpoint": subject.checkpoint,

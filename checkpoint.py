@@ -69,13 +69,20 @@ def read_metadata(path):
     return unsealed(parse_object(text, OBJECT, f"the header of {path}"), path)
 
 
+def source_number(source):
+    """A Mix's source as files have it: the number of a layer, or -1 - t for token table t."""
+    if isinstance(source, int):
+        return source
+    return -1 - int(source.removeprefix("table "))
+
+
 def plan_as_json(cfg):
-    """The plan of each layer: its owners and, per residual, its sources; token table t is -1 - t."""
+    """The plan of each layer: its owners and, for each residual, the numbers of its sources."""
     layers = []
     for layer in plan_layers(cfg):
         sources = [[] for _ in cfg.value_mode.residuals]
         for mix in layer.mixes:
-            sources[mix.index] = [s if isinstance(s, int) else -1 - int(s.removeprefix("table ")) for s in mix.sources]
+            sources[mix.index] = [source_number(source) for source in mix.sources]
         layers.append({"owner": layer.owner, "sources": sources})
     return layers
 
@@ -271,8 +278,10 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
 
 def prune(run, keep):
     """Delete all checkpoints of a run but the last `keep` and the best; none if `keep` is 0."""
+    if keep == 0:
+        return
     files = list(steps(run).values())
-    kept = {best(run), *files[-keep:]}  # files[-0:] is the whole list
+    kept = {best(run), *files[-keep:]}
     for old in files:
         if old not in kept:
             old.unlink()  # first the file that says the step is there
@@ -370,7 +379,9 @@ def start_from(path, model, tokenizer_hash):
     line = f"weights from {path}: {len(mine) - len(new)} of {len(mine)} tensors"
     if new:
         line += f"; new: {', '.join(new)}"
-    return f"{line}; {len(theirs)} of that model's are not used" if theirs else line
+    if theirs:
+        line += f"; {len(theirs)} of that model's are not used"
+    return line
 
 
 def load_tokenizer(weights_file):
@@ -392,9 +403,9 @@ def trained_on(folder, given, instead):
             raise UserError(f"{given} is no folder; name {instead}")
         return given, None
     config = folder / "config.json"
-    if is_hf_folder(folder) or not config.exists():
-        raise UserError(f"{folder} does not say what it was trained on; name {instead}")
-    trained = read_json(config, "the config of a run", RUN)
+    trained = {"data_dir": ""}
+    if config.exists() and not is_hf_folder(folder):
+        trained = read_json(config, "the config of a run", RUN)
     data_dir = trained["data_dir"]
     if not data_dir:  # Path("") would be the current folder
         raise UserError(f"{folder} does not say what it was trained on; name {instead}")

@@ -54,7 +54,9 @@ def check_ranges(config):
     for f in dataclasses.fields(config):
         least, most = f.metadata.get("least"), f.metadata.get("most")
         values = getattr(config, f.name)
-        for value in values if isinstance(values, tuple) else (values,):
+        if not isinstance(values, tuple):
+            values = (values,)
+        for value in values:
             if value is None:
                 continue
             if least is not None and not least <= value < math.inf:
@@ -87,6 +89,7 @@ def convert(value, hint, where):
     dict; or a schema {field: hint} of a dict that may have more fields. 5e3 is an int, 5.5 and '5' are not. Numbers are
     finite.
     """
+    # each branch returns, or falls through to the error at the end
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         if any(value == a and type(value) is type(a) for a in args):
@@ -126,12 +129,14 @@ def convert(value, hint, where):
 def convert_object(values, hint, where):
     """A dict by a schema, or as a dataclass, which has no other fields; see `convert`."""
     if isinstance(hint, dict):
-        for name in hint.keys() - values.keys():
-            raise UserError(f"{where} lacks the field {name!r}")
+        missing = hint.keys() - values.keys()
+        if missing:
+            raise UserError(f"{where} lacks the field {min(missing)!r}")
         return values | {name: convert(values[name], hint[name], f"{where}.{name}") for name in hint}
     hints = typing.get_type_hints(hint)
-    for name in values.keys() - hints.keys():
-        raise UserError(f"{where} has an unknown field {name!r}")
+    unknown = values.keys() - hints.keys()
+    if unknown:
+        raise UserError(f"{where} has an unknown field {min(unknown)!r}")
     try:
         return hint(**{name: convert(value, hints[name], f"{where}.{name}") for name, value in values.items()})
     except ValueError as e:
@@ -269,9 +274,10 @@ def need(module, package=""):
     try:
         return importlib.import_module(module)
     except ImportError as e:
-        if not isinstance(e, ModuleNotFoundError) or (e.name or name).split(".")[0] != name:
-            raise UserError(f"the package {name} is installed, but cannot be imported: {e}") from None
-        raise UserError(f"the package {module} is not installed; run `pip install {package or name}`") from None
+        is_missing = isinstance(e, ModuleNotFoundError) and (e.name or name).split(".")[0] == name
+        if is_missing:
+            raise UserError(f"the package {module} is not installed; run `pip install {package or name}`") from None
+        raise UserError(f"the package {name} is installed, but cannot be imported: {e}") from None
 
 
 def first_line(error):

@@ -16,7 +16,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from configurator import UserError, check_ranges, command_line, convert, run_main, setting
-from tasks import GROUPS, TABLE1, TASKS, Row, average, per_document, questions, rows_of, standard_error, task_record
+from tasks import (
+    GROUPS,
+    TABLE1,
+    TASKS,
+    Request,
+    average,
+    per_document,
+    questions,
+    requests_of,
+    standard_error,
+    task_record,
+)
 
 
 @dataclass(frozen=True)
@@ -119,28 +130,29 @@ class PrefixTree:
 
 
 class Bundle(NamedTuple):
-    """Rows of one document that begin with the same tokens, computed as one row: those `shared` tokens once, then the
-    rest of each Row. slots: (document, choice) of each Row."""
+    """Requests of one document that begin with the same tokens, computed as one row: those `shared` tokens once, then
+    the rest of each Request. slots: (document, choice) of each Request."""
 
     shared: int
-    rows: list[Row]
+    requests: list[Request]
     slots: list[tuple[int, int]]
 
     @property
     def width(self):
-        return self.shared + sum(len(row.ids) - 1 - self.shared for row in self.rows)  # the last token is not read
+        own = sum(len(request.ids) - 1 - self.shared for request in self.requests)  # the last token is not read
+        return self.shared + own
 
 
 def bundles_of(documents):
-    """The Bundles of documents, which are lists of Rows. Rows that share less than an eighth of the longest one stand
-    alone: there the mask costs more than it saves."""
+    """The Bundles of documents, which are lists of Requests. Those that share less than an eighth of the longest one
+    stand alone: there the mask costs more than it saves."""
     bundles = []
-    for i, rows in enumerate(documents):
-        inputs = [row.ids[:-1] for row in rows]
+    for i, requests in enumerate(documents):
+        inputs = [request.ids[:-1] for request in requests]
         shared = len(os.path.commonprefix(inputs))  # of any lists, not only of paths
         size = MAX_BRANCHES if 8 * shared >= max(map(len, inputs)) else 1
-        for k in range(0, len(rows), size):
-            some = rows[k : k + size]
+        for k in range(0, len(requests), size):
+            some = requests[k : k + size]
             bundles.append(Bundle(shared, some, [(i, k + j) for j in range(len(some))]))
     return bundles
 
@@ -159,26 +171,27 @@ def pack(bundles, batch_tokens):
 
 
 def lay_out(batch):
-    """Bundles as rows of one width, padded at the end with token 0, which no token of a Row sees. Returns token ids,
+    """Bundles as rows of one width, padded at the end with token 0, which no other token sees. Returns token ids,
     positions and branches (see PrefixTree), each (B, T) int64; then for the n scored tokens, each (n,): the place in
-    the flattened rows that predicts it, its id, and the number of its Row."""
+    the flattened rows that predicts it, its id, and the number of its Request."""
     width = max(bundle.width for bundle in batch)
     ids, positions, branches = np.zeros((3, len(batch), width), np.int64)
     places, targets, owners = [], [], []
-    for b, (shared, rows, _) in enumerate(batch):
-        ids[b, :shared] = rows[0].ids[:shared]
+    for b, (shared, requests, _) in enumerate(batch):
+        ids[b, :shared] = requests[0].ids[:shared]
         positions[b, :shared] = range(shared)
         start = shared
-        for k, row in enumerate(rows, 1):
-            own = row.ids[shared:-1]
+        for k, request in enumerate(requests, 1):
+            own = request.ids[shared:-1]
             end = start + len(own)
             ids[b, start:end] = own
             positions[b, start:end] = range(shared, shared + len(own))
             branches[b, start:end] = k
-            columns = [*range(shared), *range(start, end)]  # of the row's tokens in the bundle
-            places.append(b * width + np.array(columns[-row.n :]))
-            targets.append(row.ids[-row.n :])
-            owners.append(np.full(row.n, len(owners)))
+            columns = [*range(shared), *range(start, end)]  # of the request's tokens
+            n = request.n_scored
+            places.append(b * width + np.array(columns[-n:]))
+            targets.append(request.ids[-n:])
+            owners.append(np.full(n, len(owners)))
             start = end
     return ids, positions, branches, np.concatenate(places), np.concatenate(targets), np.concatenate(owners)
 
@@ -190,20 +203,20 @@ def log_probs(model, x, places, targets):
     needed, place_of_target = np.unique(places, return_inverse=True)
     x = x[torch.from_numpy(needed).to(device)]
     size = max(1, 2 ** (26 if device.type == "cpu" else 28) // model.cfg.vocab_size)  # 256 MiB or 1 GiB of fp32
-    found = np.empty(len(targets))  # float64: sums of hundreds of nats are compared
+    log_p = np.empty(len(targets))  # float64: sums of hundreds of nats are compared
     greedy = np.empty(len(targets), bool)
     for first in range(0, len(needed), size):
-        z = to_fp32(model.head(x[first : first + size]))  # (size, V)
-        mine = np.flatnonzero((first <= place_of_target) & (place_of_target < first + size))
+        logits = to_fp32(model.head(x[first : first + size]))  # (size, V)
+        mine = np.flatnonzero((first <= place_of_target) & (place_of_target < first + size))  # targets predicted here
         rows = torch.from_numpy(place_of_target[mine] - first).to(device)
         ids = torch.from_numpy(targets[mine]).to(device)
-        top, likeliest = z.max(dim=1)
-        picked = z[rows, ids]
-        total = z.sub_(top[:, None]).exp_().sum(dim=1)
-        logit, highest, norm = torch.stack((picked, top[rows], total[rows])).cpu().double().numpy()
-        found[mine] = logit - highest - np.log(norm)
+        largest, likeliest = logits.max(dim=1)
+        of_target = logits[rows, ids]
+        total = logits.sub_(largest[:, None]).exp_().sum(dim=1)  # in place: logits are the largest tensor here
+        of_target, shift, total = torch.stack((of_target, largest[rows], total[rows])).cpu().double().numpy()
+        log_p[mine] = of_target - shift - np.log(total)
         greedy[mine] = (likeliest[rows] == ids).cpu().numpy()
-    return found, greedy
+    return log_p, greedy
 
 
 @torch.inference_mode()
@@ -212,7 +225,7 @@ def score_batch(model, batch):
     better; sums are float64."""
     *inputs, places, targets, owners = lay_out(batch)
     idx, positions, branches = (torch.from_numpy(a).to(model.head.weight.device) for a in inputs)
-    has_branches = any(len(bundle.rows) > 1 for bundle in batch)
+    has_branches = any(len(bundle.requests) > 1 for bundle in batch)
     x = model.hidden(idx, PrefixTree(positions, branches) if has_branches else None)  # (B, T, C)
     each, greedy = log_probs(model, x.flatten(0, 1), places, targets)
     slots = [slot for bundle in batch for slot in bundle.slots]
@@ -222,7 +235,7 @@ def score_batch(model, batch):
 
 
 def score(model, documents, batch_tokens):
-    """Yields, for each forward pass, what `score_batch` returns, the widest first. documents: the Rows of each."""
+    """Yields, for each forward pass, what `score_batch` returns, the widest first. documents: the Requests of each."""
     for batch in pack(bundles_of(documents), batch_tokens):
         yield score_batch(model, batch)
 
@@ -240,14 +253,17 @@ def collect_samples(path, header):
     records = []
     merged = []
     of_ranks = rf"{re.escape(path.stem)}(\.\d+)?\.jsonl"
-    for file in filter(lambda file: re.fullmatch(of_ranks, file.name), path.parent.iterdir()):
+    for file in path.parent.iterdir():
+        if not re.fullmatch(of_ranks, file.name):
+            continue
         found = read_records(file)
         if found and found[0] == header:
             records += [convert(record, SAMPLE, str(file)) for record in found[1:]]
             merged.append(file)
     write_text(path, json_lines([header, *records]))
-    for file in set(merged) - {path}:
-        file.unlink()
+    for file in merged:
+        if file != path:
+            file.unlink()
     return records
 
 
@@ -299,7 +315,7 @@ def task_scores(entry, model, name, asked, documents, where, cfg, world):
     """[(sum of log-probabilities in nats, greedy) of each choice] of each document, on all ranks. What an earlier call
     has scored is not scored again, see `open_samples`."""
     path, scores = open_samples(entry, name, where, cfg, world)
-    sizes = [sum(len(row.ids) for row in rows) for rows in documents]
+    sizes = [sum(len(request.ids) for request in requests) for requests in documents]
     left = [i for i, rows in enumerate(documents) if any((i, j) not in scores for j in range(len(rows)))]
     mine = sorted(left, key=lambda i: sizes[i])[world.rank :: world.size]
     what = f"{entry.label}, {name}"
@@ -324,7 +340,7 @@ def task_scores(entry, model, name, asked, documents, where, cfg, world):
     return [[scores[i, j] for j in range(len(rows))] for i, rows in enumerate(documents)]
 
 
-def sample_record(label, name, i, j, q, row):
+def sample_record(label, name, i, j, q, request):
     """What is kept of choice j of document i, before its score."""
     return {
         "checkpoint": label,
@@ -333,7 +349,7 @@ def sample_record(label, name, i, j, q, row):
         "choice": j,
         "context": q.contexts[j],
         "continuation": q.delimiter + q.choices[j],
-        "ids": row.ids[-row.n :],
+        "ids": request.ids[-request.n_scored :],
         "gold": q.gold,
     }
 
@@ -346,7 +362,7 @@ def run_loss(entry, model, cfg, world):
     """Sets the Entry's record of the loss over the whole validation split: every token but the first of each domain is
     predicted once.
 
-    That is what `domain_losses` returns, and perplexity: {domain: exp(val)}, tokens: {domain: number}.
+    The record is what `domain_losses` returns, with perplexity {domain: exp(val)} and tokens {domain: number} added.
     """
     corpus = entry.corpus
     n_windows = max(1, cfg.tokens_per_pass(world) // corpus.block_size)  # in a forward pass
@@ -356,8 +372,8 @@ def run_loss(entry, model, cfg, world):
     with progress(f"{entry.label}, loss", len(parts), "batch", world.rank == 0) as bar:
         for d, first, last in parts:
             x, y = corpus.val_batch(corpus.domains[d], first, last)
-            loss = model(*world.to_device(world.pin_memory((x, y))))[1]
-            sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()
+            _, loss = model(*world.to_device(world.pin_memory((x, y))))
+            sums[d] += [loss.item() * y.size, y.size, n_bytes[y].sum()]
             bar.update(1)
     sums = world.sum(sums).numpy()
     if not np.isfinite(sums).all():
@@ -410,33 +426,38 @@ def short_labels(entries):
 # ---- tables
 
 
+def task_cells(pairs, averaged, sign=False):
+    """Cells of {task: (mean, standard error)}, then of the mean over the tasks `averaged`, if there are any."""
+    shown = list(pairs.values())
+    if averaged:
+        shown.append(average([pairs[t] for t in averaged]))
+    return [plus_minus(*pair, sign=sign) for pair in shown]
+
+
 def task_table(entries, metric, names):
     """The paper's Table 1 for one metric: checkpoints, differences from the first (paired by document), chance. "Avg"
     is the mean of the six tasks, or of those that have the metric, where all of them were asked for."""
-    averaged = [t for t in TABLE1 if metric in TASKS[t].metrics]
-    has_average = metric != "perplexity" and set(averaged) <= set(names)
+    averaged = [t for t in TABLE1 if metric in TASKS[t].metrics]  # none of them has a perplexity
+    if not set(averaged) <= set(names):
+        averaged = []
+    first, *others = entries
     rows = []
-
-    def add(label, pairs, sign=False):  # {task: (mean, standard error)}
-        shown = list(pairs.values())
-        if has_average:
-            shown.append(average([pairs[t] for t in averaged]))
-        rows.append([label, *(plus_minus(*pair, sign=sign) for pair in shown)])
-
-    first = entries[0]
     for e in entries:
-        add(e.label, {t: (e.records[t][metric], e.records[t][f"{metric}_stderr"]) for t in names})
+        pairs = {t: (e.records[t][metric], e.records[t][f"{metric}_stderr"]) for t in names}
+        rows.append([e.label, *task_cells(pairs, averaged)])
     if metric != "perplexity":
-        for e in entries[1:]:
+        for e in others:
             gaps = {t: e.correct[t][metric] - first.correct[t][metric] for t in names}
-            add(f"{e.label} − {first.label}", {t: (gap.mean(), standard_error(gap)) for t, gap in gaps.items()}, True)
-        add("chance", {t: (first.records[t]["chance"], None) for t in names})
+            pairs = {t: (gap.mean(), standard_error(gap)) for t, gap in gaps.items()}
+            rows.append([f"{e.label} − {first.label}", *task_cells(pairs, averaged, sign=True)])
+        chance = {t: (first.records[t]["chance"], None) for t in names}
+        rows.append(["chance", *task_cells(chance, averaged)])
     header = [metric, *names]
-    rows.append(["documents", *(f"{first.records[t]['n']:,}" for t in names)])
-    if has_average:
+    documents = ["documents", *(f"{first.records[t]['n']:,}" for t in names)]
+    if averaged:
         header.append("Avg")
-        rows[-1].append("")
-    return markdown(header, rows)
+        documents.append("")
+    return markdown(header, [*rows, documents])
 
 
 def loss_table(labels, title, found):
@@ -538,7 +559,7 @@ def evaluate_checkpoint(entry, asked, cfg, world):
     model = checkpoint.load(entry.path, device=world.device, dtype=getattr(torch, cfg.dtype))
     documents = {}  # of all tasks before any is scored, because a choice may be longer than the model's block
     for name in asked:
-        documents[name] = rows_of(name, asked[name][0], entry.tokenizer, model.cfg.block_size)
+        documents[name] = requests_of(name, asked[name][0], entry.tokenizer, model.cfg.block_size)
     for name in cfg.task:
         began = time.time()
         if name == "loss":

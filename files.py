@@ -138,8 +138,9 @@ def unsealed(record, where):
 def read_record(path, what, schema):
     """The record in a file, by a schema of all its fields. Raises UserError, with the field, if it is damaged."""
     record = unsealed(read_json(path, what), path)
-    for name in record.keys() - schema.keys():
-        raise UserError(f"{path} has an unknown field {name!r}; it should be {what}")
+    unknown = record.keys() - schema.keys()
+    if unknown:
+        raise UserError(f"{path} has an unknown field {min(unknown)!r}; it should be {what}")
     return convert(record, schema, path)
 
 

@@ -112,28 +112,28 @@ def repeat_heads(x, n):
     return x.repeat_interleave(n // x.size(1), dim=1)
 
 
-def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
+def attend(q, k, v, kernel="sdpa", scale=None, layers=1, mask=None):
     """A V: causal softmax attention of the last T of S positions.
 
     q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E). scale: 1 / sqrt(D) if None.
-    kind: "sdpa" (torch's fused kernels), "flash" (the flash-attn package; sdpa where it cannot: a mask, or layers > 1),
+    kernel: "sdpa" (torch's fused kernels), "flash" (the flash-attn package; sdpa with a mask or several layers),
     "eager" (the formula, softmax in fp32).
     layers: k and v hold the S positions of this many layers one after another, (B, G, layers * S, …), all under one
     softmax. mask: (B, 1, T, S) or (T, S), added to the scores instead of the causal mask.
     """
     T, S = q.size(2), k.size(2) // layers
-    is_causal = mask is None and layers == 1 and 1 < T == S  # the kernels' own causal flag is enough
-    sees_all = T == 1  # the last position sees every key
-    if kind == "flash" and mask is None and layers == 1:
+    if kernel == "flash" and mask is None and layers == 1:
         from flash_attn import flash_attn_func
 
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, heads, D)
         return flash_attn_func(q, k, v, causal=True, softmax_scale=scale).transpose(1, 2)
-    if mask is None and (kind == "eager" or not (is_causal or sees_all)):
+    is_causal = mask is None and layers == 1 and T == S and T > 1  # the kernels' own causal flag is enough
+    needs_mask = mask is None and T > 1 and not is_causal  # a single last position sees every key
+    if needs_mask or (mask is None and kernel == "eager"):
         mask = torch.full((T, S), -math.inf, device=q.device).triu(S - T + 1)
     if mask is not None:
         mask = torch.cat([mask.to(q.dtype)] * layers, dim=-1)  # (…, T, layers * S)
-    if kind == "eager":
+    if kernel == "eager":
         k, v = repeat_heads(k, q.size(1)), repeat_heads(v, q.size(1))  # (B, H, layers * S, …)
         scores = to_fp32(q @ k.mT) * (scale or q.size(-1) ** -0.5)  # (B, H, T, layers * S)
         return (scores + mask).softmax(dim=-1).to(v.dtype) @ v
@@ -142,14 +142,14 @@ def attend(q, k, v, kind="sdpa", scale=None, layers=1, mask=None):
 
 def fused_attention(q, k, v, mask, is_causal, scale):
     """torch's scaled_dot_product_attention with grouped heads, in a form that its fused kernels take."""
-    grouped_rows = q.size(2) == 1 and mask is not None
-    if grouped_rows:  # one token each: the heads of a group become the rows of one query, and no key is repeated
+    heads_as_rows = q.size(2) == 1 and mask is not None
+    if heads_as_rows:  # one token each: the heads of a group become the rows of one query, and no key is repeated
         q = q.unflatten(1, (k.size(1), -1)).squeeze(3)  # (B, H, 1, D) -> (B, G, H/G, D)
     elif q.is_cuda and (mask is not None or q.dtype != torch.bfloat16):  # no fused kernel on GPUs takes groups then
         k, v = repeat_heads(k, q.size(1)), repeat_heads(v, q.size(1))
-    grouped = q.size(1) != k.size(1)
-    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
-    if grouped_rows:
+    shares_keys = q.size(1) != k.size(1)
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=shares_keys)
+    if heads_as_rows:
         return y.flatten(1, 2).unsqueeze(2)  # (B, G, H/G, E) -> (B, H, 1, E)
     return y
 
@@ -157,7 +157,7 @@ def fused_attention(q, k, v, mask, is_causal, scale):
 def mix(weights, own, others):
     """w_0 * own + w_1 * others_1 + …. Weights are numbers, learned scalars, or tensors that broadcast."""
     own_weight, *other_weights = weights
-    keeps_own = isinstance(own_weight, float) and own_weight == 1
+    keeps_own = isinstance(own_weight, float) and own_weight == 1  # spares a product
     total = own if keeps_own else own_weight * own
     for w, other in zip(other_weights, others, strict=True):
         total = total + w * other.to(own.dtype)  # under autocast embeddings are fp32
@@ -202,7 +202,7 @@ class Lambdas(nn.Module):
         r = self.residual
         starts = [r.weights(self.n_sources[n]) for n in self.layers]
         if r.per_token or r.map == "cross":
-            weights = [None for _ in self.layers]
+            weights = [None] * len(self.layers)
         elif r.learn == "scalar":
             weights = [tuple(scalars) for scalars in self.scalars]
         elif r.learn == "sources":
@@ -242,8 +242,8 @@ class Gate(nn.Module):
             g = z.sigmoid()
             return g, 1 - g
         activation = {"sigmoid": torch.sigmoid, "relu": torch.relu}[self.residual.learn]
-        own, top = self.residual.weights(1)
-        return own, top * activation(z)
+        own, factor = self.residual.weights(1)
+        return own, factor * activation(z)
 
 
 class OutputGate(nn.Module):
@@ -259,7 +259,7 @@ class OutputGate(nn.Module):
         super().__init__()
         self.n_head, self.kind = cfg.n_head, cfg.value_mode.output
         if self.kind == "exclusive":
-            self.strength = nn.Parameter(torch.empty(cfg.n_head))
+            self.strength = nn.Parameter(torch.zeros(cfg.n_head))
         else:
             per_head = cfg.head_dim if self.kind == "gate" else 1
             self.w = Linear(cfg.n_embd, {"gate": cfg.n_head * per_head})
@@ -284,15 +284,18 @@ class Attention(nn.Module):
     so that activation checkpointing and torch.compile see every dependency.
     """
 
-    def __init__(self, cfg, n, plan, kind):
+    def __init__(self, cfg, n, plan, kernel):
         super().__init__()
-        self.n, self.plan, self.kind = n, plan, kind
+        self.n, self.plan, self.kernel = n, plan, kernel
         self.n_head, self.head_dim, self.norm_eps = cfg.n_head, cfg.head_dim, cfg.norm_eps
-        self.n_first = cfg.n_kv_head - plan.heads.get("v", cfg.n_kv_head)  # value heads that are layer 0's
-        unprojected = "v" if cfg.value_mode.share_v == "keys" else None
-        self.heads = {t: h for t, h in plan.heads.items() if t != unprojected}  # of the tensors that have weights here
+        self.n_first = 0  # value heads that are layer 0's
+        if "v" in plan.heads:
+            self.n_first = cfg.n_kv_head - plan.heads["v"]
+        self.projected = dict(plan.heads)  # {tensor that has weights here: its heads}
+        if cfg.value_mode.share_v == "keys":
+            del self.projected["v"]
         is_gpt2 = cfg.arch == "gpt2"
-        self.proj = Linear(cfg.n_embd, {t: h * cfg.head_dim for t, h in self.heads.items()}, bias=is_gpt2)
+        self.proj = Linear(cfg.n_embd, {t: h * cfg.head_dim for t, h in self.projected.items()}, bias=is_gpt2)
         self.out = Linear(cfg.n_head * cfg.head_dim, {"o": cfg.n_embd}, bias=is_gpt2, std=into_stream_std(cfg))
         self.mixes = [m for m in plan.mixes if m.residual.of != "hidden"]  # those are Block's
         self.gates = nn.ModuleDict({str(m.index): Gate(cfg, m.residual) for m in self.mixes if m.residual.per_token})
@@ -302,7 +305,8 @@ class Attention(nn.Module):
         """The tensors that this layer owns, from one product: {t: (B, heads of t, T, D)}, q and k rotated."""
         B, T, _ = x.shape
         y = self.proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, T, heads * D) -> (B, heads, T, D)
-        own = dict(zip(self.heads, y.split(list(self.heads.values()), dim=1), strict=True))
+        parts = y.split(list(self.projected.values()), dim=1)  # (B, heads of t, T, D) each
+        own = dict(zip(self.projected, parts, strict=True))
         if "v" in self.plan.heads and "v" not in own:  # share_v="keys": before rope
             own["v"] = F.rms_norm(own["k"], (self.head_dim,), eps=self.norm_eps).to(y.dtype)  # else fp32 in autocast
         for t in ("q", "k"):
@@ -351,20 +355,20 @@ class Attention(nn.Module):
         if cross:  # Eq 2
             k = torch.cat([k, *(attended[i]["k"] for i in cross)], dim=2)
             v = torch.cat([v, *(attended[i]["v"] for i in cross)], dim=2)
-            return attend(q, k, v, self.kind, layers=1 + len(cross), mask=mask)
+            return attend(q, k, v, self.kernel, layers=1 + len(cross), mask=mask)
         for m, weights in in_softmax:
             q, k = join_scores(q, k, weights, [attended[i] for i in m.sources])
         wider = q.size(-1) - self.head_dim
         if not wider:
-            return attend(q, k, v, self.kind, mask=mask)
+            return attend(q, k, v, self.kernel, mask=mask)
         v = F.pad(v, (0, wider))  # fused kernels want one width for q, k and v
-        return attend(q, k, v, self.kind, self.head_dim**-0.5, mask=mask)[..., : self.head_dim]
+        return attend(q, k, v, self.kernel, self.head_dim**-0.5, mask=mask)[..., : self.head_dim]
 
     def mix_after(self, y, m, weights, v, now, raw, attended, mask):
         """y (B, H, T, D), mixed with what residual m adds after attention. v: V_n as mixed by the residuals that are
         listed before m, (B, G, T, D)."""
         if m.residual.of == "probs":
-            others = [attend(attended[i]["q"], attended[i]["k"], now["v"], self.kind, mask=mask) for i in m.sources]
+            others = [attend(attended[i]["q"], attended[i]["k"], now["v"], self.kernel, mask=mask) for i in m.sources]
         elif m.residual.map == "identity":  # U_n = A_n V_n + l V_1 (Fig 10); with all sources Eq 6
             others = [repeat_heads(raw[i]["v"], self.n_head) for i in m.sources]
         else:  # "delta", NeuTRENO (Eq 8): U_n = A_n V_n + l (V_1 - V_n)
@@ -404,11 +408,11 @@ class Block(nn.Module):
     """One layer: x (B, T, C) -> x (B, T, C), raw, attended. The last two hold only what later layers read: names of
     `keep_raw` (its input "hidden" may be one of them) and `keep_attended`."""
 
-    def __init__(self, cfg, n, plan, kind, keep_raw, keep_attended):
+    def __init__(self, cfg, n, plan, kernel, keep_raw, keep_attended):
         super().__init__()
         self.keep_raw, self.keep_attended = keep_raw, keep_attended
         self.is_cut = cfg.value_mode.cut_first and n == 0
-        self.norm1, self.attn = new_norm(cfg), Attention(cfg, n, plan, kind)
+        self.norm1, self.attn = new_norm(cfg), Attention(cfg, n, plan, kernel)
         self.norm2, self.mlp = new_norm(cfg), MLP(cfg)
         self.hidden_mixes = [m for m in plan.mixes if m.residual.of == "hidden"]
 
@@ -416,12 +420,12 @@ class Block(nn.Module):
         h = x
         for m in self.hidden_mixes:
             h = mix(lambdas[m.index], h, [raw[i]["hidden"] for i in m.sources])
-        y, own, now = self.attn(self.norm1(h), angles, lambdas, raw, attended, cache)
+        y, new_raw, new_attended = self.attn(self.norm1(h), angles, lambdas, raw, attended, cache)
         h = y.to(h.dtype) if self.is_cut else h + y  # under autocast y alone is bf16
-        own["hidden"] = x
-        kept = {t: own[t] for t in self.keep_raw}
-        kept_attended = {t: now[t] for t in self.keep_attended}
-        return h + self.mlp(self.norm2(h)), kept, kept_attended
+        new_raw["hidden"] = x
+        kept_raw = {t: new_raw[t] for t in self.keep_raw}
+        kept_attended = {t: new_attended[t] for t in self.keep_attended}
+        return h + self.mlp(self.norm2(h)), kept_raw, kept_attended
 
 
 class DepthAverage(nn.Module):
@@ -472,7 +476,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_w = torch.zeros_like(padded, dtype=exact) if grads else None
         grad_x = []
         keep = (target >= 0)[:, None].to(exact)  # (N, 1)
-        target = target.clamp(min=0)[:, None]
+        target = target.clamp(min=0)[:, None]  # (N, 1)
         for xc, tc, kc in zip(x.split(rows), target.split(rows), keep.split(rows), strict=True):
             nats, grad_xc, grad_wc = LinearCrossEntropy.chunk(xc.to(dtype), padded, tc, kc, V, grads)
             total = total + nats
@@ -493,12 +497,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         z[:, V:] = -math.inf
         z.sub_(z.amax(dim=1, keepdim=True))
         target_logit = z.gather(1, target)
-        z.exp_()
-        norm = z.sum(dim=1, keepdim=True)
-        nats = ((norm.log() - target_logit) * keep).sum()
+        z.exp_()  # from here on z holds exponentials
+        denominator = z.sum(dim=1, keepdim=True)
+        nats = ((denominator.log() - target_logit) * keep).sum()
         if not grads:
             return nats, None, None
-        g = z.mul_(keep / norm).scatter_add_(1, target, -keep).to(x.dtype)  # softmax - one-hot, 0 in ignored rows
+        g = (
+            z.mul_(keep / denominator).scatter_add_(1, target, -keep).to(x.dtype)
+        )  # softmax - one-hot, 0 in ignored rows
         return nats, g @ w, g.T @ x
 
     @staticmethod
@@ -561,10 +567,10 @@ class GPT(nn.Module):
                 module.weight.copy_(normal(seed, name, module.weight.shape, std))
             elif isinstance(module, Linear):
                 std = self.cfg.init_std if module.std is None else module.std
-                parts = [(f"{name}.{part}", (width, module.in_features)) for part, width in module.parts.items()]
-                module.weight.copy_(torch.cat([normal(seed, part, shape, std) for part, shape in parts]))
-            elif isinstance(module, OutputGate) and module.kind == "exclusive":
-                module.strength.zero_()
+                drawn = []
+                for part, width in module.parts.items():
+                    drawn.append(normal(seed, f"{name}.{part}", (width, module.in_features), std))
+                module.weight.copy_(torch.cat(drawn))
             if getattr(module, "bias", None) is not None:
                 module.bias.zero_()
 
@@ -589,12 +595,13 @@ class GPT(nn.Module):
         if self.positions:
             x = x + self.positions.weight[positions]
         angles = self.rope(positions) if self.rope else None
-        weights = [lambdas() for lambdas in self.lambdas]  # [residual][layer]
-        raw, attended, outputs = {}, {}, [x]  # {layer: {name: tensor}}, and the residual stream by depth
+        lambdas = [weights() for weights in self.lambdas]  # [residual][layer]
+        raw, attended = {}, {}  # {layer: {name: tensor}}
+        outputs = [x]  # the residual stream by depth
         for t, table in enumerate(self.tables):
             raw[f"table {t}"] = {"v": table(idx).view(B, T, self.cfg.n_kv_head, -1).transpose(1, 2)}  # (B, G, T, D)
         for n, block in enumerate(self.blocks):
-            inputs = (x, angles, [by_layer[n] for by_layer in weights], raw, attended, cache)
+            inputs = (x, angles, [of_layer[n] for of_layer in lambdas], raw, attended, cache)
             if self.recompute and torch.is_grad_enabled():
                 x, raw[n], attended[n] = checkpoint(block, *inputs, use_reentrant=False)
             else:

@@ -56,7 +56,8 @@ from value_modes import stored_tensors
 
 
 class KVCache:
-    """Preallocated keys and values of one batch: a (B, G, length, D) tensor for each K and V that a layer owns.
+    """Preallocated keys and values of one batch: a (B, G, length, D) tensor for each K and V that a layer owns, where G
+    is the heads of it that the layer owns.
 
     It stores what is attended over: keys rotated, values mixed. `nbytes` is what was really allocated.
     """
@@ -64,14 +65,16 @@ class KVCache:
     mask = None  # causal
 
     def __init__(self, cfg, batch_size, length, device=None, dtype=None):
-        self.length, self.pos = length, 0  # tokens there is room for, tokens stored
+        self.length = length  # tokens there is room for
+        self.pos = 0  # tokens stored
         self.tensors = {}
         for place, heads in stored_tensors(cfg).items():
             self.tensors[place] = torch.zeros(batch_size, heads, self.length, cfg.head_dim, device=device, dtype=dtype)
 
     def extend(self, t, n, new):
         """Append `new` (B, G, T, D) to tensor t of layer n; returns all of it, (B, G, pos + T, D)."""
-        end, store = self.end(new.size(2)), self.tensors[t, n]
+        end = self.end(new.size(2))
+        store = self.tensors[t, n]
         if end > self.length:
             raise ValueError(f"the KV cache holds {self.length} tokens, not {end}")
         store.narrow(2, self.pos, new.size(2)).copy_(new)
@@ -104,7 +107,8 @@ class RaggedCache(KVCache):
     def __init__(self, cache, lengths):
         store = next(iter(cache.tensors.values()))
         B, _, self.length, _ = store.shape
-        self.tensors, self.lengths = cache.tensors, torch.tensor(lengths, device=store.device)[:, None]  # (B, 1)
+        self.tensors = cache.tensors
+        self.lengths = torch.tensor(lengths, device=store.device)[:, None]  # (B, 1)
         self.batch = torch.arange(B, device=store.device)
         self.slots = torch.arange(self.length, device=store.device)
         self.next = self.lengths.clone()  # (B, 1): where each row's next token goes
@@ -273,8 +277,10 @@ def continued(text, prompt, row, tokenizer):
 
 
 def main(cfg: SampleConfig):
-    device, path = only_process(cfg.device).device, checkpoint.find(cfg.run, cfg.which)
-    tokenizer, texts = checkpoint.load_tokenizer(path), read_prompts(cfg)
+    device = only_process(cfg.device).device
+    path = checkpoint.find(cfg.run, cfg.which)
+    tokenizer = checkpoint.load_tokenizer(path)
+    texts = read_prompts(cfg)
     model = checkpoint.load(path, device=device, dtype=getattr(torch, cfg.dtype))
     prompts = encode_prompts(texts, tokenizer, model.cfg.block_size)
     sampling = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}

@@ -37,9 +37,6 @@ def clean_wikihow(text):
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-# Texts are joined by +, which raises a TypeError where a row holds something else.
-
-
 def ask_hellaswag(row):
     context = clean_wikihow(row["activity_label"] + ": " + row["ctx_a"] + " " + row["ctx_b"].capitalize())
     endings = tuple(clean_wikihow(ending) for ending in row["endings"])
@@ -239,11 +236,12 @@ def questions(name, cfg):
     return [question(name, row, f"{where}, row {i}") for i, row in enumerate(rows)], where
 
 
-class Row(NamedTuple):
-    """A choice as the model sees it: token ids, the last n of which are scored; cut: it was longer than the block."""
+class Request(NamedTuple):
+    """A choice as the model sees it: token ids, the last n_scored of which are scored; cut: it was longer than the
+    block."""
 
     ids: list[int]
-    n: int
+    n_scored: int
     cut: bool = False
 
 
@@ -262,27 +260,27 @@ def encode_pair(tokenizer, context, scored):
 
 
 def cut_to_block(context, scored, block_size):
-    """A Row of context and scored ids. It has at most block_size + 1 ids, the last of which is only predicted; a longer
-    context loses its beginning. Raises ValueError if there are no scored ids, or too many of them."""
+    """A Request of context and scored ids. It has at most block_size + 1 ids, the last of which is only predicted; a
+    longer context loses its beginning. Raises ValueError if there are no scored ids, or too many of them."""
     if len(scored) > block_size:
         long = f"{len(scored)} tokens are to be scored, but the model's block has {block_size}"
         raise ValueError(f"{long}; leave this task out, or use a model with a longer block")
     if not scored:
         raise ValueError("a choice has no tokens of its own to score")
     ids = context + scored
-    return Row(ids[-(block_size + 1) :], len(scored), len(ids) > block_size + 1)
+    return Request(ids[-(block_size + 1) :], len(scored), len(ids) > block_size + 1)
 
 
-def rows_of(name, asked, tokenizer, block_size):
-    """For each Question the Rows of its choices."""
+def requests_of(name, asked, tokenizer, block_size):
+    """For each Question the Requests of its choices."""
     documents = []
     for i, q in enumerate(asked):
         try:
-            rows = []
+            requests = []
             for context, choice in zip(q.contexts, q.choices, strict=True):
                 ids, scored = encode_pair(tokenizer, context, q.delimiter + choice)
-                rows.append(cut_to_block(ids, scored, block_size))
-            documents.append(rows)
+                requests.append(cut_to_block(ids, scored, block_size))
+            documents.append(requests)
         except ValueError as e:
             raise UserError(f"{name}, document {i}: {e}") from None
     return documents
@@ -298,9 +296,10 @@ def per_document(name, asked, results):
         return {"acc": np.array(greedy, float), "perplexity": np.array(nats)}
     found = {"acc": [], "acc_norm": []}
     for q, scores in zip(asked, results, strict=True):
-        sums = np.array([total for total, _ in scores])
-        found["acc"].append(sums.argmax() == q.gold)
-        found["acc_norm"].append((sums / [len(choice) for choice in q.choices]).argmax() == q.gold)
+        log_probs = np.array([total for total, _ in scores])
+        lengths = np.array([len(choice) for choice in q.choices])  # characters
+        found["acc"].append(log_probs.argmax() == q.gold)
+        found["acc_norm"].append((log_probs / lengths).argmax() == q.gold)
     return {metric: np.array(found[metric], float) for metric in TASKS[name].metrics}
 
 

@@ -79,7 +79,7 @@ class TrainConfig:
             raise ValueError("resume is empty; set never, auto or a checkpoint's path")
         object.__setattr__(self, "value_mode", get_mode(self.value_mode))
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.value_mode.name}")
-        self.model_config(vocab_size=1)
+        self.model_config(vocab_size=1)  # raises on an impossible shape, whatever the vocabulary
 
     def model_config(self, vocab_size):
         """The ModelConfig of these settings; raises ValueError on an impossible shape."""
@@ -178,7 +178,9 @@ class Metrics:
     """
 
     def __init__(self, cfg, world, done):
-        self.is_main, self.log_every, self.max_steps = world.rank == 0, cfg.log_every, cfg.max_steps
+        self.is_main = world.rank == 0
+        self.log_every = cfg.log_every
+        self.max_steps = cfg.max_steps
         self.wandb = None
         on_terminal = self.is_main and sys.stderr.isatty()
         self.bar = progress("train", cfg.max_steps - done, "step", on_terminal)
@@ -275,8 +277,6 @@ def build(cfg, world):
             raise UserError("attn=flash needs a GPU and dtype bfloat16 or float16; use attn=sdpa")
         need("flash_attn")
     is_sharded = cfg.shard != "none" and world.size > 1
-    if is_sharded and not hasattr(need("torch.distributed.fsdp"), "fully_shard"):
-        raise UserError(f"shard={cfg.shard} needs torch 2.6 or later, and this is {torch.__version__}")
     micro_batch, accumulation = cfg.split_batch(world.size)
     verify = cfg.verify and world.is_first_of_node
     corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, verify, cfg.bos)
@@ -339,7 +339,8 @@ def compare_settings(run, done):
 def announce(run, done, metrics):
     """Write the start record, and say what is about to run."""
     cfg, world, config = run.cfg, run.world, run.model.cfg
-    name, n_parameters, dtype = config.value_mode.name, count_parameters(config), str(run.dtype)
+    name = config.value_mode.name
+    n_parameters = count_parameters(config)
     record = {
         "event": "start",
         "step": done,
@@ -351,7 +352,7 @@ def announce(run, done, metrics):
         "data": run.corpus.hash,
         "bos": cfg.bos,
         "kv_bytes_per_token": 2 * kv_floats_per_token(config),  # in bf16
-        "dtype": dtype.removeprefix("torch."),
+        "dtype": str(run.dtype).removeprefix("torch."),
         "device": world.kind,
         "ranks": world.size,
         "max_steps": cfg.max_steps,
@@ -411,7 +412,8 @@ def training_batches(run, done):
     """This rank's micro-batches from step `done` on, without end: x, y (micro_batch, block_size), and the seconds spent
     waiting for them. A thread reads the next one while the model computes."""
     cfg, world = run.cfg, run.world
-    n_sequences, first_of_rank = cfg.batch_tokens // cfg.block_size, world.rank * run.accumulation * run.micro_batch
+    n_sequences = cfg.batch_tokens // cfg.block_size
+    first_of_rank = world.rank * run.accumulation * run.micro_batch
 
     def read(step, i):
         first = first_of_rank + i * run.micro_batch
@@ -460,7 +462,8 @@ def train_step(run, model, step, batches):
     run.optimizer.zero_grad(set_to_none=True)
     total, waited = accumulate(run, model, batches)
     scaler.unscale_(run.optimizer)
-    norm = whole(torch.nn.utils.clip_grad_norm_(run.model.parameters(), cfg.grad_clip or math.inf)).item()
+    most = cfg.grad_clip or math.inf  # infinity: measure the norm, clip nothing
+    norm = whole(torch.nn.utils.clip_grad_norm_(run.model.parameters(), most)).item()
     loss = world.sum([total.item() / run.accumulation]).item() / world.size
     if not math.isfinite(loss):
         raise UserError(f"step {step + 1}: the loss is {loss}; {REMEDY}")
@@ -494,7 +497,7 @@ def validate(run):
         with run.autocast, torch.compiler.set_stance("force_eager"):  # a sharded model's blocks are compiled in place
             loss = run.model(*world.to_device(world.pin_memory((x, y))))[1]
         if i < len(parts):  # past them a rank only computes along: a sharded model is gathered by all ranks or none
-            sums[d] += loss.item() * y.size, y.size, n_bytes[y].sum()
+            sums[d] += [loss.item() * y.size, y.size, n_bytes[y].sum()]
     result = domain_losses(corpus, world.sum(sums).numpy())
     if list(run.model.lambdas.parameters()):
         if run.is_sharded:
@@ -546,8 +549,10 @@ def evaluate_and_save(run, metrics, n, is_stopped):
     if n % cfg.eval_every == 0 or n == cfg.max_steps:
         val_loss = metrics.evaluation(n, validate(run))
     if n % cfg.save_every == 0 or is_stopped or val_loss is not None:
-        state = run.model, run.corpus.tokenizer.hash, val_loss, run.optimizer, run.scaler
-        checkpoint.save(cfg.out_dir, n, *state, cfg.keep, is_main=run.world.rank == 0)
+        tokenizer_hash, is_main = run.corpus.tokenizer.hash, run.world.rank == 0
+        checkpoint.save(
+            cfg.out_dir, n, run.model, tokenizer_hash, val_loss, run.optimizer, run.scaler, cfg.keep, is_main
+        )
 
 
 def train(run, done, config, note):
@@ -567,9 +572,9 @@ def train(run, done, config, note):
         loss, norm, waited = train_step(run, model, step, batches)
         seconds = time.perf_counter() - began
         rate = cfg.batch_tokens / seconds
+        mfu = rate * flops / (peak * world.size) if peak else None
         record = {"step": n, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": n * cfg.batch_tokens}
-        record.update(input_s=waited, seconds=seconds, tokens_per_s=rate)
-        record["mfu"] = rate * flops / (peak * world.size) if peak else None
+        record |= {"input_s": waited, "seconds": seconds, "tokens_per_s": rate, "mfu": mfu}
         metrics.step(record)
         if step == done:
             metrics.say(f"first step done after {time.perf_counter() - world.started:.1f} s")

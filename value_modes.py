@@ -31,11 +31,11 @@ class Residual:
     the values, A_n V_n in vanilla, before the output projection.
 
     of: what is mixed. "q", "k", "v" as projected (q and k rotated); "hidden", the layer's input (layer 0's is the
-        embedding); "scores", q k^T before the softmax; "probs", A itself. A layer that owns none of the tensors that
+        embedding); "scores", q k^T before the softmax; "probs", A itself. A layer that borrows all the tensors that
         the residual reads (see ValueMode) does not have it.
     source: the "first" layer, the one before ("prev"), "all" before, the layer with this number, or a learned table of
-        values for each token id ("token"). A source is never detached. It is read as projected, without its own mixes;
-        map="cross", of="scores" and of="probs" read it as it attended.
+        values for each token id ("token"). Gradients flow into a source. It is read as projected, before its own mixes;
+        map="cross", of="scores" and of="probs" read it after them.
     map: "own" changes the tensor before it is used; U_n = A_n V' of: V' = l_own V_n + sum_i l_i V_i              (Eq 7)
          "identity" adds after attention, at the same position:       U_n = l_own A_n V' + sum_i l_i V_i          (Eq 6)
          "delta" adds the difference after attention (NeuTRENO):      U_n = l_own A_n V' + sum_i l_i (V_i - V_n') (Eq 8)
@@ -87,14 +87,15 @@ class Residual:
         if self.per_token:
             before = is_value and self.map == "own"
             require(before, f"{learns} makes a weight per token, for of='v' and map='own' alone")
-        own, source = self.weights(1)
+        own_weight, source_weight = self.weights(1)
         if self.learn == "unit":
-            require(own != 0 or source != 0, f"lam={self.lam}: {learns} has no direction to start from")
+            has_direction = own_weight != 0 or source_weight != 0
+            require(has_direction, f"lam={self.lam}: {learns} has no direction to start from")
         if self.learn in ("sigmoid", "relu"):
-            require(source != 0, f"lam={self.lam}: the gate would multiply 0")
-        never_learns = self.tables == "one" or self.learn == "fixed"  # such a table starts from 0, or its weight stays
-        if self.source == "token" and never_learns and self.learn != "softmax":
-            require(source != 0, f"lam={self.lam}: a table with weight 0 never learns")
+            require(source_weight != 0, f"lam={self.lam}: the gate would multiply 0")
+        starts_from_0 = self.tables == "one"
+        if self.source == "token" and self.learn != "softmax" and (starts_from_0 or self.learn == "fixed"):
+            require(source_weight != 0, f"lam={self.lam}: a table with weight 0 never learns")
         if self.learn == "head":
             require(self.lam is None, f"{learns} divides 1 between own and source: lam stays None")
         if self.learn == "lerp" and self.lam:
@@ -149,8 +150,9 @@ def pick_layers(spec, n_layer):
 class ValueMode:
     """A variant: its residuals, which layers own their q, k and v, what is done to U_n, and averaging over depth.
 
-    residuals: of "hidden" acts on the layer's input; of q, k, v with map="own" before attention; map="cross" and of
-        "scores" in the softmax; the others after it. Each group acts in this order, on what those before it made.
+    residuals: each acts at one place: on the layer's input (of="hidden"), on q, k, v before attention (map="own"), in
+        the softmax (map="cross", of="scores"), else after attention. At one place they act in this order, each on what
+        the one before it made.
     share_q, share_k, share_v: which layers own that tensor. 1 = every layer; c > 1 = the first of every c layers (CLA);
         0 = one group of all layers: layer 0 owns it (SVFormer); 0.5 = the lower half; (0, 4, 7) = these, see
         `pick_layers`, where 0.5 is the layer half-way. Others borrow from the nearest owner below: they read the tensor
@@ -220,10 +222,13 @@ class ValueMode:
         elif isinstance(share, tuple):
             owner = max(i for i in pick_layers(share, n_layer) if i <= n)
         elif isinstance(share, float):
-            owner = max(0, min(n, int(share * n_layer) - 1))
+            n_owning = max(1, int(share * n_layer))
+            owner = min(n, n_owning - 1)
         else:
             owner = n - n % share if share else 0
-        return 0 if t == "v" and owner != n and self.borrow_v == "first" else owner
+        if t == "v" and owner != n and self.borrow_v == "first":
+            return 0
+        return owner
 
     def with_lam(self, value):
         """This mode with `value` as the weight of the sources, in its last residual that has a settable one."""
@@ -394,8 +399,8 @@ class ModelConfig:
     n_head: int = setting(8, "query heads", least=1, most=2**16)
     n_kv_head: int = setting(0, "key and value heads; 0 = as value_mode says, else n_head", least=0)
     n_embd: int = setting(512, "width of the residual stream", least=1, most=2**16)
-    head_dim: int = setting(0, "width of a head; 0 = n_embd / n_head", 0, 2**12)
-    n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", 0, 2**18)
+    head_dim: int = setting(0, "width of a head; 0 = n_embd / n_head", least=0, most=2**12)
+    n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", least=0, most=2**18)
     arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
     rope_theta: float = setting(10000.0, "of RoPE, see model.Rope", least=1)
     rope_scaling: tuple[float, ...] = setting((), "Llama 3.1's factor, low, high, original, see model.Rope; () = none")
@@ -453,8 +458,8 @@ def check_mode(cfg):
         if isinstance(share, tuple):
             named.update(pick_layers(share, n_layer))
     whole = mode.first_heads < 1 and mode.first_heads * cfg.n_kv_head % 1 == 0
-    heads = f"first_heads={mode.first_heads} of {cfg.n_kv_head} value heads"
-    require(whole, f"{heads}: it must be a whole number of them, and not all")
+    what = f"first_heads={mode.first_heads} of {cfg.n_kv_head} value heads"
+    require(whole, f"{what}: it must be a whole number of them, and not all")
     exist = all(0 <= n < n_layer for n in named)
     require(exist, f"value_mode names layers {sorted(named)}, but there are only 0..{n_layer - 1}")
     if mode.dense:
@@ -465,9 +470,10 @@ def check_mode(cfg):
     for index, r in enumerate(mode.residuals):
         layers = pick_layers(r.layers or ":", n_layer)
         require(layers, f"{r}: its layers are none of 0..{n_layer - 1}")
-        idle = [n for n in layers if index not in [mix.index for mix in plan[n].mixes]]
-        by_name = isinstance(r.layers, tuple) and r.layers  # such layers must all have it, of others one
-        if idle and (by_name or idle == layers):
+        acting = {n for n, layer in enumerate(plan) if index in [mix.index for mix in layer.mixes]}
+        idle = [n for n in layers if n not in acting]
+        is_listed = isinstance(r.layers, tuple) and r.layers  # each listed layer must have it; of a slice, any one
+        if idle and (is_listed or idle == layers):
             why = "no source, or what it reads is borrowed"
             raise ValueError(f"{r} does nothing in layer {max(idle)}: {why}")
     for n, layer in enumerate(plan):
@@ -489,8 +495,8 @@ class Mix:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What a layer reads. owner["q" | "k" | "v"]: the layer whose tensor it uses. heads: {tensor that it owns: its
-    heads}. mixes: its residuals, in order."""
+    """What a layer reads. owner["q" | "k" | "v"]: the layer whose tensor it uses. heads: {"q", "k"
+    or "v" that it owns: how many heads}. mixes: its residuals, in order."""
 
     owner: dict[str, int]
     heads: dict[str, int]
@@ -531,7 +537,10 @@ def source_layers(source, n):
     """The layers below n that a residual of layer n reads."""
     if source == "all":
         return range(n)
-    source = {"first": 0, "prev": n - 1}.get(source, source)
+    if source == "first":
+        source = 0
+    elif source == "prev":
+        source = n - 1
     return [source] if 0 <= source < n else []
 
 
@@ -575,7 +584,12 @@ def tensors_to_keep(cfg):
 
 def stored_tensors(cfg):
     """{("k" or "v", layer): heads} of what a KV cache stores: the tensors that a layer owns."""
-    return {(t, n): h for n, layer in enumerate(plan_layers(cfg)) for t, h in layer.heads.items() if t != "q"}
+    stored = {}
+    for n, layer in enumerate(plan_layers(cfg)):
+        for t, heads in layer.heads.items():
+            if t != "q":
+                stored[t, n] = heads
+    return stored
 
 
 def kv_floats_per_token(cfg):

@@ -41,7 +41,7 @@ import torch
 
 import checkpoint
 from bench.common import in_turn, lines_table, ratio, spread, write_results
-from eval import EvalConfig, questions, rows_of, score
+from eval import EvalConfig, questions, requests_of, score
 from hf import to_llama
 from runtime import only_process
 
@@ -72,7 +72,7 @@ def harness_scores(lm, requests, batch_size):
 
 def our_scores(name, asked, model, tokenizer, batch_tokens):
     """The same of all choices of a task's Questions, by eval.py."""
-    documents = rows_of(name, asked, tokenizer, model.cfg.block_size)
+    documents = requests_of(name, asked, tokenizer, model.cfg.block_size)
     done = [found for part in score(model, documents, batch_tokens) for found in part]
     return [(total, greedy) for _, total, greedy in sorted(done)]
 

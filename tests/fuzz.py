@@ -527,12 +527,12 @@ def try_task_files(rng, world):
     path.write_text("".join(json.dumps(TASK_ROWS[name]) + "\n" for _ in range(3)))
     damage_lines(path, rng)
     asked, _ = tasks.questions(name, types.SimpleNamespace(data_dir=str(folder), limit=0))
-    documents = tasks.rows_of(name, asked, Tokenizer.load(world.data / "tokenizer.json"), 64)
+    documents = tasks.requests_of(name, asked, Tokenizer.load(world.data / "tokenizer.json"), 64)
     for question, rows in zip(asked, documents, strict=True):
         texts = (*question.contexts, *question.choices)
         demand(all(isinstance(text, str) for text in texts) and all(question.choices), "a choice that is no text")
         demand(0 <= question.gold < len(question.choices) == len(rows), "a label that is no choice")
-        demand(all(0 < row.n <= len(row.ids) <= 65 for row in rows), "rows of another length")
+        demand(all(0 < row.n_scored <= len(row.ids) <= 65 for row in rows), "rows of another length")
 
 
 def try_texts(rng, world):

@@ -68,7 +68,7 @@ def attention(attn, args, output):
             y = weights[0] * y
             if m.residual.of == "probs":
                 for w, i in zip(weights[1:], m.sources, strict=True):
-                    y = y + w * attend(attended[i]["q"], attended[i]["k"], v, attn.kind)
+                    y = y + w * attend(attended[i]["q"], attended[i]["k"], v, attn.kernel)
         columns.append(y[..., : some.size(1)])
     return torch.cat(columns, dim=-1)
 

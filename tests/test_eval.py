@@ -196,9 +196,11 @@ def test_border_of_context_and_continuation():
 
 
 def test_too_long_is_cut_on_the_left():
-    assert tasks.cut_to_block([1, 2, 3], [4, 5], 4) == tasks.Row([1, 2, 3, 4, 5], 2, False)  # the last one is not read
-    assert tasks.cut_to_block([1, 2, 3], [4, 5], 3) == tasks.Row([2, 3, 4, 5], 2, True)
-    assert tasks.cut_to_block([1, 2], [3, 4], 2) == tasks.Row([2, 3, 4], 2, True)
+    assert tasks.cut_to_block([1, 2, 3], [4, 5], 4) == tasks.Request(
+        [1, 2, 3, 4, 5], 2, False
+    )  # the last one is not read
+    assert tasks.cut_to_block([1, 2, 3], [4, 5], 3) == tasks.Request([2, 3, 4, 5], 2, True)
+    assert tasks.cut_to_block([1, 2], [3, 4], 2) == tasks.Request([2, 3, 4], 2, True)
     with pytest.raises(ValueError, match="3 tokens are to be scored, but the model's block has 2; leave this task out"):
         tasks.cut_to_block([1], [2, 3, 4], 2)
     with pytest.raises(ValueError, match="no tokens of its own to score"):
@@ -233,9 +235,9 @@ def naive(model, docs):
     found = {}
     for i, rows in enumerate(docs):
         for j, row in enumerate(rows):
-            log_probs = model(torch.tensor([row.ids[:-1]]))[0][0].double().log_softmax(-1)[-row.n :]
-            target = torch.tensor(row.ids[-row.n :])
-            total = log_probs[range(row.n), target].sum().item()
+            log_probs = model(torch.tensor([row.ids[:-1]]))[0][0].double().log_softmax(-1)[-row.n_scored :]
+            target = torch.tensor(row.ids[-row.n_scored :])
+            total = log_probs[range(row.n_scored), target].sum().item()
             found[i, j] = (total, bool((log_probs.argmax(-1) == target).all()))
     return found
 
@@ -250,7 +252,7 @@ def greedy_ends(model, docs):
     """The same questions, the first choice of every fourth one replaced by what the model itself would say."""
     for rows in docs[::4]:
         row = rows[0]
-        ids = row.ids[: -row.n]
+        ids = row.ids[: -row.n_scored]
         while len(ids) < len(row.ids):
             ids = [*ids, model(torch.tensor([ids]))[0][0, -1].argmax().item()]
         rows[0] = row._replace(ids=ids)
@@ -291,8 +293,8 @@ def test_nothing_is_computed_twice_or_for_nothing(monkeypatch):
     predicts a scored token, and no more than its chunk at a time."""
     model, seen, head = tiny(), [], []
     docs = [
-        [tasks.Row([1, 2, 3, 4, 5], 2), tasks.Row([1, 2, 3, 4, 6], 2), tasks.Row([1, 2, 3, 7, 8], 2)],
-        [tasks.Row([9, 9, 9], 1)],
+        [tasks.Request([1, 2, 3, 4, 5], 2), tasks.Request([1, 2, 3, 4, 6], 2), tasks.Request([1, 2, 3, 7, 8], 2)],
+        [tasks.Request([9, 9, 9], 1)],
     ]
     hook = model.blocks[0].register_forward_hook(lambda _, inputs, out: seen.append(inputs[0].shape[:2].numel()))
     model.head.register_forward_hook(lambda _, inputs, out: head.append(len(inputs[0])))
@@ -308,7 +310,7 @@ def test_nothing_is_computed_twice_or_for_nothing(monkeypatch):
 def test_half_precision():
     """Weights and layers in bf16, log-probabilities not: each row's probabilities still add up to 1."""
     model = tiny().bfloat16()
-    rows = [tasks.Row([5, 6, 7, i], 1) for i in range(61)]
+    rows = [tasks.Request([5, 6, 7, i], 1) for i in range(61)]
     scores = scored(model, [rows], 100).values()
     assert abs(sum(math.exp(s) for s, _ in scores) - 1) < 1e-6 and sum(g for _, g in scores) == 1
 
@@ -329,7 +331,9 @@ def test_accuracies_by_hand():
     close = [tasks.Question(("c",) * 2, ("ab", "abc"), 1)]  # with the space before them it would be the first
     assert tasks.per_document("arc_easy", close, [[(-2.0, False), (-2.9, False)]])["acc_norm"].tolist() == [1]
     assert list(tasks.per_document("winogrande", asked, results)) == ["acc"]
-    record = tasks.task_record(asked, [[tasks.Row([1], 1), tasks.Row([1], 1, True)]] * 2 + [[tasks.Row([1], 1)]], found)
+    record = tasks.task_record(
+        asked, [[tasks.Request([1], 1), tasks.Request([1], 1, True)]] * 2 + [[tasks.Request([1], 1)]], found
+    )
     assert record["n"] == 3 and record["cut"] == 2 and record["chance"] == pytest.approx((1 / 2 + 1 / 2 + 1 / 3) / 3)
     assert record["acc"] == pytest.approx(1 / 3)
     assert record["acc_stderr"] == pytest.approx(math.sqrt(1 / 3 * 2 / 3 / 2))  # sqrt(p (1 - p) / (n - 1))
@@ -339,7 +343,7 @@ def test_lambadas_metrics():
     rng = np.random.default_rng(0)
     nats = rng.gamma(2, 1.5, 400)
     found = tasks.per_document("lambada", [ASKED["lambada"]] * 400, [[(-x, x < 1)] for x in nats])
-    record = tasks.task_record([ASKED["lambada"]] * 400, [[tasks.Row([1], 1)]] * 400, found)
+    record = tasks.task_record([ASKED["lambada"]] * 400, [[tasks.Request([1], 1)]] * 400, found)
     assert record["acc"] == (nats < 1).mean() and record["perplexity"] == pytest.approx(math.exp(nats.mean()))
     bootstrap = np.exp(rng.choice(nats, (2000, 400)).mean(axis=1)).std()
     assert record["perplexity_stderr"] == pytest.approx(bootstrap, rel=0.1) and record["chance"] == 0
@@ -532,10 +536,10 @@ def test_domains_in_another_order():
 
 def test_beginnings_that_are_worth_it():
     """Rows of a wide question come in units of eight at most, and rows with little in common alone."""
-    rows = [tasks.Row([1] * 9 + [k] * 9, 9) for k in range(2, 22)]
-    assert [(u.shared, len(u.rows), u.width) for u in e.bundles_of([rows])] == [(9, 8, 73), (9, 8, 73), (9, 4, 41)]
-    rows = [tasks.Row([1] + [k] * 20, 20) for k in range(2, 22)]
-    assert [(u.shared, len(u.rows), u.width) for u in e.bundles_of([rows])] == [(1, 1, 20)] * 20
+    rows = [tasks.Request([1] * 9 + [k] * 9, 9) for k in range(2, 22)]
+    assert [(u.shared, len(u.requests), u.width) for u in e.bundles_of([rows])] == [(9, 8, 73), (9, 8, 73), (9, 4, 41)]
+    rows = [tasks.Request([1] + [k] * 20, 20) for k in range(2, 22)]
+    assert [(u.shared, len(u.requests), u.width) for u in e.bundles_of([rows])] == [(1, 1, 20)] * 20
 
 
 def test_two_ranks_equal_one(runs):

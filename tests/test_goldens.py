@@ -23,7 +23,7 @@ def golden(mode):
 def test_logits_loss_and_gradients(mode, attn):
     model, expected = golden(mode)
     for block in model.blocks:
-        block.attn.kind = attn
+        block.attn.kernel = attn
     tokens = torch.from_numpy(expected["tokens"])
     torch.testing.assert_close(model(tokens)[0].detach().numpy(), expected["logits"], rtol=0, atol=1e-5)
     loss = model(tokens[:, :-1], tokens[:, 1:])[1]

@@ -91,7 +91,7 @@ def test_logits_are_those_of_transformers(tmp_path):
             for attn in ("eager", "sdpa"):
                 model = hf.load_hf(folder)
                 for block in model.blocks:
-                    block.attn.kind = attn
+                    block.attn.kernel = attn
                 assert model.cfg.block_size == length and not model.training
                 torch.testing.assert_close(model(idx)[0].detach(), expected, rtol=0, atol=1e-5)
         with pytest.raises(ValueError, match=f"block_size={length}"):
