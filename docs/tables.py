@@ -40,7 +40,7 @@ from files import read_json, write_text
 from paper.claims import LABELS, best_rate, gaps_at_best, gaps_to_vanilla, tally
 from paper.figures import GRIDS, RATES, TUNED
 from paper.found import Found, read_kept
-from paper.runs import SCALES, SEEDS, Job
+from paper.runs import NIGHT_LR, SCALES, SEEDS, Job
 from report import markdown, mean_interval, with_interval
 from value_modes import TABLE, ModelConfig
 
@@ -148,12 +148,25 @@ GROUPS = {  # of the table of modes: their first rows
 }
 
 
+def gap_in_our_runs(found, mode):
+    """A cell: a mode's loss minus vanilla's, both at vanilla's best rate; "-" if it was not trained at that rate."""
+    job = Job(mode, lr=NIGHT_LR)
+    seeds = [seed for seed in found.seeds(job) if found.folder(job, seed).name in found.kept]
+    if mode == "vanilla" or not seeds:
+        return "-"
+    return with_interval(*mean_interval(gaps_to_vanilla(found, job)), sign=True)
+
+
 def group_of_modes(name):
-    """The rows of one group at the paper's 82M shape."""
+    """The rows of one group at the paper's 82M shape, and what our small models lost or gained by it."""
     header, line, *rows = mode_table(ModelConfig()).splitlines()
     starts = [list(TABLE).index(first) for first in GROUPS.values()] + [len(rows)]
     place = list(GROUPS).index(name)
-    return "\n".join([header, line, *rows[starts[place] : starts[place + 1]]])
+    found = recorded("night")
+    lines = [f"{header} our loss minus vanilla's |", f"{line}---:|"]
+    for mode, row in list(zip(TABLE, rows, strict=True))[starts[place] : starts[place + 1]]:
+        lines.append(f"{row} {gap_in_our_runs(found, mode)} |")
+    return "\n".join(lines)
 
 
 MAKERS = {

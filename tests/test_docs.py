@@ -151,6 +151,9 @@ def test_a_wrong_number_is_found_and_put_right(monkeypatch, tmp_path):
     page.parent.mkdir()
     wrong = TEXTS["docs/modes.md"].replace("| +14 |", "| +15 |")
     page.write_text(wrong, encoding="utf-8")
+    records = tmp_path / "results/night/runs.jsonl"
+    records.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "results/night/runs.jsonl", records)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     result = in_process(tables, "--check")  # sys.exit with a text: exit code 1
     assert result.returncode.startswith("docs/modes.md differ") and page.read_text(encoding="utf-8") == wrong

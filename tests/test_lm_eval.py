@@ -239,7 +239,7 @@ def test_token_ids_with_a_prefix(tmp_path, folders, monkeypatch):
 
 
 def native(model, tokenizer, name, asked):
-    """(Questions, Rows, results) as eval.py has them."""
+    """(Questions, Requests, results) as eval.py has them."""
     documents = tasks.requests_of(name, asked, tokenizer, model.cfg.block_size)
     found = {}
     for done in ours.score(model, documents, 2048):
