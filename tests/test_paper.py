@@ -220,7 +220,7 @@ def test_what_a_scale_leaves_out():
     shown, claimed, panels = {}, {}, {}
     for scale in ("cpu", "night"):
         figures = asked("all", f"--scale={scale}").figures
-        assert set(PAPER) - set(figures) == ({"tab1"} if scale == "night" else set())
+        assert set(PAPER) - set(figures) == ({"fig12", "tab1"} if scale == "night" else set())
         shown[scale] = {job for figure in figures.values() for job in figure.jobs}
         claimed[scale] = {claim.what for figure in figures.values() for claim in figure.claims}
         panels[scale] = {panel.title for name in ("fig13", "fig15") for panel in figures[name].panels}
@@ -233,8 +233,8 @@ def test_what_a_scale_leaves_out():
     assert shown["cpu"] - shown["night"] == at_64000 | svformer | baselines | others
     assert shown["night"] <= shown["cpu"]
     gone = "\n".join(sorted(claimed["cpu"] - claimed["night"]))
-    words = ("GQA8", "CLA2+GQA4", "rate 1e-4", "warmup 1200", "GPT2's", "mean accuracy")
-    assert all(word in gone for word in words) and len(gone.splitlines()) == 7, gone
+    words = ("GQA8", "CLA2+GQA4", "rate 1e-4", "warmup 1200", "GPT2's", "mean accuracy", "largest eigenvalue")
+    assert all(word in gone for word in words) and len(gone.splitlines()) == 9, gone
     assert asked("rates").scale == asked("rates", "fig7").scale == "night" and asked("fig7").scale == "cpu"
 
 
