@@ -68,9 +68,7 @@ from report import markdown, plus_minus, progress
 from runtime import environment, only_process
 from train import TrainConfig
 
-BLOCK = (
-    2**24
-)  # attention probabilities, or entries of a mask, that exist at a time: no memory grows with the square of T
+BLOCK = 2**24  # attention probabilities, or entries of a mask, at a time: no memory grows with the length's square
 POSITIONS = 256  # analysis.npz keeps the first so many positions
 
 # thresholds of the flags in analysis.json

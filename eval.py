@@ -171,9 +171,10 @@ def pack(bundles, batch_tokens):
 
 
 def lay_out(batch):
-    """Bundles as rows of one width, padded at the end with token 0, which no other token sees. Returns token ids,
-    positions and branches (see PrefixTree), each (B, T) int64; then for the n scored tokens, each (n,): the place in
-    the flattened rows that predicts it, its id, and the number of its Request."""
+    """Bundles as rows of one width, padded at the end with token 0, which no token of a Request sees.
+
+    Returns token ids, positions and branches (see PrefixTree), each (B, T) int64; then for the n scored tokens, each
+    (n,): the place in the flattened rows that predicts it, its id, and the number of its Request."""
     width = max(bundle.width for bundle in batch)
     ids, positions, branches = np.zeros((3, len(batch), width), np.int64)
     places, targets, owners = [], [], []
@@ -316,7 +317,7 @@ def task_scores(entry, model, name, asked, documents, where, cfg, world):
     has scored is not scored again, see `open_samples`."""
     path, scores = open_samples(entry, name, where, cfg, world)
     sizes = [sum(len(request.ids) for request in requests) for requests in documents]
-    left = [i for i, rows in enumerate(documents) if any((i, j) not in scores for j in range(len(rows)))]
+    left = [i for i, requests in enumerate(documents) if any((i, j) not in scores for j in range(len(requests)))]
     mine = sorted(left, key=lambda i: sizes[i])[world.rank :: world.size]
     what = f"{entry.label}, {name}"
     if world.rank == 0:
@@ -337,7 +338,7 @@ def task_scores(entry, model, name, asked, documents, where, cfg, world):
                 records.append(record)
                 append(file, json_lines([record]))
     scores |= gathered_scores(world, records)
-    return [[scores[i, j] for j in range(len(rows))] for i, rows in enumerate(documents)]
+    return [[scores[i, j] for j in range(len(requests))] for i, requests in enumerate(documents)]
 
 
 def sample_record(label, name, i, j, q, request):

@@ -194,9 +194,7 @@ class Curves:
 
     name: str  # as the user wrote it, or the record's
     start: dict  # the last start record: a resumed run has several
-    steps: dict[
-        str, np.ndarray
-    ]  # for each step: step, loss (nats per token), tokens so far; of a file also lr, tokens_per_s
+    steps: dict[str, np.ndarray]  # step, loss (nats per token), tokens so far; of a file also lr and tokens_per_s
     val: dict[int, float]  # step -> validation loss, mean over the domains, nats per token
     domains: dict[str, float]  # the last validation loss of each
 

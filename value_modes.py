@@ -495,8 +495,8 @@ class Mix:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What a layer reads. owner["q" | "k" | "v"]: the layer whose tensor it uses. heads: {"q", "k"
-    or "v" that it owns: how many heads}. mixes: its residuals, in order."""
+    """What a layer reads. owner["q" | "k" | "v"]: the layer whose tensor it uses. heads: {"q", "k" or "v" that it owns:
+    how many heads}. mixes: its residuals, in order."""
 
     owner: dict[str, int]
     heads: dict[str, int]
