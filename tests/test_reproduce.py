@@ -562,6 +562,11 @@ def test_analyses_besides_the_runs(monkeypatch, tmp_path, data_dir):
     assert not reproduce.other_analyses(cfg) and not reproduce.other_analyses(asked("fig7", "--public=models/Phi"))
 
 
+def test_a_data_folder_with_a_space():
+    words = shlex.split(asked("fig7", "--data_dir=my data").units.prepare)
+    assert words[-1] == "--out_dir=my data"
+
+
 def test_data_is_made_at_scale_cpu_alone(monkeypatch, tmp_path, data_dir):
     monkeypatch.chdir(tmp_path)
     called, code = [], 0

@@ -289,6 +289,8 @@ def test_going_back_needs_another_folder(data_dir, tmp_path):
     assert list(checkpoint.steps(out)) == [4, 6, 8, 12]  # and 6, which was evaluated
     back = dict(resume=out / "step_00000004.safetensors", keep=1, save_every=1, max_steps=7)
     refused(in_process(train, *flags(data_dir, out, **back)), "holds step 12, later than")
+    same = out.parent / "run" / ".." / "run" / "step_00000012.safetensors"  # another way to write out_dir
+    trained(data_dir, out, resume=same, keep=0, save_every=4, max_steps=12)
     trained(data_dir, tmp_path / "back", **back)
     assert max(checkpoint.steps(tmp_path / "back")) == 7 and max(checkpoint.steps(out)) == 12
 
