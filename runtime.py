@@ -262,8 +262,15 @@ def peak_bytes(device):
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
 
 
+def processor_name():
+    """The processor as its maker names it, such as "AMD EPYC"; its architecture where the system does not say."""
+    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
+    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
 def environment():
-    """What a reader needs to repeat a run: commit, versions, machine, command."""
+    """What a reader needs to repeat a run: commit, versions, processor, command."""
     here, script = Path(__file__).parent, Path(sys.argv[0])
 
     def git(*words):
@@ -284,6 +291,7 @@ def environment():
         "numpy": np.__version__,
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "processor": processor_name(),
         "machine": f"{platform.system()} {platform.machine()}, {cores}",
         "ranks": int(os.environ.get("WORLD_SIZE", 1)),
         "command": " ".join([str(script), *sys.argv[1:]]),

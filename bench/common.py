@@ -1,16 +1,14 @@
 """What all benchmarks share: turns, ratios, tables, and the file of results. Read next: training.py."""
 
-import platform
 import re
 import statistics
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
 from files import write_json
 from report import markdown
-from runtime import clock, environment
+from runtime import clock, environment, processor_name
 
 PEER_PACKAGES = ("transformers", "lm-eval")
 
@@ -59,10 +57,7 @@ def machine_name(device):
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
-        found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-        processor = found[1] if found else platform.processor() or platform.machine()
-        name = f"{processor} x{torch.get_num_threads()}"
+        name = f"{processor_name()} x{torch.get_num_threads()}"
     name = re.sub(r"\((R|TM)\)|CPU|Processor", "", name)
     return re.sub(r"\W+", "_", name).strip("_").lower()
 
@@ -70,13 +65,12 @@ def machine_name(device):
 def write_results(what, result, device, out_file=""):
     """Write {what, machine, versions, command, …, result's own keys} to out_file, or to the file that is named after
     what was measured and the machine."""
-    name = machine_name(device)
-    path = out_file or f"results/bench_{what}_{name}.json"
+    path = out_file or f"results/bench_{what}_{machine_name(device)}.json"
     versions = {}
     for package in PEER_PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
-    write_json(path, {"what": what, "processor": name, **environment(), **versions, **result})
+    write_json(path, {"what": what, **environment(), **versions, **result})
     print(f"wrote {path}")

@@ -19,6 +19,7 @@ INITIAL = "init-468M"  # folder of the analysis of a model before training
 RECORD = {
     "name": str,  # of the run's folder
     "commit": str | None,
+    "processor": str | None,  # None = not known
     "settings": {},
     "start": plot.START,
     "step_tokens": float,
@@ -87,10 +88,12 @@ def make_record(folder, asked, every):
         raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
     made = settings_of(folder)
     check_settings(folder, made | {"data": run.start["data"]}, asked)
-    environment = folder / "env.json"
+    path = folder / "env.json"
+    environment = read_json(path, "of train.py") if path.exists() else {}
     record = {
         "name": folder.name,
-        "commit": read_json(environment, "of train.py").get("commit") if environment.exists() else None,
+        "commit": environment.get("commit"),
+        "processor": environment.get("processor"),
         "settings": {name: made[name] for name in asked if name != "data" and is_compared(name)},
         "start": {name: run.start[name] for name in plot.START},
         "step_tokens": run.step_tokens,
