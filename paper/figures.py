@@ -422,7 +422,7 @@ MODE_GROUPS = {
 
 FIGURES["modes"] = Figure(
     "Every mode's validation loss minus vanilla's: the paper's modes in the groups in which it compares them, then "
-    "others.",
+    "others. A mark without a bar is of one seed; inside the band it says little.",
     tuple(Panel("dots", title, tuple((mode, Job(mode)) for mode in modes)) for title, modes in MODE_GROUPS.items()),
     table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs),
     scale="night",

@@ -20,6 +20,7 @@ HEAT = {"importance": "importance", "value_norm": "norm of the value", "hidden_n
 CUT = 0.45  # nats above the lowest loss: higher ones leave a panel of losses against rates
 SEED = {"marker": "o", "linestyle": "", "color": "0.65", "markersize": 4, "markeredgewidth": 0}
 KEY = {"marker": "|", "color": "0.35", "markersize": 9, "markeredgewidth": 1.6}
+BAND = {"color": "0.92", "linewidth": 0, "zorder": 0}
 
 
 # -- what is drawn, in words
@@ -377,23 +378,25 @@ def dots_figure(path, figure, found):
         for ax in axes[len(panels) - 2 : len(panels)]:
             ax.tick_params(labelbottom=True)
             ax.set_xlabel("validation loss minus vanilla's (nats per token)")
-        fig.legend(handles=dots_key(), loc="outside upper left", ncols=4, title=title, alignment="left")
+        fig.legend(handles=dots_key(), loc="outside upper left", ncols=5, title=title, alignment="left")
 
 
 def dots_key():
-    """What dot, tick and bar are, for the legend."""
+    """What dot, tick, bar and band are, for the legend."""
     from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     return [
         Line2D([], [], label="a seed", **SEED),
         Line2D([], [], linestyle="", label="mean", **KEY),
         Line2D([], [], color=KEY["color"], label="95 % interval"),
         Line2D([], [], color="0.5", linewidth=0.8, label="vanilla"),
+        Patch(label="as far as two of vanilla's seeds differ", **BAND),
     ]
 
 
 def dots_panel(ax, panel, found):
-    """One group of modes: see `draw_gaps`, the lowest loss on top."""
+    """One group of modes: see `draw_gaps`, the lowest loss on top. The band is a scale for single seeds."""
     gaps = {}
     for job in panel.jobs:
         gaps[job.mode] = gaps_to_vanilla(found, job)
@@ -401,6 +404,9 @@ def dots_panel(ax, panel, found):
     for y, (mode, seeds) in enumerate(gaps.items()):
         color = style_of(mode)["color"] if mode in HEADLINE else KEY["color"]
         draw_gaps(ax, seeds, y, KEY | {"color": color})
+    vanilla = found.losses(panel.jobs[0].baseline)
+    spread = max(vanilla) - min(vanilla)
+    ax.axvspan(-spread, spread, **BAND)
     ax.axvline(0, **ZERO)
     ax.set(yticks=range(len(gaps)), yticklabels=list(gaps), ylim=(-0.6, len(gaps) - 0.4))
     ax.set_title(panel.title, loc="left", fontsize=9)

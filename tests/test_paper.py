@@ -509,7 +509,8 @@ class Fake(Found):
 
 
 def test_dots():
-    """Losses minus vanilla's by seed, their mean and its interval, the lowest on top; one scale for all groups."""
+    """Losses minus vanilla's by seed, their mean and its interval, the lowest on top; one scale and one band for all
+    groups."""
     gaps = {"vanilla": (0.0, 0.0), "share_v2": (0.5, 0.7), "cla2": (-0.5, -0.3), "key": (1, 1)}
     levels = {1: 5, 42: 15}
     found = Fake(
@@ -526,8 +527,12 @@ def test_dots():
     mean, _, (bar,) = first.containers[0].lines
     assert mean.get_xdata().tolist() == pytest.approx([0.6])
     assert bar.get_segments()[0][:, 0].tolist() == pytest.approx([0.6 - 1.2706, 0.6 + 1.2706])  # 12.706 × 0.1
+    (band,) = second.patches
+    assert (band.get_x(), band.get_width()) == (-10, 20)  # vanilla's seeds end at 5 and 15
     (legend,) = first.figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["a seed", "mean", "95 % interval", "vanilla"]
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "a seed", "mean", "95 % interval", "vanilla", "as far as two of vanilla's seeds differ"
+    ]  # fmt: skip
     assert legend.get_title().get_text() == "7 parameters, length 128, 6,000 steps"
 
 
