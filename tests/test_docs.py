@@ -192,6 +192,10 @@ def test_numbers_of_the_results_page():
     kept = read_kept(ROOT / "results/night/runs.jsonl")
     repeats = read_kept(ROOT / "results/night/repeats.jsonl")  # on another processor
     losses = {f"{list(run['val'].values())[-1]:.4f}" for run in (*kept.values(), *repeats.values())}
+    for name, run in repeats.items():
+        assert run["settings"] == kept[name]["settings"] and run["processor"] != kept[name]["processor"]
+        both = [f"{list(of['val'].values())[-1]:.4f}" for of in (run, kept[name])]
+        assert all(loss in page for loss in both), name
     known += [*(row[key] or 0 for row in rows for key in ("mean", "interval"))]
     known += [float(n) for row in rows for n in re.findall(pattern, row["paper"])]
     numbers = re.findall(pattern, tables.PLACE.sub("", page))

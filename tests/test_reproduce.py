@@ -258,7 +258,7 @@ def test_kept_runs(real, small, tmp_path, monkeypatch):
     kept = found_runs.read_kept("results/cpu/runs.jsonl")
     assert list(kept) == ["82M-2048-resformer-42", "82M-2048-vanilla-42"]
     assert "analysis" in kept["82M-2048-vanilla-42"] and "analysis" not in kept["82M-2048-resformer-42"]
-    assert kept["82M-2048-vanilla-42"]["processor"] == processor_name()
+    assert kept["82M-2048-vanilla-42"]["processor"] == processor_name() != ""
     shutil.rmtree("out")
     for path in Path("results/cpu").glob("*.png"):
         path.unlink()
