@@ -208,6 +208,12 @@ def test_numbers_of_the_results_page():
     noted = [name for name in record["runs"] if not kept[name]["losses"]]
     text = " ".join(page.split())
     assert f"make {len(record['runs'])} runs" in text and f"Of {len(noted)} runs with seed 42 only" in text
+    drawn = {name for figure in figures.values() for name in figure["runs"]}
+    timed = [kept[name]["seconds"] for name in drawn if kept[name]["seconds"]]
+    assert f"the other figures add {len(drawn) - len(record['runs'])}," in text
+    assert f"and {len(kept) - len(drawn)} more are in the records alone" in text
+    assert f"Of the {len(drawn)} runs in figures the {len(timed)} whose time was kept took" in text
+    assert f"took {sum(timed) / 3600:.0f} hours" in text
     cache = {mode: kept[name]["start"]["kv_bytes_per_token"] for mode, name in SEED_1.items()}
     assert f"{100 * cache['svformer'] / cache['vanilla']:.0f} % of the cache" in text
     intervals = {with_interval(abs(row["mean"]), row["interval"]) for row in rows if row["interval"]}
