@@ -37,7 +37,7 @@ from budget import BudgetConfig, budget
 from describe import mode_table
 from examples import vit
 from files import read_json, write_text
-from paper.claims import LABELS, best_rate, gaps_at_best, gaps_to_vanilla, tally
+from paper.claims import LABELS, best_rate, gap_in_words, gaps_at_best, gaps_to_vanilla, tally
 from paper.figures import GRIDS, RATES, TUNED
 from paper.found import Found, read_kept
 from paper.runs import NIGHT_LR, SCALES, SEEDS, Job
@@ -154,7 +154,7 @@ def gap_in_our_runs(found, mode):
     seeds = [seed for seed in found.seeds(job) if found.folder(job, seed).name in found.kept]
     if mode == "vanilla" or not seeds:
         return "-"
-    return with_interval(*mean_interval(gaps_to_vanilla(found, job)), sign=True)
+    return gap_in_words(found, job)
 
 
 def group_of_modes(name):

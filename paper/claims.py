@@ -68,6 +68,15 @@ def gaps_to_vanilla(found, job):
     return [loss_gap(job, job.baseline)(found, seed) for seed in found.common_seeds(job, job.baseline)]
 
 
+def gap_in_words(found, job):
+    """Mean and 95 % interval of `gaps_to_vanilla`, with a * if a run was on another processor than vanilla's."""
+    words = with_interval(*mean_interval(gaps_to_vanilla(found, job)), sign=True)
+    for seed in found.common_seeds(job, job.baseline):
+        if found.record(job, seed)["processor"] != found.record(job.baseline, seed)["processor"]:
+            return f"{words} *"
+    return words
+
+
 def lower_loss(low, high, what, paper="lower"):
     """The claim that Job `low` ends at a lower validation loss than Job `high`."""
     return Claim(f"{what}, validation loss", paper, loss_gap(low, high), below=0.0, jobs=(low, high))

@@ -107,7 +107,8 @@ def report_text(results, scale):
         "batches. It leaves out the error from the choice of validation text, which is the same for all. A claim is "
         "confirmed if the whole interval goes the paper's way, contradicted if none of it does, else undetermined; so "
         "too if a seed's value is undefined, or all are equal. Verdicts are on the sign or the bound, not on the "
-        "paper's number. They are not corrected for how many they are, and many share runs.",
+        "paper's number. They are not corrected for how many they are, and many share runs. * marks a run on another "
+        "processor than vanilla's.",
     ]
     parts += decided(figures)
     parts += [section(name, record) for name, record in figures.items()]

@@ -15,7 +15,7 @@ from configurator import UserError
 from data import Tokenizer
 from files import read_json
 from paper import claims
-from paper.claims import LABELS, critical, gaps_to_vanilla
+from paper.claims import LABELS, critical, gap_in_words, gaps_to_vanilla
 from paper.runs import SCALES, Job, train_settings
 from report import mean_interval, plus_minus, with_interval
 from tasks import TABLE1
@@ -206,7 +206,7 @@ def regime_table(found, lines):
             rates += f", vanilla {found.unit('rate', base)}"
         cells = ["-", "-"]
         if len(jobs) > 1:
-            cells = [with_interval(*mean_interval(gaps_to_vanilla(found, job)), sign=True) for job in jobs]
+            cells = [gap_in_words(found, job) for job in jobs]
         best = mean_interval(claims.gaps_at_best(found, jobs))
         losses = with_interval(*mean_interval(found.losses(base)))
         yield [label, LABELS[mode], rates, losses, *cells, with_interval(*best, sign=True)]
@@ -237,9 +237,8 @@ def modes_table(found, jobs):
     for job in jobs:
         seeds = found.seeds(job)
         start = found.run(job, seeds[0]).start
-        losses, gaps = mean_interval(found.losses(job)), (None, None)
-        if job != job.baseline:
-            gaps = mean_interval(gaps_to_vanilla(found, job))
-        cells = [f"`{job.mode}`", with_interval(*losses), with_interval(*gaps, sign=True), str(len(seeds))]
+        losses = mean_interval(found.losses(job))
+        gap = "-" if job == job.baseline else gap_in_words(found, job)
+        cells = [f"`{job.mode}`", with_interval(*losses), gap, str(len(seeds))]
         rows.append((losses[0], [*cells, f"{start['parameters']:,}", f"{start['kv_bytes_per_token']:,}"]))
     yield from (cells for _, cells in sorted(rows))

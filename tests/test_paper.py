@@ -482,8 +482,8 @@ class Invented(Found):
         start = dict(value_mode=job.mode, seed=seed, max_steps=steps, parameters=int(1e6 + 1e6 * rng.random()))
         start |= dict(block_size=settings["block_size"], data="d", kv_bytes_per_token=1)
         val = {str(steps // 2): 3 + rng.random(), str(steps): 2 + rng.random()}
-        record = dict(name=job.name, start=start, step_tokens=2048.0, every=every, val=val, domains={"a": 2.0})
-        return record | {"losses": 2 + rng.random(steps // every)}
+        record = {"name": job.name, "processor": None, "start": start, "step_tokens": 2048.0, "every": every}
+        return record | {"val": val, "domains": {"a": 2.0}, "losses": 2 + rng.random(steps // every)}
 
 
 def test_figures_of_scale_night():
@@ -573,6 +573,7 @@ def test_what_moves_the_sign():
         labels=lambda lines: lines,
         unit=lambda name, job: f"{job.lr:g}",
         rate_in_words=lambda job: ", rate 1" * (job.change != ""),
+        record=lambda job, seed: {"processor": "another" if (job.mode, seed) == ("svformer", 1) else None},
     )
     half = "batch_tokens=1024"
     rows = [("base", Job("resformer", lr=lr)) for lr in (1e-4, 2e-4)]
@@ -597,7 +598,8 @@ def test_what_moves_the_sign():
     assert (
         bars[1][0][:, 0] == pytest.approx([-0.4 - width, -0.4 + width], abs=1e-4) and not bars[0]
     )  # one seed has none
-    _, base, _, last = tables.regime_table(found, tuple(rows))
+    _, base, shared, last = tables.regime_table(found, tuple(rows))
+    assert shared[4:] == ["-0.1000", "-0.4 ± 1.3 *", "-0.4 ± 1.3"]  # one of its runs had another processor
     assert base == ["base", "ResFormer", "0.0001 and 0.0002", "4.1 ± 1.3", "-0.5000", "+0.5 ± 1.3", "+0.5000"]
     assert last == ["half", "ResFormer", "0.0002, vanilla 0.0002", "4.1 ± 1.3", "-", "-", "+1.6000"]
     figures = FIGURES["regime"], FIGURES["longer"]
