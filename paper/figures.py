@@ -534,6 +534,7 @@ REGIME = (
     ("8 narrower heads", Job("resformer", change="n_head=8"), TUNED_RATE),
     ("shorter: length {length}", Job("resformer", length=512), TUNED_RATE),
     ("longer: length {length}", Job("resformer", length=32000), LOW_RATES),
+    ("longer: length {length}", Job("resformer", length=64000), LOW_RATES),
     ("no weight decay", Job("resformer", change="weight_decay=0.0"), TUNED_RATE),
     ("weight decay 0.5", Job("resformer", change="weight_decay=0.5"), TUNED_RATE),
     ("half the batch, twice the steps",  # night's have 2,048 tokens and 6,000 steps
