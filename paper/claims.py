@@ -224,7 +224,7 @@ def critical(found, job, seed):
 def later_when_longer(found, seed):
     """Of the pairs of lengths whose critical points differ, the share in which the longer one has the later; None if no
     length has one that is finite and above 0, or if all are equal."""
-    points = [critical(found, Job("svformer", length=n, lr=ONE_RATE), seed)[0] for n in LENGTHS]
+    points = [critical(found, Job("svformer", length=n, lr=ONE_RATE), seed)[0] for n in found.scale.lengths]
     if not any(0 < point < math.inf for point in points):
         return None
     in_order = [a < b for a, b in combinations(points, 2) if a != b]
