@@ -234,7 +234,7 @@ SCALES = {
     "night": Scale(
         "models of 0.5 to 5.1M parameters on 12M tokens each, for 2 cores without a GPU",
         {"2M": (4, 2, 64), "82M": (6, 4, 128), "180M": (6, 5, 160), "468M": (8, 6, 192)},
-        # no 64000: at length 1,024 most models do not learn to use distant tokens within 6,000 steps
+        # no 64000: at length 1,024 models learn too little in 6,000 steps to be compared
         {512: (32, 64, 64), 2048: (128, 16, 16), 8192: (256, 8, 8), 32000: (512, 4, 4)},
         steps=6000, lr_factor=10.0, warmups={120: 100}, gpus=0,
         data_dir="data/night", prepare=f"{PYSOURCE_ALL} --packages={PACKAGES}", tokens=50e6, vocab=2048,
