@@ -63,9 +63,9 @@ import checkpoint
 from data import EOT, Corpus, Tokenizer, raw_bits
 from describe import count_parameters
 from files import write_atomic, write_json
-from model import GPT, attend, join_scores, repeat_heads, to_fp32
+from model import GPT, attend, attend_across, join_scores, repeat_heads, to_fp32
 from report import markdown, plus_minus, progress
-from runtime import environment, only_process
+from runtime import environment, only_process, pick_dtype
 from train import TrainConfig
 
 BLOCK = 2**24  # attention probabilities, or entries of a mask, at a time: no memory grows with the length's square
@@ -225,25 +225,12 @@ def measure_values(v, what):
     return found
 
 
-def attend_to_both(q, ks, vs, kernel):
-    """Eq 2's output (B, H, T, D) for the keys and values of two layers, by blocks of queries: the mask that `attend`
-    needs for two layers would grow with the square of the length."""
-    T = q.size(2)
-    rows = max(1, BLOCK // (2 * T))
-    outputs = []
-    for first in range(0, T, rows):
-        last = min(T, first + rows)
-        k, v = torch.cat([k[:, :, :last] for k in ks], dim=2), torch.cat([v[:, :, :last] for v in vs], dim=2)
-        outputs.append(attend(q[:, :, first:last], k, v, kernel, layers=2))
-    return torch.cat(outputs, dim=2)
-
-
 def cosine_to_cross(now, before, n, kernel):
     """How well Eq 4 and Eq 6 approximate cross-layer attention in layer n, counted from 0 (Figure 4): the cosine
     similarity of their outputs to that of Eq 2 with the layer before, mean over tokens: {"eq4": (B,), "eq6": (B,)}.
     Outputs have their heads side by side, before the output projection. before: see Recorder."""
     q, k, v = now["q"], now["k"], now["v"]
-    cross = join_heads(attend_to_both(q, (k, before["k"]), (v, before["v"]), kernel))
+    cross = join_heads(attend_across(q, (k, before["k"]), (v, before["v"]), kernel))
     own = attend(q, k, v, kernel)
     eq4 = (own + attend(q, k, before["v"], kernel)) / 2
     eq6 = own + repeat_heads(before["v_sum"] / n, q.size(1))
@@ -379,7 +366,7 @@ def open_run(name, cfg, device):
     step = checkpoint.read_header(path)["step"]
     tokenizer = checkpoint.load_tokenizer(path)
     data_dir, mixture = checkpoint.trained_on(folder, cfg.data_dir, "the prepared data by --data_dir")
-    model = checkpoint.load(path, device=device, dtype=getattr(torch, cfg.dtype))
+    model = checkpoint.load(path, device=device, dtype=pick_dtype(cfg.dtype, device.type))
     return Subject(model, folder, data_dir, mixture, tokenizer.eot, tokenizer, step=step, checkpoint=path.name)
 
 
@@ -390,7 +377,8 @@ def open_initial(cfg, device):
         words.append(f"--data_dir={cfg.data_dir}")
     trained = load_settings(TrainConfig, words)
     tokenizer = Tokenizer.load(Path(trained.data_dir) / "tokenizer.json")
-    model = GPT(trained.model_config(tokenizer.n_vocab), trained.seed).to(device, getattr(torch, cfg.dtype)).eval()
+    model = GPT(trained.model_config(tokenizer.n_vocab), trained.seed)
+    model = model.to(device, pick_dtype(cfg.dtype, device.type)).eval()
     folder = Path("out", "-".join(["init", *(Path(file).stem for file in cfg.init)]))
     return Subject(model, folder, trained.data_dir, trained.mixture, tokenizer.eot, tokenizer, step=0)
 

@@ -92,19 +92,21 @@ class Rope(nn.Module):
         return self
 
     def forward(self, positions):
-        """positions: a slice -> (cos, sin), each (1, T, D/2) in fp32; a tensor (B, T) -> (B, 1, T, D/2)."""
-        return self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
+        """What `apply_rope` reads, in fp32. positions: a slice -> cos (T, 1, 1, D/2) and (-sin, sin) (T, 1, 2, D/2); a
+        tensor (B, T) -> (B, T, 1, 1, D/2) and (B, T, 1, 2, D/2)."""
+        cos, sin = self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)  # (…, T, 1, D/2)
+        return cos.unsqueeze(-2), torch.stack((-sin, sin), dim=-2)
 
 
 def apply_rope(x, angles):
-    """x (B, heads, T, D) with its pairs (a, b) = (x_i, x_{i + D/2}) rotated to (a cos - b sin, b cos + a sin).
+    """x (B, T, heads, D) with its pairs (a, b) = (x_i, x_{i + D/2}) rotated to (a cos - b sin, b cos + a sin).
     angles: what a Rope returned, or None for a model with learned positions."""
     if angles is None:
         return x
-    cos, sin = angles
-    a, b = to_fp32(x).chunk(2, dim=-1)  # (B, heads, T, D/2) each
-    rotated = torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), dim=-1)
-    return rotated.to(x.dtype)
+    cos, signed_sin = angles
+    ab = to_fp32(x).unflatten(-1, (2, -1))  # (B, T, heads, 2, D/2)
+    ba = ab.flip(-2)  # by chunk and cat torch.compile would write the gradient twice, in fp32 and packed with v's
+    return torch.addcmul(ab * cos, ba, signed_sin).flatten(-2).to(x.dtype)
 
 
 def repeat_heads(x, n):
@@ -112,30 +114,28 @@ def repeat_heads(x, n):
     return x.repeat_interleave(n // x.size(1), dim=1)
 
 
-def attend(q, k, v, kernel="sdpa", scale=None, layers=1, mask=None):
+def attend(q, k, v, kernel="sdpa", scale=None, mask=None):
     """A V: causal softmax attention of the last T of S positions.
 
     q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E). scale: 1 / sqrt(D) if None.
-    kernel: "sdpa" (torch's fused kernels), "flash" (the flash-attn package; sdpa with a mask or several layers),
-    "eager" (the formula, softmax in fp32).
-    layers: k and v hold the S positions of this many layers one after another, (B, G, layers * S, …), all under one
-    softmax. mask: (B, 1, T, S) or (T, S), added to the scores instead of the causal mask.
+    kernel: "sdpa" (torch's fused kernels), "flash" (the flash-attn package; sdpa with a mask), "eager" (the formula,
+    softmax in fp32). mask: (B, 1, T, S) or (T, S), added to the scores instead of the causal mask.
     """
-    T, S = q.size(2), k.size(2) // layers
-    if kernel == "flash" and mask is None and layers == 1:
+    T, S = q.size(2), k.size(2)
+    if kernel == "flash" and mask is None:
         from flash_attn import flash_attn_func
 
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, heads, D)
         return flash_attn_func(q, k, v, causal=True, softmax_scale=scale).transpose(1, 2)
-    is_causal = mask is None and layers == 1 and T == S and T > 1  # the kernels' own causal flag is enough
+    is_causal = mask is None and T == S and T > 1  # the kernels' own causal flag is enough
     needs_mask = mask is None and T > 1 and not is_causal  # a single last position sees every key
     if needs_mask or (mask is None and kernel == "eager"):
         mask = torch.full((T, S), -math.inf, device=q.device).triu(S - T + 1)
     if mask is not None:
-        mask = torch.cat([mask.to(q.dtype)] * layers, dim=-1)  # (…, T, layers * S)
+        mask = mask.to(q.dtype)
     if kernel == "eager":
-        k, v = repeat_heads(k, q.size(1)), repeat_heads(v, q.size(1))  # (B, H, layers * S, …)
-        scores = to_fp32(q @ k.mT) * (scale or q.size(-1) ** -0.5)  # (B, H, T, layers * S)
+        k, v = repeat_heads(k, q.size(1)), repeat_heads(v, q.size(1))  # (B, H, S, …)
+        scores = to_fp32(q @ k.mT) * (scale or q.size(-1) ** -0.5)  # (B, H, T, S)
         return (scores + mask).softmax(dim=-1).to(v.dtype) @ v
     return fused_attention(q, k, v, mask, is_causal, scale)
 
@@ -145,13 +145,36 @@ def fused_attention(q, k, v, mask, is_causal, scale):
     heads_as_rows = q.size(2) == 1 and mask is not None
     if heads_as_rows:  # one token each: the heads of a group become the rows of one query, and no key is repeated
         q = q.unflatten(1, (k.size(1), -1)).squeeze(3)  # (B, H, 1, D) -> (B, G, H/G, D)
-    elif q.is_cuda and (mask is not None or q.dtype != torch.bfloat16):  # no fused kernel on GPUs takes groups then
+    elif q.is_cuda and k.size(1) < q.size(1) and not takes_groups(q, mask):
         k, v = repeat_heads(k, q.size(1)), repeat_heads(v, q.size(1))
     shares_keys = q.size(1) != k.size(1)
     y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=shares_keys)
     if heads_as_rows:
         return y.flatten(1, 2).unsqueeze(2)  # (B, G, H/G, E) -> (B, H, 1, E)
     return y
+
+
+def takes_groups(q, mask):
+    """Whether a fused kernel of a GPU takes fewer key heads than query heads: FlashAttention and cuDNN do, in half
+    precision since Ampere. With a mask only cuDNN does, which we do not count on."""
+    is_ampere = torch.cuda.get_device_properties(q.device).major >= 8
+    return mask is None and q.dtype in (torch.float16, torch.bfloat16) and is_ampere
+
+
+def attend_across(q, keys, values, kernel="sdpa", mask=None):
+    """softmax(q [K_1; K_2; …]^T) [V_1; V_2; …] (Eq 2): causal attention to several layers under one softmax.
+
+    q (B, H, T, D); keys, values: one (B, G, S, D) of each layer. The keys of n layers take turns, position by position,
+    so n queries in a row for each token make one causal mask right: the last of them sees all n keys of its position.
+    So the fused kernels' causal flag is enough, and no T x n S mask exists.
+    """
+    n = len(keys)
+    k, v = (torch.stack(x, dim=3).flatten(2, 3) for x in (keys, values))  # (B, G, S, n, D) -> (B, G, S * n, D)
+    if mask is not None:
+        return attend(q, k, v, kernel, mask=mask.repeat_interleave(n, dim=-1))
+    if q.size(2) == 1:  # a single last position sees every key
+        return attend(q, k, v, kernel)
+    return attend(q.repeat_interleave(n, dim=2), k, v, kernel)[:, :, n - 1 :: n]
 
 
 def mix(weights, own, others):
@@ -304,15 +327,16 @@ class Attention(nn.Module):
     def project(self, x, angles):
         """The tensors that this layer owns, from one product: {t: (B, heads of t, T, D)}, q and k rotated."""
         B, T, _ = x.shape
-        y = self.proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, T, heads * D) -> (B, heads, T, D)
-        parts = y.split(list(self.projected.values()), dim=1)  # (B, heads of t, T, D) each
+        y = self.proj(x).view(B, T, -1, self.head_dim)  # (B, T, heads * D) -> (B, T, heads, D)
+        parts = y.split(list(self.projected.values()), dim=2)  # (B, T, heads of t, D) each
         own = dict(zip(self.projected, parts, strict=True))
         if "v" in self.plan.heads and "v" not in own:  # share_v="keys": before rope
             own["v"] = F.rms_norm(own["k"], (self.head_dim,), eps=self.norm_eps).to(y.dtype)  # else fp32 in autocast
         for t in ("q", "k"):
             if t in own:
                 own[t] = apply_rope(own[t], angles)
-        return own
+        # Only now (B, heads, T, D), as a view: attention's output and gradient then have the layout that `out` reads
+        return {t: part.transpose(1, 2) for t, part in own.items()}
 
     def forward(self, x, angles, lambdas, raw, attended, cache=None):
         """lambdas[j]: the weights of residual j in this layer, see Lambdas. angles: see Rope."""
@@ -353,9 +377,8 @@ class Attention(nn.Module):
         q, k, v = now["q"], now["k"], now["v"]
         cross = [i for m, _ in in_softmax if m.residual.map == "cross" for i in m.sources]
         if cross:  # Eq 2
-            k = torch.cat([k, *(attended[i]["k"] for i in cross)], dim=2)
-            v = torch.cat([v, *(attended[i]["v"] for i in cross)], dim=2)
-            return attend(q, k, v, self.kernel, layers=1 + len(cross), mask=mask)
+            keys, values = [k, *(attended[i]["k"] for i in cross)], [v, *(attended[i]["v"] for i in cross)]
+            return attend_across(q, keys, values, self.kernel, mask)
         for m, weights in in_softmax:
             q, k = join_scores(q, k, weights, [attended[i] for i in m.sources])
         wider = q.size(-1) - self.head_dim
@@ -502,9 +525,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         nats = ((denominator.log() - target_logit) * keep).sum()
         if not grads:
             return nats, None, None
-        g = (
-            z.mul_(keep / denominator).scatter_add_(1, target, -keep).to(x.dtype)
-        )  # softmax - one-hot, 0 in ignored rows
+        z.mul_(keep / denominator)  # softmax - one-hot, 0 in ignored rows
+        if z.is_cuda:  # with a scatter torch.compile would make three kernels of this, and more than twice the traffic
+            z = z - (torch.arange(z.size(1), device=z.device) == target) * keep
+        else:  # without torch.compile that would take 1.3 x the time
+            z.scatter_add_(1, target, -keep)
+        g = z.to(x.dtype)
         return nats, g @ w, g.T @ x
 
     @staticmethod
@@ -527,11 +553,12 @@ def normal(seed, name, shape, std):
 class GPT(nn.Module):
     """The model. attn: "sdpa", "flash" or "eager" (see `attend`), which changes no number beyond rounding.
     recompute: activation checkpointing. The forward keeps each block's inputs (x, and what it reads of earlier layers),
-    and the backward computes the inside of the block a second time. init=False: a checkpoint will set the weights."""
+    and the backward computes the inside of the block a second time. init=False: a checkpoint will set the weights.
+    half_stream: under autocast the residual stream is in its dtype too, which moves less memory and rounds more."""
 
-    def __init__(self, cfg, seed=0, attn="sdpa", init=True, recompute=False):
+    def __init__(self, cfg, seed=0, attn="sdpa", init=True, recompute=False, half_stream=False):
         super().__init__()
-        self.cfg, self.recompute = cfg, recompute
+        self.cfg, self.recompute, self.half_stream = cfg, recompute, half_stream
         plan = plan_layers(cfg)
         self.embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         if cfg.arch == "gpt2":
@@ -592,8 +619,10 @@ class GPT(nn.Module):
             raise ValueError(f"{end} tokens do not fit block_size={self.cfg.block_size}")
         positions = slice(T) if cache is None else cache.positions(T)
         x = self.embed(idx)
+        if self.half_stream and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         if self.positions:
-            x = x + self.positions.weight[positions]
+            x = x + self.positions.weight[positions].to(x.dtype)
         angles = self.rope(positions) if self.rope else None
         lambdas = [weights() for weights in self.lambdas]  # [residual][layer]
         raw, attended = {}, {}  # {layer: {name: tensor}}
@@ -621,10 +650,12 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache)
         if targets is None:
             return self.head(x), None
-        rows = 2 ** (28 if x.is_cuda else 26) // self.cfg.vocab_size  # chunks of 1 GiB or 256 MiB of fp32 logits
+        most_logits = 2**26  # at a time: 256 MiB in fp32
+        if x.is_cuda:  # in a compiled graph they exist in half precision only, and fewer chunks are fewer kernels
+            most_logits = 2**30 if torch.compiler.is_compiling() else 2**28
+        rows = max(1, most_logits // self.cfg.vocab_size)
         if rows > 128:
             rows = rows // 128 * 128
-        rows = max(1, rows)
         multiple = 64 if x.is_cuda else 1
         grads = torch.is_grad_enabled()  # inside of an autograd.Function it is always off
         x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)

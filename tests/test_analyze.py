@@ -230,7 +230,7 @@ def test_a_pass_equals_the_definitions(monkeypatch):
     others = ("activation_median", "massive", "gate_0")
     for T, sink, mode, kw in cases:
         monkeypatch.setattr(analyze, "SINK", sink)  # about half of these models' heads give the first token more
-        monkeypatch.setattr(analyze, "BLOCK", 10 * T)  # 5 queries at a time in attend_to_both, 1 in received
+        monkeypatch.setattr(analyze, "BLOCK", 10 * T)  # 1 query at a time in `received`
         model, idx = tiny(mode, **kw), tokens((2, T))
         chunks = [naive(model, mode, row[None], sink) for row in idx]
         assert 0 < np.mean([chunk["sink_heads", n] for chunk in chunks for n in range(4)]) < 1, (mode, T)

@@ -453,7 +453,9 @@ def test_what_was_there_stays(runs, tmp_path, monkeypatch):
 
 def hf_damaged(source, factor):
     """A network whose attention is scaled otherwise."""
-    return source.replace("to_fp32(x).chunk(2", f"to_fp32({factor} * x).chunk(2")
+    right = "to_fp32(x).unflatten(-1, (2"
+    assert right in source or "def apply_rope" not in source
+    return source.replace(right, right.replace("(x)", f"({factor} * x)"))
 
 
 def test_positions_of_packed_rows_are_refused():
