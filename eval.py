@@ -38,8 +38,8 @@ class EvalConfig:
         (), "runs or checkpoint files, first the baseline; empty = the newest run", group="Models", positional=True
     )
     which: Literal["last", "best"] = setting("last", "checkpoint of a run: the last, or the best in validation")
-    dtype: Literal["float32", "bfloat16", "float16"] = setting(
-        "float32", "of the weights; the softmax over logits is in fp32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "of the weights, auto = bf16 on a GPU that has it, else fp32; the softmax over logits is in fp32"
     )
     task: tuple[str, ...] = setting(("all",), "one or several with commas, see above", group="Tasks")
     data_dir: str = setting("", "folder of local task files; empty = from the hub through `datasets`")
@@ -70,6 +70,7 @@ class EvalConfig:
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
     SETTINGS = command_line(EvalConfig, __doc__)
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -89,7 +90,7 @@ from data import COUNT, Corpus, Tokenizer, domain_losses
 from files import append, hold, read_json, read_records, sha256, write_json, write_text
 from model import to_fp32
 from report import markdown, plus_minus, progress
-from runtime import Distributed, environment
+from runtime import Distributed, environment, weights_dtype
 from tasks import EVALUATIONS
 
 # files whose code decides scores
@@ -104,14 +105,13 @@ MAX_BRANCHES = 8  # most Rows in a Bundle: its mask grows with the square of its
 class PrefixTree:
     """Stands in for a KVCache in `GPT.hidden`: one row of tokens that branches, a prefix and then its continuations.
 
-    positions, branches: (B, T) int64: the place of each token in its own sequence, and the number of its continuation,
-    0 for the prefix. A token attends to the prefix and to what precedes it in its own continuation, as if each sequence
-    stood alone. So the prefix is computed once, and no number changes beyond rounding.
+    positions, branches: (B, T) int64: the place of each token in its own sequence, below `length`, and the number of
+    its continuation, 0 for the prefix. A token attends to the prefix and to what precedes it in its own continuation,
+    as if each sequence stood alone. So the prefix is computed once, and no number changes beyond rounding.
     """
 
-    def __init__(self, positions, branches):
-        self.token_positions = positions
-        self.length = int(positions.max()) + 1
+    def __init__(self, positions, branches, length):
+        self.token_positions, self.length = positions, length
         own, other = branches[:, :, None], branches[:, None, :]  # (B, T, 1), (B, 1, T)
         seen = ((own == other) | (other == 0)).tril()[:, None]  # (B, 1, T, T)
         self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -math.inf)  # is added to the scores
@@ -225,9 +225,10 @@ def score_batch(model, batch):
     """[((document, choice), sum of log-probabilities in nats, all tokens likeliest)] of a list of Bundles, in fp32 or
     better; sums are float64."""
     *inputs, places, targets, owners = lay_out(batch)
+    length = int(inputs[1].max()) + 1  # before the copy: reading it from a GPU would wait for all work there
     idx, positions, branches = (torch.from_numpy(a).to(model.head.weight.device) for a in inputs)
     has_branches = any(len(bundle.requests) > 1 for bundle in batch)
-    x = model.hidden(idx, PrefixTree(positions, branches) if has_branches else None)  # (B, T, C)
+    x = model.hidden(idx, PrefixTree(positions, branches, length) if has_branches else None)  # (B, T, C)
     each, greedy = log_probs(model, x.flatten(0, 1), places, targets)
     slots = [slot for bundle in batch for slot in bundle.slots]
     sums = np.bincount(owners, each, len(slots)).tolist()  # float64
@@ -595,6 +596,7 @@ def main(cfg: EvalConfig):
     world = Distributed(cfg.device)
     with world.connected():
         with world.together():
+            cfg = dataclasses.replace(cfg, dtype=str(weights_dtype(cfg.dtype, world.kind)).removeprefix("torch."))
             entries = open_entries(cfg, world)
         tables = evaluate(entries, cfg, world)
         if world.rank == 0:

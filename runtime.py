@@ -20,18 +20,32 @@ import torch.distributed as dist
 
 from configurator import UserError, first_line
 
-# Dense bf16/fp16 peak of GPUs in FLOP/s, from the makers' data sheets (without sparsity), by words of the GPU's name.
-# The first entry that fits counts.
+# Dense bf16/fp16 peak of GPUs in FLOP/s, from the makers' data sheets: no sparsity, sums in fp32. By words of the GPU's
+# name; the first entry that fits counts.
 PEAK_FLOPS = {
+    "GB300": 2500e12,
+    "B300": 2250e12,
+    "GB200": 2500e12,
     "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
     "A100": 312e12,
+    "A800": 312e12,
+    "A10": 125e12,
     "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,
+    "RTX 6000 Ada": 364e12,
+    "RTX A6000": 155e12,
+    "RTX 5090": 209e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
     "V100": 125e12,
     "T4": 65e12,
 }
@@ -41,26 +55,29 @@ class Distributed:
     """The processes of a run as torchrun starts them: this one's rank and device, and sums over all ranks.
 
     Attributes: rank, size, is_first_of_node, device (a torch.device), kind (its type: "cpu", "cuda", "mps").
+    fixed_lengths: attention always has the same few shapes, as in training; see `choose_kernels`.
     Raises UserError if the device cannot be used.
     """
 
-    def __init__(self, device):
+    def __init__(self, device, fixed_lengths=False):
         self.started = time.perf_counter()
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.is_first_of_node = local_rank == 0
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda" and self.size > 1:
-            device = f"cuda:{local_rank}"
+        if device == "cuda":
+            device = f"cuda:{local_rank}"  # set_device wants an index
         try:
             self.device = torch.device(device)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
             torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError) as e:
             raise UserError(f"device={device} cannot be used here: {first_line(e)}") from None
         self.kind = self.device.type
         if self.kind == "cuda":
-            torch.cuda.set_device(self.device)
+            choose_kernels(fixed_lengths, say=self.rank == 0)
         if self.kind == "cpu":
             keep_freed_memory()
         if self.size > 1:
@@ -164,12 +181,13 @@ class Distributed:
         return [t.to(self.device, non_blocking=True) for t in tensors]
 
     def sum(self, values):
-        """Sum over the ranks of a list or array of numbers -> float64 tensor on the CPU."""
-        total = torch.as_tensor(values, dtype=torch.float64)
+        """Sum over the ranks of a list, array or tensor of numbers -> float64 tensor on the CPU. A GPU's tensor is read
+        once, at the end, which waits for all work that was launched before."""
+        total = values if torch.is_tensor(values) else torch.as_tensor(values, dtype=torch.float64)
         if self.size > 1:
-            total = total.to(self.device)
+            total = total.to(self.device, torch.float64)
             dist.all_reduce(total)
-        return total.cpu()
+        return total.cpu().double()
 
     def wait(self):
         """Wait until all ranks are here."""
@@ -189,11 +207,30 @@ class Distributed:
             os._exit(0)
 
 
-def only_process(device):
+@contextlib.contextmanager
+def enough_memory(remedy):
+    """Turns the error of a GPU whose memory is full into a UserError with a remedy."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UserError(f"the GPU has too little memory; {remedy}") from None
+
+
+def only_process(device, fixed_lengths=False):
     """The Distributed of a command that runs in one process; raises UserError under torchrun."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("this command runs in one process; start it without torchrun")
-    return Distributed(device)
+    return Distributed(device, fixed_lengths)
+
+
+def choose_kernels(fixed_lengths, say):
+    """The one place that decides whether torch may take cuDNN's attention. On Hopper it is the fastest, but it builds a
+    plan for each new shape, which takes up to a second: worth it for training's few shapes, a disaster where each token
+    or batch has another length (pytorch/pytorch#154602). CUDNN_ATTENTION=1 or 0 in the environment overrides this."""
+    wanted = os.environ.get("CUDNN_ATTENTION", str(int(fixed_lengths))) == "1"
+    torch.backends.cuda.enable_cudnn_sdp(wanted)
+    if say:
+        print(f"attention {'with' if wanted else 'without'} cuDNN's kernels (CUDNN_ATTENTION)", file=sys.stderr)
 
 
 def keep_freed_memory():
@@ -223,18 +260,32 @@ def has_ended(pid):
     return False
 
 
+def has_bf16():
+    """Whether the current GPU computes in bf16: since Ampere."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def pick_dtype(name, kind):
     """The torch.dtype of autocast. "auto": with CUDA bf16, or fp16 before Ampere; on CPUs bf16 where the processor
-    computes in it, else fp32."""
+    computes in it, else fp32. Raises UserError for bf16 on a GPU that has none."""
+    if name == "bfloat16" and kind == "cuda" and not has_bf16():
+        raise UserError("this GPU does not compute in bfloat16; set --dtype=float16, or leave it at auto")
     if name != "auto":
         return getattr(torch, name)
     if kind == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+        return torch.bfloat16 if has_bf16() else torch.float16
     if kind == "cpu":
         for check in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
             if hasattr(torch.cpu, check) and getattr(torch.cpu, check)():
                 return torch.bfloat16
     return torch.float32
+
+
+def weights_dtype(name, kind):
+    """The torch.dtype of a finished model's weights. "auto": bf16 on a GPU that has it, else fp32."""
+    if name == "auto":
+        return torch.bfloat16 if kind == "cuda" and has_bf16() else torch.float32
+    return pick_dtype(name, kind)
 
 
 def peak_flops(device, dtype):
@@ -283,8 +334,9 @@ def environment():
     if script.is_relative_to(here):  # `python -m` gives the whole path
         script = script.relative_to(here)
     cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    commit = here / "COMMIT"  # of a copy that travels without git
     return {
-        "commit": git("rev-parse", "HEAD"),
+        "commit": git("rev-parse", "HEAD") or (commit.read_text().strip() if commit.exists() else None),
         "changed_files": git("status", "--porcelain", "--untracked-files=no"),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -35,7 +35,9 @@ class SampleConfig:
     top_p: float = setting(1.0, "draw from the likeliest tokens that together have this probability; 1 = from all")
     seed: int = setting(1, "the same seed and the same prompts give the same text")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
-    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of weights and cache")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "of weights and cache; auto = bf16 on a GPU that has it, else fp32"
+    )
     compile: bool = setting(False, "torch.compile of decoding, with CUDA graphs on GPUs: for long texts on GPUs")
 
     def __post_init__(self):
@@ -51,7 +53,7 @@ import torch
 
 import checkpoint
 from model import to_fp32
-from runtime import clock, only_process
+from runtime import clock, only_process, weights_dtype
 from value_modes import stored_tensors
 
 
@@ -166,7 +168,8 @@ def prefill(model, prompts, length):
     cache = KVCache(model.cfg, len(prompts), length, device, model.head.weight.dtype)
     padded = [ids + [0] * (max(lengths) - len(ids)) for ids in prompts]
     x = model.hidden(torch.tensor(padded, device=device), cache)  # (B, T, C)
-    last = x[torch.arange(len(prompts)), torch.tensor(lengths) - 1]  # (B, C)
+    ends = torch.tensor(lengths, device=device) - 1
+    last = x[torch.arange(len(prompts), device=device), ends]  # (B, C)
     return to_fp32(model.head(last)), cache
 
 
@@ -281,7 +284,7 @@ def main(cfg: SampleConfig):
     path = checkpoint.find(cfg.run, cfg.which)
     tokenizer = checkpoint.load_tokenizer(path)
     texts = read_prompts(cfg)
-    model = checkpoint.load(path, device=device, dtype=getattr(torch, cfg.dtype))
+    model = checkpoint.load(path, device=device, dtype=weights_dtype(cfg.dtype, device.type))
     prompts = encode_prompts(texts, tokenizer, model.cfg.block_size)
     sampling = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
     rows, cache, seconds = generate(

@@ -68,6 +68,7 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of autocast; auto = bf16 if fast")
     compile: bool | None = setting(None, "torch.compile; none = on GPUs only")
     attn: Literal["sdpa", "flash", "eager"] = setting("sdpa", "attention kernel: torch's, flash-attn's, or plain")
+    half_stream: bool = setting(False, "residual stream in half precision too: faster on GPUs, rounds more")
     recompute: bool = setting(False, "activation checkpointing: less memory, more computing, the same numbers")
     shard: Literal["none", "zero2", "zero3"] = setting(
         "none", "divide among the ranks: nothing; gradients and optimizer; weights too, see docs/scale.md"
@@ -281,7 +282,7 @@ def build(cfg, world):
     verify = cfg.verify and world.is_first_of_node
     corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, verify, cfg.bos)
     torch.manual_seed(cfg.seed)
-    model = GPT(cfg.model_config(corpus.tokenizer.n_vocab), cfg.seed, cfg.attn, recompute=cfg.recompute)
+    model = GPT(cfg.model_config(corpus.tokenizer.n_vocab), cfg.seed, cfg.attn, True, cfg.recompute, cfg.half_stream)
     if not is_sharded:  # else the device may have no room for all of it
         model = model.to(world.device)
     optimizer = adamw(model, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
@@ -451,31 +452,34 @@ def accumulate(run, model, batches):
     return total, waited
 
 
-def train_step(run, model, step, batches):
+def train_step(run, model, step, batches, stop):
     """One optimizer step; returns (mean loss over the global batch, gradient norm or None if fp16 overflowed, seconds
-    spent waiting for data). batches: see `training_batches`.
+    spent waiting for data, whether any rank was asked to stop). batches: see `training_batches`.
 
-    Raises UserError before the weights change if the loss is not finite, or if the norm is not and no scaler skips the
-    step.
+    Raises UserError, and the caller saves nothing, if the loss is not finite, or if the norm is not and no scaler
+    skipped the step.
     """
     cfg, world, scaler = run.cfg, run.world, run.scaler
     run.optimizer.zero_grad(set_to_none=True)
     total, waited = accumulate(run, model, batches)
     scaler.unscale_(run.optimizer)
     most = cfg.grad_clip or math.inf  # infinity: measure the norm, clip nothing
-    norm = whole(torch.nn.utils.clip_grad_norm_(run.model.parameters(), most)).item()
-    loss = world.sum([total.item() / run.accumulation]).item() / world.size
+    norm = whole(torch.nn.utils.clip_grad_norm_(run.model.parameters(), most))
+    scaler.step(run.optimizer)
+    scaler.update()
+    # All of the step is launched. Only now its results are read, so a GPU never waits for the next launch.
+    read = torch.stack((total, norm, torch.full_like(norm, stop.asked)))
+    total, norm, asked = (world.sum(read) / world.size).tolist()
+    loss = total / run.accumulation
     if not math.isfinite(loss):
         raise UserError(f"step {step + 1}: the loss is {loss}; {REMEDY}")
     if not math.isfinite(norm) and not scaler.is_enabled():
         raise UserError(f"step {step + 1}: the gradient norm is {norm}; {REMEDY}")
-    scaler.step(run.optimizer)
-    scaler.update()
     if scaler.is_enabled() and scaler.get_scale() < 2**-10:
         raise UserError(f"step {step + 1}: fp16 gradients overflow at any loss scale; use dtype=bfloat16")
     if not math.isfinite(norm):
         norm = None  # fp16 overflowed
-    return loss, norm, waited
+    return loss, norm, waited, asked > 0
 
 
 @torch.no_grad()
@@ -569,7 +573,7 @@ def train(run, done, config, note):
         lr = learning_rate(step, cfg.learning_rate, cfg.final_lr * cfg.learning_rate, cfg.warmup_steps, cfg.max_steps)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
-        loss, norm, waited = train_step(run, model, step, batches)
+        loss, norm, waited, is_stopped = train_step(run, model, step, batches, stop)
         seconds = time.perf_counter() - began
         rate = cfg.batch_tokens / seconds
         mfu = rate * flops / (peak * world.size) if peak else None
@@ -578,7 +582,6 @@ def train(run, done, config, note):
         metrics.step(record)
         if step == done:
             metrics.say(f"first step done after {time.perf_counter() - world.started:.1f} s")
-        is_stopped = world.sum([stop.asked]).item() > 0
         evaluate_and_save(run, metrics, n, is_stopped)
         if is_stopped and n < cfg.max_steps:
             metrics.say(f"stopped and saved at step {n}; the same command with --resume=auto continues")

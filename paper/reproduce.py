@@ -276,7 +276,7 @@ def analyze_run(plan, cfg):
 def eval_command(plan, task, cfg):
     """Of eval.py: which task or "table1", from which files, and where."""
     files = [f"--data_dir={cfg.eval_dir}"] if cfg.eval_dir else []
-    return ["python", "eval.py", str(plan.folder), f"--task={task}", *files, *device_words(cfg)]
+    return ["python", "eval.py", str(plan.folder), f"--task={task}", "--dtype=float32", *files, *device_words(cfg)]
 
 
 def other_analyses(cfg):

@@ -118,7 +118,7 @@ def test_forks_equal_their_sequences_one_by_one():
     for case in widths(*MODES):
         for attn in ("sdpa", "eager"):
             model = tiny(case[0], attn=attn, n_kv_head=case[1])
-            all_at_once = model.hidden(ids, PrefixTree(*how))
+            all_at_once = model.hidden(ids, PrefixTree(*how, int(how[0].max()) + 1))
             for (b, k), places in where.items():
                 alone = model.hidden(torch.tensor([rows[b][0] + rows[b][1][k]]))
                 same(all_at_once[b, places], alone[0], (case, attn))
@@ -127,10 +127,10 @@ def test_forks_equal_their_sequences_one_by_one():
 def test_forks_end_with_the_block():
     model = tiny()
     (ids, *how), _ = forked([([1] * 30, [[2, 2], [3, 3], [4, 4]])])  # 36 tokens, none beyond position 31
-    assert model.hidden(ids, PrefixTree(*how)).shape == (1, 36, 32)
+    assert model.hidden(ids, PrefixTree(*how, int(how[0].max()) + 1)).shape == (1, 36, 32)
     (ids, *how), _ = forked([([1] * 30, [[2, 2, 2], [3]])])
     with pytest.raises(ValueError, match="33 tokens do not fit block_size=32"):
-        model.hidden(ids, PrefixTree(*how))
+        model.hidden(ids, PrefixTree(*how, int(how[0].max()) + 1))
 
 
 class NewMemory:
