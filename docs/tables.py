@@ -31,7 +31,6 @@ if __name__ == "__main__":  # before torch is imported, so that a typo is answer
 
 from bench import LLAMA
 from bench.decoding import decoding_table
-from bench.scoring import scoring_table
 from bench.training import memory_table, training_table
 from budget import BudgetConfig, budget
 from describe import mode_table
@@ -47,9 +46,9 @@ from value_modes import TABLE, ModelConfig
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n)(?:(?!<!-- table:).)*?(<!-- end -->)", re.S)
 
 
-def bench_rows(name, key="rows"):
-    """What results/bench_<name>.json holds under `key`."""
-    return read_json(ROOT / f"results/bench_{name}.json", "a file of bench/")[key]
+def bench_rows(name):
+    """The rows of results/bench_<name>.json."""
+    return read_json(ROOT / f"results/bench_{name}.json", "a file of bench/")["rows"]
 
 
 def current_training_table(name):
@@ -182,8 +181,6 @@ MAKERS = {
     "memory": lambda: memory_table(bench_rows("memory_intel_xeon_x2_82m")),
     "decoding-vanilla": decoding_of_vanilla,
     "decoding-modes": decoding_of_modes,
-    "scoring-82M": lambda: scoring_table(bench_rows("eval_intel_xeon_x2_82m", "tasks")),
-    "scoring-demo": lambda: scoring_table(bench_rows("eval_intel_xeon_x2_demo", "tasks")),
 }
 for group in GROUPS:
     MAKERS[group] = functools.partial(group_of_modes, group)

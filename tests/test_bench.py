@@ -9,15 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, byte_tokenizer, finished, in_process, refused, tiny
-from test_eval import MORE, write_rows
+from conftest import ROOT, finished, in_process, refused, tiny
 
 import bench
-import checkpoint
-from bench import common, decoding, scoring, training
+from bench import common, decoding, training
 from configurator import UserError, load_settings
 from describe import flops_per_token
-from model import GPT
 from sample import generate
 from value_modes import ModelConfig
 
@@ -67,10 +64,9 @@ def test_bad_input():
         (training, ["--recompute=on"], "recompute is of memory"),
         (training, ["--attn=flash"], "attn=flash needs dtype bfloat16 or float16"),
         (decoding, ["--shape=180M", "--modes=vanilla,gqa8"], "n_head=12 is not a multiple of it"),
-        (scoring, ["--out_file=results"], "out_file=results must end in .json"),
+        (training, ["--out_file=results"], "out_file=results must end in .json"),
         (decoding, ["--batch=0"], "batch=0 must be at least 1"),
-        (scoring, ["--task=helaswag"], "task[0] takes 'hellaswag' or"),
-        (scoring, ["--rounds=0"], "rounds=0 must be at least 1"),
+        (training, ["--rounds=0"], "rounds=0 must be at least 1"),
     ):
         refused(in_process(module, *words), says)
 
@@ -176,24 +172,3 @@ def test_another_text_is_rejected():
         decoding.check_texts({ours: text, peer: other}, model, ids)
     model.head.weight.data.zero_()  # whatever it says is a tie
     decoding.check_texts({ours: text, peer: other}, model, ids)
-
-
-# ---- scoring
-
-
-def test_scoring_against_the_harness(tmp_path, monkeypatch, call):
-    model = GPT(ModelConfig(257, block_size=128, n_layer=2, n_head=2, n_embd=16))
-    checkpoint.save(tmp_path / "run", 1, model, byte_tokenizer().hash)
-    byte_tokenizer().save(tmp_path / "run" / "tokenizer.json")
-    write_rows(tmp_path / "evals", MORE)
-    words = [tmp_path / "run", "--task=piqa,winogrande", f"--data_dir={tmp_path / 'evals'}", "--limit=10"]
-    if not importlib.util.find_spec("lm_eval"):
-        refused(in_process(scoring, *words), "lm_eval is not installed")
-        pytest.skip("lm-eval is not installed")
-    found, printed = call(scoring, *words, "--batch_sizes=2,4")
-    assert [row["task"] for row in found["tasks"]] == ["piqa", "winogrande"] and found["tasks"][0]["documents"] == 10
-    assert all(row["largest_gap"] < 1e-4 and row["to_best"]["ratio"] > 0 for row in found["tasks"])
-    assert found["lm-eval"] and found["shape"]["n_embd"] == 16 and scoring.scoring_table(found["tasks"]) in printed
-    our_scores = scoring.our_scores
-    monkeypatch.setattr(scoring, "our_scores", lambda *of: [(a + 0.1, b) for a, b in our_scores(*of)])
-    refused(in_process(scoring, *words, "--rounds=1"), "more than rounding")

@@ -26,7 +26,7 @@ LIMITS = {"README.md": 220, "docs/tour.md": 150}  # lines; other pages have 250
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 SCRIPTS = "model train prepare sample eval analyze plot".split()
-WINGS = ["paper.reproduce", "bench.training", "bench.decoding", "bench.scoring", "examples.vit"]
+WINGS = ["paper.reproduce", "bench.training", "bench.decoding", "examples.vit"]
 NOT_OURS = {"venv", "pip", "pytest"}
 MISTAKES = {"python train.py --max_iters=5"}  # which a page makes on purpose
 
