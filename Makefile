@@ -4,13 +4,18 @@
 # make fuzz, make faults: 30,000 bad inputs; processes killed, disks full and the like (docs/reliability.md).
 # All make .venv on first use. PYTHON=python3.12 picks another interpreter (3.11 or later).
 PYTHON ?= python3
+ifdef NO_INSTALL
+PY := $(PYTHON)
+else
 PY := .venv/bin/python
+READY := .venv/ready-peers
+endif
 DEMO := vanilla resformer_lambda svformer
 
 # OpenMP threads that wait a long time awake make each other late when anything else runs (1.6 x on 2 busy cores)
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo figures test test-peers fuzz faults bench-gpu gpu lint clean
+.PHONY: demo figures test test-peers fuzz faults bench-gpu lint clean
 demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6
 	for mode in $(DEMO); do \
@@ -25,8 +30,7 @@ figures: .venv/ready
 test: .venv/ready-dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests --numprocesses=auto --maxprocesses=4
 
-test-peers: .venv/ready-dev
-	$(PY) -m pip install -q --disable-pip-version-check -r requirements-peers.txt -c constraints.txt
+test-peers: .venv/ready-peers
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py
 
 fuzz: .venv/ready-dev
@@ -35,34 +39,34 @@ fuzz: .venv/ready-dev
 faults: .venv/ready-dev
 	$(PY) tests/faults.py --out_file=results/faults.json
 
-# what is to be measured on a GPU: speed and memory of training and decoding, against peers, which it installs
-ON_GPU := --device=cuda --compile=on
-STEP := --block_size=2048
-bench-gpu: .venv/ready-dev
-	$(PY) -m pip install -q --disable-pip-version-check -r requirements-peers.txt -c constraints.txt
-	$(PY) -m bench.training $(ON_GPU) $(STEP) --micro_batch=32 --dtype=bfloat16 --shape=82M --peers=llama \
-	  --modes=vanilla,resformer,svformer,neutreno,denseformer,cross --out_file=results/bench_train_gpu_82m.json
-	$(PY) -m bench.training $(ON_GPU) $(STEP) --micro_batch=16 --dtype=bfloat16 --shape=180M \
-	  --modes=vanilla,resformer,svformer,denseformer --out_file=results/bench_train_gpu_180m.json
-	$(PY) -m bench.training $(ON_GPU) $(STEP) --micro_batch=8 --dtype=bfloat16 --shape=468M --peers=llama \
-	  --modes=vanilla,resformer,svformer,denseformer --out_file=results/bench_train_gpu_468m.json
-	$(PY) -m bench.training $(ON_GPU) $(STEP) --micro_batch=32 --dtype=bfloat16,float16 --shape=82M \
-	  --modes=vanilla --out_file=results/bench_train_gpu_fp16.json
-	$(PY) -m bench.training memory $(ON_GPU) $(STEP) --micro_batch=32 --dtype=bfloat16 --shape=82M --peers=llama \
-	  --modes=vanilla --recompute=off,on --out_file=results/bench_memory_gpu_82m.json
-	$(PY) -m bench.decoding $(ON_GPU) --dtype=bfloat16 --shape=468M --batch=1,8 --prompt=1024 \
-	  --modes=vanilla,svformer --peers=dynamic,static --out_file=results/bench_decode_gpu_468m.json
-	$(PY) -m bench.decoding $(ON_GPU) --dtype=bfloat16 --shape=82M --batch=1 --prompt=1024 \
-	  --modes=vanilla,svformer --peers=dynamic,static --out_file=results/bench_decode_gpu_82m.json
-
-# half an hour of a GPU: the bench, then 82M models at two learning rates; what is finished is not run again
-gpu: bench-gpu
-	$(PY) -m paper.reproduce all --scale=gpu
-	$(PY) -m paper.reproduce report --scale=gpu
+# What is to be measured on a GPU. Each line ends within ten minutes and writes its results as they come; one that fails
+# does not stop the others. NO_INSTALL=1 uses the Python and the packages of the machine: no network is needed.
+BENCH := $(PY) -m bench.training --device=cuda --block_size=2048
+DECODING := $(PY) -m bench.decoding --device=cuda --compile=on --dtype=bfloat16 --prompt=1024
+LLAMAS := --peers=llama,llama_no_mask
+ON := --compile=on --dtype=bfloat16
+bench-gpu: $(READY)
+	-timeout 570 $(BENCH) $(ON) --shape=82M --micro_batch=32 $(LLAMAS) \
+	  --modes=vanilla,resformer,svformer,neutreno,denseformer --out_file=results/gpu_train_82m.json
+	-timeout 570 $(BENCH) $(ON) --shape=468M --micro_batch=8 $(LLAMAS) --modes=vanilla,resformer,svformer \
+	  --out_file=results/gpu_train_468m.json
+	-timeout 200 $(BENCH) $(ON) --shape=468M --micro_batch=16 --modes=vanilla --out_file=results/gpu_train_468m_16.json
+	-timeout 200 $(BENCH) --compile=on --dtype=float16 --shape=82M --micro_batch=32 --modes=vanilla \
+	  --out_file=results/gpu_train_82m_fp16.json
+	-timeout 300 $(BENCH) memory --compile=off --dtype=bfloat16 --shape=82M --micro_batch=32 \
+	  --peers=llama --modes=vanilla --recompute=off,on --out_file=results/gpu_memory_82m.json
+	-timeout 200 $(DECODING) --shape=82M --batch=1 --modes=vanilla,svformer --peers=dynamic,static \
+	  --out_file=results/gpu_decode_82m.json
+	-timeout 400 $(DECODING) --shape=468M --batch=1,8 --modes=vanilla,svformer --peers=dynamic,static \
+	  --out_file=results/gpu_decode_468m.json
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+.venv/ready-peers: .venv/ready-dev requirements-peers.txt
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-peers.txt -c constraints.txt
+	touch $@
 
 clean:
 	rm -rf .venv out/demo data/demo

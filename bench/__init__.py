@@ -19,6 +19,7 @@ SHAPES = {
     "468M": dict(n_layer=24, n_head=16, n_embd=1024, vocab_size=50277),
 }
 LLAMA = "transformers' Llama"
+PEERS = {"llama": LLAMA, "llama_no_mask": f"{LLAMA} without its mask"}
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """What all benchmarks share: turns, ratios, tables, and the file of results. Read next: training.py."""
 
+import contextlib
 import re
 import statistics
+import sys
 from importlib import metadata
 
 import torch
 
+from configurator import first_line
 from files import write_json
 from report import markdown
 from runtime import clock, environment, processor_name
@@ -20,19 +23,28 @@ def timed(function, device):
     return clock(device) - start, result
 
 
-def in_turn(sides, rounds, device):
-    """Call each function of sides = {key: function} once a round, in an order that turns around from round to round.
-    Returns {key: seconds of each round}, {key: result of each round}. torch.utils.benchmark cannot alternate."""
-    seconds = {key: [] for key in sides}
-    results = {key: [] for key in sides}
-    order = list(sides)
-    for _ in range(rounds):
-        for key in order:
-            took, result = timed(sides[key], device)
-            seconds[key].append(took)
-            results[key].append(result)
-        order.reverse()
-    return seconds, results
+def order_of_round(sides, n):
+    """The keys of `sides` in an order that turns around from round to round. torch.utils.benchmark cannot alternate."""
+    return list(sides) if n % 2 == 0 else list(reversed(sides))
+
+
+@contextlib.contextmanager
+def failure_in(row):
+    """Turns what goes wrong on one side, in a compiler or for want of memory, into a field of its row."""
+    try:
+        yield
+    except Exception as e:
+        row["error"] = f"{type(e).__name__}: {first_line(e)}"
+        print(f"{row['name']}: {row['error']}", file=sys.stderr, flush=True)
+
+
+def product_flops(device, dtype):
+    """FLOP/s of a large matrix product: what this machine gives at most, beside what its maker says."""
+    n = 8192 if device.type == "cuda" else 512
+    a = torch.randn(n, n, device=device).to(dtype)
+    _ = a @ a
+    took = [timed(lambda: a @ a, device)[0] for _ in range(5)]
+    return 2 * n**3 / statistics.median(took)
 
 
 def ratio(seconds, side, other):
@@ -64,7 +76,7 @@ def machine_name(device):
 
 def write_results(what, result, device, out_file=""):
     """Write {what, machine, versions, command, …, result's own keys} to out_file, or to the file that is named after
-    what was measured and the machine."""
+    what was measured and the machine; returns its path."""
     path = out_file or f"results/bench_{what}_{machine_name(device)}.json"
     versions = {}
     for package in PEER_PACKAGES:
@@ -73,4 +85,4 @@ def write_results(what, result, device, out_file=""):
         except metadata.PackageNotFoundError:
             versions[package] = None
     write_json(path, {"what": what, **environment(), **versions, **result})
-    print(f"wrote {path}")
+    return path

@@ -2,7 +2,7 @@
 
     python -m bench.decoding --shape=82M --batch=1,8 --peers=dynamic,static
 
-Read before: training.py. Read next: scoring.py.
+Read before: training.py.
 """
 
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ import sys
 
 import torch
 
-from bench.common import in_turn, lines_table, ratio, spread, timed, write_results
+from bench.common import failure_in, lines_table, order_of_round, ratio, spread, write_results
 from hf import to_llama
 from model import GPT
-from runtime import only_process
+from runtime import clock, only_process
 from sample import generate
 from value_modes import ModelConfig
 
@@ -73,7 +73,7 @@ def our_decoder(model, prompts, new, compiled):
 
 
 def peers_decoder(peer, prompts, new, kind):
-    """The same with transformers' generate and its dynamic or static cache. Its prefill is timed as that of one token,
+    """The same with transformers' generate and its dynamic or static cache. Its prefill ends with the first new token,
     its cache is not measured."""
     idx = torch.tensor(prompts, device=peer.device)  # (B, T)
     peer.generation_config.eos_token_id = None
@@ -82,13 +82,17 @@ def peers_decoder(peer, prompts, new, kind):
         how["cache_implementation"] = "static"
 
     @torch.inference_mode()
-    def new_ids(n):
-        return peer.generate(idx, max_new_tokens=n, **how)[:, idx.size(1) :].tolist()
-
     def decode():
-        prefill, _ = timed(lambda: new_ids(1), peer.device)
-        both, rows = timed(lambda: new_ids(new), peer.device)
-        return rows, None, {"prefill": prefill, "decode": both - prefill}
+        stamps = []
+
+        def stamp(ids, scores, **kw):  # called after each new token; stops no row
+            if not stamps:
+                stamps.append(clock(peer.device))
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+        began = clock(peer.device)
+        rows = peer.generate(idx, max_new_tokens=new, stopping_criteria=[stamp], **how)[:, idx.size(1) :].tolist()
+        return rows, None, {"prefill": stamps[0] - began, "decode": clock(peer.device) - stamps[0]}
 
     return decode
 
@@ -116,8 +120,8 @@ def check_texts(texts, model, prompts):
             raise UserError(f"{side.name}, compile={side.compile}: another text with vanilla's weights in fp32")
 
 
-def time_case(cfg, case, device):
-    """The rows of one case, one for each side."""
+def time_case(cfg, case, device, keep):
+    """The rows of one case, one for each side. keep(rows) is called after each round. A side that fails is a row."""
     size = (case.batch, case.prompt)
     prompts = torch.randint(SHAPES[case.shape]["vocab_size"], size, generator=torch.Generator().manual_seed(0)).tolist()
     models, turns = {}, {}
@@ -128,34 +132,41 @@ def time_case(cfg, case, device):
             turns[Decoder(mode, switch)] = our_decoder(models[mode], prompts, case.new, switch == "on")
     for kind in cfg.peers:
         turns[Decoder(f"{LLAMA}, {kind}")] = peers_decoder(to_llama(models["vanilla"]), prompts, case.new, kind)
-    _, warm = in_turn(turns, 1, device)
-    if case.dtype == "float32":
-        check_texts({side: rounds[0][0] for side, rounds in warm.items()}, models["vanilla"], prompts)
-    _, results = in_turn(turns, cfg.rounds, device)
-    return case_rows(cfg, case, results)
+    rows = {side: {**case._asdict(), "name": side.name, "compile": side.compile} for side in turns}
+    results = {side: [] for side in turns}
+    for n in range(cfg.rounds + 1):
+        for side in order_of_round(results, n):
+            with failure_in(rows[side]):
+                results[side].append(turns[side]())
+        results = {side: rounds for side, rounds in results.items() if "error" not in rows[side]}
+        keep(case_rows(cfg, case, rows, results))
+        if n == 0:  # it compiled, so it does not count once there are others
+            if case.dtype == "float32":
+                check_texts({side: rounds[0][0] for side, rounds in results.items()}, models["vanilla"], prompts)
+            results = {side: [] for side in results}
+    return list(rows.values())
 
 
-def case_rows(cfg, case, results):
-    """results: {Decoder: what it returned in each round}."""
+def case_rows(cfg, case, rows, results):
+    """The rows of {Decoder: row}, with what follows from results: {Decoder: what it returned in each round}."""
     seconds = {}  # {part: {Decoder: seconds of each round}}
     for part in ("prefill", "decode"):
         seconds[part] = {side: [times[part] for _, _, times in rounds] for side, rounds in results.items()}
-    rows = []
     for side, rounds in results.items():
-        row = {**case._asdict(), "name": side.name, "compile": side.compile}
+        row = rows[side]
         row["seconds"] = {part: seconds[part][side] for part in seconds}
         row["prefill_tokens_per_s"] = case.batch * case.prompt / statistics.median(seconds["prefill"][side])
         row["tokens_per_s"] = case.batch * (case.new - 1) / statistics.median(seconds["decode"][side])
         vanilla = Decoder("vanilla", cfg.compile[0] if side.is_peer else side.compile)
-        row["to_vanilla"] = ratio(seconds["decode"], side, vanilla)
+        if vanilla in results:
+            row["to_vanilla"] = ratio(seconds["decode"], side, vanilla)
         for peer in results:
             if peer.is_peer:
                 row[f"to {peer.name}"] = {part: ratio(seconds[part], side, peer) for part in seconds}
         if not side.is_peer:
             row["kv_bytes"] = rounds[0][1]
             row["batch_that_fits"] = int(cfg.kv_gib * 2**30 // (row["kv_bytes"] / case.batch))
-        rows.append(row)
-    return rows
+    return list(rows.values())
 
 
 def decoding_table(rows):
@@ -164,8 +175,8 @@ def decoding_table(rows):
     for row in rows:
         line = {"shape": row["shape"], "dtype": row["dtype"], "batch x prompt": f"{row['batch']} x {row['prompt']:,}"}
         line["side"] = f"{row['name']}, compiled" if row["compile"] == "on" else row["name"]
-        line["tokens/s"] = f"{row['tokens_per_s']:,.0f}"
-        line["to vanilla"] = spread(row["to_vanilla"])
+        line["tokens/s"] = row.get("error") or f"{row['tokens_per_s']:,.0f}"
+        line["to vanilla"] = spread(row["to_vanilla"]) if "to_vanilla" in row else ""
         line.update({key: spread(row[key]["decode"]) for key in row if key.startswith(f"to {LLAMA}")})
         if "kv_bytes" in row:
             line["KV bytes per row"] = f"{row['kv_bytes'] // row['batch']:,}"
@@ -179,11 +190,16 @@ def main(cfg: DecodingConfig):
     rows = []
     for shape, dtype, prompt, batch in itertools.product(cfg.shape, cfg.dtype, cfg.prompt, cfg.batch):
         print(f"{shape}, {dtype}, {batch} x {prompt:,} + {cfg.new}", file=sys.stderr, flush=True)
+
+        def keep(found, rows=tuple(rows)):
+            write_results("decode", {"kv_gib": cfg.kv_gib, "rows": [*rows, *found]}, device, cfg.out_file)
+
         with torch._dynamo.config.patch(recompile_limit=1000):  # one step function, many models
-            rows += time_case(cfg, Case(shape, dtype, batch, prompt, cfg.new), device)
+            rows += time_case(cfg, Case(shape, dtype, batch, prompt, cfg.new), device, keep)
         torch.compiler.reset()
     print(decoding_table(rows))
-    write_results("decode", {"kv_gib": cfg.kv_gib, "rows": rows}, device, cfg.out_file)
+    path = write_results("decode", {"kv_gib": cfg.kv_gib, "rows": rows}, device, cfg.out_file)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

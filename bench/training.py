@@ -11,8 +11,8 @@ Read before: common.py. Read next: decoding.py.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from bench import LLAMA, SHAPES, ModelBenchConfig
-from configurator import UserError, command_line, need, run_main, setting
+from bench import PEERS, SHAPES, ModelBenchConfig
+from configurator import UserError, command_line, run_main, setting
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,9 @@ class TrainingConfig(ModelBenchConfig):
     what: Literal["train", "memory"] = setting("train", "train: tokens/s; memory: peak bytes", positional=True)
     attn: tuple[Literal["sdpa", "eager", "flash"], ...] = setting(("sdpa",), "kinds of our attention")
     recompute: tuple[Literal["off", "on"], ...] = setting(("off",), "memory: our activation checkpointing")
-    peers: tuple[Literal["llama"], ...] = setting((), "llama: transformers' Llama with vanilla's weights")
+    peers: tuple[Literal[*PEERS], ...] = setting(
+        (), "llama: transformers' Llama with vanilla's weights; llama_no_mask: the same without the mask that it makes"
+    )
     block_size: int = setting(256, "tokens per sequence", least=1, group="Work")
     micro_batch: int = setting(8, "sequences per step; memory: also a half and a quarter of it, so at least 4", least=1)
     seconds: float = setting(2.0, "least time of a side's turn", least=0)
@@ -38,6 +40,7 @@ class TrainingConfig(ModelBenchConfig):
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
     SETTINGS = command_line(TrainingConfig, __doc__)
 
+import contextlib
 import functools
 import itertools
 import math
@@ -45,21 +48,22 @@ import multiprocessing
 import os
 import statistics
 import sys
+import unittest.mock
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from bench.common import in_turn, lines_table, ratio, spread, timed, write_results
+from bench.common import failure_in, lines_table, order_of_round, product_flops, ratio, spread, timed, write_results
 from describe import flops_per_token
 from hf import to_llama
 from model import GPT
-from runtime import only_process, peak_bytes
+from runtime import need_flash_attn, only_process, peak_bytes, peak_flops
 from train import adamw
 from value_modes import ModelConfig
 
 
 class Side(NamedTuple):
-    """Who trains, a value mode of ours with a kind of attention or LLAMA, and how it runs."""
+    """Who trains, a value mode of ours with a kind of attention or one of PEERS, and how it runs."""
 
     model: str
     attn: str
@@ -70,29 +74,36 @@ class Side(NamedTuple):
     def name(self):
         return self.model if self.attn == "sdpa" else f"{self.model}, attn={self.attn}"
 
+    @property
+    def is_peer(self):
+        return self.model in PEERS.values()
+
 
 def sides_by_model(cfg):
     """A list of Sides for each model, one for each dtype and setting of torch.compile. Vanilla comes first."""
     models = [(mode, attn) for attn in cfg.attn for mode in cfg.modes]
-    models += [(LLAMA, "sdpa")] * len(cfg.peers)
+    models += [(PEERS[peer], "sdpa") for peer in cfg.peers]
     return [[Side(*model, *way) for way in itertools.product(cfg.dtype, cfg.compile)] for model in models]
 
 
 def new_model(side, shape, block_size, device, recompute=False):
     """A Side's model and its AdamW."""
-    mode = "vanilla" if side.model == LLAMA else side.model
-    cfg = ModelConfig(**SHAPES[shape], block_size=block_size, value_mode=mode)
+    cfg = ModelConfig(**SHAPES[shape], block_size=block_size, value_mode="vanilla" if side.is_peer else side.model)
     model = GPT(cfg, attn=side.attn, recompute=recompute).to(device)
-    if side.model == LLAMA:
+    if side.is_peer:
         model = to_llama(model)
     return model, adamw(model, 6e-4, 0.1, (0.9, 0.95), device.type)
 
 
 def mean_loss(side, model, idx, targets):
     """Mean cross-entropy in nats. idx, targets: (B, T)."""
-    if side.model == LLAMA:
+    if not side.is_peer:
+        return model(idx, targets)[1]
+    with contextlib.ExitStack() as stack:
+        if side.model == PEERS["llama_no_mask"]:  # under torch.compile it makes a mask that only says "causal"
+            llama = "transformers.models.llama.modeling_llama.create_causal_mask"
+            stack.enter_context(unittest.mock.patch(llama, lambda *args, **kw: None))
         return model(input_ids=idx, labels=targets, shift_labels=targets, use_cache=False).loss
-    return model(idx, targets)[1]
 
 
 def random_batch(shape, B, T, device):
@@ -110,7 +121,7 @@ def trainer(side, model, optimizer, batch, micro_batches=1):
     """A function that does n training steps, each of some micro-batches that are all the same, and returns n."""
     scaler = torch.amp.GradScaler(batch[0].device.type, enabled=side.dtype == "float16")
     if side.compile == "on":
-        model = torch.compile(model, dynamic=False, fullgraph=side.model != LLAMA)
+        model = torch.compile(model, dynamic=False, fullgraph=not side.is_peer)
 
     def steps(n):
         for _ in range(n):
@@ -131,78 +142,120 @@ def trainer(side, model, optimizer, batch, micro_batches=1):
 # ---- speed
 
 
-def training_rows(cfg, shape, device):
-    """The rows of one shape, one for each side, which all train on the same batch of random tokens."""
+def training_rows(cfg, shape, device, keep):
+    """The rows of one shape, one for each side, which all train on the same batch of random tokens. keep(rows) is
+    called after each warm-up and each round, so that a limit of time loses little. A side that fails is a row too."""
     batch = random_batch(shape, cfg.micro_batch, cfg.block_size, device)
+    check_losses(cfg, shape, batch)
+    products = {dtype: product_flops(device, getattr(torch, dtype)) for dtype in cfg.dtype}
+    rows, turns = {}, {}
     with torch._dynamo.config.patch(recompile_limit=1000):  # one forward pass, many models
-        turns, rows = warm_sides(cfg, shape, batch, device)
-        seconds, steps = in_turn(turns, cfg.rounds, device)
-    for side in rows:
-        seconds[side] = [s / n for s, n in zip(seconds[side], steps[side], strict=True)]  # of one step
-    for side, row in rows.items():
-        vanilla = side._replace(model="vanilla", attn=cfg.attn[0])
-        row["seconds"] = seconds[side]
-        row["tokens_per_s"] = row["tokens"] / statistics.median(seconds[side])
-        row["to_vanilla"] = ratio(seconds, side, vanilla)
-        if cfg.peers:
-            row[f"to {LLAMA}"] = ratio(seconds, side, side._replace(model=LLAMA, attn="sdpa"))
-        flops = row["flops_per_token"]
-        row["computed"] = rows[vanilla]["flops_per_token"] / flops if flops else None
+        for sides in sides_by_model(cfg):
+            model, optimizer = new_model(sides[0], shape, cfg.block_size, device)
+            for side in sides:
+                rows[side] = new_row(side, shape, model, batch, device, products[side.dtype])
+                with failure_in(rows[side]):
+                    turns[side] = warmed_up(trainer(side, model, optimizer, batch), rows[side], cfg.seconds, device)
+                keep(compared(rows, cfg))
+        for n in range(cfg.rounds):
+            for side in order_of_round(turns, n):
+                with failure_in(rows[side]):
+                    took, steps = timed(turns[side], device)
+                    rows[side]["seconds"].append(took / steps)
+            keep(compared(rows, cfg))
     return list(rows.values())
 
 
-def warm_sides(cfg, shape, batch, device):
-    """({Side: a function of some training steps}, {Side: its row so far}), compiled and warm. Raises UserError if
-    vanilla and Llama, whose weights are the same, differ in their loss."""
-    turns, rows, losses = {}, {}, {}
-    for sides in sides_by_model(cfg):
-        model, optimizer = new_model(sides[0], shape, batch[0].size(1), device)
-        check = sides[0]
-        if check.attn != "flash":  # which has no float32
-            check = check._replace(dtype="float32")
-        with torch.no_grad(), autocast(batch, check):
-            losses[check.name] = mean_loss(check, model, *batch).item()
-        for side in sides:
-            steps = trainer(side, model, optimizer, batch)
-            first, *later = [timed(lambda steps=steps: steps(1), device)[0] for _ in range(3)]
-            say = f"{shape}, {side.name}, {side.dtype}, compile {side.compile}"
-            print(f"{say}: first step {first:.1f} s, then {min(later):.3f} s", file=sys.stderr, flush=True)
-            turns[side] = functools.partial(steps, max(1, math.ceil(cfg.seconds / min(later))))
-            rows[side] = dict(shape=shape, name=side.name, dtype=side.dtype, compile=side.compile)
-            rows[side].update(tokens=batch[0].numel(), first_step_s=first)
-            rows[side]["parameters"] = sum(p.numel() for p in model.parameters())
-            rows[side]["flops_per_token"] = flops_per_token(model.cfg) if isinstance(model, GPT) else None
-    if cfg.peers:
-        ours, theirs = next(iter(losses.values())), losses[LLAMA]
-        if not abs(ours - theirs) < (1e-2 if cfg.attn[0] == "flash" else 1e-3):
-            raise UserError(f"vanilla's loss is {ours}, Llama's {theirs}: not the same work")
-    return turns, rows
+def check_losses(cfg, shape, batch):
+    """Raise UserError if vanilla and a peer, whose weights are the same, differ in their loss: before anything is
+    compiled, which takes minutes."""
+    dtype, most = ("bfloat16", 1e-2) if cfg.attn[0] == "flash" else ("float32", 1e-3)  # flash has no float32
+    losses = {}
+    for name in ("vanilla", *(PEERS[peer] for peer in cfg.peers)):
+        side = Side(name, cfg.attn[0], dtype, "off")
+        model, _ = new_model(side, shape, cfg.block_size, batch[0].device)
+        with torch.no_grad(), autocast(batch, side):
+            losses[name] = mean_loss(side, model, *batch).item()
+        if not abs(losses[name] - losses["vanilla"]) < most:
+            raise UserError(f"vanilla's loss is {losses['vanilla']}, that of {name} {losses[name]}: not the same work")
+
+
+def new_row(side, shape, model, batch, device, product):
+    """What is known of a side before it runs."""
+    mode = "vanilla" if side.is_peer else side.model
+    row = dict(shape=shape, name=side.name, dtype=side.dtype, compile=side.compile, tokens=batch[0].numel())
+    row["parameters"] = sum(p.numel() for p in model.parameters())
+    row["flops_per_token"] = flops_per_token(ModelConfig(**SHAPES[shape], block_size=batch[0].size(1), value_mode=mode))
+    row.update(peak=peak_flops(device, getattr(torch, side.dtype)), product=product, seconds=[])
+    return row
+
+
+def warmed_up(steps, row, least_seconds, device):
+    """A function of as many training steps as take least_seconds. The row gets the first step's time and the next."""
+    row["first_step_s"], *row["warm_up_s"] = [timed(lambda: steps(1), device)[0] for _ in range(4)]
+    side = ", ".join(row[key] for key in ("shape", "name", "dtype", "compile"))
+    print(f"{side}: {row['first_step_s']:.1f} s, then {min(row['warm_up_s']):.3f} s", file=sys.stderr, flush=True)
+    return functools.partial(steps, max(1, math.ceil(least_seconds / min(row["warm_up_s"]))))
+
+
+def compared(rows, cfg):
+    """The rows of {Side: row}, with what follows from their seconds so far, or from their warm-up before there are any:
+    tokens/s, ratios to vanilla and to each peer, shares of the GPU's peak (mfu) and of a measured matrix product."""
+    seconds = {s: row["seconds"] or row["warm_up_s"] for s, row in rows.items() if "error" not in row}
+    for side in seconds:
+        row, flops = rows[side], rows[side]["flops_per_token"]
+        row["tokens_per_s"] = row["tokens"] / statistics.median(seconds[side])
+        row["of_product"] = row["tokens_per_s"] * flops / row["product"]
+        row["mfu"] = row["tokens_per_s"] * flops / row["peak"] if row["peak"] else None
+        vanilla = side._replace(model="vanilla", attn=cfg.attn[0])
+        row["computed"] = rows[vanilla]["flops_per_token"] / flops
+        others = {f"to {PEERS[peer]}": side._replace(model=PEERS[peer], attn="sdpa") for peer in cfg.peers}
+        for name, other in {"to_vanilla": vanilla, **others}.items():
+            if len(seconds.get(other, ())) == len(seconds[side]):
+                row[name] = ratio(seconds, side, other)
+    return list(rows.values())
 
 
 def training_table(rows):
     """Markdown of one shape's rows: tokens/s by model and way to run it, with the ratio to vanilla's (median,
-    least–greatest of a round) beside what the FLOPs alone would make of it."""
+    least–greatest of a round) beside what the FLOPs alone would make of it, and the share of a measured product."""
     lines = {}
     for row in rows:
         line = lines.setdefault(row["name"], {row["shape"]: row["name"], "parameters": f"{row['parameters']:,}"})
-        way = f"{row['dtype']}, compiled" if row["compile"] == "on" else row["dtype"]
-        share = "" if row["name"] == "vanilla" else f" = {spread(row['to_vanilla'])}"
-        line[way] = f"{row['tokens_per_s']:,.0f}{share}"
+        line[f"{row['dtype']}, compiled" if row["compile"] == "on" else row["dtype"]] = cell_of(row)
     for row in rows:  # the last column
-        lines[row["name"]]["computed"] = f"{row['computed']:.3f}" if row["computed"] else ""
+        lines[row["name"]]["computed"] = f"{row['computed']:.3f}" if row.get("computed") else ""
     return lines_table(lines.values())
+
+
+def cell_of(row):
+    if "error" in row:
+        return row["error"]
+    cell = f"{row['tokens_per_s']:,.0f}"
+    if row["name"] != "vanilla" and "to_vanilla" in row:
+        cell += f" = {spread(row['to_vanilla'])}"
+    if row.get("of_product"):
+        cell += f", {row['of_product']:.0%} of a product"
+    if row.get("mfu"):
+        cell += f", MFU {row['mfu']:.1%}"
+    return cell
 
 
 # ---- memory
 
 
-def memory_rows(cfg, shape, device):
-    """The rows of one shape, one for each side, with and without activation checkpointing of ours."""
+def memory_rows(cfg, shape, device, keep):
+    """The rows of one shape, one for each side, with and without activation checkpointing of ours. keep(rows) is called
+    after each."""
     rows = []
     for side in itertools.chain(*sides_by_model(cfg)):
-        for recompute in ("off",) if side.model == LLAMA else cfg.recompute:
+        for recompute in ("off",) if side.is_peer else cfg.recompute:
             print(f"{shape}, {side.name}, {side.dtype}, recompute {recompute}", file=sys.stderr, flush=True)
-            rows.append(memory_row(cfg, device, shape, side, recompute))
+            row = dict(shape=shape, name=side.name, dtype=side.dtype, compile=side.compile, recompute=recompute)
+            with failure_in(row):
+                row.update(memory_row(cfg, device, shape, side, recompute))
+            rows.append(row)
+            keep(rows)
     return rows
 
 
@@ -220,10 +273,8 @@ def memory_row(cfg, device, shape, side, recompute):
     per_token = (peaks[more] - peaks[few]) / ((more - few) * T)
     fixed = peaks[few] - per_token * few * T
     predicted = fixed + per_token * most * T
-    row = dict(shape=shape, name=side.name, dtype=side.dtype, compile=side.compile, recompute=recompute, length=T)
-    row.update(peaks={str(B): peak for B, peak in peaks.items()}, fixed=fixed, per_token=per_token)
-    row.update(predicted=predicted, off_by=predicted / peaks[most] - 1)
-    return row
+    found = dict(length=T, peaks={str(B): peak for B, peak in peaks.items()}, fixed=fixed, per_token=per_token)
+    return found | dict(predicted=predicted, off_by=predicted / peaks[most] - 1)
 
 
 def training_peak(device, shape, side, recompute, B, T):
@@ -241,6 +292,9 @@ def memory_table(rows):
     for row in rows:
         line = {"shape": row["shape"], "side": row["name"]}
         line.update({key: row[key] for key in ("dtype", "compile", "recompute")})
+        if "error" in row:
+            lines.append(line | {"peak, GB": row["error"]})
+            continue
         B, peak = list(row["peaks"].items())[-1]
         line["micro-batch x length"] = f"{B} x {row['length']:,}"
         line["peak, GB"] = f"{peak / 1e9:.2f}"
@@ -251,9 +305,9 @@ def memory_table(rows):
 
 
 def main(cfg: TrainingConfig):
-    device = only_process(cfg.device).device
+    device = only_process(cfg.device, fixed_lengths=True).device
     if "flash" in cfg.attn:
-        need("flash_attn")
+        need_flash_attn()
     measure, table = training_rows, training_table
     if cfg.what == "memory":
         measure, table = memory_rows, memory_table
@@ -261,10 +315,14 @@ def main(cfg: TrainingConfig):
         os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1000000")
     rows = []
     for shape in cfg.shape:
-        found = measure(cfg, shape, device)
+
+        def keep(found, rows=tuple(rows)):
+            write_results(cfg.what, {"rows": [*rows, *found]}, device, cfg.out_file)
+
+        found = measure(cfg, shape, device, keep)
         print(f"\n{table(found)}", flush=True)
         rows += found
-    write_results(cfg.what, {"rows": rows}, device, cfg.out_file)
+    print(f"wrote {write_results(cfg.what, {'rows': rows}, device, cfg.out_file)}")
 
 
 if __name__ == "__main__":

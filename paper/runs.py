@@ -219,8 +219,9 @@ SCALES = {
         {"82M": (8, 8, 512)},
         {2048: (2048, 64, 32)},
         steps=400, lr_factor=1.0, warmups={120: 40}, gpus=1, inspected={"size": "82M"},
-        data_dir="data/gpu", prepare="python prepare.py pysource --tokenizer=bpe:16384", tokens=42e6, vocab=16384,
-        window=20, evals=1, chunks=200, settings={"eval_every": 50, "eval_tokens": 65536, "save_every": 100},
+        data_dir="data/gpu", tokens=42e6, vocab=16384,
+        prepare="python prepare.py pysource --tokenizer=bpe:16384 --tokens=42e6 --val_tokens=200000",
+        window=20, evals=1, chunks=40, settings={"eval_every": 200, "eval_tokens": 65536, "save_every": 200},
         figures=("gpu", "fig2", "fig19", "fig20", "fig21", "tab5"),
     ),
     "cpu": Scale(

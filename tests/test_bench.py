@@ -39,11 +39,7 @@ def call(monkeypatch, tmp_path):
 
 
 def test_sides_take_turns():
-    order = []
-    sides = {"a": lambda: order.append("a") or 1, "b": lambda: order.append("b") or 2}
-    seconds, results = common.in_turn(sides, 3, torch.device("cpu"))
-    assert "".join(order) == "abbaab" and results == {"a": [1, 1, 1], "b": [2, 2, 2]}
-    assert [len(s) for s in seconds.values()] == [3, 3]
+    assert [common.order_of_round({"a": 1, "b": 2}, n) for n in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
 
 
 def test_ratio_is_that_of_each_round():
@@ -72,13 +68,13 @@ def test_bad_input():
 
 
 def test_makefile_calls_are_valid():
-    makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
-    calls = re.findall(r"\$\(PY\) -m bench\.(\w+) (.*)", makefile)
-    assert len(calls) == 7
+    """And with NO_INSTALL they start the machine's own Python, without making an environment."""
+    made = finished(["make", "-n", "bench-gpu", "NO_INSTALL=1", "PYTHON=python9"], cwd=ROOT).stdout.replace("\\\n", "")
+    calls = re.findall(r"^timeout (\d+) python9 -m bench\.(\w+) (.*)$", made, re.M)
+    assert len(calls) == 7 and len(made.splitlines()) == 7
     classes = {"training": training.TrainingConfig, "decoding": decoding.DecodingConfig}
-    for name, words in calls:
-        for variable in ("ON_GPU", "STEP"):
-            words = words.replace(f"$({variable})", re.search(rf"^{variable} := (.*)$", makefile, re.M)[1])
+    for limit, name, words in calls:
+        assert int(limit) < 600
         load_settings(classes[name], words.split())
 
 
@@ -114,7 +110,59 @@ def test_training_against_llama(call, monkeypatch):
         return to_llama(model)
 
     monkeypatch.setattr(training, "to_llama", other)
+    monkeypatch.setattr(training, "warmed_up", None)  # found before anything is compiled
     refused(in_process(training, *words), "not the same work")
+
+
+def test_llama_without_its_mask_does_the_same_work(call):
+    pytest.importorskip("transformers")
+    words = ["--peers=llama,llama_no_mask", "--modes=vanilla", "--compile=off", "--block_size=32", "--micro_batch=2"]
+    found, printed = call(training, *words, "--seconds=0")
+    assert [r["name"] for r in found["rows"]] == ["vanilla", *bench.PEERS.values()]
+    assert len({r["parameters"] for r in found["rows"]}) == 1 and all(r["seconds"] for r in found["rows"])
+    assert "% of a product" in printed
+
+
+def test_a_side_that_fails_is_a_row(call, monkeypatch):
+    trainer = training.trainer
+
+    def failing(side, *about):
+        if side.model == "resformer":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return trainer(side, *about)
+
+    monkeypatch.setattr(training, "trainer", failing)
+    words = ["--modes=vanilla,resformer,svformer", "--compile=off", "--block_size=32", "--micro_batch=2"]
+    found, printed = call(training, *words, "--seconds=0")
+    assert ["error" in row for row in found["rows"]] == [False, True, False]
+    assert len(found["rows"][2]["seconds"]) == 2 and "OutOfMemoryError: CUDA out of memory" in printed
+
+
+def test_results_are_written_after_each_side(monkeypatch, tmp_path):
+    """What a kill would leave."""
+    monkeypatch.setitem(bench.SHAPES, "tiny", SMALL)
+    path, left, warmed_up = tmp_path / "b.json", [], training.warmed_up
+
+    def seen(*about):
+        left.append([r["name"] for r in json.loads(path.read_text())["rows"]] if path.exists() else [])
+        return warmed_up(*about)
+
+    monkeypatch.setattr(training, "warmed_up", seen)
+    words = ["--modes=vanilla,resformer,svformer", "--compile=off", "--block_size=32", "--micro_batch=2", "--seconds=0"]
+    in_process(training, *words, "--rounds=1", f"--out_file={path}")
+    assert left == [[], ["vanilla"], ["vanilla", "resformer"]]
+
+
+def test_a_decoder_that_fails_is_a_row(call, monkeypatch):
+    def failing(model, *about, **how):
+        if model.cfg.value_mode.name == "svformer":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return generate(model, *about, **how)
+
+    monkeypatch.setattr(decoding, "generate", failing)
+    words = ["--modes=vanilla,svformer", "--batch=1", "--prompt=3", "--new=4", "--compile=off"]
+    found, printed = call(decoding, *words)
+    assert ["error" in row for row in found["rows"]] == [False, True] and "CUDA out of memory" in printed
 
 
 def test_memory(call, monkeypatch):
@@ -139,7 +187,7 @@ def test_lines_through_peaks(monkeypatch):
     monkeypatch.setattr(training, "ProcessPoolExecutor", lambda *args, **kw: process)
     words = ["memory", "--micro_batch=8", "--block_size=1000", "--modes=vanilla", "--compile=off", "--recompute=off,on"]
     cfg = load_settings(training.TrainingConfig, [*words, "--peers=llama"])
-    rows = training.memory_rows(cfg, "tiny", torch.device("cpu"))
+    rows = training.memory_rows(cfg, "tiny", torch.device("cpu"), keep=print)
     assert [(row["name"], row["recompute"]) for row in rows] == [("vanilla", "off"), ("vanilla", "on"), (LLAMA, "off")]
     assert (rows[0]["fixed"], rows[0]["per_token"]) == pytest.approx((5e9, 1e5)) and abs(rows[0]["off_by"]) < 1e-9
     assert training.memory_table(rows).count("| 8 x 1,000 | 5.80 | 5.80 (+0.0%) | 5.00 + 100 |") == 3
