@@ -65,7 +65,7 @@ from describe import count_parameters
 from files import write_atomic, write_json
 from model import GPT, attend, attend_across, join_scores, repeat_heads, to_fp32
 from report import markdown, plus_minus, progress
-from runtime import environment, only_process, pick_dtype
+from runtime import enough_memory, environment, only_process, pick_dtype
 from train import TrainConfig
 
 BLOCK = 2**24  # attention probabilities, or entries of a mask, at a time: no memory grows with the length's square
@@ -591,7 +591,8 @@ def main(cfg: AnalyzeConfig):
     if twice:
         raise UserError(f"{' and '.join(twice)} are in one folder, which has one analysis.json; name one of them")
     for name in names:
-        analyze_subject(open_run(name, cfg, device), cfg, device)
+        with enough_memory(f"set --batch_tokens below {cfg.batch_tokens}"):
+            analyze_subject(open_run(name, cfg, device), cfg, device)
 
 
 if __name__ == "__main__":

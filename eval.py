@@ -90,7 +90,7 @@ from data import COUNT, Corpus, Tokenizer, domain_losses
 from files import append, hold, read_json, read_records, sha256, write_json, write_text
 from model import to_fp32
 from report import markdown, plus_minus, progress
-from runtime import Distributed, environment, weights_dtype
+from runtime import Distributed, enough_memory, environment, weights_dtype
 from tasks import EVALUATIONS
 
 # files whose code decides scores
@@ -583,10 +583,8 @@ def evaluate(entries, cfg, world):
     if world.is_first_of_node:
         world.wait()
     for entry in entries:
-        try:
+        with enough_memory(f"set --batch_tokens below {cfg.tokens_per_pass(world)}"):
             evaluate_checkpoint(entry, asked, cfg, world)
-        except torch.OutOfMemoryError:
-            raise UserError(f"out of the GPU's memory; set --batch_tokens below {cfg.tokens_per_pass(world)}") from None
         if world.rank == 0:
             store_results(entry)
     return all_tables(entries, cfg.task)

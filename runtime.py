@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from configurator import UserError, first_line
+from configurator import UserError, first_line, need
 
 # Dense bf16/fp16 peak of GPUs in FLOP/s, from the makers' data sheets: no sparsity, sums in fp32. By words of the GPU's
 # name; the first entry that fits counts.
@@ -286,6 +286,14 @@ def weights_dtype(name, kind):
     if name == "auto":
         return torch.bfloat16 if kind == "cuda" and has_bf16() else torch.float32
     return pick_dtype(name, kind)
+
+
+def need_flash_attn():
+    """Raise UserError if the package flash-attn is missing, or is not one that `model.attend` calls."""
+    version = getattr(need("flash_attn", "flash-attn"), "__version__", "?")
+    if version.split(".")[0] != "2":
+        remedy = "run `pip install 'flash-attn<3'`, or set --attn=sdpa"
+        raise UserError(f"attn=flash calls flash-attn 2, and here is version {version}; {remedy}")
 
 
 def peak_flops(device, dtype):

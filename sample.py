@@ -53,7 +53,7 @@ import torch
 
 import checkpoint
 from model import to_fp32
-from runtime import clock, only_process, weights_dtype
+from runtime import clock, enough_memory, only_process, weights_dtype
 from value_modes import stored_tensors
 
 
@@ -188,6 +188,8 @@ def compile_decoding(model, idx, cache):
     try:
         for _ in range(3):  # compiles, records, replays
             compiled(model, idx, cache)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as e:  # a compiler's failure can be anything
         message = f"torch.compile does not work here ({type(e).__name__}: {first_line(e)}); set compile off"
         raise UserError(message) from e
@@ -227,7 +229,10 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
     limits = [min(n_new, block_size - n + 1) for n in lengths]  # the last new token needs no position of its own
     generator = torch.Generator(device).manual_seed(seed)
     began = clock(device)
-    logits, cache = prefill(model, prompts, min(max(lengths) + n_new - 1, block_size))
+    length = max(lengths) + n_new - 1
+    if device.type == "cuda":  # kernels read rows of a mask that begin at multiples of 16 bytes
+        length = math.ceil(length / 128) * 128
+    logits, cache = prefill(model, prompts, min(length, block_size))
     new = [sample_token(logits, generator, **sampling)]  # (B, 1) each
     prefilled = clock(device)
     if compile or min(lengths) < max(lengths):
@@ -287,9 +292,10 @@ def main(cfg: SampleConfig):
     model = checkpoint.load(path, device=device, dtype=weights_dtype(cfg.dtype, device.type))
     prompts = encode_prompts(texts, tokenizer, model.cfg.block_size)
     sampling = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
-    rows, cache, seconds = generate(
-        model, prompts, cfg.max_new_tokens, cfg.num_samples, cfg.seed, tokenizer.end, cfg.compile, **sampling
-    )
+    with enough_memory("set fewer --num_samples, shorter prompts or --max_new_tokens"):
+        rows, cache, seconds = generate(
+            model, prompts, cfg.max_new_tokens, cfg.num_samples, cfg.seed, tokenizer.end, cfg.compile, **sampling
+        )
     for i, row in enumerate(rows):
         if len(rows) > 1:
             print(f"--- {i + 1}")

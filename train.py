@@ -133,7 +133,7 @@ from describe import count_parameters, flops_per_token
 from files import append, hold, read_json, read_records, write_json, write_text
 from model import GPT
 from report import progress
-from runtime import Distributed, environment, peak_flops, pick_dtype, whole
+from runtime import Distributed, enough_memory, environment, need_flash_attn, peak_flops, pick_dtype, whole
 from value_modes import kv_floats_per_token
 
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
@@ -276,7 +276,7 @@ def build(cfg, world):
     if cfg.attn == "flash":
         if world.kind != "cuda" or dtype == torch.float32:
             raise UserError("attn=flash needs a GPU and dtype bfloat16 or float16; use attn=sdpa")
-        need("flash_attn")
+        need_flash_attn()
     is_sharded = cfg.shard != "none" and world.size > 1
     micro_batch, accumulation = cfg.split_batch(world.size)
     verify = cfg.verify and world.is_first_of_node
@@ -397,6 +397,8 @@ def compiled(run, say):
             with run.autocast:
                 loss = model(idx, idx.clone())[1]  # two tensors, as in training: an alias would be another graph
             loss.backward()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as e:  # a compiler's failure can be anything; it must not stop the run
             reason = f"{type(e).__name__}: {first_line(e)}"
         run.model.zero_grad(set_to_none=True)
@@ -622,8 +624,9 @@ def clean_up(out):
 
 
 def main(cfg: TrainConfig):
-    world = Distributed(cfg.device)
-    with world.connected():
+    world = Distributed(cfg.device, fixed_lengths=True)
+    remedy = "set a smaller --micro_batch, or --recompute=true, or on several GPUs --shard=zero2 or zero3"
+    with world.connected(), enough_memory(remedy):
         start(cfg, world)
     world.close()
 

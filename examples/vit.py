@@ -182,7 +182,7 @@ that are held out, is {error:.2f} points besides."""
 
 
 def main(cfg: VitConfig):
-    device = only_process(cfg.device).device
+    device = only_process(cfg.device, fixed_lengths=True).device
     if not cfg.data_dir:
         torch.set_num_threads(1)  # such small products are slower on several
     data = read_folder(cfg.data_dir, cfg.image_size) if cfg.data_dir else read_digits()
