@@ -483,12 +483,14 @@ class LinearCrossEntropy(torch.autograd.Function):
     the gradients too, chunk by chunk while the chunk's logits exist; the backward only scales them. They carry neither
     the 1/n of the mean over n targets nor the loss scale until then: in fp16, a softmax over 65,536 targets would
     vanish. Products use autocast's dtype, sums in fp32. w is padded to a multiple of `multiple` rows, which matrix
-    kernels on GPUs prefer; the padding's logits are -inf. (torch's own linear_cross_entropy ignores autocast and is
-    slower on a CPU.)
+    kernels on GPUs prefer; the padding's logits are -inf. scatter: whether the one-hot targets are subtracted by a
+    scatter. On a GPU torch.compile then makes three kernels of a chunk; without it one, which moves a third of the
+    bytes, but on a CPU the loss takes 1.3 x the time. (torch's own linear_cross_entropy ignores autocast, and is slower
+    on a CPU.)
     """
 
     @staticmethod
-    def forward(ctx, x, w, target, rows, multiple, grads):
+    def forward(ctx, x, w, target, rows, multiple, scatter, grads):
         V, kind = w.size(0), x.device.type
         exact = torch.promote_types(w.dtype, torch.float32)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else w.dtype
@@ -501,7 +503,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         keep = (target >= 0)[:, None].to(exact)  # (N, 1)
         target = target.clamp(min=0)[:, None]  # (N, 1)
         for xc, tc, kc in zip(x.split(rows), target.split(rows), keep.split(rows), strict=True):
-            nats, grad_xc, grad_wc = LinearCrossEntropy.chunk(xc.to(dtype), padded, tc, kc, V, grads)
+            nats, grad_xc, grad_wc = LinearCrossEntropy.chunk(xc.to(dtype), padded, tc, kc, V, scatter, grads)
             total = total + nats
             if grads:
                 grad_x.append(grad_xc.to(x.dtype))
@@ -513,7 +515,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return total / n
 
     @staticmethod
-    def chunk(x, w, target, keep, V, grads):
+    def chunk(x, w, target, keep, V, scatter, grads):
         """x (rows, C), w (V or more, C), target, keep (rows, 1) -> summed nats, and their gradients in x and w or None.
         Temporaries are freed before the next chunk."""
         z = F.linear(x, w).to(keep.dtype)  # (rows, V or more); in place from here on: passes over it are the cost
@@ -526,10 +528,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         if not grads:
             return nats, None, None
         z.mul_(keep / denominator)  # softmax - one-hot, 0 in ignored rows
-        if z.is_cuda:  # with a scatter torch.compile would make three kernels of this, and more than twice the traffic
-            z = z - (torch.arange(z.size(1), device=z.device) == target) * keep
-        else:  # without torch.compile that would take 1.3 x the time
+        if scatter:
             z.scatter_add_(1, target, -keep)
+        else:
+            z = z - (torch.arange(z.size(1), device=z.device) == target) * keep
         g = z.to(x.dtype)
         return nats, g @ w, g.T @ x
 
@@ -538,7 +540,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         grad_x, grad_w, n = ctx.saved_tensors
         grad = grad / n
-        return grad_x * grad.to(grad_x.dtype), (grad_w * grad).to(ctx.dtype), None, None, None, None
+        return grad_x * grad.to(grad_x.dtype), (grad_w * grad).to(ctx.dtype), None, None, None, None, None
 
 
 def normal(seed, name, shape, std):
@@ -650,16 +652,15 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache)
         if targets is None:
             return self.head(x), None
-        most_logits = 2**26  # at a time: 256 MiB in fp32
+        most_logits, multiple, scatter = 2**26, 1, True  # at a time: 256 MiB in fp32
         if x.is_cuda:  # in a compiled graph they exist in half precision only, and fewer chunks are fewer kernels
-            most_logits = 2**30 if torch.compiler.is_compiling() else 2**28
+            most_logits, multiple, scatter = 2**30 if torch.compiler.is_compiling() else 2**28, 64, False
         rows = max(1, most_logits // self.cfg.vocab_size)
         if rows > 128:
             rows = rows // 128 * 128
-        multiple = 64 if x.is_cuda else 1
         grads = torch.is_grad_enabled()  # inside of an autograd.Function it is always off
         x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
-        return None, LinearCrossEntropy.apply(x, self.head.weight, targets, rows, multiple, grads)
+        return None, LinearCrossEntropy.apply(x, self.head.weight, targets, rows, multiple, scatter, grads)
 
 
 def new_lambdas(cfg):

@@ -70,9 +70,9 @@ class Distributed:
             device = f"cuda:{local_rank}"  # set_device wants an index
         try:
             self.device = torch.device(device)
+            torch.zeros(1, device=self.device).item()
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError) as e:
             raise UserError(f"device={device} cannot be used here: {first_line(e)}") from None
         self.kind = self.device.type

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import COMPILED, COVER, MODES, config, fewest_layers, same, tiny, tokens, widths
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import checkpoint
 import describe
@@ -489,6 +491,31 @@ def test_the_residual_stream_stays_float32(mode, arch):
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         model(tokens((1, 5)))
     assert set(found) == {torch.float32}
+    found.clear()
+    model.half_stream = True
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(tokens((1, 5)))
+    assert set(found) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("mode", ["cross", "cross_prev", "cross_all"])
+def test_attention_across_layers_takes_memory_linear_in_the_length(mode):
+    """Forward and backward: no mask of T x 2T exists. Below, the largest tensor at twice the length."""
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            self.numel = max([self.numel, *(t.numel() for t in tree_leaves(made) if torch.is_tensor(t))])
+            return made
+
+    def largest(T):
+        model, seen = GPT(config(mode, block_size=T)), Largest()
+        seen.numel = 0
+        with seen:
+            model(tokens((1, T)), tokens((1, T)))[1].backward()
+        return seen.numel
+
+    assert largest(1024) <= 2 * largest(512)
 
 
 # ---- the loss
@@ -510,7 +537,9 @@ def test_chunked_loss_equals_the_naive_one():
         (3 * loss).backward()  # an upstream gradient that is not 1, as accumulation and GradScaler have
         return loss, a.grad, b.grad
 
-    for case in itertools.product([1, 7, 64, 1000], [1, 8, 97, 128]):  # rows of a chunk, padding
+    for case in itertools.product(
+        [1, 7, 64, 1000], [1, 8, 97, 128], [True, False]
+    ):  # rows of a chunk, padding, scatter
         for ours, right in zip(results(LinearCrossEntropy.apply, *case, True), results(naive_loss), strict=True):
             same(ours, right, case, rtol=1e-5, atol=1e-6)
 
@@ -527,7 +556,7 @@ def test_chunked_loss_under_autocast_and_scaler(dtype, how, pad):
     torch.compiler.reset()
 
     def step(a, b):
-        return LinearCrossEntropy.apply(a, b, target, 128, pad, True)
+        return LinearCrossEntropy.apply(a, b, target, 128, pad, pad == 1, True)
 
     step = torch.compile(step, fullgraph=True, backend="aot_eager") if how == "compiled" else step
     a, b = x.clone().requires_grad_(), w.clone().requires_grad_()

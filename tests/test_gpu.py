@@ -1,0 +1,106 @@
+"""The GPU path on an imitated GPU, see fake_cuda.py, and the faults that it must find."""
+
+import os
+import shutil
+import sys
+from types import SimpleNamespace
+
+import fake_cuda
+import pytest
+import torch
+from conftest import ROOT, finished, in_process, refused
+
+import runtime
+import train
+from configurator import UserError
+
+# planted all at once: file, right words, wrong words, what is said
+FAULTS = {
+    "a device without an index": (
+        "runtime.py",
+        'f"cuda:{local_rank}"',
+        "device",
+        "a torch.device with a specified index",
+    ),
+    "a causal mask on the CPU": (
+        "model.py",
+        "-math.inf, device=q.device)",
+        "-math.inf)",
+        "cuda:0 and cpu!",
+    ),
+    "token tables in fp32": ("model.py", "w * other.to(own.dtype)", "w * other", "torch.bfloat16, torch.float32"),
+    "a cache's slots on the CPU": ("sample.py", "self.length, device=store.device)", "self.length)", "sample.py:"),
+    "a result read too early": (
+        "train.py",
+        "total += loss.detach()",
+        "total += loss.item()",
+        "['sync', 'sync', 'launched",
+    ),
+}
+
+
+def run(library, root=ROOT, modes=""):
+    env = dict(os.environ, FAKE_CUDA=str(library), OMP_NUM_THREADS="1", NANO_ROOT=str(root), MODES=modes)
+    return finished([sys.executable, fake_cuda.__file__], env=env, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    if not shutil.which("g++"):
+        pytest.skip("there is no C++ compiler to make an imitated GPU with")
+    return fake_cuda.build(tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture(scope="module")
+def found(library, tmp_path_factory):
+    """What a run over a copy of our files with all faults prints."""
+    copy = tmp_path_factory.mktemp("copy")
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, copy)
+    for file, right, wrong, _ in FAULTS.values():
+        source = (copy / file).read_text()
+        assert source.count(right) == 1, (file, right)
+        (copy / file).write_text(source.replace(right, wrong))
+    return run(library, copy, modes="vanilla value_embed").stdout
+
+
+def test_every_command_runs_on_a_gpu(library):
+    result = run(library)
+    assert result.returncode == 0 and '"kinds of failures": 0' in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault, found):
+    assert FAULTS[fault][-1] in found, found
+
+
+# ---- what needs no imitation
+
+
+def test_a_device_that_is_not_there():
+    for device in ("cuda", "cuda:7"):
+        refused(in_process(train, f"--device={device}"), f"device={device}", "cannot be used here")
+
+
+def test_too_little_memory(monkeypatch):
+    def start(*of):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(train, "start", start)
+    refused(in_process(train, "--device=cpu"), "too little memory", "--micro_batch", "--recompute", "--shard=zero2")
+
+
+@pytest.mark.parametrize(
+    "package,says", [(None, "flash_attn is not installed"), ("3.0.0", "is version 3.0.0; run `pip")]
+)
+def test_flash_attn_that_cannot_be_used(package, says, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", package and SimpleNamespace(__version__=package))
+    with pytest.raises(UserError, match=says):
+        runtime.need_flash_attn()
+
+
+def test_a_copy_without_git_names_its_commit(monkeypatch, tmp_path):
+    monkeypatch.setattr(runtime, "__file__", str(tmp_path / "runtime.py"))
+    assert runtime.environment()["commit"] is None
+    (tmp_path / "COMMIT").write_text("0123abc\n")
+    assert runtime.environment()["commit"] == "0123abc"
