@@ -56,6 +56,8 @@ from model import to_fp32
 from runtime import clock, enough_memory, only_process, weights_dtype
 from value_modes import stored_tensors
 
+BETWEEN_CHECKS = {"cuda": 16}  # steps after which to look whether all rows have ended: a GPU waits for all work so far
+
 
 class KVCache:
     """Preallocated keys and values of one batch: a (B, G, length, D) tensor for each K and V that a layer owns, where G
@@ -197,11 +199,6 @@ def compile_decoding(model, idx, cache):
     return compiled
 
 
-def steps_between_checks(device):
-    """Steps after which to check whether all rows have ended. On a GPU the check waits for all work so far."""
-    return 16 if device.type == "cuda" else 1
-
-
 def cut_rows(rows, limits, eot):
     """Lists of ids, each cut at its limit and before its first `eot`."""
     cut = [row[:limit] for row, limit in zip(rows, limits, strict=True)]
@@ -239,7 +236,7 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
         cache = RaggedCache(cache, lengths)
     next_logits = compile_decoding(model, new[0], cache) if compile else decode_step
     compiled = clock(device)
-    between_checks = steps_between_checks(device)
+    between_checks = BETWEEN_CHECKS.get(device.type, 1)
     ended = torch.zeros_like(new[0], dtype=torch.bool)  # (B, 1)
     for i in range(1, max(limits)):
         if eot is not None:

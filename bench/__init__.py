@@ -24,22 +24,10 @@ PEERS = {"llama": LLAMA, "llama_no_mask": f"{LLAMA} without its mask"}
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Settings of every benchmark."""
+    """Settings of every benchmark. A side runs with every dtype, with torch.compile off, on, or both."""
 
     rounds: int = setting(3, "times that each side runs", least=1, group="Measuring")
     out_file: str = setting("", "JSON to write; empty = results/bench_<what>_<machine>.json")
-
-    def __post_init__(self):
-        check_ranges(self)
-        if self.out_file and not self.out_file.endswith(".json"):
-            raise ValueError(f"out_file={self.out_file} must end in .json")
-
-
-@dataclass(frozen=True)
-class ModelBenchConfig(BenchConfig):
-    """Settings of the benchmarks that make models of random weights. A side runs with every dtype, with torch.compile
-    off, on, or both."""
-
     shape: tuple[Literal[*SHAPES], ...] = setting(("tiny",), "of the models: tiny is the demo's", group="Sides")
     modes: tuple[str, ...] = setting(("vanilla", "resformer", "svformer"), "value modes, vanilla first")
     dtype: tuple[Literal["float32", "bfloat16", "float16"], ...] = setting(("float32",), "of autocast, or of decoding")
@@ -47,7 +35,9 @@ class ModelBenchConfig(BenchConfig):
     device: str = setting("auto", "auto, cpu, cuda, cuda:1")
 
     def __post_init__(self):
-        super().__post_init__()
+        check_ranges(self)
+        if self.out_file and not self.out_file.endswith(".json"):
+            raise ValueError(f"out_file={self.out_file} must end in .json")
         if self.modes[:1] != ("vanilla",):
             raise ValueError("modes must begin with vanilla, which the others are compared with")
         for shape in self.shape:

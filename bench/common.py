@@ -39,12 +39,13 @@ def failure_in(row):
 
 
 def product_flops(device, dtype):
-    """FLOP/s of a large matrix product: what this machine gives at most, beside what its maker says."""
-    n = 8192 if device.type == "cuda" else 512
-    a = torch.randn(n, n, device=device).to(dtype)
+    """FLOP/s of a large matrix product: what this GPU gives at most, beside what its maker says. None on a CPU."""
+    if device.type != "cuda":
+        return None
+    a = torch.randn(8192, 8192, device=device).to(dtype)
     _ = a @ a
-    took = [timed(lambda: a @ a, device)[0] for _ in range(5)]
-    return 2 * n**3 / statistics.median(took)
+    took = [timed(lambda: a @ a, device)[0] for _ in range(10)]
+    return 2 * len(a) ** 3 / statistics.median(took)
 
 
 def ratio(seconds, side, other):
@@ -74,15 +75,20 @@ def machine_name(device):
     return re.sub(r"\W+", "_", name).strip("_").lower()
 
 
-def write_results(what, result, device, out_file=""):
-    """Write {what, machine, versions, command, …, result's own keys} to out_file, or to the file that is named after
-    what was measured and the machine; returns its path."""
+def measured(what, cases, table, device, out_file="", **about):
+    """Run cases, functions of keep that return rows, and print a table of all rows. They are written with commit and
+    versions to out_file, or to a file that is named after `what` and the machine, whenever a case calls keep(rows)."""
     path = out_file or f"results/bench_{what}_{machine_name(device)}.json"
     versions = {}
     for package in PEER_PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    write_json(path, {"what": what, **environment(), **versions, **result})
-    return path
+    done = []
+
+    def keep(rows):
+        write_json(path, {"what": what, **environment(), **versions, **about, "rows": [*done, *rows]})
+
+    for case in cases:
+        done += case(keep)
+    keep([])
+    print(f"{table(done)}\nwrote {path}")

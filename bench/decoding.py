@@ -8,12 +8,12 @@ Read before: training.py.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from bench import LLAMA, SHAPES, ModelBenchConfig
+from bench import LLAMA, SHAPES, BenchConfig
 from configurator import UserError, command_line, run_main, setting
 
 
 @dataclass(frozen=True)
-class DecodingConfig(ModelBenchConfig):
+class DecodingConfig(BenchConfig):
     """Every setting of this benchmark."""
 
     peers: tuple[Literal["dynamic", "static"], ...] = setting((), "caches of transformers' generate")
@@ -26,13 +26,14 @@ class DecodingConfig(ModelBenchConfig):
 if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
     SETTINGS = command_line(DecodingConfig, __doc__)
 
+import functools
 import itertools
 import statistics
 import sys
 
 import torch
 
-from bench.common import failure_in, lines_table, order_of_round, ratio, spread, write_results
+from bench.common import failure_in, lines_table, measured, order_of_round, ratio, spread
 from hf import to_llama
 from model import GPT
 from runtime import clock, only_process
@@ -122,6 +123,8 @@ def check_texts(texts, model, prompts):
 
 def time_case(cfg, case, device, keep):
     """The rows of one case, one for each side. keep(rows) is called after each round. A side that fails is a row."""
+    print(", ".join(map(str, case)), file=sys.stderr, flush=True)
+    torch.compiler.reset()
     size = (case.batch, case.prompt)
     prompts = torch.randint(SHAPES[case.shape]["vocab_size"], size, generator=torch.Generator().manual_seed(0)).tolist()
     models, turns = {}, {}
@@ -187,19 +190,11 @@ def decoding_table(rows):
 
 def main(cfg: DecodingConfig):
     device = only_process(cfg.device).device
-    rows = []
+    cases = []
     for shape, dtype, prompt, batch in itertools.product(cfg.shape, cfg.dtype, cfg.prompt, cfg.batch):
-        print(f"{shape}, {dtype}, {batch} x {prompt:,} + {cfg.new}", file=sys.stderr, flush=True)
-
-        def keep(found, rows=tuple(rows)):
-            write_results("decode", {"kv_gib": cfg.kv_gib, "rows": [*rows, *found]}, device, cfg.out_file)
-
-        with torch._dynamo.config.patch(recompile_limit=1000):  # one step function, many models
-            rows += time_case(cfg, Case(shape, dtype, batch, prompt, cfg.new), device, keep)
-        torch.compiler.reset()
-    print(decoding_table(rows))
-    path = write_results("decode", {"kv_gib": cfg.kv_gib, "rows": rows}, device, cfg.out_file)
-    print(f"wrote {path}")
+        cases.append(functools.partial(time_case, cfg, Case(shape, dtype, batch, prompt, cfg.new), device))
+    torch._dynamo.config.recompile_limit = 1000  # one step function, many models
+    measured("decode", cases, decoding_table, device, cfg.out_file, kv_gib=cfg.kv_gib)
 
 
 if __name__ == "__main__":

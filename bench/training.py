@@ -3,20 +3,19 @@
     python -m bench.training --shape=tiny,82M --dtype=float32,bfloat16 --peers=llama
     python -m bench.training memory --shape=82M --recompute=off,on --peers=llama
 
-memory: the peak of three micro-batches, each in a process of its own. A peak is linear in the tokens, since attention
-is fused and the logits come in chunks: the line through the first two, GB + kB per token, should predict the third.
+memory: the peak of steps of two micro-batches. It is linear in the tokens.
 Read before: common.py. Read next: decoding.py.
 """
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from bench import PEERS, SHAPES, ModelBenchConfig
+from bench import PEERS, SHAPES, BenchConfig
 from configurator import UserError, command_line, run_main, setting
 
 
 @dataclass(frozen=True)
-class TrainingConfig(ModelBenchConfig):
+class TrainingConfig(BenchConfig):
     """Every setting of this benchmark. The sides are all combinations of modes, attn, dtype and compile, and peers."""
 
     what: Literal["train", "memory"] = setting("train", "train: tokens/s; memory: peak bytes", positional=True)
@@ -26,7 +25,7 @@ class TrainingConfig(ModelBenchConfig):
         (), "llama: transformers' Llama with vanilla's weights; llama_no_mask: the same without the mask that it makes"
     )
     block_size: int = setting(256, "tokens per sequence", least=1, group="Work")
-    micro_batch: int = setting(8, "sequences per step; memory: also a half and a quarter of it, so at least 4", least=1)
+    micro_batch: int = setting(8, "sequences per step", least=1)
     seconds: float = setting(2.0, "least time of a side's turn", least=0)
 
     def __post_init__(self):
@@ -53,7 +52,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from bench.common import failure_in, lines_table, order_of_round, product_flops, ratio, spread, timed, write_results
+from bench.common import failure_in, lines_table, measured, order_of_round, product_flops, ratio, spread, timed
 from describe import flops_per_token
 from hf import to_llama
 from model import GPT
@@ -205,7 +204,7 @@ def compared(rows, cfg):
     for side in seconds:
         row, flops = rows[side], rows[side]["flops_per_token"]
         row["tokens_per_s"] = row["tokens"] / statistics.median(seconds[side])
-        row["of_product"] = row["tokens_per_s"] * flops / row["product"]
+        row["of_product"] = row["tokens_per_s"] * flops / row["product"] if row["product"] else None
         row["mfu"] = row["tokens_per_s"] * flops / row["peak"] if row["peak"] else None
         vanilla = side._replace(model="vanilla", attn=cfg.attn[0])
         row["computed"] = rows[vanilla]["flops_per_token"] / flops
@@ -217,15 +216,16 @@ def compared(rows, cfg):
 
 
 def training_table(rows):
-    """Markdown of one shape's rows: tokens/s by model and way to run it, with the ratio to vanilla's (median,
+    """Markdown of tokens/s by model and way to run it, a table for each shape, with the ratio to vanilla's (median,
     least–greatest of a round) beside what the FLOPs alone would make of it, and the share of a measured product."""
-    lines = {}
+    shapes = {}  # {shape: {model: line}}
     for row in rows:
+        lines = shapes.setdefault(row["shape"], {})
         line = lines.setdefault(row["name"], {row["shape"]: row["name"], "parameters": f"{row['parameters']:,}"})
         line[f"{row['dtype']}, compiled" if row["compile"] == "on" else row["dtype"]] = cell_of(row)
     for row in rows:  # the last column
-        lines[row["name"]]["computed"] = f"{row['computed']:.3f}" if row.get("computed") else ""
-    return lines_table(lines.values())
+        shapes[row["shape"]][row["name"]]["computed"] = f"{row['computed']:.3f}" if row.get("computed") else ""
+    return "\n\n".join(lines_table(lines.values()) for lines in shapes.values())
 
 
 def cell_of(row):
@@ -245,36 +245,21 @@ def cell_of(row):
 
 
 def memory_rows(cfg, shape, device, keep):
-    """The rows of one shape, one for each side, with and without activation checkpointing of ours. keep(rows) is called
-    after each."""
-    rows = []
+    """The peak of each side, with and without activation checkpointing of ours, in a process of its own. keep(rows) is
+    called after each."""
+    # a process inherits its starter's peak on Linux: the fork server's is small
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train", "torch._dynamo"])
+    B, T, rows = cfg.micro_batch, cfg.block_size, []
     for side in itertools.chain(*sides_by_model(cfg)):
         for recompute in ("off",) if side.is_peer else cfg.recompute:
             print(f"{shape}, {side.name}, {side.dtype}, recompute {recompute}", file=sys.stderr, flush=True)
             row = dict(shape=shape, name=side.name, dtype=side.dtype, compile=side.compile, recompute=recompute)
-            with failure_in(row):
-                row.update(memory_row(cfg, device, shape, side, recompute))
-            rows.append(row)
+            with failure_in(row), ProcessPoolExecutor(1, mp_context=context) as process:
+                row["peak"] = process.submit(training_peak, str(device), shape, side, recompute, B, T).result()
+            rows.append(row | {"micro_batch": B, "length": T})
             keep(rows)
     return rows
-
-
-def memory_row(cfg, device, shape, side, recompute):
-    """The peaks of one side at a quarter, a half and all of the micro-batch, and the line through the first two."""
-    T, most = cfg.block_size, max(4, cfg.micro_batch)
-    # a process inherits its starter's peak on Linux: the fork server's is small
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train", "torch._dynamo"])
-    peaks = {}
-    for B in (most // 4, most // 2, most):
-        with ProcessPoolExecutor(1, mp_context=context) as process:
-            peaks[B] = process.submit(training_peak, str(device), shape, side, recompute, B, T).result()
-    few, more, _ = peaks
-    per_token = (peaks[more] - peaks[few]) / ((more - few) * T)
-    fixed = peaks[few] - per_token * few * T
-    predicted = fixed + per_token * most * T
-    found = dict(length=T, peaks={str(B): peak for B, peak in peaks.items()}, fixed=fixed, per_token=per_token)
-    return found | dict(predicted=predicted, off_by=predicted / peaks[most] - 1)
 
 
 def training_peak(device, shape, side, recompute, B, T):
@@ -287,19 +272,12 @@ def training_peak(device, shape, side, recompute, B, T):
 
 
 def memory_table(rows):
-    """Markdown of the peaks, and of the lines through them as GB + kB per token."""
     lines = []
     for row in rows:
         line = {"shape": row["shape"], "side": row["name"]}
         line.update({key: row[key] for key in ("dtype", "compile", "recompute")})
-        if "error" in row:
-            lines.append(line | {"peak, GB": row["error"]})
-            continue
-        B, peak = list(row["peaks"].items())[-1]
-        line["micro-batch x length"] = f"{B} x {row['length']:,}"
-        line["peak, GB"] = f"{peak / 1e9:.2f}"
-        line["by the line"] = f"{row['predicted'] / 1e9:.2f} ({row['off_by']:+.1%})"
-        line["GB + kB per token"] = f"{row['fixed'] / 1e9:.2f} + {row['per_token'] / 1e3:.0f}"
+        line["micro-batch x length"] = f"{row['micro_batch']} x {row['length']:,}"
+        line["peak, GB"] = row.get("error") or f"{row['peak'] / 1e9:.2f}"
         lines.append(line)
     return lines_table(lines, left=5)
 
@@ -313,16 +291,9 @@ def main(cfg: TrainingConfig):
         measure, table = memory_rows, memory_table
         # on a CPU what is freed shall leave the process at once; read when one starts
         os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1000000")
-    rows = []
-    for shape in cfg.shape:
-
-        def keep(found, rows=tuple(rows)):
-            write_results(cfg.what, {"rows": [*rows, *found]}, device, cfg.out_file)
-
-        found = measure(cfg, shape, device, keep)
-        print(f"\n{table(found)}", flush=True)
-        rows += found
-    print(f"wrote {write_results(cfg.what, {'rows': rows}, device, cfg.out_file)}")
+    measured(
+        cfg.what, [functools.partial(measure, cfg, shape, device) for shape in cfg.shape], table, device, cfg.out_file
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ if __name__ == "__main__":  # before torch is imported, so that a typo is answer
 
 from bench import LLAMA
 from bench.decoding import decoding_table
-from bench.training import memory_table, training_table
+from bench.training import training_table
 from budget import BudgetConfig, budget
 from describe import mode_table
 from examples import vit
@@ -178,7 +178,6 @@ MAKERS = {
     "night-weights": lambda: weights_table("night", ("resformer_learned", "resformer_plus")),
     "training-tiny": lambda: current_training_table("x1_tiny"),
     "training-82M": lambda: current_training_table("x2_82m"),
-    "memory": lambda: memory_table(bench_rows("memory_intel_xeon_x2_82m")),
     "decoding-vanilla": decoding_of_vanilla,
     "decoding-modes": decoding_of_modes,
 }

@@ -164,7 +164,7 @@ def test_looking_for_ends_now_and_then_changes_nothing(monkeypatch):
         eot = plain[row][at]
         cut = [r[: r.index(eot)] if eot in r else r for r in plain]
         for look in (1, 4, 16):
-            monkeypatch.setattr(sample, "steps_between_checks", lambda device, look=look: look)
+            monkeypatch.setitem(sample.BETWEEN_CHECKS, "cpu", look)
             assert generate(model, PROMPTS, 30, num_samples=2, eot=eot)[0] == cut
 
 
@@ -174,7 +174,7 @@ def test_generation_ends_when_all_rows_have(monkeypatch):
     monkeypatch.setattr(sample, "decode_step", lambda *args, step=sample.decode_step: steps.append(1) or step(*args))
     for look, most in ((1, 0), (4, 3), (16, 15)):
         steps.clear()
-        monkeypatch.setattr(sample, "steps_between_checks", lambda device, look=look: look)
+        monkeypatch.setitem(sample.BETWEEN_CHECKS, "cpu", look)
         assert generate(model, [7], 30, temperature=0, eot=eot)[0] == [[]] and len(steps) == most
 
 
