@@ -104,3 +104,25 @@ def test_a_copy_without_git_names_its_commit(monkeypatch, tmp_path):
     assert runtime.environment()["commit"] is None
     (tmp_path / "COMMIT").write_text("0123abc\n")
     assert runtime.environment()["commit"] == "0123abc"
+
+
+@pytest.mark.parametrize(
+    "name,peak",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA RTX 6000 Ada Generation", 364e12),
+    ],
+)
+def test_peaks_by_name(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert runtime.peak_flops(torch.device("cuda:0"), torch.bfloat16) == peak
+    assert runtime.peak_flops(torch.device("cuda:0"), torch.float32) is None

@@ -498,6 +498,24 @@ def test_the_residual_stream_stays_float32(mode, arch):
     assert set(found) == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("mode", ["vanilla", "resformer", "svformer", "neutreno", "cross", "value_embed"])
+def test_attention_s_output_and_gradient_are_never_copied(mode, monkeypatch):
+    """The gradient has the layout of the output, and the output projection reads that layout as rows."""
+    outputs, layouts, kernel = [], [], F.scaled_dot_product_attention
+
+    def watched(*args, **kw):
+        y = kernel(*args, **kw)
+        y.register_hook(lambda grad: layouts.append(grad.stride() == y.stride()))
+        outputs.append(y)
+        return y
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    model, idx = GPT(config(mode)), tokens((2, 32))
+    model(idx, idx.roll(-1, 1))[1].backward()
+    assert len(outputs) == len(layouts) == 4 and all(layouts)
+    assert mode == "cross" or all(y.transpose(1, 2).is_contiguous() for y in outputs)
+
+
 @pytest.mark.parametrize("mode", ["cross", "cross_prev", "cross_all"])
 def test_attention_across_layers_takes_memory_linear_in_the_length(mode):
     """Forward and backward: no mask of T x 2T exists. Below, the largest tensor at twice the length."""
