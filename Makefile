@@ -8,14 +8,13 @@ ifdef NO_INSTALL
 PY := $(PYTHON)
 else
 PY := .venv/bin/python
-READY := .venv/ready-peers
 endif
 DEMO := vanilla resformer_lambda svformer
 
 # OpenMP threads that wait a long time awake make each other late when anything else runs (1.6 x on 2 busy cores)
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo figures test test-peers fuzz faults bench-gpu lint clean
+.PHONY: demo figures test test-peers fuzz faults bench-gpu bench-82m bench-468m bench-memory bench-decoding lint clean
 demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6
 	for mode in $(DEMO); do \
@@ -39,38 +38,46 @@ fuzz: .venv/ready-dev
 faults: .venv/ready-dev
 	$(PY) tests/faults.py --out_file=results/faults.json
 
-# What is to be measured on a GPU. Each line ends within ten minutes and writes its results as they come; one that fails
-# does not stop the others. NO_INSTALL=1 uses the Python and the packages of the machine: no network is needed.
+# What is to be measured on a GPU. Each line ends within ten minutes and writes its results as they come, into OUT; one that
+# fails does not stop the others. NO_INSTALL=1 uses the Python and the packages of the machine: no network is needed.
+OUT ?= results
 BENCH := $(PY) -m bench.training --device=cuda --block_size=2048
 DECODING := $(PY) -m bench.decoding --device=cuda --compile=on --dtype=bfloat16 --prompt=1024
-LLAMAS := --peers=llama,llama_no_mask
 ON := --compile=on --dtype=bfloat16
-bench-gpu: $(READY)
-	-timeout 570 $(BENCH) $(ON) --shape=82M --micro_batch=32 $(LLAMAS) \
-	  --modes=vanilla,resformer,svformer,neutreno,denseformer --out_file=results/gpu_train_82m.json
-	-timeout 570 $(BENCH) $(ON) --shape=468M --micro_batch=8 $(LLAMAS) --modes=vanilla,resformer,svformer \
-	  --out_file=results/gpu_train_468m.json
-	-timeout 200 $(BENCH) $(ON) --shape=468M --micro_batch=16 --modes=vanilla --out_file=results/gpu_train_468m_16.json
-	-timeout 200 $(BENCH) --compile=on --dtype=float16 --shape=82M --micro_batch=32 --modes=vanilla \
-	  --out_file=results/gpu_train_82m_fp16.json
+LLAMAS := --peers=llama,llama_no_mask
+bench-gpu: bench-82m bench-468m bench-memory bench-decoding
+
+bench-82m: .venv/ready-peers
+	-timeout 380 $(BENCH) $(ON) --shape=82M --micro_batch=32 $(LLAMAS) \
+	  --modes=vanilla,resformer,svformer,neutreno,denseformer --out_file=$(OUT)/gpu_train_82m.json
+	-timeout 180 $(BENCH) --compile=on --dtype=float16 --shape=82M --micro_batch=32 --modes=vanilla \
+	  --out_file=$(OUT)/gpu_train_82m_fp16.json
+
+bench-468m: .venv/ready-peers
+	-timeout 420 $(BENCH) $(ON) --shape=468M --micro_batch=8 $(LLAMAS) --modes=vanilla,resformer,svformer \
+	  --out_file=$(OUT)/gpu_train_468m.json
+	-timeout 150 $(BENCH) $(ON) --shape=468M --micro_batch=16 --modes=vanilla --out_file=$(OUT)/gpu_train_468m_16.json
+
+bench-memory: .venv/ready-peers
 	-timeout 300 $(BENCH) memory --compile=off --dtype=bfloat16 --shape=82M --micro_batch=32 \
-	  --peers=llama --modes=vanilla --recompute=off,on --out_file=results/gpu_memory_82m.json
-	-timeout 200 $(DECODING) --shape=82M --batch=1 --modes=vanilla,svformer --peers=dynamic,static \
-	  --out_file=results/gpu_decode_82m.json
+	  --peers=llama --modes=vanilla --recompute=off,on --out_file=$(OUT)/gpu_memory_82m.json
+
+bench-decoding: .venv/ready-peers
+	-timeout 150 $(DECODING) --shape=82M --batch=1 --modes=vanilla,svformer --peers=dynamic,static \
+	  --out_file=$(OUT)/gpu_decode_82m.json
 	-timeout 400 $(DECODING) --shape=468M --batch=1,8 --modes=vanilla,svformer --peers=dynamic,static \
-	  --out_file=results/gpu_decode_468m.json
+	  --out_file=$(OUT)/gpu_decode_468m.json
 
 lint: .venv/ready-dev
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
-
-.venv/ready-peers: .venv/ready-dev requirements-peers.txt
-	$(PY) -m pip install -q --disable-pip-version-check -r requirements-peers.txt -c constraints.txt
-	touch $@
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
 clean:
 	rm -rf .venv out/demo data/demo
 
+ifdef NO_INSTALL
+.venv/ready .venv/ready-dev .venv/ready-peers: ;
+else
 .venv/ready: requirements.txt constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
 	test -x $(PY) || $(PYTHON) -m venv .venv
@@ -80,3 +87,8 @@ clean:
 .venv/ready-dev: .venv/ready requirements-dev.txt
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-dev.txt -c constraints.txt
 	touch $@
+
+.venv/ready-peers: .venv/ready-dev requirements-peers.txt
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-peers.txt -c constraints.txt
+	touch $@
+endif

@@ -581,6 +581,7 @@ def write_arrays(path, arrays):
     write_atomic(path, write)
 
 
+@enough_memory("set a smaller --batch_tokens")
 def main(cfg: AnalyzeConfig):
     device = only_process(cfg.device).device
     if cfg.init:
@@ -591,8 +592,7 @@ def main(cfg: AnalyzeConfig):
     if twice:
         raise UserError(f"{' and '.join(twice)} are in one folder, which has one analysis.json; name one of them")
     for name in names:
-        with enough_memory(f"set --batch_tokens below {cfg.batch_tokens}"):
-            analyze_subject(open_run(name, cfg, device), cfg, device)
+        analyze_subject(open_run(name, cfg, device), cfg, device)
 
 
 if __name__ == "__main__":

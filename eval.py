@@ -556,6 +556,7 @@ def out_path(cfg, entries):
 # ---- a whole call
 
 
+@enough_memory("set a smaller --batch_tokens")
 def evaluate_checkpoint(entry, asked, cfg, world):
     """Score all tasks for an Entry. asked: {task: (Questions, where they are from)}."""
     model = checkpoint.load(entry.path, device=world.device, dtype=getattr(torch, cfg.dtype))
@@ -583,8 +584,7 @@ def evaluate(entries, cfg, world):
     if world.is_first_of_node:
         world.wait()
     for entry in entries:
-        with enough_memory(f"set --batch_tokens below {cfg.tokens_per_pass(world)}"):
-            evaluate_checkpoint(entry, asked, cfg, world)
+        evaluate_checkpoint(entry, asked, cfg, world)
         if world.rank == 0:
             store_results(entry)
     return all_tables(entries, cfg.task)

@@ -516,10 +516,12 @@ def read_eval(folder):
     if not found:
         raise UserError(f"{path} has no results; it should be {make}")
     last = max(found.values(), key=lambda checkpoint: checkpoint["step"] or 0)
-    for task, result in last["results"].items():
+    results = {}
+    for task, result in sorted(last["results"].items()):  # in fp32 before any other dtype, which eval.py has on GPUs
         scores = {name: float | None for name in SCORES if name in result}
-        last["results"][task] = convert(result, LOSSES if task.startswith("loss") else scores, f"{path}: {task}")
-    return last
+        converted = convert(result, LOSSES if task.startswith("loss") else scores, f"{path}: {task}")
+        results.setdefault(task.partition(" dtype=")[0], converted)
+    return last | {"results": results}
 
 
 def side_by_side(n):

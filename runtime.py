@@ -33,7 +33,6 @@ PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
-    "H800 PCIe": 756e12,
     "H800": 989e12,
     "A100": 312e12,
     "A800": 312e12,
@@ -301,7 +300,9 @@ def peak_flops(device, dtype):
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)  # such as "NVIDIA A100-SXM4-80GB"
-    return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+    return next(
+        (peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b(?! (Laptop|Ti|D|SUPER)\b)", name)), None
+    )
 
 
 def clock(device):

@@ -226,13 +226,14 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
     limits = [min(n_new, block_size - n + 1) for n in lengths]  # the last new token needs no position of its own
     generator = torch.Generator(device).manual_seed(seed)
     began = clock(device)
+    is_ragged = compile or min(lengths) < max(lengths)
     length = max(lengths) + n_new - 1
-    if device.type == "cuda":  # kernels read rows of a mask that begin at multiples of 16 bytes
+    if is_ragged and device.type == "cuda":  # its mask has rows of this length, which kernels read 16 bytes at a time
         length = math.ceil(length / 128) * 128
     logits, cache = prefill(model, prompts, min(length, block_size))
     new = [sample_token(logits, generator, **sampling)]  # (B, 1) each
     prefilled = clock(device)
-    if compile or min(lengths) < max(lengths):
+    if is_ragged:
         cache = RaggedCache(cache, lengths)
     next_logits = compile_decoding(model, new[0], cache) if compile else decode_step
     compiled = clock(device)
@@ -281,18 +282,18 @@ def continued(text, prompt, row, tokenizer):
     return text + tokenizer.decode(prompt + row)[len(tokenizer.decode(prompt)) :]
 
 
+@enough_memory("set fewer --num_samples, a shorter prompt or fewer --max_new_tokens")
 def main(cfg: SampleConfig):
     device = only_process(cfg.device).device
     path = checkpoint.find(cfg.run, cfg.which)
     tokenizer = checkpoint.load_tokenizer(path)
     texts = read_prompts(cfg)
+    sampling = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
     model = checkpoint.load(path, device=device, dtype=weights_dtype(cfg.dtype, device.type))
     prompts = encode_prompts(texts, tokenizer, model.cfg.block_size)
-    sampling = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
-    with enough_memory("set fewer --num_samples, shorter prompts or --max_new_tokens"):
-        rows, cache, seconds = generate(
-            model, prompts, cfg.max_new_tokens, cfg.num_samples, cfg.seed, tokenizer.end, cfg.compile, **sampling
-        )
+    rows, cache, seconds = generate(
+        model, prompts, cfg.max_new_tokens, cfg.num_samples, cfg.seed, tokenizer.end, cfg.compile, **sampling
+    )
     for i, row in enumerate(rows):
         if len(rows) > 1:
             print(f"--- {i + 1}")

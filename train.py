@@ -282,7 +282,8 @@ def build(cfg, world):
     verify = cfg.verify and world.is_first_of_node
     corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, verify, cfg.bos)
     torch.manual_seed(cfg.seed)
-    model = GPT(cfg.model_config(corpus.tokenizer.n_vocab), cfg.seed, cfg.attn, True, cfg.recompute, cfg.half_stream)
+    shape = cfg.model_config(corpus.tokenizer.n_vocab)
+    model = GPT(shape, cfg.seed, cfg.attn, recompute=cfg.recompute, half_stream=cfg.half_stream)
     if not is_sharded:  # else the device may have no room for all of it
         model = model.to(world.device)
     optimizer = adamw(model, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
@@ -324,7 +325,9 @@ def compare_settings(run, done):
     new = json.loads(json.dumps(settings))  # as it is read back
     if not (done and path.exists()):
         return new, ""
-    old = {"bos": False} | read_json(path, "the config of a run", checkpoint.RUN)  # older runs do not say it
+    old = {"bos": False, "half_stream": False} | read_json(
+        path, "the config of a run", checkpoint.RUN
+    )  # older runs do not say it
     new["init_from"] = cfg.init_from or old.get("init_from", "")  # a resumed run need not name it again
     changed = [k for k in new if k in old and old[k] != new[k] and k not in MAY_DIFFER]
     what = ", ".join(f"{k} (was {str(old[k])[:40] or 'empty'})" for k in changed)
@@ -454,9 +457,9 @@ def accumulate(run, model, batches):
     return total, waited
 
 
-def train_step(run, model, step, batches, stop):
+def train_step(run, model, step, batches):
     """One optimizer step; returns (mean loss over the global batch, gradient norm or None if fp16 overflowed, seconds
-    spent waiting for data, whether any rank was asked to stop). batches: see `training_batches`.
+    spent waiting for data). batches: see `training_batches`.
 
     Raises UserError, and the caller saves nothing, if the loss is not finite, or if the norm is not and no scaler
     skipped the step.
@@ -470,8 +473,7 @@ def train_step(run, model, step, batches, stop):
     scaler.step(run.optimizer)
     scaler.update()
     # All of the step is launched. Only now its results are read, so a GPU never waits for the next launch.
-    read = torch.stack((total, norm, torch.full_like(norm, stop.asked)))
-    total, norm, asked = (world.sum(read) / world.size).tolist()
+    total, norm = (world.sum(torch.stack((total, norm))) / world.size).tolist()
     loss = total / run.accumulation
     if not math.isfinite(loss):
         raise UserError(f"step {step + 1}: the loss is {loss}; {REMEDY}")
@@ -481,7 +483,7 @@ def train_step(run, model, step, batches, stop):
         raise UserError(f"step {step + 1}: fp16 gradients overflow at any loss scale; use dtype=bfloat16")
     if not math.isfinite(norm):
         norm = None  # fp16 overflowed
-    return loss, norm, waited, asked > 0
+    return loss, norm, waited
 
 
 @torch.no_grad()
@@ -575,7 +577,7 @@ def train(run, done, config, note):
         lr = learning_rate(step, cfg.learning_rate, cfg.final_lr * cfg.learning_rate, cfg.warmup_steps, cfg.max_steps)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
-        loss, norm, waited, is_stopped = train_step(run, model, step, batches, stop)
+        loss, norm, waited = train_step(run, model, step, batches)
         seconds = time.perf_counter() - began
         rate = cfg.batch_tokens / seconds
         mfu = rate * flops / (peak * world.size) if peak else None
@@ -584,6 +586,7 @@ def train(run, done, config, note):
         metrics.step(record)
         if step == done:
             metrics.say(f"first step done after {time.perf_counter() - world.started:.1f} s")
+        is_stopped = world.sum([stop.asked]).item() > 0
         evaluate_and_save(run, metrics, n, is_stopped)
         if is_stopped and n < cfg.max_steps:
             metrics.say(f"stopped and saved at step {n}; the same command with --resume=auto continues")

@@ -27,7 +27,7 @@ class BenchConfig:
     """Settings of every benchmark. A side runs with every dtype, with torch.compile off, on, or both."""
 
     rounds: int = setting(3, "times that each side runs", least=1, group="Measuring")
-    out_file: str = setting("", "JSON to write; empty = results/bench_<what>_<machine>.json")
+    out_file: str = setting("", "JSON to write; empty = results/bench_<what>.json")
     shape: tuple[Literal[*SHAPES], ...] = setting(("tiny",), "of the models: tiny is the demo's", group="Sides")
     modes: tuple[str, ...] = setting(("vanilla", "resformer", "svformer"), "value modes, vanilla first")
     dtype: tuple[Literal["float32", "bfloat16", "float16"], ...] = setting(("float32",), "of autocast, or of decoding")

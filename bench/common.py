@@ -1,19 +1,16 @@
 """What all benchmarks share: turns, ratios, tables, and the file of results. Read next: training.py."""
 
 import contextlib
-import re
 import statistics
 import sys
 from importlib import metadata
 
 import torch
 
-from configurator import first_line
+from configurator import UserError, first_line
 from files import write_json
 from report import markdown
-from runtime import clock, environment, processor_name
-
-PEER_PACKAGES = ("transformers", "lm-eval")
+from runtime import clock, environment
 
 
 def timed(function, device):
@@ -33,6 +30,8 @@ def failure_in(row):
     """Turns what goes wrong on one side, in a compiler or for want of memory, into a field of its row."""
     try:
         yield
+    except UserError:  # of what was asked for, such as a package that is not installed
+        raise
     except Exception as e:
         row["error"] = f"{type(e).__name__}: {first_line(e)}"
         print(f"{row['name']}: {row['error']}", file=sys.stderr, flush=True)
@@ -65,28 +64,15 @@ def lines_table(lines, left=1):
     return markdown(header, [[line.get(column, "") for column in header] for line in lines], left)
 
 
-def machine_name(device):
-    """What computes here, for a file's name: the GPU, or the processor and the number of threads."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"{processor_name()} x{torch.get_num_threads()}"
-    name = re.sub(r"\((R|TM)\)|CPU|Processor", "", name)
-    return re.sub(r"\W+", "_", name).strip("_").lower()
-
-
-def measured(what, cases, table, device, out_file="", **about):
-    """Run cases, functions of keep that return rows, and print a table of all rows. They are written with commit and
-    versions to out_file, or to a file that is named after `what` and the machine, whenever a case calls keep(rows)."""
-    path = out_file or f"results/bench_{what}_{machine_name(device)}.json"
-    versions = {}
-    for package in PEER_PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    done = []
+def measured(what, cases, table, out_file, **about):
+    """Run cases, functions of keep that return rows, and print a table of all rows. They are written to out_file with
+    commit, versions and command, whenever a case calls keep(rows)."""
+    path, done = out_file or f"results/bench_{what}.json", []
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        about["transformers"] = metadata.version("transformers")
 
     def keep(rows):
-        write_json(path, {"what": what, **environment(), **versions, **about, "rows": [*done, *rows]})
+        write_json(path, {"what": what, **environment(), **about, "rows": [*done, *rows]})
 
     for case in cases:
         done += case(keep)

@@ -53,7 +53,7 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from bench.common import failure_in, lines_table, measured, order_of_round, product_flops, ratio, spread, timed
-from describe import flops_per_token
+from describe import count_parameters, flops_per_token
 from hf import to_llama
 from model import GPT
 from runtime import need_flash_attn, only_process, peak_bytes, peak_flops
@@ -150,10 +150,12 @@ def training_rows(cfg, shape, device, keep):
     rows, turns = {}, {}
     with torch._dynamo.config.patch(recompile_limit=1000):  # one forward pass, many models
         for sides in sides_by_model(cfg):
-            model, optimizer = new_model(sides[0], shape, cfg.block_size, device)
+            model = None
             for side in sides:
-                rows[side] = new_row(side, shape, model, batch, device, products[side.dtype])
+                rows[side] = new_row(side, shape, batch, device, products[side.dtype])
                 with failure_in(rows[side]):
+                    if model is None:
+                        model, optimizer = new_model(side, shape, cfg.block_size, device)
                     turns[side] = warmed_up(trainer(side, model, optimizer, batch), rows[side], cfg.seconds, device)
                 keep(compared(rows, cfg))
         for n in range(cfg.rounds):
@@ -161,6 +163,7 @@ def training_rows(cfg, shape, device, keep):
                 with failure_in(rows[side]):
                     took, steps = timed(turns[side], device)
                     rows[side]["seconds"].append(took / steps)
+            turns = {side: steps for side, steps in turns.items() if "error" not in rows[side]}
             keep(compared(rows, cfg))
     return list(rows.values())
 
@@ -174,17 +177,19 @@ def check_losses(cfg, shape, batch):
         side = Side(name, cfg.attn[0], dtype, "off")
         model, _ = new_model(side, shape, cfg.block_size, batch[0].device)
         with torch.no_grad(), autocast(batch, side):
-            losses[name] = mean_loss(side, model, *batch).item()
+            losses[name] = mean_loss(
+                side, model, *(x[:1] for x in batch)
+            ).item()  # one sequence: a peer holds all logits
         if not abs(losses[name] - losses["vanilla"]) < most:
             raise UserError(f"vanilla's loss is {losses['vanilla']}, that of {name} {losses[name]}: not the same work")
 
 
-def new_row(side, shape, model, batch, device, product):
+def new_row(side, shape, batch, device, product):
     """What is known of a side before it runs."""
     mode = "vanilla" if side.is_peer else side.model
     row = dict(shape=shape, name=side.name, dtype=side.dtype, compile=side.compile, tokens=batch[0].numel())
-    row["parameters"] = sum(p.numel() for p in model.parameters())
-    row["flops_per_token"] = flops_per_token(ModelConfig(**SHAPES[shape], block_size=batch[0].size(1), value_mode=mode))
+    config = ModelConfig(**SHAPES[shape], block_size=batch[0].size(1), value_mode=mode)
+    row.update(parameters=count_parameters(config), flops_per_token=flops_per_token(config))
     row.update(peak=peak_flops(device, getattr(torch, side.dtype)), product=product, seconds=[])
     return row
 
@@ -264,7 +269,7 @@ def memory_rows(cfg, shape, device, keep):
 
 def training_peak(device, shape, side, recompute, B, T):
     """The most bytes that two steps, each of two micro-batches, take beyond what the process has before the model."""
-    device = torch.device(device)
+    device = only_process(device, fixed_lengths=True).device
     before = peak_bytes(device)
     model, optimizer = new_model(side, shape, T, device, recompute == "on")
     trainer(side, model, optimizer, random_batch(shape, B, T, device), micro_batches=2)(2)
@@ -291,9 +296,7 @@ def main(cfg: TrainingConfig):
         measure, table = memory_rows, memory_table
         # on a CPU what is freed shall leave the process at once; read when one starts
         os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1000000")
-    measured(
-        cfg.what, [functools.partial(measure, cfg, shape, device) for shape in cfg.shape], table, device, cfg.out_file
-    )
+    measured(cfg.what, [functools.partial(measure, cfg, shape, device) for shape in cfg.shape], table, cfg.out_file)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: the tests are about CPUs, and about an imitated GPU
+
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))

@@ -244,16 +244,26 @@ def case_train():
         idx = torch.zeros(2, cfg.block_size, dtype=torch.int64)
         batches = ((*WORLD.to_device(WORLD.pin_memory((idx, idx.clone()))), 0.0) for _ in range(2))
         events.clear()
-        no_scatter = patch.object(
-            torch.Tensor, "scatter_add_", None
-        )  # it would make three kernels of a chunk of the loss
-        with no_scatter, seen("cpu"), seen("item", lambda t: 1.0), seen("tolist", lambda t: [1.0] * t.numel()):
+        with seen("cpu"), seen("item", lambda t: 1.0), seen("tolist", lambda t: [1.0] * t.numel()):
             with seen("__bool__", lambda t: True):
-                train.train_step(run, model, 0, batches, SimpleNamespace(asked=False))
+                train.train_step(run, model, 0, batches)
         assert events == ["launched", "sync"] + ["sync"] * scaler.is_enabled(), events
         for name, p in model.named_parameters():
             assert p.grad is None or (p.grad.is_cuda and p.grad.dtype == torch.float32), name
 
+    def loss_arguments():
+        """Padded rows; compiled without a scatter, in half precision in larger chunks."""
+        asked = []
+        loss = SimpleNamespace(apply=lambda x, w, target, *how: asked.append(how))
+        idx = torch.zeros(2, 32, dtype=torch.int64, device="cuda")
+        with patch.object(model, "LinearCrossEntropy", loss):
+            for compiling, half in ((False, True), (True, True), (True, False)):
+                compile = patch.object(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
+                with compile, torch.autocast("cuda", torch.bfloat16, enabled=half):
+                    new_model(config(vocab_size=2**24))(idx, idx)
+        assert asked == [(16, 64, True, True), (64, 64, False, True), (16, 64, False, True)], asked
+
+    failures.attempt("loss", loss_arguments)
     WORLD = new_world("cuda:0")
     WORLD.pin_memory = lambda arrays: arrays
     for key, cfg, dtype in configs():
@@ -284,7 +294,7 @@ def case_decode():
         generator = patch.object(torch, "Generator", lambda device: SimpleNamespace(manual_seed=lambda seed: None))
         with generator, patch.object(torch.Tensor, "item", lambda t: 1):
             for block, wanted in ((256, 128), (100, 100)):
-                cache = sample.generate(new_model(config(block_size=block)), [[1] * 5], 1)[1]
+                cache = sample.generate(new_model(config(block_size=block)), [[1] * 5, [1]], 1)[1]
                 assert cache.length == wanted, cache.length
 
     failures.attempt("room", room)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ def overflow(world, folder):
         unscale(optimizer)
 
     run.scaler.unscale_ = spoiled
-    _, norm, *_ = train.train_step(run, run.model, 0, train.training_batches(run, 0), SimpleNamespace(asked=False))
+    _, norm, *_ = train.train_step(run, run.model, 0, train.training_batches(run, 0))
     assert norm is None and run.scaler.get_scale() == 2.0**15
     assert all(torch.equal(p.to_local(), b) for p, b in zip(run.model.parameters(), before, strict=True))
 

@@ -257,7 +257,7 @@ def test_fp16_overflow_skips_the_step(data_dir, tmp_path):
     run = built(data_dir, tmp_path, dtype="float16")
     run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     before = [p.clone() for p in run.model.parameters()]
-    loss, norm, *_ = train.train_step(run, run.model, 0, train.training_batches(run, 0), SimpleNamespace(asked=False))
+    loss, norm, *_ = train.train_step(run, run.model, 0, train.training_batches(run, 0))
     assert math.isfinite(loss) and norm is None and run.scaler.get_scale() == 2.0**39
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
     checkpoint.save(tmp_path, 1, run.model, run.corpus.tokenizer.hash, optimizer=run.optimizer, scaler=run.scaler)
