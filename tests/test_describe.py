@@ -92,7 +92,7 @@ def test_budget(plan):
 
 def test_budget_of_bad_input():
     shape = dict(n_layer=2, n_head=2, n_embd=32, block_size=64)
-    with pytest.raises(UserError, match="card='H10' is unknown; known: B200"):
+    with pytest.raises(UserError, match="card='H10' is unknown; known: GB300"):
         budget.budget(budget.BudgetConfig(**shape, card=("H10",)))
     with pytest.raises(UserError, match="3 ranks cannot share the 32768 sequences"):
         budget.budget(budget.BudgetConfig(**shape, gpus=(3,)))
