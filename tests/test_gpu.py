@@ -1,5 +1,6 @@
 """The GPU path on an imitated GPU, see fake_cuda.py, and the faults that it must find."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -11,6 +12,7 @@ import torch
 from conftest import ROOT, finished, in_process, refused
 
 import runtime
+import sample
 import train
 from configurator import UserError
 
@@ -101,6 +103,22 @@ def test_flash_attn_that_cannot_be_used(package, says, monkeypatch):
         runtime.need_flash_attn()
 
 
+@pytest.mark.parametrize("way", ["train", "sample"])
+def test_too_little_memory_is_not_taken_for_a_compiler_that_fails(way, monkeypatch):
+    def full(*of, **how):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        if way == "train":
+            monkeypatch.setattr(train, "compiled_parts", lambda run: full)
+            cfg, world = SimpleNamespace(compile=True, block_size=4), SimpleNamespace(kind="cuda", device="cpu")
+            run = SimpleNamespace(cfg=cfg, world=world, micro_batch=1, autocast=contextlib.nullcontext())
+            train.compiled(run, print)
+        else:
+            monkeypatch.setattr(torch, "compile", lambda *of, **how: full)
+            sample.compile_decoding(None, None, SimpleNamespace(tensors={}))
+
+
 def test_a_copy_without_git_names_its_commit(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime, "__file__", str(tmp_path / "runtime.py"))
     assert runtime.environment()["commit"] is None
@@ -120,6 +138,7 @@ def test_a_copy_without_git_names_its_commit(monkeypatch, tmp_path):
         ("NVIDIA GH200 480GB", 989e12),
         ("NVIDIA GB200", 2500e12),
         ("NVIDIA B200", 2250e12),
+        ("NVIDIA H800 PCIe", 756e12),
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 3090 Ti", None),
