@@ -447,3 +447,15 @@ def test_analyses(tmp_path, monkeypatch):
     lines, first = found["norm of the first token's state\nrelative to other tokens"]
     assert first == 0 and lines["s"] == [[4, 2, 1]]
     assert found["token similarity of the states"][0]["Llama-1B"] == [[0, 0.5, 1]]
+
+
+def test_results_in_bf16_are_found_and_fp32_goes_first(tmp_path):
+    """eval.py names a dtype that is not fp32 in the key of a result; on GPUs it takes bf16 by itself."""
+    scores = {"acc": 0.5, "acc_stderr": 0.1, "acc_norm": 0.5, "acc_norm_stderr": 0.1, "chance": 0.25}
+    of = {
+        "piqa dtype=bfloat16": scores | {"acc": 0.7},
+        "piqa": scores,
+        "arc_easy dtype=bfloat16": scores | {"acc": 0.6},
+    }
+    results = plot.read_eval(make_eval(tmp_path / "run", "vanilla", of))["results"]
+    assert {task: record["acc"] for task, record in results.items()} == {"piqa": 0.5, "arc_easy": 0.6}
