@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, check_ranges, command_line, load_settings, run_main, setting
+from oldconfig import UserError, check_ranges, command_line, load_settings, run_main, setting
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ import torch.nn.functional as F
 import checkpoint
 from data import EOT, Corpus, Tokenizer, raw_bits
 from describe import count_parameters
-from files import write_atomic, write_json
 from model import GPT, attend, attend_across, join_scores, repeat_heads, to_fp32
+from oldfiles import write_atomic, write_json
 from report import markdown, plus_minus, progress
 from runtime import enough_memory, environment, only_process, pick_dtype
 from train import TrainConfig

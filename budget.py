@@ -7,8 +7,8 @@ import functools
 import sys
 from dataclasses import dataclass
 
-from configurator import UserError, load_settings, run_main, setting
 from describe import count_parameters, describe, flops_per_token, meta_model, mode_table
+from oldconfig import UserError, load_settings, run_main, setting
 from report import markdown
 from value_modes import ModelConfig
 

@@ -22,11 +22,21 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
-from configurator import UserError, convert
 from data import COUNT, Tokenizer
-from files import OBJECT, parse_object, read_json, read_tensors, sealed, sha256, unsealed, write_atomic, writing_tensors
 from hf import HFTokenizer, hf_config, hf_files, is_hf_folder, load_hf, made_by_us, parts_of, require_finite
 from model import GPT
+from oldconfig import UserError, convert
+from oldfiles import (
+    OBJECT,
+    parse_object,
+    read_json,
+    read_tensors,
+    sealed,
+    sha256,
+    unsealed,
+    write_atomic,
+    writing_tensors,
+)
 from runtime import whole
 from value_modes import ModelConfig, plan_layers
 

@@ -22,8 +22,8 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from configurator import UserError, require
-from files import read_record, sha256, write_record
+from oldconfig import UserError, require
+from oldfiles import read_record, sha256, write_record
 
 EOT = "<|endoftext|>"
 _CHUNK = 2**16  # sequences whose domains are drawn together; part of the definition of the data order

@@ -15,7 +15,7 @@ interrupted goes on from these samples. Read next: tasks.py, for what is asked.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configurator import UserError, check_ranges, command_line, convert, run_main, setting
+from oldconfig import UserError, check_ranges, command_line, convert, run_main, setting
 from tasks import (
     GROUPS,
     TABLE1,
@@ -87,8 +87,8 @@ import torch
 import checkpoint
 from checkpoint import load_tokenizer, trained_on, trained_with_bos
 from data import COUNT, Corpus, Tokenizer, domain_losses
-from files import append, hold, read_json, read_records, sha256, write_json, write_text
 from model import to_fp32
+from oldfiles import append, hold, read_json, read_records, sha256, write_json, write_text
 from report import markdown, plus_minus, progress
 from runtime import Distributed, enough_memory, environment, weights_dtype
 from tasks import EVALUATIONS

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from configurator import UserError, command_line, need, run_main, setting
+from oldconfig import UserError, command_line, need, run_main, setting
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,18 @@ import torch
 import checkpoint
 from data import EOT, Corpus
 from describe import count_parameters
-from files import hold, read_json, write_json, write_text, writing_tensors
 from hf import OURS, hf_parts, is_hf_folder, is_plain_llama, llama_config, require_finite, tokenizer_json
+from oldfiles import hold, read_json, write_json, write_text, writing_tensors
 from value_modes import TABLE
 
 HERE = Path(__file__).parent
-MODULES = ("configurator", "value_modes", "model", "modeling_nanoresformer")  # each imports only those before it
+MODULES = (
+    "configurator",
+    "oldconfig",
+    "value_modes",
+    "model",
+    "modeling_nanoresformer",
+)  # each imports only those before it
 CLASSES = {"AutoConfig": "NanoResFormerConfig", "AutoModelForCausalLM": "NanoResFormerForCausalLM"}
 CARD = """---
 library_name: transformers

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from configurator import UserError, convert, need, require
 from data import COUNT, byte_letters
-from files import read_json, read_tensors
 from model import GPT, Rope
+from oldconfig import UserError, convert, need, require
+from oldfiles import read_json, read_tensors
 from value_modes import ModelConfig, ValueMode
 
 FIELDS = {  # of ModelConfig, and their names in config.json

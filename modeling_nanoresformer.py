@@ -14,8 +14,8 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from configurator import convert
 from model import GPT, Rope
+from oldconfig import convert
 from value_modes import ModelConfig, stored_tensors
 
 NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head"}

@@ -23,8 +23,8 @@ from typing import Literal
 
 import numpy as np
 
-from configurator import UserError, check_ranges, command_line, convert, need, run_main, setting
-from files import read_json, read_records, write_atomic
+from oldconfig import UserError, check_ranges, command_line, convert, need, run_main, setting
+from oldfiles import read_json, read_records, write_atomic
 from report import markdown, mean_std, plus_minus
 from tasks import EVALUATIONS, TASKS
 from value_modes import TABLE, row_and_number

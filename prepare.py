@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, check_ranges, command_line, need, run_main, setting
+from oldconfig import UserError, check_ranges, command_line, need, run_main, setting
 
 SAVE_SECONDS = 4  # of work that a kill can lose
 BATCH_BYTES = 2**20  # of raw text that a worker gets at a time
@@ -109,7 +109,7 @@ if __name__ == "__main__":  # before the other imports, so that a typo is answer
 import numpy as np
 
 from data import COUNT, EOT, MANIFEST, TOKEN_FILE, Tokenizer, byte_letters, check_vocabulary
-from files import hold, read_json, read_record, sha256, write_record, writing
+from oldfiles import hold, read_json, read_record, sha256, write_record, writing
 from reading import explained, find_inputs, raw_items, to_documents
 from report import progress
 

@@ -19,7 +19,7 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import UserError, need
+from oldconfig import UserError, need
 
 PIECE_BYTES = 2**16  # of a .txt file that make a document
 SUFFIXES = (".txt", ".jsonl", ".jsonl.zst", ".parquet")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from configurator import UserError, first_line, need
+from oldconfig import UserError, first_line, need
 
 # Dense bf16/fp16 peak of GPUs in FLOP/s, from the makers' data sheets: no sparsity, sums in fp32. By words of the GPU's
 # name; the first entry that fits counts.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, check_ranges, command_line, first_line, require, run_main, setting
+from oldconfig import UserError, check_ranges, command_line, first_line, require, run_main, setting
 
 
 @dataclass(frozen=True)

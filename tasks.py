@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configurator import UserError, need
-from files import sha256
+from oldconfig import UserError, need
+from oldfiles import sha256
 
 
 class Question(NamedTuple):

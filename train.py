@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from configurator import UserError, check_ranges, command_line, first_line, need, run_main, setting
+from oldconfig import UserError, check_ranges, command_line, first_line, need, run_main, setting
 from value_modes import ModelConfig, ValueMode, get_mode
 
 
@@ -130,8 +130,8 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 from data import Corpus, domain_losses
 from describe import count_parameters, flops_per_token
-from files import append, hold, read_json, read_records, write_json, write_text
 from model import GPT
+from oldfiles import append, hold, read_json, read_records, write_json, write_text
 from report import progress
 from runtime import Distributed, enough_memory, environment, need_flash_attn, peak_flops, pick_dtype, whole
 from value_modes import kv_floats_per_token

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, get_type_hints
 
-from configurator import check_ranges, convert, require, setting
+from oldconfig import check_ranges, convert, require, setting
 
 
 def coerce_fields(config):

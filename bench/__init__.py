@@ -9,7 +9,7 @@ Here is only what the settings need. Nothing heavy is imported, so that a typo i
 from dataclasses import dataclass
 from typing import Literal
 
-from configurator import check_ranges, setting
+from oldconfig import check_ranges, setting
 from value_modes import ModelConfig
 
 SHAPES = {

@@ -7,8 +7,8 @@ from importlib import metadata
 
 import torch
 
-from configurator import UserError, first_line
-from files import write_json
+from oldconfig import UserError, first_line
+from oldfiles import write_json
 from report import markdown
 from runtime import clock, environment
 

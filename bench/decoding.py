@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from bench import LLAMA, SHAPES, BenchConfig
-from configurator import UserError, command_line, run_main, setting
+from oldconfig import UserError, command_line, run_main, setting
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from bench import PEERS, SHAPES, BenchConfig
-from configurator import UserError, command_line, run_main, setting
+from oldconfig import UserError, command_line, run_main, setting
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configurator import command_line, run_main, setting
+from oldconfig import command_line, run_main, setting
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ from bench.training import training_table
 from budget import BudgetConfig, budget
 from describe import mode_table
 from examples import vit
-from files import read_json, write_text
+from oldfiles import read_json, write_text
 from paper.claims import LABELS, best_rate, gap_in_words, gaps_at_best, gaps_to_vanilla, tally
 from paper.figures import GRIDS, RATES, TUNED
 from paper.found import Found, read_kept

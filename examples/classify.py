@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from configurator import UserError, need
+from oldconfig import UserError, need
 from train import adamw, learning_rate
 
 IMAGE_FILES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from configurator import UserError, check_ranges, command_line, require, run_main, setting
+from oldconfig import UserError, check_ranges, command_line, require, run_main, setting
 from value_modes import ModelConfig, get_mode, plan_layers, tensors_to_keep
 
 MODES = ("vanilla", "neutreno", "resformer", "svformer")
@@ -78,8 +78,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from examples.classify import cut, read_digits, read_folder, steps_per_epoch, test, train
-from files import write_json
 from model import GPT, MLP, Block, DepthAverage, Linear, new_lambdas, new_norm
+from oldfiles import write_json
 from report import markdown, mean_std, plus_minus, progress
 from runtime import environment, only_process
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 import plot
-from configurator import UserError
-from files import read_json, read_records, write_text
+from oldconfig import UserError
+from oldfiles import read_json, read_records, write_text
 from paper.runs import SEEDS, UNIT, UNITS, Job, train_settings
 
 INITIAL = "init-468M"  # folder of the analysis of a model before training

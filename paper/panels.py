@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 import plot
-from configurator import UserError
+from oldconfig import UserError
 from paper.claims import LABELS, PAPER_ENTROPY, critical, gaps_at_best, gaps_to_vanilla, mean_losses, semi_log
 from paper.found import INITIAL, means_of
 from paper.tables import regime_rows, size_and_loss

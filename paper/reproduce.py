@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 import plot
-from configurator import UserError, check_ranges, command_line, need, run_main, setting
-from files import hold
+from oldconfig import UserError, check_ranges, command_line, need, run_main, setting
+from oldfiles import hold
 from paper.figures import FIGURES, PAPER
 from paper.found import (
     INITIAL,

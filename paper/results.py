@@ -6,7 +6,7 @@ Read next: reproduce.py.
 import math
 from pathlib import Path
 
-from files import read_json, write_json, write_text
+from oldfiles import read_json, write_json, write_text
 from paper.claims import CONFIRMED, CONTRADICTED, HEADER, claim_cells, claim_rows, tally, tested
 from paper.figures import FIGURES
 from paper.panels import draw_figure

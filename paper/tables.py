@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 import plot
-from configurator import UserError
 from data import Tokenizer
-from files import read_json
+from oldconfig import UserError
+from oldfiles import read_json
 from paper import claims
 from paper.claims import LABELS, critical, gap_in_words, gaps_to_vanilla
 from paper.runs import SCALES, Job, train_settings

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from conftest import ROOT, make_data
 
-import files
-from configurator import UserError, command_line, require, run_main, setting
+import oldfiles as files
+from oldconfig import UserError, command_line, require, run_main, setting
 from report import markdown, progress
 from runtime import environment
 
@@ -218,7 +218,7 @@ def kill(folder, known, rng):
 
 
 FULL_DISK = """
-import atexit, contextlib, errno, files
+import atexit, contextlib, errno, oldfiles as files
 count, original = 0, files.writing
 @contextlib.contextmanager
 def writing(path):
@@ -269,7 +269,7 @@ def read_only(folder, known, rng):
 
 
 SLOW = """
-import files, time
+import oldfiles as files, time
 writing = files.writing
 def slow_writing(path):
     time.sleep({n})

@@ -39,8 +39,9 @@ import configurator
 import data
 import eval as evaluate
 import export
-import files
 import hf
+import oldconfig
+import oldfiles as files
 import paper.reproduce
 import plot
 import prepare
@@ -48,9 +49,9 @@ import reading
 import sample
 import tasks
 import train
-from configurator import UserError, load_settings, require, setting
 from data import Corpus, Tokenizer
 from model import GPT
+from oldconfig import UserError, load_settings, require, setting
 from paper.found import read_arrays
 from report import markdown
 from runtime import environment
@@ -168,7 +169,7 @@ def damaged_json(path, rng):
 
 
 def fits(value, hint):
-    """Whether a value is of a type: a second opinion on configurator.convert."""
+    """Whether a value is of a type: a second opinion on oldconfig.convert."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, arg) for arg in args)
@@ -323,7 +324,7 @@ def try_modes(rng, world):
     cfg = ModelConfig(**shape, value_mode=mode)
     check_fields(cfg)
     plan_layers(cfg)
-    again = configurator.convert(json.loads(json.dumps(dataclasses.asdict(cfg))), ModelConfig, "JSON")
+    again = oldconfig.convert(json.loads(json.dumps(dataclasses.asdict(cfg))), ModelConfig, "JSON")
     demand(again == cfg, "another config after JSON")
     is_small = cfg.vocab_size <= 100 and cfg.n_layer <= 8 and cfg.n_embd <= 64 and 4 <= cfg.block_size <= 64
     if is_small and cfg.n_hidden <= 256:
@@ -685,4 +686,4 @@ def main(cfg: FuzzConfig):
 
 
 if __name__ == "__main__":
-    configurator.run_main(main, configurator.command_line(FuzzConfig, __doc__))
+    oldconfig.run_main(main, configurator.command_line(FuzzConfig, __doc__))

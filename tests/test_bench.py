@@ -13,8 +13,8 @@ from conftest import ROOT, finished, in_process, refused, tiny
 
 import bench
 from bench import common, decoding, training
-from configurator import UserError, load_settings
 from describe import flops_per_token
+from oldconfig import UserError, load_settings
 from sample import generate
 from value_modes import ModelConfig
 

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import checkpoint
-import files
-from configurator import UserError
+import oldfiles as files
 from model import GPT
+from oldconfig import UserError
 from value_modes import Residual, ValueMode
 
 

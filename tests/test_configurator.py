@@ -8,8 +8,8 @@ import pytest
 from conftest import ROOT, in_process, refused, script
 
 import train
-from configurator import UserError, check_ranges, load_settings, need, setting
 from describe import count_parameters
+from oldconfig import UserError, check_ranges, load_settings, need, setting
 from train import TrainConfig
 from value_modes import ValueMode, get_mode
 

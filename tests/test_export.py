@@ -34,7 +34,7 @@ import prepare
 import sample
 import train
 from data import Tokenizer
-from files import write_json
+from oldfiles import write_json
 from value_modes import kv_floats_per_token
 
 transformers = pytest.importorskip("transformers")

@@ -8,10 +8,10 @@ import sys
 import pytest
 from conftest import ROOT
 
-import files
-from configurator import UserError
+import oldfiles as files
+from oldconfig import UserError
 
-HOLDER = "import files, sys, time\nwith files.hold(sys.argv[1]):\n    print('held', flush=True)\n    time.sleep(60)"
+HOLDER = "import sys, time, oldfiles as files\nwith files.hold(sys.argv[1]):\n    print('held', flush=True)\n    time.sleep(9)"
 
 
 def holder(folder):

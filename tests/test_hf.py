@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 import hf
 import sample
 import tasks
-from configurator import UserError
 from model import GPT, Rope
+from oldconfig import UserError
 
 LLAMA31 = (8.0, 1.0, 4.0, 8192.0)
 SMALL = (8.0, 1.0, 4.0, 32.0)  # at theta 10000 and width 16: one pair is unchanged, one between, six slowed in full

@@ -16,7 +16,7 @@ from test_scales import JOBS, LENGTHS, N_SV, N, asked, here
 
 import plot
 import report
-from configurator import UserError
+from oldconfig import UserError
 from paper import claims, figures, panels, tables
 from paper import found as found_runs
 from paper.claims import Claim, claim_cells, claim_rows

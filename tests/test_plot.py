@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, change, in_process, refused, script
 
 import plot
-from configurator import UserError, load_settings
+from oldconfig import UserError, load_settings
 from value_modes import TABLE
 
 

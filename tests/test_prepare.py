@@ -14,8 +14,8 @@ from conftest import ROOT, change, finished, in_process, refused, script
 
 import prepare
 import reading
-from configurator import UserError
 from data import Tokenizer, load_manifest
+from oldconfig import UserError
 
 zstandard = pytest.importorskip("zstandard")
 pytest.importorskip("rustbpe")
@@ -105,7 +105,7 @@ def test_workers_do_not_change_a_byte(corpus, tmp_path):
 DRIVER = """
 import os, signal, sys
 import prepare
-from configurator import command_line
+from oldconfig import command_line
 prepare.SAVE_SECONDS, prepare.BATCH_BYTES = 0, 20_000
 fsync, left = os.fsync, [int(sys.argv.pop(1))]
 def dying(fd):

@@ -22,8 +22,8 @@ from test_scales import N, asked, jobs_at
 import plot
 import prepare
 from analyze import AnalyzeConfig
-from configurator import UserError, load_settings
 from eval import EvalConfig
+from oldconfig import UserError, load_settings
 from paper import claims, figures, panels, reproduce, tables
 from paper import found as found_runs
 from paper import results as results_page

@@ -6,8 +6,8 @@ import math
 import pytest
 from conftest import ROOT
 
-from configurator import load_settings
 from describe import count_parameters
+from oldconfig import load_settings
 from paper import reproduce
 from paper.figures import FIGURES, PAPER
 from paper.found import Found

@@ -18,9 +18,9 @@ from safetensors import safe_open
 
 import checkpoint
 import train
-from configurator import UserError
-from files import read_records
 from model import GPT
+from oldconfig import UserError
+from oldfiles import read_records
 from runtime import Distributed, whole
 
 # Learned weights, gates, token tables, DenseFormer, sharing, attention to other layers: parameters in and outside of

@@ -13,8 +13,8 @@ import pytest
 from conftest import SHARED, in_process, needs_shared, refused
 
 import prepare
-from configurator import UserError
 from data import EOT, Tokenizer
+from oldconfig import UserError
 
 regex = pytest.importorskip("regex")
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as OpenAI published it

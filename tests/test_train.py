@@ -25,9 +25,9 @@ import checkpoint
 import configurator
 import data
 import train
-from configurator import load_settings
-from files import read_records, sealed
 from model import GPT
+from oldconfig import load_settings
+from oldfiles import read_records, sealed
 from runtime import Distributed
 from train import TrainConfig, build, learning_rate
 from value_modes import VALUE_MODES

@@ -9,7 +9,7 @@ import pytest
 from conftest import config
 
 import value_modes
-from configurator import convert
+from oldconfig import convert
 from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode, get_mode, pick_layers, plan_layers
 
 

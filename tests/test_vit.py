@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import ROOT, in_process, refused, script
 
-from configurator import UserError, load_settings
 from examples import classify, vit
 from examples.classify import Data, Split
+from oldconfig import UserError, load_settings
 from value_modes import VALUE_MODES
 
 SMALL = dict(image_size=8, patch=4, n_layer=3, n_head=2, n_embd=8)  # 4 patches and the class token
