@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from oldconfig import UserError, check_ranges, command_line, require, run_main, setting
-from value_modes import ModelConfig, get_mode, plan_layers, tensors_to_keep
+from value_modes import ModelConfig, get_mode, plan_layers
 
 MODES = ("vanilla", "neutreno", "resformer", "svformer")
 NOT_IMAGENET = """Small models of digits of 8 x 8 pixels: this says nothing about ImageNet. There, the paper's rebuttal
@@ -78,7 +78,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from examples.classify import cut, read_digits, read_folder, steps_per_epoch, test, train
-from model import GPT, MLP, Block, DepthAverage, Linear, new_lambdas, new_norm
+from layers import MLP, DepthAverage, Linear, new_norm
+from model import GPT, Block, MixingWeights
 from oldfiles import write_json
 from report import markdown, mean_std, plus_minus, progress
 from runtime import environment, only_process
@@ -115,10 +116,11 @@ class ViT(nn.Module):
         self.patches = Linear(patch * patch * channels, {"patches": cfg.n_embd}, bias=True)
         self.class_token = nn.Embedding(1, cfg.n_embd)
         self.positions = nn.Embedding(cfg.block_size, cfg.n_embd)
-        self.lambdas = nn.ModuleList(new_lambdas(cfg))
+        plan = plan_layers(cfg)
+        self.mixing = nn.ModuleList(MixingWeights(r, j, plan) for j, r in enumerate(cfg.value_mode.residuals))
         self.blocks = nn.ModuleList()
-        for n, (plan, *keep) in enumerate(zip(plan_layers(cfg), *tensors_to_keep(cfg), strict=True)):
-            block = Block(cfg, n, plan, "sdpa", *keep)
+        for n, layer in enumerate(plan):
+            block = Block(cfg, n, layer, "sdpa")
             block.mlp = ExactMLP(cfg)
             self.blocks.append(block)
         self.dense = DepthAverage(cfg.n_layer, *cfg.value_mode.dense) if cfg.value_mode.dense else None
@@ -132,10 +134,11 @@ class ViT(nn.Module):
         x = torch.cat([class_token, self.patches(cut(images, self.patch))], dim=1)  # (B, T, C)
         x = x + self.positions.weight
         both_ways = BothWays(x.size(1), x.device)
-        lambdas = [weights() for weights in self.lambdas]  # [residual][layer]; from here on as in GPT.hidden
-        raw, attended, outputs = {}, {}, [x]
+        weights = [mixing() for mixing in self.mixing]  # [residual] -> {layer: …}; from here on as in GPT.hidden
+        projected, used, outputs = {}, {}, [x]
         for n, block in enumerate(self.blocks):
-            x, raw[n], attended[n] = block(x, None, [of_layer[n] for of_layer in lambdas], raw, attended, both_ways)
+            inputs = x, None, [w.get(n) for w in weights], projected, used, both_ways
+            x, projected[n], used[n] = block(*inputs)
             if self.dense:
                 outputs.append(x)
                 x = self.dense(n + 1, outputs)
