@@ -32,7 +32,6 @@ if __name__ == "__main__":  # before torch is imported, so that a typo is answer
 from bench import LLAMA
 from bench.decoding import decoding_table
 from bench.training import training_table
-from budget import BudgetConfig, budget
 from describe import mode_table
 from examples import vit
 from oldfiles import read_json, write_text
@@ -126,12 +125,6 @@ def campaign_table(name):
     return f"{markdown([name, *columns], rows)}\n\n{where}"
 
 
-def budget_of_1600m():
-    """What docs/scale.md shows of `python model.py budget …`, the command beside it."""
-    shape = {"n_layer": 24, "n_head": 16, "n_embd": 2048, "value_mode": "resformer", "micro_batch": 8}
-    return budget(BudgetConfig(**shape, tokens=200_000_000_000, gpus=(8, 64), card=("A100", "H100")))
-
-
 def digits_table():
     """Accuracies and losses of the vision experiment."""
     found = read_json(ROOT / "results/vit_digits.json", "results of examples/vit.py")
@@ -171,7 +164,6 @@ def group_of_modes(name):
 MAKERS = {
     "fuzz": lambda: campaign_table("fuzz"),
     "faults": lambda: campaign_table("faults"),
-    "budget-1.6B": budget_of_1600m,
     "vit": digits_table,
     "claims-night": lambda: tally(figures_of("night")),
     "night-grid": lambda: grid_table("night", "82M"),
