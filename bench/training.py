@@ -6,6 +6,7 @@
 memory: the peak of two steps of two micro-batches each. Every side has a process of its own.
 """
 
+import functools
 import itertools
 import math
 import multiprocessing
@@ -49,22 +50,26 @@ def new_rows(cfg, shape):
     return [{"shape": shape, "name": name, "dtype": dtype, "compile": compile} for name, dtype, compile in sides]
 
 
-def new_step(row, cfg, device):
+def new_trainee(name, shape, block_size, device, recompute=False):
+    """A model and its AdamW."""
+    mode, _, attn = name.partition(", attn=")
+    model = bench.new_model(mode, shape, block_size, device, attn=attn or "sdpa", recompute=recompute)
+    return model, adamw(model, 6e-4, 0.1, (0.9, 0.95), device.type)
+
+
+def new_step(model, optimizer, row, cfg, device):
     """A function that takes a training step of some micro-batches, which are all the same random tokens."""
-    mode, _, attn = row["name"].partition(", attn=")
-    how = {"attn": attn or "sdpa", "recompute": row.get("recompute") == "on"}
     batch = bench.random_batch(row["shape"], cfg.micro_batch, cfg.block_size, device)
-    model = bench.new_model(mode, row["shape"], cfg.block_size, device, **how)
-    optimizer = adamw(model, 6e-4, 0.1, (0.9, 0.95), device.type)
+    is_llama = row["name"].startswith(bench.LLAMA)
     dtype = getattr(torch, row["dtype"])
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     if row["compile"] == "on":
-        model = torch.compile(model, dynamic=False, fullgraph=mode not in PEERS.values())
+        model = torch.compile(model, dynamic=False, fullgraph=not is_llama)
 
     def step(micro_batches=1):
         for _ in range(micro_batches):
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                loss = bench.mean_loss(mode, model, *batch)
+                loss = bench.mean_loss(row["name"], model, *batch)
             scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -86,8 +91,11 @@ def measure_speed(cfg, shape, device, results):
         row.update(tokens=cfg.micro_batch * cfg.block_size, parameters=count_parameters(config), seconds=[])
         row.update(flops_per_token=flops, computed=vanilla / flops, peak=peak)
 
+    # Ways to run share a model, because a small machine has no memory for all of them
+    trainee = functools.cache(lambda name: new_trainee(name, shape, cfg.block_size, device))
+
     def start(row):
-        step = new_step(row, cfg, device)
+        step = new_step(*trainee(row["name"]), row, cfg, device)
 
         def seconds_per_step(n):
             began = clock(device)
@@ -153,7 +161,8 @@ def training_peak(row, cfg, device):
     """The most bytes that two steps take, beyond what the process has before there is a model."""
     device = only_process(device, fixed_lengths=True).device
     before = peak_bytes(device)
-    step = new_step(row, cfg, device)
+    trainee = new_trainee(row["name"], row["shape"], cfg.block_size, device, row["recompute"] == "on")
+    step = new_step(*trainee, row, cfg, device)
     step(micro_batches=2)  # the second one meets the gradients of the first
     step(micro_batches=2)
     return peak_bytes(device) - before
