@@ -108,8 +108,9 @@ def parse(text, hint):
     is_tuple = any(typing.get_origin(h) is tuple for h in hints)
     if str in hints or any(typing.get_origin(h) is typing.Literal for h in hints):
         return text
-    if text.lower() in WORDS:
-        return WORDS[text.lower()]
+    word = text.lower()
+    if word in WORDS and type(WORDS[word]) in hints:  # bench's --compile=on is the name of a way, not true
+        return WORDS[word]
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -361,16 +361,19 @@ class GPT(nn.Module):
         if self.positions:
             x = x + self.positions.weight[positions].to(x.dtype)
         angles = self.rope(positions) if self.rope else None
-        weights = [mixing() for mixing in self.mixing]  # [residual] -> {layer: its weights}
-
-        # what earlier layers show to later ones: {layer: {name: tensor}}, and the values of token tables
-        projected, used = {}, {}
+        projected = {}  # the values of token tables, (B, T, G * D) -> (B, G, T, D)
         for t, table in enumerate(self.tables):
-            projected[f"table {t}"] = {
-                "v": table(idx).view(B, T, self.cfg.n_kv_head, -1).transpose(1, 2)
-            }  # (B, G, T, D)
+            projected[f"table {t}"] = {"v": table(idx).view(B, T, self.cfg.n_kv_head, -1).transpose(1, 2)}
+        x = self.through_blocks(x, angles, projected, cache)
+        if cache is not None:
+            cache.advance(T)
+        return self.norm(x)
 
-        stream = [x]  # the residual stream by depth, for DenseFormer
+    def through_blocks(self, x, angles, projected, cache=None):
+        """The residual stream x (B, T, C) through all blocks. projected, used: what earlier layers (and token tables)
+        show to later ones, {layer: {name: tensor}}."""
+        used, stream = {}, [x]  # stream: x by depth, for DenseFormer
+        weights = [mixing() for mixing in self.mixing]  # [residual] -> {layer: its weights}
         for n, block in enumerate(self.blocks):
             # copies of the dicts: a graph that is never backpropagated must not hold what later layers add to them
             inputs = (x, angles, [w.get(n) for w in weights], dict(projected), dict(used), cache)
@@ -381,9 +384,7 @@ class GPT(nn.Module):
             if self.dense:
                 stream.append(x)
                 x = self.dense(n + 1, stream)
-        if cache is not None:
-            cache.advance(T)
-        return self.norm(x)
+        return x
 
     def forward(self, idx, targets=None, cache=None):
         """Token ids (B, T) -> (logits (B, T, V), None); with targets (B, T), below 0 = ignored, -> (None, loss): the

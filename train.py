@@ -100,7 +100,7 @@ class TrainConfig:
     half_stream: bool = setting(False, "residual stream in half precision too: faster on GPUs, rounds more")
     recompute: bool = setting(False, "activation checkpointing: less memory, more computing, the same numbers")
     shard: Literal["none", "zero2", "zero3"] = setting(
-        "none", "divide among the ranks: nothing; gradients and optimizer; weights too, see docs/scale.md"
+        "none", "divide among the ranks: nothing; gradients and optimizer; weights too, see docs/performance.md"
     )
 
     def __post_init__(self):
