@@ -45,7 +45,6 @@ import oldfiles as files
 import paper.reproduce
 import plot
 import prepare
-import reading
 import sample
 import tasks
 import train
@@ -541,7 +540,7 @@ def try_texts(rng, world):
     cfg = load_settings(prepare.PrepareConfig, ["files", "--input_dir=x"])
     row = {"text": rng.choice(["plain", "Ünïcödé", "", 7, None]), "meta": {"redpajama_set_name": "RedPajamaC4"}}
     kind = rng.choice((".txt", ".jsonl", ".py", "slimpajama"))
-    source = reading.Input(f"a{kind}", 1, "train", None if kind == "slimpajama" else "d", world.folder / f"a{kind}")
+    source = prepare.Input(f"a{kind}", 1, "train", None if kind == "slimpajama" else "d", world.folder / f"a{kind}")
     raw = json.dumps(mutated(row, rng)).encode()
     if rng.random() < 0.5:
         raw = damaged(raw, rng)
@@ -550,7 +549,7 @@ def try_texts(rng, world):
         source.path.write_bytes(damaged(code, rng))
         raw = source.path
     try:
-        found = reading.to_documents(source, raw, cfg)
+        found = prepare.to_documents(source, raw, cfg)
     except (ValueError, RecursionError) as e:  # prepare.encode_batch catches these two
         raise UserError(str(e) or type(e).__name__) from None
     for domain, text in found:

@@ -13,7 +13,6 @@ import pytest
 from conftest import ROOT, change, finished, in_process, refused, script
 
 import prepare
-import reading
 from data import Tokenizer, load_manifest
 from oldconfig import UserError
 
@@ -227,9 +226,9 @@ def test_hub_stream_gives_the_same_documents(tmp_path, monkeypatch):
     for name in ("input_dir", "hub_id"):
         cfg = prepare.PrepareConfig("slimpajama", **{name: folder})
         found[name] = {"train": [], "val": []}
-        for source in reading.find_inputs(cfg):
-            for _, raw, _ in reading.raw_items(source, cfg, 0):
-                found[name][source.split] += reading.to_documents(source, raw, cfg)
+        for source in prepare.find_inputs(cfg):
+            for _, raw, _ in prepare.raw_items(source, cfg, 0):
+                found[name][source.split] += prepare.to_documents(source, raw, cfg)
     for split, documents in found["hub_id"].items():
         assert sorted(documents) == sorted(found["input_dir"][split]) and len(documents) > 50
 
@@ -253,7 +252,7 @@ def test_parquet(tmp_path):
     found = decoded(tmp_path / "out", "train", "text") + decoded(tmp_path / "out", "val", "text")
     assert sorted(found) == sorted(sentences(150))
     cfg = prepare.PrepareConfig("files", input_dir=str(tmp_path / "in"), text_field="body")
-    rest = list(reading.raw_items(reading.find_inputs(cfg)[0], cfg, 45))
+    rest = list(prepare.raw_items(prepare.find_inputs(cfg)[0], cfg, 45))
     assert [(number, raw["body"]) for number, raw, _ in rest] == list(enumerate(sentences(150)))[45:]
     (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1 torn")
     refused(call(*files(tmp_path / "in", tmp_path / "x")), "cannot read", "a.parquet")
@@ -296,7 +295,7 @@ def test_reader_stays_near_the_writer(corpus):
         nonlocal ahead
         for i in range(50):
             ahead += 1
-            yield "train", [i, 1], [(reading.Input("a.txt", 9, "train", "text", None), 0, b"text %d" % i)]
+            yield "train", [i, 1], [(prepare.Input("a.txt", 9, "train", "text", None), 0, b"text %d" % i)]
 
     for i, (_, position, results) in enumerate(prepare.encode_batches(cfg, spec, batches())):
         most, ahead = max(most, ahead), ahead - 1
@@ -307,17 +306,17 @@ def test_reader_stays_near_the_writer(corpus):
 def test_docstrings_come_out_of_code():
     source = '"""Módule.\n\n   More."""\nimport os\n\nclass A:\n    "Class é."\n    x = 1\n\ndef f(): "1."; return 2\n'
     source += 'if x:\n    async def g():\n        """Only."""\ny = """no docstring"""\n'
-    code, prose = reading.split_docstrings(source)
+    code, prose = prepare.split_docstrings(source)
     assert prose == "Módule.\n\nMore.\n\nClass é.\n\n1.\n\nOnly."
     right = "import os\n\nclass A:\n    x = 1\n\ndef f(): ...; return 2\nif x:\n    async def g():\n        ...\n"
     assert code == right + 'y = """no docstring"""\n'
-    assert reading.split_docstrings("def broken(") == ("def broken(", "")
-    assert reading.split_docstrings('"""All."""') == ("", "All.")
+    assert prepare.split_docstrings("def broken(") == ("def broken(", "")
+    assert prepare.split_docstrings('"""All."""') == ("", "All.")
 
 
 def test_code_in_an_encoding_that_is_not_of_text_is_left_out(tmp_path):
     (tmp_path / "a.py").write_text("# coding: rot13\n")
-    assert reading.python_documents(tmp_path / "a.py", "code") == []
+    assert prepare.python_documents(tmp_path / "a.py", "code") == []
 
 
 def test_pysource(tmp_path, monkeypatch):
@@ -336,14 +335,14 @@ def test_pysource(tmp_path, monkeypatch):
         (stdlib / name).parent.mkdir(parents=True, exist_ok=True)
         (stdlib / name).write_text(text)
     with monkeypatch.context() as patch:
-        patch.setattr(reading.sysconfig, "get_path", lambda name: str(stdlib))
+        patch.setattr(prepare.sysconfig, "get_path", lambda name: str(stdlib))
         patch.setattr(sys, "path", [str(site)])
-        inputs = reading.find_inputs(prepare.PrepareConfig("pysource"))
-        named = reading.find_inputs(prepare.PrepareConfig("pysource", packages=("b", "torch")))
+        inputs = prepare.find_inputs(prepare.PrepareConfig("pysource"))
+        named = prepare.find_inputs(prepare.PrepareConfig("pysource", packages=("b", "torch")))
         assert sorted(i.name for i in named) == ["b/copy.py", "os.py", "torch/z.py"]  # a's copy hides b's no more
         for name in ("c", "os.py"):  # os is of the standard library
             with pytest.raises(UserError, match=f"no package {name!r} is installed"):
-                reading.find_inputs(prepare.PrepareConfig("pysource", packages=(name,)))
+                prepare.find_inputs(prepare.PrepareConfig("pysource", packages=(name,)))
     monkeypatch.setattr(prepare, "find_inputs", lambda cfg: inputs)
     assert "no validation text of domain stdlib" in make("pysource", f"--out_dir={out}", "--tokenizer=bpe:257")
     found = {path.stem: decoded(out, "train", path.stem) for path in (out / "train").iterdir()}
@@ -352,7 +351,7 @@ def test_pysource(tmp_path, monkeypatch):
 
 def test_pysource_of_this_environment():
     """Any beginning is a sample of everything, and the seed says in which order it comes."""
-    inputs, others = (reading.find_inputs(prepare.PrepareConfig("pysource", seed=seed)) for seed in (0, 1))
+    inputs, others = (prepare.find_inputs(prepare.PrepareConfig("pysource", seed=seed)) for seed in (0, 1))
     assert "torch/nn/functional.py" in [i.name for i in inputs]
     assert {"stdlib", "torch", "packages"} <= {i.domain for i in inputs[:500]}
     assert sorted(inputs) == sorted(others) and inputs != others
