@@ -148,14 +148,11 @@ def changed(**values):
     ("damage", "message"),
     [
         (lambda about: about["model"]["merges"].reverse(), "cuts or merges text in another way"),
-        (lambda about: about["pre_tokenizer"].update(type="Whitespace"), "cuts or merges text in another way"),
         (lambda about: about["added_tokens"].pop(), "cuts or merges text in another way"),
         (lambda about: about.pop("model"), "KeyError: 'model'"),
         (changed(**{"▁the": 60000}), "KeyError: '▁'"),
-        (changed(new="97"), "TypeError"),
         (changed(new=97.5), "an id is no whole number"),
         (changed(new=5), "two tokens have the same id"),
-        (changed(new=-1), "ids are uint16"),
         (changed(new=65_536), "ids are uint16, at most 65,535, and the largest is 65,536"),
     ],
 )
@@ -299,13 +296,10 @@ def swap(file, old, new):
     ("message", "damage"),
     [
         ("code.bin has 39998 bytes instead of 40000", lambda f: os.truncate(f / "train/code.bin", 39_998)),
-        ("code.bin has 40002 bytes instead of 40000", lambda f: os.truncate(f / "train/code.bin", 40_002)),
         ("prose.bin is missing; delete .* and prepare it again", lambda f: (f / "val/prose.bin").unlink()),
         ("code.bin was altered", flip_a_token),
         ("manifest.json is missing; it .* has finished", lambda f: (f / "manifest.json").unlink()),
-        ("manifest.json is damaged", lambda f: (f / "manifest.json").write_text("[1]")),
         ("manifest.json is damaged .* was altered", lambda f: swap(f / "manifest.json", '"code": 0.4', '"code": 0.5')),
-        ("tokenizer.json is missing", lambda f: (f / "tokenizer.json").unlink()),
         ("tokenizer.json is damaged .* was altered", lambda f: swap(f / "tokenizer.json", '"bytes"', '"bytfs"')),
         ("not the one that the data was made with", lambda f: byte_tokenizer("[^a]|a").save(f / "tokenizer.json")),
     ],
@@ -356,7 +350,5 @@ def test_impossible_settings_are_refused(data_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_data(tmp_path / "data/mine", {"a": 3000})
     (tmp_path / "data/unfinished").mkdir()
-    with pytest.raises(
-        UserError, match="no data folder nowhere; make it with prepare.py, or .* data/mine$"
-    ):
+    with pytest.raises(UserError, match="no data folder nowhere; make it with prepare.py, or .* data/mine$"):
         Corpus("nowhere", 16)
