@@ -222,7 +222,8 @@ def byte_tokenizer(pattern=r"[\s\S]"):
 
 def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
     """A data folder as prepare.py makes it, of letters in a learnable order; sizes: {domain: train tokens}."""
-    from oldfiles import sha256, write_record
+    from data import MANIFEST
+    from files import sha256, write_record
 
     tokenizer, splits, rng = tokenizer or byte_tokenizer(), {"train": {}, "val": {}}, np.random.default_rng(seed)
     sizes = sizes or {"prose": 30_000, "code": 20_000}
@@ -238,8 +239,7 @@ def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
     tokenizer.save(folder / "tokenizer.json")
     about = dict(name=tokenizer.name, hash=tokenizer.hash, n_vocab=tokenizer.n_vocab, eot=tokenizer.eot)
     mixture = mixture or {d: size / sum(sizes.values()) for d, size in sizes.items()}
-    manifest = dict(format=1, source="test", seed=seed, settings={}, inputs="", skipped=0)
-    write_record(folder / "manifest.json", manifest | dict(tokenizer=about, mixture=mixture, splits=splits))
+    write_record(folder / "manifest.json", MANIFEST, dict(tokenizer=about, mixture=mixture, splits=splits))
     return folder
 
 
