@@ -40,9 +40,10 @@ class PlotConfig:
 
     def __post_init__(self):
         check_fields(self)
-        if len(self.words) < 2 or self.words[0] not in DRAW:
+        known = [*FROM_METRICS, *FROM_RESULTS]
+        if len(self.words) < 2 or self.words[0] not in known:
             example = "`python plot.py relative out/demo/*`"
-            raise UserError(f"say what to draw ({', '.join(DRAW)}), then of which runs: {example}")
+            raise UserError(f"say what to draw ({', '.join(known)}), then of which runs: {example}")
         if self.out_file and not self.out_file.endswith(".png"):
             raise UserError(f"out_file={self.out_file} must end in .png")
 
@@ -311,7 +312,7 @@ def layer_panel(ax, lines, styles, ylabel, first=1, level=None):
     legend(ax)
 
 
-# -- what we draw of runs: functions (path, cfg, names of the runs)
+# -- what we draw of runs
 
 
 def size_of(groups):
@@ -324,9 +325,8 @@ def size_of(groups):
     return f"{size} parameters, length {length}, {steps} steps of {tokens} tokens"
 
 
-def relative(path, cfg, names):
+def relative(path, cfg, groups):
     """Draw the training loss of each mode minus that of the baseline with the same seeds."""
-    groups = by_mode(read_runs(names), cfg.baseline)
     pairs = pair(groups, cfg.baseline)
     with page(path, (6, 4.4)) as fig:
         ax = fig.subplots()
@@ -334,9 +334,8 @@ def relative(path, cfg, names):
         relative_panel(ax, pairs, styles_of({mode: mode for mode in groups}), cfg.baseline)
 
 
-def loss(path, cfg, names):
+def loss(path, cfg, groups):
     """Draw the training loss of each mode, and its validation losses as markers."""
-    groups = by_mode(read_runs(names), cfg.baseline)
     styles = styles_of({mode: mode for mode in groups})
     with page(path, (6, 4.4)) as fig:
         ax = fig.subplots()
@@ -351,25 +350,24 @@ def loss(path, cfg, names):
         legend(ax)
 
 
-def compare(path, cfg, names):
+def compare(path, cfg, groups):
     """Print the table of modes, and draw the relative losses. Only finished runs have a loss in the table."""
-    groups = by_mode(read_runs(names), cfg.baseline)
     pairs, rows = pair(groups, cfg.baseline), []
     for mode, runs in groups.items():
         losses = [run.final_loss for run in runs if run.finished]
         both = [(run, base) for run, base in pairs.get(mode, []) if run.finished and base.finished]
         gaps = [run.final_loss - base.final_loss for run, base in both]
-        n = f"{len(runs)}" if len(losses) == len(runs) else f"{len(losses)} of {len(runs)} finished"
+        count = f"{len(runs)}" if len(losses) == len(runs) else f"{len(losses)} of {len(runs)} finished"
         speed = np.mean([np.median(run.steps["tokens_per_s"]) for run in runs])
         cells = [mode, f"{runs[0].start['parameters']:,}"]
         cells += [plus_minus(*mean_std(losses)), plus_minus(*mean_std(gaps), sign=True), f"{speed:,.0f}"]
-        cells += [f"{runs[0].start['kv_bytes_per_token']:,}", n]
+        cells += [f"{runs[0].start['kv_bytes_per_token']:,}", count]
         rows.append(cells)
     head = ["mode", "parameters", "val loss", f"vs {cfg.baseline}", "tokens/s", "KV bytes/token", "runs"]
     print(markdown(head, rows))
     places = {f"{run.start['device']} {run.start['dtype']}" for runs in groups.values() for run in runs}
     print(f"losses: nats per token ± standard deviation; tokens/s: {', '.join(sorted(places))}")
-    relative(path, cfg, names)
+    relative(path, cfg, groups)
 
 
 # -- what we draw of eval.py's and analyze.py's results
@@ -490,13 +488,18 @@ def analysis(path, cfg, names):
         shared_legend(fig, f"{size} parameters, length {count_range([found['length'] for found in every])}")
 
 
-DRAW = {"relative": relative, "loss": loss, "compare": compare, "eval": evaluation, "analysis": analysis}
+FROM_METRICS = {"relative": relative, "loss": loss, "compare": compare}
+FROM_RESULTS = {"eval": evaluation, "analysis": analysis}
 
 
 def main(cfg: PlotConfig):
     kind, *names = cfg.words
+    names = list(dict.fromkeys(names))  # each once
     path = cfg.out_file or Path(names[0]).parent / f"{kind}.png"
-    DRAW[kind](path, cfg, list(dict.fromkeys(names)))
+    if kind in FROM_METRICS:
+        FROM_METRICS[kind](path, cfg, by_mode(read_runs(names), cfg.baseline))
+    else:
+        FROM_RESULTS[kind](path, cfg, names)
 
 
 if __name__ == "__main__":
