@@ -128,7 +128,8 @@ def softmaxes(mixes, used):
         if residual.of == "probs" or residual.map in ("identity", "delta"):
             own, *of_sources = [float(w) for w in weights]
             parts = [(own * weight, q, keys) for weight, q, keys in parts]
-            parts += [(w, source["q"], [source["k"]]) for w, source in zip(of_sources, sources, strict=False)]
+        if residual.of == "probs":
+            parts += [(w, source["q"], [source["k"]]) for w, source in zip(of_sources, sources, strict=True)]
     return parts
 
 
@@ -152,7 +153,10 @@ def entropy(p):
 
 
 def uniform_entropy(T):
-    """Entropy of token importance in nats, if each of T tokens attends alike to all it sees."""
+    """Entropy of token importance in nats, if each of T tokens attends alike to all it sees.
+
+    Even then early tokens get more. We print the entropy minus this, so that lengths can be compared.
+    """
     weights = 1 / np.arange(1, T + 1)  # row i of A has 1/i at each position up to i
     shares = weights[::-1].cumsum()[::-1] / T  # position j is in rows j to T
     return float(-(shares * np.log(shares)).sum())
@@ -197,7 +201,7 @@ def similarity(x):
 def spectrum(x):
     """Eigenvalues of (1/T) sum_i x_i x_i^T (Eq 12 of https://arxiv.org/abs/2410.17897, not centred), largest first.
 
-    x (B, T, E) -> (B, E), float64, because products in fp32 would bury the small ones.
+    x (B, T, E) -> (B, E), float64, because fp32 would bury the small ones.
     """
     device = "cpu" if x.device.type == "mps" else x.device  # mps has no float64
     x = x.to(device, torch.float64)
