@@ -361,9 +361,8 @@ class Subject:
     checkpoint: str | None = None
 
 
-def open_run(name, cfg, device):
-    """The Subject of a run's folder, which must be finished, of a checkpoint file, or of a Hugging Face folder."""
-    path = checkpoint.find_finished(name)
+def open_run(path, cfg, device):
+    """The Subject of a weights file, in a run's folder or in a Hugging Face folder."""
     data_dir, mixture = checkpoint.trained_on(path.parent, cfg.data_dir, "the prepared data by --data_dir")
     model = checkpoint.load(path, device=device, dtype=pick_dtype(cfg.dtype, device.type))
     step = checkpoint.read_header(path)["step"]
@@ -520,10 +519,11 @@ def main(cfg: AnalyzeConfig):
         analyze(open_initial(cfg, device), cfg, device)
         return
     names = cfg.runs or ("",)
-    if len({checkpoint.find_finished(name).parent.resolve() for name in names}) < len(names):
+    paths = [checkpoint.find_finished(name) for name in names]  # of a run's folder, which must be finished, the last
+    if len({path.parent.resolve() for path in paths}) < len(paths):
         raise UserError(f"two of {', '.join(names)} are in one folder, which has one analysis.json; name one of them")
-    for name in names:
-        analyze(open_run(name, cfg, device), cfg, device)
+    for path in paths:
+        analyze(open_run(path, cfg, device), cfg, device)
 
 
 if __name__ == "__main__":
