@@ -14,8 +14,8 @@ import typing
 import pytest
 from conftest import ROOT, finished, in_process
 
-from docs import tables
 from configurator import UserError, load_settings
+from docs import tables
 from paper.found import read_kept
 from report import mean_std, with_interval
 from value_modes import TABLE, ModelConfig
