@@ -58,7 +58,6 @@ class Distributed:
     """
 
     def __init__(self, device, fixed_lengths=False):
-        self.started = time.perf_counter()
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.is_first_of_node = local_rank == 0
