@@ -186,17 +186,12 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
 
 
 def prune(run, keep):
-    """Delete all checkpoints of a run but the last `keep` and the best; none if `keep` is 0."""
+    """Delete all checkpoints of a run but the last `keep` and the best; none if `keep` is 0. Then delete what a kill has
+    left: half-written files, and states without weights."""
     files = list(steps(run).values())
-    kept = {best(run), *files[-keep:]}
-    for old in files:
-        if keep and old not in kept:
-            old.unlink()  # first the file that says the step is there
-            state_file(old).unlink(missing_ok=True)
-
-
-def clean(run):
-    """Remove what a killed run has left: states without weights, and half-written files."""
+    kept = {best(run), *files[-keep:]} if keep else set(files)
+    for path in set(files) - kept:
+        path.unlink()
     for path in Path(run).glob(".step_*.tmp"):
         path.unlink()
     for path in Path(run).glob("step_*.state.safetensors"):

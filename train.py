@@ -269,13 +269,14 @@ def start(cfg, world, corpus, model, optimizer, scaler, dtype, path, note):
         note = f"note: changed since the run was last started: {changed}" if changed else ""
     if len(set(world.gather((done, corpus.hash, corpus.val_hash)))) > 1:
         raise UserError(f"the ranks see different files in {cfg.data_dir} or {cfg.out_dir}; put them on a shared disk")
+    if world.rank == 0:
+        checkpoint.prune(cfg.out_dir, keep=0)  # only what a kill has left
     if done >= cfg.max_steps:
         if world.rank == 0:
             print(f"{cfg.out_dir} is already finished, at step {done}")
         return done, None
     metrics = Metrics(cfg, world, done)
     if world.rank == 0:
-        checkpoint.clean(cfg.out_dir)
         write_record(Path(cfg.out_dir, "config.json"), RUN, config)
         write_record(Path(cfg.out_dir, "env.json"), ENVIRONMENT, environment())
         corpus.tokenizer.save(Path(cfg.out_dir, "tokenizer.json"))
