@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import re
 from pathlib import Path
 
 import torch
@@ -36,6 +35,7 @@ from model import GPT
 from value_modes import ModelConfig
 
 RUN, WEIGHTS, STATE = "train.py's settings", "train.py's weights", "train.py's training state"  # kinds of records
+STEP = f"step_{'[0-9]' * 8}.safetensors"  # the names of weights files
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # rank 0 gets tensors as if there were one rank
 
 
@@ -79,11 +79,7 @@ def read_header(path):
 
 def steps(run):
     """{step: weights file} of a run's folder, in rising order."""
-    found = {}
-    for path in Path(run).glob("step_*.safetensors"):
-        if match := re.fullmatch(r"step_(\d+)", path.stem):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    return {int(path.stem.removeprefix("step_")): path for path in sorted(Path(run).glob(STEP))}
 
 
 def state_file(weights_file):
@@ -108,7 +104,7 @@ def digest(path):
 def runs_in_out():
     """The folders below out/ that hold a checkpoint, the one with the newest last."""
     newest = {}
-    for path in Path("out").glob("**/step_*[0-9].safetensors"):
+    for path in Path("out").glob(f"**/{STEP}"):
         with contextlib.suppress(FileNotFoundError):  # that run has just replaced it
             newest[path.parent] = max(newest.get(path.parent, 0), path.stat().st_mtime)
     return sorted(newest, key=newest.get)
@@ -170,7 +166,7 @@ def load(run_or_file, device="cpu", dtype=torch.float32):
 def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler=None, keep=2, is_main=True):
     """Write a step's weights and training state into folder `run`, then delete all but the last `keep` and the best.
     Returns the weights file. All ranks call this, because they gather what is divided; the main one writes."""
-    path = Path(run) / f"step_{step:08d}.safetensors"
+    path = Path(run, f"step_{step:08d}.safetensors")
     weights = get_model_state_dict(model, options=WHOLE)
     state = get_optimizer_state_dict(model, optimizer, options=WHOLE) if optimizer else {}
     if not is_main:
@@ -190,17 +186,12 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
 
 
 def prune(run, keep):
-    """Delete all checkpoints of a run but the last `keep` and the best; none if `keep` is 0."""
+    """Delete all checkpoints of a run but the last `keep` and the best; none if `keep` is 0. Then delete what a kill has
+    left: half-written files, and states without weights."""
     files = list(steps(run).values())
-    kept = {best(run), *files[-keep:]}
-    for old in files:
-        if keep and old not in kept:
-            old.unlink()  # first the file that says the step is there
-            state_file(old).unlink(missing_ok=True)
-
-
-def clean(run):
-    """Remove what a killed run has left: states without weights, and half-written files."""
+    kept = {best(run), *files[-keep:]} if keep else set(files)
+    for path in set(files) - kept:
+        path.unlink()
     for path in Path(run).glob(".step_*.tmp"):
         path.unlink()
     for path in Path(run).glob("step_*.state.safetensors"):
@@ -220,9 +211,9 @@ def resume(path, model, optimizer, scaler, tokenizer_hash):
         record, tensors = read_tensors(state_file(path), STATE)
         if record["step"] != header["step"]:
             raise ValueError(f"it is of step {record['step']}")
-        found = get_optimizer_state_dict(model, optimizer)
         has_moments = any(name.startswith("exp_avg/") for name in tensors)
-        if has_moments:  # a scaler may have skipped all steps so far
+        if has_moments:  # a scaler may have skipped all steps so far: then AdamW must not count a step either
+            found = get_optimizer_state_dict(model, optimizer)
             for name, of in found["state"].items():
                 found["state"][name] = {key: tensors[f"{key}/{name}"] for key in of}
             set_optimizer_state_dict(model, optimizer, found, options=WHOLE)

@@ -19,22 +19,8 @@ from safetensors import SafetensorError
 from configurator import UserError
 
 # What parsing a damaged file raises, here and in the libraries that parse for us.
-DAMAGE = (
-    KeyError,
-    TypeError,
-    ValueError,
-    IndexError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    OSError,
-    EOFError,
-    RuntimeError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-    SafetensorError,
-)
+DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, OSError, EOFError)
+DAMAGE += (struct.error, zipfile.BadZipFile, zlib.error, SafetensorError)
 
 
 @contextlib.contextmanager
@@ -106,26 +92,21 @@ def sha256(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def seal_of(content):
-    text = json.dumps(content, sort_keys=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def sealed(kind, record):
     """The record with its kind and checksum."""
     content = {"kind": kind, **record}
-    return {**content, "seal": seal_of(content)}
+    text = json.dumps(content, sort_keys=True, allow_nan=False)
+    return {**content, "seal": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
 def unsealed(kind, found):
     """The record in what `sealed` made. Raises ValueError if it was altered, or is of another kind."""
-    content = {key: value for key, value in found.items() if key != "seal"}
+    record = {key: value for key, value in found.items() if key not in ("kind", "seal")}
     if found["kind"] != kind:
         raise ValueError(f"it is {found['kind']}")
-    if found["seal"] != seal_of(content):
+    if found != sealed(kind, record):
         raise ValueError("it was altered: its checksum is another one")
-    del content["kind"]
-    return content
+    return record
 
 
 def write_record(path, kind, record):
@@ -158,6 +139,5 @@ def hold(folder, name=".lock", seconds=0):
         with FileLock(Path(folder, name), timeout=seconds):
             yield
     except Timeout:
-        raise UserError(
-            f"another process is writing into {folder}; wait for its end, or choose another folder"
-        ) from None
+        remedy = "wait until it has ended, or choose another folder"
+        raise UserError(f"another process is writing into {folder}; {remedy}") from None

@@ -1,11 +1,19 @@
-"""What every stage shows: numbers with their errors, Markdown tables, progress.
+"""What every stage shows: numbers with their errors, Markdown tables, progress, and the metrics of a training run.
 
 No torch and no numpy here: prepare.py's worker processes and plot.py import this file.
 """
 
+import dataclasses
+import datetime
 import math
 import statistics
 import sys
+from pathlib import Path
+
+from configurator import UserError, need
+from files import append, read_record_lines, record_line, write_text
+
+METRICS = "train.py's metrics"  # the kind of record in each line of metrics.jsonl
 
 # Student's t: in 95 % of samples of n numbers the true mean is within this many standard errors of the sample's
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -71,3 +79,69 @@ def progress(name, total, unit, show=True):
         leave=False,
         disable=total == 0 or not show,
     )
+
+
+class Metrics:
+    """metrics.jsonl of a run, wandb if asked for, and the lines on the screen. Only rank 0 writes.
+
+    done: steps that the checkpoint has. We drop later records: they are of a run that was cut off after it.
+    """
+
+    def __init__(self, cfg, world, done):
+        self.cfg, self.is_main, self.wandb = cfg, world.rank == 0, None
+        self.bar = progress("train", cfg.max_steps - done, "step", self.is_main and sys.stderr.isatty())
+        if not self.is_main:
+            return
+        path = Path(cfg.out_dir, "metrics.jsonl")
+        records = [r for r in read_record_lines(path, METRICS) if r["step"] <= done] if path.exists() else []
+        steps = [r["step"] for r in records if "event" not in r]
+        # The first record is of a start, after as many steps as the checkpoint had that it went on from.
+        if records and steps != list(range(records[0]["step"] + 1, done + 1)):
+            raise UserError(f"{path} lacks steps before {done}, or has some twice; copy it again, or remove it")
+        write_text(path, "".join(record_line(METRICS, r) for r in records))
+        self.file = open(path, "a", encoding="utf-8")
+        if cfg.log == "wandb":
+            self.wandb = need("wandb")
+            name, settings = Path(cfg.out_dir).name, dataclasses.asdict(cfg)
+            self.wandb.init(project="nanoresformer", name=name, dir=cfg.out_dir, config=settings)
+
+    def write(self, record):
+        """Append a record. All have "step"; those of evaluations and starts also have "event": "eval" or "start"."""
+        if self.is_main:
+            append(self.file, record_line(METRICS, record))
+        if self.wandb and record.get("event") != "start":
+            self.wandb.log(record, step=record["step"])
+
+    def say(self, text):
+        if self.is_main:
+            self.bar.clear()
+            print(text, flush=True)
+            self.bar.refresh()
+
+    def step(self, record):
+        """Record a step, and say so now and then."""
+        self.write(record)
+        self.bar.update(1)
+        n = record["step"]
+        if n % self.cfg.log_every and n not in (1, self.cfg.max_steps):
+            return
+        norm = "overflow" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
+        mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] else ""
+        left = datetime.timedelta(seconds=round((self.cfg.max_steps - n) * record["seconds"]))
+        self.say(
+            f"step {n}/{self.cfg.max_steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  norm {norm}  "
+            f"{record['tokens_per_s']:,.0f} tok/s{mfu}  input {record['input_s'] / record['seconds']:.1%}  left {left}"
+        )
+
+    def evaluation(self, step, result):
+        """Record an evaluation after `step` steps, and say its means. result: what train.validate returns."""
+        self.write({"event": "eval", "step": step, **result})
+        means = [f"{key} {result[key]:.4f}" for key in ("val_mean", "val_mixture", "bpb_mean")]
+        self.say(f"step {step}  " + "  ".join(means))
+
+    def close(self):
+        self.bar.close()
+        if self.is_main:
+            self.file.close()
+        if self.wandb:
+            self.wandb.finish()

@@ -22,32 +22,12 @@ from configurator import UserError, need
 # Dense bf16/fp16 peak of GPUs in FLOP/s, from the makers' data sheets: no sparsity, sums in fp32. By words of the GPU's
 # name; the first entry that fits counts.
 PEAK_FLOPS = {
-    "GB300": 2500e12,
-    "B300": 2250e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800 PCIe": 756e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 6000 Ada": 364e12,
-    "RTX A6000": 155e12,
-    "RTX 5090": 209e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
+    "GB300": 2500e12, "B300": 2250e12, "GB200": 2500e12, "B200": 2250e12, "GH200": 989e12, "H200 NVL": 835e12,
+    "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H800 PCIe": 756e12, "H800": 989e12,
+    "A100": 312e12, "A800": 312e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
+    "RTX 6000 Ada": 364e12, "RTX A6000": 155e12, "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "V100": 125e12, "T4": 65e12,
+}  # fmt: skip
 
 
 class Distributed:
@@ -58,7 +38,6 @@ class Distributed:
     """
 
     def __init__(self, device, fixed_lengths=False):
-        self.started = time.perf_counter()
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.is_first_of_node = local_rank == 0

@@ -11,11 +11,9 @@ Read before: model.py. Read next: data.py.
 
 import contextlib
 import dataclasses
-import datetime
 import json
 import math
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,18 +25,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 from checkpoint import RUN
-from configurator import UserError, check_fields, need, run, setting
+from configurator import UserError, check_fields, run, setting
 from data import Corpus, domain_losses
 from describe import count_parameters, flops_per_token
-from files import append, hold, read_record, read_record_lines, record_line, write_record, write_text
+from files import hold, read_record, write_record
 from model import GPT
-from report import progress
+from report import Metrics
 from runtime import Distributed, enough_memory, environment, first_line, need_flash_attn, peak_flops, pick_dtype, whole
 from value_modes import ModelConfig, ValueMode, get_mode, kv_floats_per_token
 
-METRICS, ENVIRONMENT = "train.py's metrics", "train.py's environment"  # kinds of records
+ENVIRONMENT = "train.py's environment"  # the kind of record in env.json
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
-REMEDY = "nothing of this step is saved; continue from a checkpoint before it with a lower learning_rate"
 # Settings that change no result beyond rounding. A resumed run says nothing of them, and paper/ compares runs without.
 MAY_DIFFER = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every",
               "recompute", "shard", "micro_batch", "attn")  # fmt: skip
@@ -119,19 +116,14 @@ class TrainConfig:
     def split_batch(self, n_ranks):
         """(sequences per forward pass, forward passes per step) of each rank. The first is the largest divisor of the
         rank's sequences up to micro_batch. Raises UserError if batch_tokens does not split over the ranks."""
-        n_sequences, rest = divmod(self.batch_tokens, self.block_size)
-        if rest:
-            nearest = [n * self.block_size for n in (n_sequences, n_sequences + 1) if n]
-            tokens = f"batch_tokens={self.batch_tokens} is not a multiple of block_size={self.block_size}"
-            raise UserError(f"{tokens}; nearest: {' or '.join(map(str, nearest))}")
-        if n_sequences % n_ranks:
-            fewer = max(n for n in range(1, n_ranks) if n_sequences % n == 0)
-            unit = self.block_size * n_ranks
+        unit = self.block_size * n_ranks
+        if self.batch_tokens % unit:
+            nearest = unit * max(1, round(self.batch_tokens / unit))
             raise UserError(
-                f"{n_ranks} ranks cannot share the {n_sequences} sequences of a step equally; start {fewer} ranks, or "
-                f"set batch_tokens to a multiple of {unit}, which changes the training"
+                f"batch_tokens={self.batch_tokens} is not a multiple of {unit} = block_size={self.block_size} x "
+                f"{n_ranks} ranks; set it to {nearest}, or start another number of ranks"
             )
-        per_rank = n_sequences // n_ranks
+        per_rank = self.batch_tokens // unit
         micro_batch = max(n for n in range(1, min(self.micro_batch, per_rank) + 1) if per_rank % n == 0)
         return micro_batch, per_rank // micro_batch
 
@@ -151,65 +143,6 @@ def adamw(model, lr, weight_decay, betas, device_type):
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=device_type == "cuda")
-
-
-class Metrics:
-    """metrics.jsonl of a run, wandb if asked for, and the lines on the screen. Only rank 0 writes.
-
-    done: steps that a checkpoint has. Later records, of a run that was cut off after it, are dropped.
-    """
-
-    def __init__(self, cfg, world, done):
-        self.cfg, self.is_main, self.wandb = cfg, world.rank == 0, None
-        self.bar = progress("train", cfg.max_steps - done, "step", self.is_main and sys.stderr.isatty())
-        if not self.is_main:
-            return
-        path = Path(cfg.out_dir, "metrics.jsonl")
-        records = [r for r in read_record_lines(path, METRICS) if r["step"] <= done] if path.exists() else []
-        steps = [r["step"] for r in records if "event" not in r]
-        if records and done and steps != list(range(steps[0], done + 1)):
-            raise UserError(f"{path} lacks steps before {done}, or has some twice; copy it again, or remove it")
-        write_text(path, "".join(record_line(METRICS, r) for r in records))
-        self.file = open(path, "a", encoding="utf-8")
-        if cfg.log == "wandb":
-            self.wandb = need("wandb")
-            name, settings = Path(cfg.out_dir).name, dataclasses.asdict(cfg)
-            self.wandb.init(project="nanoresformer", name=name, dir=cfg.out_dir, config=settings)
-
-    def write(self, record):
-        """Append a record. All have "step"; those of evaluations and starts also have "event": "eval" or "start"."""
-        if self.is_main:
-            append(self.file, record_line(METRICS, record))
-        if self.wandb and record.get("event") != "start":
-            self.wandb.log(record, step=record["step"])
-
-    def say(self, text):
-        if self.is_main:
-            self.bar.clear()
-            print(text, flush=True)
-            self.bar.refresh()
-
-    def step(self, record):
-        """Record a step, and say so now and then."""
-        self.write(record)
-        self.bar.update(1)
-        n = record["step"]
-        if n % self.cfg.log_every and n not in (1, self.cfg.max_steps):
-            return
-        norm = "overflow" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
-        mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] else ""
-        left = datetime.timedelta(seconds=round((self.cfg.max_steps - n) * record["seconds"]))
-        self.say(
-            f"step {n}/{self.cfg.max_steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  norm {norm}  "
-            f"{record['tokens_per_s']:,.0f} tok/s{mfu}  input {record['input_s'] / record['seconds']:.1%}  left {left}"
-        )
-
-    def close(self):
-        self.bar.close()
-        if self.is_main:
-            self.file.close()
-        if self.wandb:
-            self.wandb.finish()
 
 
 class Stop:
@@ -319,25 +252,11 @@ def validate(model, corpus, cfg, world, autocast, is_sharded):
     return result
 
 
-def evaluate(step, metrics, *what):
-    """Validate after `step` steps, and record it; returns the mean loss over the domains. what: see `validate`."""
-    result = validate(*what)
-    if not math.isfinite(result["val_mean"]):
-        raise UserError(f"step {step}: the validation loss is {result['val_mean']}; {REMEDY}")
-    metrics.write({"event": "eval", "step": step, **result})
-    means = [f"{key} {result[key]:.4f}" for key in ("val_mean", "val_mixture", "bpb_mean")]
-    metrics.say(f"step {step}  " + "  ".join(means))
-    return result["val_mean"]
-
-
-def check_step(step, loss, norm, scaler):
+def check_finite(step, what, value):
     """Raise UserError if a step has failed. The caller has saved nothing of it."""
-    if not math.isfinite(loss):
-        raise UserError(f"step {step}: the loss is {loss}; {REMEDY}")
-    if not math.isfinite(norm) and not scaler.is_enabled():  # a scaler skips such a step
-        raise UserError(f"step {step}: the gradient norm is {norm}; {REMEDY}")
-    if scaler.is_enabled() and scaler.get_scale() < 2**-10:
-        raise UserError(f"step {step}: fp16 gradients overflow at any loss scale; use dtype=bfloat16")
+    if not math.isfinite(value):
+        remedy = "nothing of this step is saved; continue from a checkpoint before it with a lower learning_rate"
+        raise UserError(f"step {step}: the {what} is {value}; {remedy}")
 
 
 def start(cfg, world, corpus, model, optimizer, scaler, dtype, path, note):
@@ -350,13 +269,14 @@ def start(cfg, world, corpus, model, optimizer, scaler, dtype, path, note):
         note = f"note: changed since the run was last started: {changed}" if changed else ""
     if len(set(world.gather((done, corpus.hash, corpus.val_hash)))) > 1:
         raise UserError(f"the ranks see different files in {cfg.data_dir} or {cfg.out_dir}; put them on a shared disk")
+    if world.rank == 0:
+        checkpoint.prune(cfg.out_dir, keep=0)  # only what a kill has left
     if done >= cfg.max_steps:
         if world.rank == 0:
             print(f"{cfg.out_dir} is already finished, at step {done}")
         return done, None
     metrics = Metrics(cfg, world, done)
     if world.rank == 0:
-        checkpoint.clean(cfg.out_dir)
         write_record(Path(cfg.out_dir, "config.json"), RUN, config)
         write_record(Path(cfg.out_dir, "env.json"), ENVIRONMENT, environment())
         corpus.tokenizer.save(Path(cfg.out_dir, "tokenizer.json"))
@@ -380,8 +300,6 @@ def start(cfg, world, corpus, model, optimizer, scaler, dtype, path, note):
     metrics.write(record)
     if note:
         metrics.say(note)
-    if micro_batch < cfg.micro_batch:
-        metrics.say(f"micro_batch is {micro_batch} instead of {cfg.micro_batch}, so that it divides a rank's share")
     if cfg.shard != "none" and world.size == 1:
         metrics.say(f"shard={cfg.shard} has one rank to divide the model among; continuing without it")
     metrics.say(
@@ -465,7 +383,11 @@ def train(cfg, world):
         scaler.step(optimizer)
         scaler.update()
         total, norm = (world.sum(torch.stack((total, norm))) / world.size).tolist()
-        check_step(n, total, norm, scaler)
+        check_finite(n, "loss", total)
+        if not scaler.is_enabled():  # a scaler skips a step whose gradients overflow
+            check_finite(n, "gradient norm", norm)
+        elif scaler.get_scale() < 2**-10:
+            raise UserError(f"step {n}: fp16 gradients overflow at any loss scale; use dtype=bfloat16")
 
         # record, evaluate now and then, save
         seconds = time.perf_counter() - began
@@ -473,11 +395,12 @@ def train(cfg, world):
         record |= {"tokens": n * cfg.batch_tokens, "input_s": input_s, "seconds": seconds}
         rate = record["tokens_per_s"] = cfg.batch_tokens / seconds
         metrics.step(record | {"mfu": rate * flops / (peak * world.size) if peak else None})
-        if step == done:
-            metrics.say(f"first step done after {time.perf_counter() - world.started:.1f} s")
         is_stopped, val_loss = world.sum([stop.asked]).item() > 0, None
         if n % cfg.eval_every == 0 or n == cfg.max_steps:
-            val_loss = evaluate(n, metrics, model, corpus, cfg, world, autocast, is_sharded)
+            result = validate(model, corpus, cfg, world, autocast, is_sharded)
+            val_loss = result["val_mean"]
+            check_finite(n, "validation loss", val_loss)
+            metrics.evaluation(n, result)
         if n % cfg.save_every == 0 or is_stopped or val_loss is not None:
             is_main, vocabulary = world.rank == 0, corpus.tokenizer.hash
             checkpoint.save(cfg.out_dir, n, model, vocabulary, val_loss, optimizer, scaler, cfg.keep, is_main)
