@@ -100,7 +100,7 @@ class MixingWeights(nn.Module):
         elif self.learn == "softmax":
             weights = zip(self.own, self.scale * self.logits.softmax(0), strict=True)
         else:
-            raise AssertionError(f"learn={self.learn!r}: give it parameters above and weights here, or a Gate")
+            raise AssertionError(f"learn={self.learn!r}: add it to MixingWeights, or to Gate and Residual.is_gated")
         return dict(zip(self.starts, weights, strict=True))
 
 
@@ -146,7 +146,7 @@ class OutputGate(nn.Module):
         if self.kind == "exclusive":
             self.strength = nn.Parameter(torch.zeros(cfg.n_head))
         else:
-            per_head = cfg.head_dim if self.kind == "gate" else 1
+            per_head = {"gate": cfg.head_dim, "gate_heads": 1}[self.kind]
             self.w = Linear(cfg.n_embd, {"gate": cfg.n_head * per_head})
 
     def forward(self, y, v, x):
@@ -221,7 +221,7 @@ class Attention(nn.Module):
         # 5. Mix after the softmax. NeuTRENO (Eq 8): U_n = A_n V' + l (V_1 - V').
         for m, w in self.at("after", weights, x):
             if m.residual.map == "delta":
-                v_n = mixed["v"] if m.residual.subtract == "mixed" else own["v"]
+                v_n = {"mixed": mixed, "projected": own}[m.residual.subtract]["v"]
                 added = [repeat_heads(projected[i]["v"] - v_n, self.n_head) for i in m.sources]  # (B, H, T, D) each
             elif m.residual.map == "identity":  # U_n = A_n V' + l V_1 (Fig 10); with all layers' values Eq 6
                 added = [repeat_heads(projected[i]["v"], self.n_head) for i in m.sources]

@@ -70,6 +70,8 @@ class Residual:
             return "softmax"
         if self.map in ("identity", "delta") or self.of == "probs":
             return "after"
+        is_known = self.map == "own" and self.of in ("q", "k", "v")
+        assert is_known, f"map={self.map!r} of {self.of!r}: add it to Residual.place and to Attention.forward"
         return "before"
 
     @property
@@ -79,7 +81,10 @@ class Residual:
             return ()
         if self.of in ("scores", "probs"):
             return ("q", "k")
-        return ("k", "v") if self.map == "cross" else (self.of,)
+        if self.map == "cross":
+            return ("k", "v")
+        assert self.of in ("q", "k", "v"), f"of={self.of!r}: add it to Residual.reads, place and Attention.forward"
+        return (self.of,)
 
     @property
     def reads_used(self):
@@ -148,7 +153,7 @@ class ValueMode:
         elif share == "lower half":
             owner = min(n, max(1, n_layer // 2) - 1)
         else:
-            assert isinstance(share, tuple), f"add {share!r} here"
+            assert isinstance(share, tuple), f"share_{t}={share!r}: add it to ValueMode.owner"
             owner = max(i for i in pick_layers(share, n_layer) if i <= n)
         return 0 if t == "v" and owner != n and self.borrow_v == "first" else owner
 

@@ -44,11 +44,36 @@ MODES = VALUE_MODES | {
     "resformer_share_k": ValueMode((Residual(),), share_k="every 2"),
     "token_after_attention": ValueMode((Residual(map="identity", source="token", lam=(1.0, 0.5)),)),
     "keys_resformer_exclusive": ValueMode((Residual(),), values="keys", output="exclusive"),
-    "skip_queries_gate": ValueMode((Residual(of="q"),), share_k="lower half", heads_from_layer_0=0.25, output="gate"),
+    "skip_queries_gate": ValueMode(
+        (Residual(of="q"),), share_k="lower half", heads_from_layer_0=0.25, output="gate_heads"
+    ),
     "everything": ValueMode(
         (Residual(learn="scalar"), Residual(of="k"), Residual(map="delta", lam=(1.0, 0.2)), Residual(of="scores")),
-        share_q=(0, 2),
+        share_q=(0, -2),
         dense=(2, 2),
+    ),
+    "every_learn": ValueMode(
+        (
+            Residual(learn="sources"),
+            Residual(learn="lerp"),
+            Residual(learn="unit"),
+            Residual(learn="softmax"),
+            Residual(learn="head"),
+            Residual(learn="relu", lam=(1.0, 2.0)),
+            Residual(learn="sigmoid", lam=(1.0, 2.0), source="token"),
+        ),
+        output="gate",
+    ),
+    "every_place": ValueMode(
+        (
+            Residual(of="hidden", source="prev"),
+            Residual(map="cross"),
+            Residual(of="probs", source="all"),
+            Residual(map="identity", source="prev"),
+            Residual(map="delta", subtract="projected"),
+        ),
+        kv_group=2,
+        cut_first=True,
     ),
 }
 
@@ -60,32 +85,34 @@ def config(mode="vanilla", **kw):
     )
 
 
+def kind(value):
+    """A value of a field, with all tuples counted as one value, and all numbers other than 0 and 1."""
+    if isinstance(value, tuple) or (type(value) in (int, float) and value not in (0, 1)):
+        return type(value).__name__
+    return value
+
+
 def axis_values(mode):
-    """The values that a mode takes on each axis; for axes that meet in the code, the pairs of values."""
-    found = {f"dense {mode.dense}", f"values {mode.values}", f"kv_group {mode.kv_group > 1} {mode.kv_group == 0}"}
-    for t in "qkv":
-        share = getattr(mode, f"share_{t}")
-        found.add(f"share_{t} {share}")
-    found |= {f"borrow_v {mode.borrow_v}", f"heads_from_layer_0 {mode.heads_from_layer_0 > 0}", f"output {mode.output}"}
-    found.add(f"cut_first {mode.cut_first}")
+    """Every field of a mode with its value, so a new field joins by itself; and pairs that meet in the code."""
+    found = set()
+    for part in (mode, *mode.residuals):
+        found |= {(name, kind(value)) for name, value in vars(part).items() if name != "name"}
     for r in mode.residuals:
-        found |= {f"{r.of} {r.map} {r.subtract}", f"{r.learn} {r.source}", f"{r.of} {r.source}", f"tables {r.tables}"}
-        found.add(f"layers {type(r.layers).__name__} {bool(r.layers)}")
-        found.add(f"{len(mode.residuals) > 1} {r.of} {mode.share_v != 'each'}")
+        found |= {(r.of, r.map), (r.learn, kind(r.source)), (r.of, kind(r.source))}
+        found.add((r.of, len(mode.residuals) > 1, mode.share_v != "each"))
     return found
 
 
 def branches(mode):
-    """The branches of the model's code that a mode takes, each for itself."""
-    found = {f"dense {mode.dense is not None}", f"kv_group {mode.kv_group == 1}", f"output {mode.output}"}
-    found |= {
-        f"heads_from_layer_0 {mode.heads_from_layer_0 > 0}",
-        f"cut_first {mode.cut_first}",
-        f"keys {mode.values == 'keys'}",
-    }
-    found |= {f"share_{t} {getattr(mode, f'share_{t}') != 'each'}" for t in "qkv"}
-    for r in mode.residuals:
-        found |= {f"of {r.of}", f"map {r.map}", f"learn {r.learn}", f"source {r.source}"}
+    """The fields that model.py reads, with their values. It leaves sharing and the choice of layers to the plan."""
+    planned = {"name", "residuals", "kv_group", "borrow_v", "source", "layers", "tables", "lam"}
+    found = {("token", any(r.source == "token" for r in mode.residuals))}
+    for part in (mode, *mode.residuals):
+        for name, value in vars(part).items():
+            if name.startswith("share"):
+                found.add((name, value != "each"))
+            elif name not in planned:
+                found.add((name, kind(value)))
     return found
 
 

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -153,17 +154,47 @@ def test_a_wrong_number_is_found_and_put_right(monkeypatch, tmp_path):
 # ---- the example of a variant that the axes do not have
 
 
+OWN_MODE = """
+import torch
+from conftest import config, tiny, tokens
+from model import GPT
+
+
+def test_resformer_linear_starts_as_vanilla():
+    assert torch.equal(GPT(config("resformer_linear"))(tokens((2, 12)))[0], GPT(config())(tokens((2, 12)))[0])
+
+
+def test_resformer_linear_equals_its_equation():
+    model, values = tiny("resformer_linear", n_kv_head=4), []
+    for block in model.blocks:
+        block.attn.register_forward_hook(lambda attn, args, out: values.append((out[1]["v"], out[2]["v"])))
+    model(tokens((2, 12)))
+    v_1, v_n, used = values[0][0], *values[2]
+    maps = model.blocks[2].attn.maps["0"].weight.split(4)  # a 4 x 4 matrix for each of 4 value heads
+    for head, matrix in enumerate(maps):
+        right = v_n[:, head] + torch.einsum("ij,btj->bti", matrix, v_1[:, head])
+        torch.testing.assert_close(used[:, head], right)
+"""
+
+
 @pytest.mark.skipif("resformer_linear" in TABLE, reason="the patch is applied here")
-def test_the_patch_applies_and_prints_its_plan(tmp_path):
+def test_the_patch_makes_a_mode(tmp_path):
+    """Its plan is the page's, its mode is what the page says, and the generated tests of the new row pass."""
     blocks = BLOCK.findall(TEXTS["docs/own_mode.md"])
     patch = next(block for language, block in blocks if language == "diff")
     plan = next(block for _, block in blocks if block.startswith("resformer_linear: "))
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tmp_path)
+    (tmp_path / "tests").mkdir()
+    for path in (*ROOT.glob("*.py"), ROOT / "tests/conftest.py", ROOT / "tests/test_modes.py"):
+        shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    (tmp_path / "tests/test_own.py").write_text(OWN_MODE)
     subprocess.run(["git", "apply", "-"], input=patch, cwd=tmp_path, text=True, check=True)
     words = [sys.executable, "model.py", "--value_mode=resformer_linear", "--n_layer=4"]
     result = finished(words, cwd=tmp_path)
-    assert result.stdout == plan, result.stderr
+    assert result.stdout.startswith(plan), result.stderr
+    words = [sys.executable, "-m", "pytest", "tests", "-q", "-k", "resformer_linear and not compiles"]
+    result = finished(words, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    passed = int(re.search(r"(\d+) passed", result.stdout)[1])
+    assert result.returncode == 0 and passed > 12, result.stdout
 
 
 SEED_1 = {"vanilla": "82M-2048-vanilla-lr0.0003-1", "svformer": "82M-2048-svformer-1"}

@@ -1,0 +1,916 @@
+"""What holds in every mode, and the facts about some. test_equations.py says that each mode computes its equation.
+
+`every_mode` and `every_width` hand a test all modes of conftest.MODES, so a row added to the table is tested without
+another line. Slow tests take a cover set: a few modes that together have every value of every axis.
+"""
+
+import copy
+import dataclasses
+import gc
+import itertools
+import math
+import os
+import re
+import sys
+import weakref
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import COMPILED, COVER, MODES, SHARED, config, fewest_layers, needs_shared, same, tiny, tokens, widths
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import checkpoint
+import describe
+import value_modes
+from configurator import run
+from eval import PrefixTree
+from hf import hf_parts, load_hf
+from layers import DepthAverage
+from loss import LinearCrossEntropy
+from model import GPT, Attention, KVCache
+from train import adamw, learning_rate
+from value_modes import TABLE, VALUE_MODES, ModelConfig, Residual, ValueMode, get_mode, mode_with, plan_layers
+
+every_mode = pytest.mark.parametrize("mode", MODES)
+every_width = pytest.mark.parametrize("mode,n_kv_head", widths(*MODES))
+
+
+def loss_of(model, idx):
+    return model(idx[:, :-1], idx[:, 1:])[1]
+
+
+def parts(model, tensor_of):
+    """{"name part": tensor_of(parameter)}, the fused products taken apart."""
+    found = {}
+    for name, p in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        rows = getattr(module, "parts", {"": len(p)})
+        pieces = tensor_of(p).detach().clone().split(list(rows.values()))
+        found |= {f"{name} {part}": piece for part, piece in zip(rows, pieces, strict=True)}
+    return found
+
+
+def gradients(model, idx):
+    model.zero_grad()
+    loss_of(model, idx).backward()
+    return parts(model, lambda p: p.grad)
+
+
+# ---- every mode
+
+
+@every_mode
+def test_a_token_changes_its_own_output_and_later_ones_alone(mode):
+    idx, model = tokens((1, 12)), tiny(mode)
+    other = idx.clone()
+    other[0, 7] = (idx[0, 7] + 1) % 61
+    before, after = model(idx)[0], model(other)[0]
+    assert before.shape == (1, 12, 61)
+    same(before[:, :7], after[:, :7])
+    assert (before[:, 7:] - after[:, 7:]).abs().amax(dim=(0, 2)).min() > 1e-4
+
+
+@every_width
+def test_every_parameter_has_a_gradient_and_recompute_the_same_one(mode, n_kv_head):
+    model, idx = tiny(mode, n_kv_head=n_kv_head), tokens((2, 13))
+    plain = gradients(model, idx)
+    model.recompute = True
+    for name, grad in gradients(model, idx).items():
+        assert grad.abs().max() > 0 and torch.equal(grad, plain[name]), name
+
+
+@every_mode
+def test_every_parameter_learns_from_its_start(mode):
+    """Some start where a factor is 0: after one step all of them learn."""
+    model, idx = GPT(config(mode)), tokens((4, 25))
+    at_first = gradients(model, idx)
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+    for name, grad in gradients(model, idx).items():
+        assert (at_first[name].abs() + grad.abs()).max() > 0, name
+
+
+@every_width
+def test_cached_decoding_equals_the_full_forward(mode, n_kv_head):
+    model, idx = tiny(mode, n_kv_head=n_kv_head), tokens((2, 14))
+    cuts = [0, 5, 6, 7, 11, 14]  # a prompt, single tokens, and pieces behind a filled cache
+    cache = KVCache(model.cfg, [0] * 2, 16, dtype=torch.float64)
+    pieces = [model(idx[:, a:b], cache=cache)[0] for a, b in itertools.pairwise(cuts)]
+    same(torch.cat(pieces, 1), model(idx)[0])
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@every_mode
+def test_continuations_in_one_row_equal_each_alone(mode, attn):
+    """A row with a prefix of 5 tokens and two continuations, as evaluation scores it."""
+    model, idx = tiny(mode, attn=attn), tokens((1, 10))
+    positions, branches = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 5, 6], [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]])[:, None]
+    together = model.hidden(idx, PrefixTree(positions, branches, 8))[0]
+    for alone in ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 8, 9]):
+        same(together[alone], model.hidden(idx[:, alone])[0])
+
+
+@every_mode
+def test_kinds_of_attention_agree(mode):
+    same(tiny(mode)(tokens((2, 12)))[0], tiny(mode, attn="eager")(tokens((2, 12)))[0])
+
+
+@every_mode
+def test_weights_of_equal_name_and_shape_are_vanillas(mode):
+    model = GPT(config(mode), seed=3)
+    vanilla = GPT(config(n_kv_head=model.cfg.n_kv_head), seed=3)
+    ours, right = (parts(of, lambda p: p) for of in (model, vanilla))
+    common = [name for name in ours if name in right and ours[name].shape == right[name].shape]
+    assert len(common) >= 4 * 7 + 3  # in each layer o, gate, up, down, two norms, and one of q, k, v at least
+    assert all(torch.equal(ours[name], right[name]) for name in common)
+
+
+MORE_SHAPES = [("vanilla", dict(rope_scaling=[8, 1, 4, 8])), ("svformer", dict(arch="gpt2"))]
+
+
+@pytest.mark.parametrize("mode,kw", [*((mode, {}) for mode in MODES), *MORE_SHAPES])
+def test_a_checkpoint_gives_the_model_back(mode, kw, tmp_path):
+    model, idx = tiny(mode, **kw).float(), tokens((1, 9))
+    path = checkpoint.save(tmp_path, 1, model, "hash")
+    again = checkpoint.load(path)
+    assert again.cfg == model.cfg and torch.equal(again(idx)[0], model(idx)[0])
+    assert again.cfg.value_mode.name == model.cfg.value_mode.name == checkpoint.read_header(path)["mode"]
+
+
+@pytest.mark.parametrize("mode,arch", [*((mode, "llama") for mode in MODES), ("everything", "gpt2")])
+def test_the_residual_stream_stays_in_fp32_unless_asked(mode, arch):
+    """Under autocast too, so that modes are compared at the same precision. half_stream asks for bf16."""
+    model, found = GPT(config(mode, arch=arch)), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: found.append(output[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(tokens((1, 5)))
+        model.half_stream = True
+        model(tokens((1, 5)))
+    assert found == [torch.float32] * 4 + [torch.bfloat16] * 4
+
+
+@pytest.mark.parametrize("mode", COMPILED)
+def test_compiles_without_a_graph_break(mode):
+    model, idx = tiny(mode, n_layer=fewest_layers(mode)), tokens((2, 13))
+    plain, grads = loss_of(model, idx), gradients(model, idx)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    model.zero_grad()
+    loss = loss_of(compiled, idx)
+    loss.backward()
+    same(loss, plain, atol=1e-6)
+    for name, grad in parts(model, lambda p: p.grad).items():
+        same(grad, grads[name], name, rtol=1e-5, atol=1e-7)
+
+
+def ddp_worker(rank, folder):
+    """Modes under DistributedDataParallel, which refuses a step after one that left a parameter unused."""
+    torch.set_num_threads(1)
+    wait = timedelta(minutes=1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", wait, rank=rank, world_size=2)
+    for mode in COVER:
+        model, idx = tiny(mode), tokens((2, 13))
+        whole = copy.deepcopy(model)
+        loss_of(whole, idx).backward()
+        parallel = nn.parallel.DistributedDataParallel(model)
+        for _ in range(2):
+            parallel.zero_grad()
+            loss_of(parallel, idx[rank : rank + 1]).backward()
+        for p, right in zip(model.parameters(), whole.parameters(), strict=True):
+            same(p.grad, right.grad, mode, rtol=1e-6, atol=1e-9)
+    torch.distributed.barrier()
+    os._exit(0)  # as runtime.Distributed.close does, and says why
+
+
+def test_two_ranks_have_the_gradients_of_one(tmp_path):
+    ranks = torch.multiprocessing.spawn(ddp_worker, (tmp_path,), nprocs=2, join=False)
+    both = [ranks.join(timeout=5 * 60) for _ in range(2)][-1]  # each waits for one of them
+    for process in ranks.processes:
+        process.kill()
+    assert both, "a rank hangs"
+
+
+# ---- memory
+
+
+class NewMemory:
+    """Counts the bytes behind the tensors that were made since, and are alive."""
+
+    def __enter__(self):
+        gc.freeze()  # what there is already is not looked at again
+        return self
+
+    def __exit__(self, *_):
+        gc.unfreeze()
+
+    def nbytes(self):
+        gc.collect()
+        storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@every_mode
+def test_decoding_takes_the_bytes_that_the_plan_says(mode):
+    """All memory that outlives the decoding of a token is the cache's."""
+    model, idx = GPT(config(mode)).bfloat16().eval(), tokens((3, 6))
+    with torch.no_grad(), NewMemory() as new:
+        cache = KVCache(model.cfg, [0] * 3, 10, dtype=torch.bfloat16)
+        for i in range(6):
+            model(idx[:, i : i + 1], cache=cache)
+        positions = 8 * (3 + 2)  # the padding of each row, and where the next token goes
+        assert new.nbytes() - positions == cache.nbytes == 3 * 10 * 2 * value_modes.kv_floats_per_token(model.cfg)
+    for stored in cache.tensors.values():  # and it was used
+        assert stored[:, :, :6].abs().amax(dim=(1, 3)).min() > 0
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "resformer", "svformer"])
+def test_recompute_keeps_less(mode):
+    """Between forward and backward only the inputs of the blocks are alive, and V_1 where it is read later."""
+    model, idx, held = GPT(config(mode)), tokens((4, 33)), []
+    for model.recompute in (False, True):
+        with NewMemory() as new:
+            loss = loss_of(model, idx)
+            held.append(new.nbytes())
+        del loss
+    x, v1, head = 4 * 32 * 32 * 4, (mode != "vanilla") * 4 * 32 * 3 * 32 * 4, 61 * 32 * 4
+    assert held[1] < 5 * x + v1 + 3 * x + 2 * head < 0.5 * held[0]
+
+
+def test_a_loss_that_is_dropped_frees_its_graph():
+    """Without a backward too. A dict that checkpoint keeps and a later layer fills would close a cycle through
+    autograd's own graph, which not even the garbage collector can free."""
+    model, made = GPT(config("resformer_dense"), recompute=True), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, out: made.extend(map(weakref.ref, tree_leaves(out))))
+    loss = loss_of(model, tokens((2, 13)))
+    assert all(ref() is not None for ref in made) and len(made) == 4 + 3  # x of each block, and three layers' values
+    del loss
+    gc.collect()
+    assert all(ref() is None for ref in made)
+
+
+@pytest.mark.parametrize(
+    "mode,projected,used", [("vanilla", "", ""), ("resformer", "v", ""), ("cla2", "", "kv"), ("cross", "", "kv")]
+)
+def test_a_block_hands_on_only_what_is_read_later(mode, projected, used):
+    model, seen = tiny(mode), []
+    model.blocks[0].register_forward_hook(lambda module, args, out: seen.append(out))
+    model(tokens((1, 5)))
+    assert seen[0][1].keys() == set(projected) and seen[0][2].keys() == set(used)
+
+
+@pytest.mark.parametrize("mode", ["cross", "cross_all"])
+def test_attention_across_layers_takes_memory_linear_in_the_length(mode):
+    """Forward and backward: no mask of T x 2T exists. We compare the largest tensor with that at half the length."""
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            self.numel = max([self.numel, *(t.numel() for t in tree_leaves(made) if torch.is_tensor(t))])
+            return made
+
+    def largest(T):
+        model = GPT(config(mode, block_size=T, n_layer=2))
+        with Largest() as seen:
+            model(tokens((1, T)), tokens((1, T)))[1].backward()
+        return seen.numel
+
+    assert largest(1024) <= 2 * largest(512)
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "resformer", "svformer", "neutreno", "cross", "value_embed"])
+def test_attentions_output_and_gradient_are_never_copied(mode, monkeypatch):
+    """The gradient has the layout of the output, and the output projection reads that layout as rows."""
+    outputs, layouts, kernel = [], [], F.scaled_dot_product_attention
+
+    def watched(*args, **kw):
+        y = kernel(*args, **kw)
+        y.register_hook(lambda grad: layouts.append(grad.stride() == y.stride()))
+        outputs.append(y)
+        return y
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    model, idx = GPT(config(mode)), tokens((2, 32))
+    model(idx, idx.roll(-1, 1))[1].backward()
+    assert len(outputs) == len(layouts) == 4 and all(layouts)
+    assert mode == "cross" or all(y.transpose(1, 2).is_contiguous() for y in outputs)
+
+
+def test_shared_values_are_one_tensor_and_no_copies():
+    model, used = tiny("svformer"), []
+    for block in model.blocks:
+        block.attn.register_forward_hook(lambda module, args, out: used.append(out[2]["v"]))
+    model(tokens((1, 12)))
+    assert len(used) == 4 and all(v is used[0] for v in used)
+
+
+# ---- the authors' numbers: ../shared/goldens, computed by their code
+
+
+GOLDEN = ["vanilla", "resformer", "svformer", "neutreno", "neutreno_resformer"]
+
+
+def golden(mode):
+    folder = SHARED / "goldens" / mode
+    return load_hf(folder), np.load(folder / "expected.npz")
+
+
+@needs_shared
+@pytest.mark.parametrize("mode", GOLDEN)
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_logits_loss_and_gradients_are_the_authors(mode, attn):
+    model, expected = golden(mode)
+    for block in model.blocks:
+        block.attn.kernel = attn
+    idx = torch.from_numpy(expected["tokens"])
+    np.testing.assert_allclose(model(idx)[0].detach().numpy(), expected["logits"], rtol=0, atol=1e-5)
+    loss = loss_of(model, idx)
+    assert abs(loss.item() - expected["loss"]) < 1e-5
+    loss.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert abs(norm.item() / expected["grad_norm"] - 1) < 1e-4
+    ours = {name: p.grad[rows].numpy() for name, p, rows in hf_parts(model)}
+    names = [key.removeprefix("grad/") for key in expected.files if key.startswith("grad/")]
+    assert len(names) >= 4 * 3 + 2  # v_proj in one layer at least, o_proj and norms in all four, and the last norm
+    for name in names:
+        right = expected[f"grad/{name}"]
+        assert np.linalg.norm(ours[name] - right) < 1e-4 * np.linalg.norm(right), name
+
+
+@needs_shared
+@pytest.mark.parametrize("mode", GOLDEN)
+def test_thirty_steps_of_adamw_are_the_authors(mode):
+    model, expected = golden(mode)
+    model.train()
+    optimizer = adamw(model, lr=6e-3, weight_decay=0.1, betas=(0.9, 0.95), device_type="cpu")
+    for step, idx in enumerate(torch.from_numpy(expected["train_tokens"]).long()):
+        lr = learning_rate(step, peak=6e-3, end=6e-4, warmup=int(expected["warmup"]), steps=30)
+        assert abs(lr - expected["train_lrs"][step]) < 1e-9
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        loss = loss_of(model, idx)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        assert abs(loss.item() - expected["train_losses"][step]) < 1e-4, step
+        assert abs(norm.item() / expected["train_grad_norms"][step] - 1) < 1e-3, step
+
+
+@needs_shared
+@pytest.mark.parametrize("dilation,period", [(1, 1), (2, 1), (1, 2)])
+def test_depth_average_is_the_authors(dilation, period):
+    expected = np.load(SHARED / "goldens" / "denseformer" / f"dilation{dilation}_period{period}.npz")
+    W, n = torch.from_numpy(expected["W"]), len(expected["W"])
+    average = DepthAverage(n, dilation, period).to(W.dtype)
+    for alpha, i in zip(average.alphas, range(period, n + 1, period), strict=True):
+        alpha.data.copy_(torch.from_numpy(expected[f"alpha/{i}"]))
+    y = torch.from_numpy(expected["x0"])
+    xs = [y]
+    for i in range(1, n + 1):
+        xs.append(y + torch.tanh(y @ W[i - 1]))
+        y = average(i, xs)
+        # both are fp32: processors differ in the last bit of a product, and nine blocks carry it on
+        np.testing.assert_allclose(xs[-1].detach().numpy(), expected["block_out"][i - 1], rtol=1e-6, atol=5e-6)
+        np.testing.assert_allclose(y.detach().numpy(), expected["y"][i - 1], rtol=1e-6, atol=5e-6)
+
+
+# ---- rows that transformers has too: one layer of ours against its attention, with copied weights. What its classes
+# have besides (norms of queries and keys, their rotary positions) is switched off.
+
+CAUSAL = torch.full((9, 9), -torch.inf).triu(1)
+NO_ROTATION = torch.ones(2, 9, 8), torch.zeros(2, 9, 8)  # cos, sin
+
+
+def layer_of(mode, n):
+    """Layer n of a small model: 8 query heads of 8, 4 key and value heads. Random weights in all parameters."""
+    cfg = config(mode, n_kv_head=4, head_dim=8)
+    torch.manual_seed(n)
+    layer = Attention(cfg, n, plan_layers(cfg)[n], "eager")
+    for p in layer.parameters():
+        nn.init.normal_(p, std=0.4)
+    return layer
+
+
+def copy_weights(layer, peer):
+    """q_proj, k_proj and v_proj of one of transformers' layers, where it has them, are ours."""
+    rows = layer.proj.weight.detach().split(list(layer.proj.parts.values()))
+    for t, weight in zip(layer.proj.parts, rows, strict=True):
+        getattr(peer, f"{t}_proj").weight = nn.Parameter(weight)
+    for name in ("q_norm", "k_norm"):
+        setattr(peer, name, nn.Identity())
+    peer.scaling = 8**-0.5
+
+
+def compare(layer, theirs, x, weights=(), projected=None, used=None):
+    ours = layer(x, None, weights, projected or {}, used or {})[0]
+    assert ours.std() > 0.1
+    same(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["xsa", "gated_attention", "value_embed_shared"])
+def test_exclusive_attention_gate_and_value_tables_are_neommes(mode):
+    transformers = pytest.importorskip("transformers")
+    neomme = pytest.importorskip("transformers.models.neomme.modeling_neomme")
+    rope = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}
+    shape = dict(hidden_size=32, num_attention_heads=8, num_key_value_heads=4, head_dim=8, num_hidden_layers=2)
+    about = transformers.NeoMMEConfig(
+        **shape, rope_parameters=rope, layer_types=["full_attention"] * 2, attn_implementation="eager"
+    )
+    layer, peer, x = layer_of(mode, 0), neomme.NeoMMEAttention(about, 0), torch.randn(2, 9, 32)
+    copy_weights(layer, peer)
+    peer.output_projection.o_proj.weight = layer.out.weight
+    nn.init.zeros_(peer.output_projection.gate_proj.weight)
+    values, projected, open_gate = None, {}, 2.0  # a gate without weights is one half
+    if mode == "xsa":
+        peer.exclusive_self_attention.alpha = layer.output_gate.strength
+    elif mode == "gated_attention":
+        peer.output_projection.gate_proj.weight, open_gate = layer.output_gate.w.weight, 1.0
+    else:
+        values = torch.randn(61, 4 * 8)[tokens((2, 9))]
+        projected = {"table 0": {"v": values.view(2, 9, 4, 8).transpose(1, 2)}}
+    theirs = open_gate * peer(x, NO_ROTATION, attention_mask=CAUSAL, value_embeds=values)[0]
+    compare(layer, theirs, x, weights=[(1.0, 1.0)], projected=projected)
+
+
+def gemma4_layers(**settings):
+    transformers = pytest.importorskip("transformers")
+    gemma4 = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
+    shape = dict(hidden_size=32, num_attention_heads=8, num_key_value_heads=4, num_global_key_value_heads=4)
+    shape |= dict(head_dim=8, global_head_dim=8, num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    about = transformers.Gemma4TextConfig(**shape, **settings, attn_implementation="eager")
+    return [gemma4.Gemma4TextAttention(about, n) for n in range(2)]
+
+
+def test_values_made_of_keys_are_gemmas():
+    peer, layer, x = gemma4_layers(attention_k_eq_v=True)[0], layer_of("k_eq_v", 0), torch.randn(2, 9, 32)
+    copy_weights(layer, peer)
+    peer.o_proj.weight, peer.v_norm.eps = layer.out.weight, layer.norm_eps
+    assert peer.v_proj is None
+    compare(layer, peer(x, NO_ROTATION, CAUSAL, {})[0], x)
+
+
+def test_keys_and_values_of_a_lower_layer_are_gemmas():
+    peers, shared, used = gemma4_layers(num_kv_shared_layers=1), {}, {}
+    for n, peer in zip((1, 2), peers, strict=True):  # of 4 layers, 2 and 3 borrow from 1
+        layer, x = layer_of("share_last", n), torch.randn(2, 9, 32)
+        copy_weights(layer, peer)
+        peer.o_proj.weight, peer.v_norm = layer.out.weight, nn.Identity()
+        compare(layer, peer(x, NO_ROTATION, CAUSAL, shared)[0], x, used=used)
+        used[n] = layer(x, None, (), {}, used)[2]
+    assert peers[1].is_kv_shared_layer and not hasattr(peers[1], "k_proj")
+
+
+# ---- formulas, reductions, and what weights start from
+
+
+@pytest.mark.parametrize("subtract", ["mixed", "projected"])
+def test_neutreno_subtracts_mixed_or_projected_values(subtract):
+    """Eq 7, then Eq 8, written out for one layer: U = a A V' + l (V_1 - V') or a A V' + l (V_1 - V_n)."""
+    mode = ValueMode((Residual(lam=(0.6, 0.9)), Residual(map="delta", lam=(0.8, 0.3), subtract=subtract)))
+    model, seen = tiny(mode), {}
+    attn = model.blocks[2].attn
+    attn.register_forward_hook(lambda module, args, out: seen.update(v_1=args[3][0]["v"], v_n=out[1]["v"], **out[2]))
+    attn.out.register_forward_pre_hook(lambda module, args: seen.update(u=args[0]))
+    model(tokens((1, 9)))
+    v_1, v_n = seen["v_1"], seen["v_n"]  # (1, 8, 9, 4)
+    a = (seen["q"] @ seen["k"].mT / 2 + CAUSAL.double()).softmax(-1)  # heads are 4 wide
+    v = 0.6 * v_n + 0.9 * v_1
+    u = 0.8 * a @ v + 0.3 * (v_1 - (v if subtract == "mixed" else v_n))
+    same(seen["u"].unflatten(2, (8, 4)).transpose(1, 2), u)
+
+
+NOTHING_ADDED = [dict(of=of) for of in ("q", "k", "v", "hidden", "scores", "probs")]
+NOTHING_ADDED += [dict(source="all"), dict(map="identity"), dict(map="delta")]
+
+
+@pytest.mark.parametrize("fields", NOTHING_ADDED)
+def test_a_source_of_weight_0_leaves_vanilla(fields):
+    same(tiny(mode_with(lam=(1.0, 0.0), **fields))(tokens((2, 12)))[0], tiny()(tokens((2, 12)))[0])
+
+
+ONE_SOFTMAX = ValueMode(share_q="first", share_k="first")
+BORROWED = {"v": "svformer", "k": "share_k", "q": "share_q", "scores": ONE_SOFTMAX, "probs": ONE_SOFTMAX}
+
+
+@pytest.mark.parametrize("of", BORROWED)
+def test_a_source_alone_is_a_borrowed_tensor(of):
+    """With weight 0 for the layer's own."""
+    same(tiny(mode_with(lam=(0.0, 1.0), of=of))(tokens((2, 12)))[0], tiny(BORROWED[of])(tokens((2, 12)))[0])
+
+
+FROM_VANILLA = "resformer_zero resformer_unit value_embed_shared xsa resformer_dense hidden_learned denseformer"
+FROM_RESFORMER = "resformer_denseformer resformer_learned resformer_lerp"
+STARTS = [*((mode, "vanilla") for mode in FROM_VANILLA.split()), ("denseformer_2x2", "vanilla")]
+STARTS += [(mode, "resformer") for mode in FROM_RESFORMER.split()]
+
+
+@pytest.mark.parametrize("mode,other", STARTS)
+def test_learned_weights_start_as_another_mode(mode, other):
+    """Bit for bit."""
+    ours, right = (GPT(config(name, init_std=0.2))(tokens((2, 12)))[0] for name in (mode, other))
+    assert torch.equal(ours, right)
+
+
+def test_learnable_plus_shares_its_scale_over_layers():
+    """Source: the paper's v5. From equal logits each layer has L / (L - 1) of V_1; from rising ones the last most."""
+    cfg = ModelConfig(vocab_size=5, n_embd=16, value_mode="resformer_plus")
+    (weights,) = GPT(cfg).mixing_weights()
+    assert weights[0] is None and weights[1:] == [[0.5, pytest.approx(8 / 7)]] * 7
+    (deep,) = GPT(dataclasses.replace(cfg, value_mode="resformer_plus_deep")).mixing_weights()
+    # PAPER: 0.01, 0.03, 0.09, 0.25, 0.69, 1.86, 5.06 for layers 2 to 8
+    assert [round(w[1], 2) for w in deep[1:]] == [0.01, 0.03, 0.09, 0.25, 0.69, 1.86, 5.06]
+
+
+@pytest.mark.parametrize("learn,lam,start", [("sigmoid", (1.0, 3.0), 1.5), ("head", None, 0.5)])
+def test_gates_start_where_their_authors_say(learn, lam, start):
+    """nanochat's 3 sigmoid(0) = 1.5; x-transformers' even mix."""
+    model = GPT(config(mode_with(learn=learn, lam=lam), n_embd=64))
+    _, source = model.blocks[2].attn.gates["0"](torch.randn(2, 5, 64))
+    assert (source - start).abs().max() < 0.2 and source.shape == (2, 8, 5, 1)
+
+
+def test_one_table_starts_from_0_and_others_do_not():
+    each = Residual(source="token", learn="scalar", lam=(1.0, 0.0), layers=(2, 3))
+    one = Residual(source="token", tables="one", layers=(0, -1))
+    model = GPT(config(ValueMode((each, one))))  # tables are numbered by residual, but layer 0 reads the last one
+    assert [bool(table.weight.any()) for table in model.tables] == [True, True, False]
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_initial_values(arch):
+    """N(0, 0.02), norms 1, biases 0. Token tables have nanochat's spread, GPT-2's projections into the stream less."""
+    cfg = config("value_embed", arch=arch, n_embd=128, vocab_size=500)
+    model = GPT(cfg, seed=1)
+    for name, p in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            assert (p == (1 if name.endswith("weight") else 0)).all(), name
+        elif p.ndim == 2:
+            small = arch == "gpt2" and name.endswith(("out.weight", "down.weight"))
+            std = 128**-0.5 if name.startswith("tables") else 0.02 / math.sqrt(8) if small else 0.02
+            assert abs(p.std() / std - 1) < 0.05 and abs(p.mean()) < std / 20, name
+    assert not torch.equal(model.embed.weight, GPT(cfg, seed=2).embed.weight)
+    q, k, _ = model.blocks[0].attn.proj.weight.chunk(3)
+    assert not torch.equal(q, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rope_stays_in_fp32(dtype):
+    """A model in half precision still turns positions exactly."""
+    model = GPT(config())
+    cos = model.rope.cos.clone()
+    model.to(dtype)
+    assert model.rope.cos.dtype == torch.float32 and torch.equal(model.rope.cos, cos)
+    assert model(tokens((1, 5)))[0].dtype == dtype
+
+
+# ---- the loss
+
+
+def naive_loss(x, w, target):
+    return F.cross_entropy((x @ w.T).float(), target, ignore_index=-1)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 1000])
+@pytest.mark.parametrize("multiple", [1, 97, 128])
+@pytest.mark.parametrize("scatter", [True, False])
+def test_chunked_loss_equals_the_naive_one(rows, multiple, scatter):
+    g = torch.Generator().manual_seed(0)
+    x, w, target = torch.randn(50, 16, generator=g), torch.randn(97, 16, generator=g), tokens((50,), 97)
+    target[[0, 13, 49]] = -1
+
+    def results(loss_of, *more):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        loss = loss_of(a, b, target, *more)
+        (3 * loss).backward()  # an upstream gradient that is not 1, as accumulation and GradScaler have
+        return loss, a.grad, b.grad
+
+    same(results(LinearCrossEntropy.apply, rows, multiple, scatter, True), results(naive_loss), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_chunked_loss_under_autocast_and_scaler(dtype, is_compiled):
+    """Products in half precision, the loss in fp32; gradients under a loss scale of 65,536 neither clip nor vanish."""
+    g = torch.Generator().manual_seed(0)
+    x, w, target = torch.randn(512, 32, generator=g), torch.randn(1009, 32, generator=g) * 0.1, tokens((512,), 1009)
+    ours, plain, exact = ((x.clone().requires_grad_(), w.clone().requires_grad_()) for _ in range(3))
+    naive_loss(*exact, target).backward()
+
+    def step(a, b):
+        return LinearCrossEntropy.apply(a, b, target, 128, 64, not is_compiled, True)
+
+    if is_compiled:
+        torch.compiler.reset()
+        step = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype):
+        loss, right = step(*ours), F.cross_entropy(F.linear(*plain).float(), target)
+    (loss * 65536).backward()
+    (right * 65536).backward()
+    assert loss.dtype == torch.float32 and abs(loss - right) < 1e-5
+    for a, b, best in zip(ours, plain, exact, strict=True):
+        error, its = ((t.grad / 65536 - best.grad).norm() / best.grad.norm() for t in (a, b))
+        assert error < 1.2 * its < 0.01  # as near to the fp32 gradient as the naive path gets in this precision
+
+
+def test_loss_without_gradient_makes_no_buffer_for_it(monkeypatch):
+    model, idx, seen = tiny(), tokens((2, 13)), []
+    with_grad = loss_of(model, idx).detach()
+    for name in ("zeros", "zeros_like"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, make=make, **kw: seen.append(make(*a, **kw)) or seen[-1])
+    with torch.no_grad():
+        loss = loss_of(model, idx)
+    assert seen and model.head.weight.shape not in [t.shape for t in seen]
+    same(loss, with_grad)
+    same(loss, F.cross_entropy(model(idx[:, :-1])[0].flatten(0, 1), idx[:, 1:].flatten()))
+
+
+def test_loss_never_holds_all_logits(monkeypatch):
+    """The logits of 200 tokens are cut into even pieces of at most so many numbers."""
+    model, idx, sizes, linear = GPT(config()), tokens((8, 26)), [], F.linear
+
+    def watched(*args):
+        sizes.append(linear(*args).shape)
+        return linear(*args)
+
+    monkeypatch.setattr(F, "linear", watched)
+    monkeypatch.setattr("loss.MOST_LOGITS", 2**12)
+    loss_of(model, idx)
+    assert [size[0] for size in sizes if size[-1] == 61] == [67, 67, 66]  # 68 rows would be too many
+
+
+# ---- sizes
+
+
+SIZES = {  # paper, Table 4: layers, heads, width, parameters
+    "2m": (4, 2, 16, 1_623_856),
+    "82m": (8, 8, 512, 81_901_056),
+    "180m": (12, 12, 768, 179_874_048),
+    "468m": (24, 16, 1024, 467_921_920),
+}
+
+
+def shape(size, **kw):
+    n_layer, n_head, n_embd, _ = SIZES[size]
+    return ModelConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, **kw)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parameters_and_flops_of_the_papers_sizes(size):
+    cfg = shape(size)
+    assert describe.count_parameters(cfg) == SIZES[size][-1]
+    d, ffn, V = cfg.n_embd, 7 * cfg.n_embd // 2, 50277
+    multiply = cfg.n_layer * (4 * d * d + 3 * d * ffn) + d * V
+    assert describe.flops_per_token(cfg) == 6 * multiply + 12 * cfg.n_layer * d * 2048
+
+
+def test_parameters_in_the_papers_text():
+    count, d = describe.count_parameters, 512
+    assert count(ModelConfig(value_mode="svformer")) == 80_066_048
+    assert count(ModelConfig(arch="gpt2")) == 77_752_320
+    # SVFormer drops weights and bias of V in 7 of 8 layers
+    assert count(ModelConfig(arch="gpt2", value_mode="svformer")) == 77_752_320 - 7 * (d * d + d)
+
+
+@pytest.mark.parametrize("mode,more", [("cross", 7 / 8), ("probs", 7 / 8), ("scores", 7 / 16)])
+def test_attention_that_costs_more_is_counted(mode, more):
+    """Of the 12 L C T for attention: seven layers do it twice, or only the half that is q k^T."""
+    flops = describe.flops_per_token(ModelConfig(value_mode=mode)) - describe.flops_per_token(ModelConfig())
+    assert flops == 12 * 8 * 512 * 2048 * more
+
+
+def cache_sizes(L, H):
+    """{mode: keys and values per token, in units of the width} where that is not 2 L: PAPER section 1, by hand."""
+    half, fourth = L // 2, math.ceil(L / 4)
+    return {
+        "svformer": L + 1,
+        "svformer_2anchors": L + 2,
+        "svformer_3anchors": L + 3,
+        "svformer_4anchors": L + 4,
+        "share_k": L + 1,
+        "share_k2": 2 * L - half,
+        "share_v2": 2 * L - half,
+        "cla2": 2 * math.ceil(L / 2),
+        "cla4": 2 * fourth,
+        "gqa2": L,
+        "gqa4": L / 2,
+        "gqa8": L / 4,
+        "mqa": 2 * L / H,
+        "mlkv": 2 * fourth / H,
+        "svformer_gqa4": (L + 1) / 4,
+        "cla2_gqa4": 2 * math.ceil(L / 2) / 4,
+        "cla2_svformer": L - half + 1,
+        "skipv1": (3 * L + 1) / 2,
+        "fusedkv_lite": L,
+        "share_last": L,
+    }
+
+
+@pytest.mark.parametrize("mode", [name for name, (_, _, source) in TABLE.items() if source])  # not rows of a user's own
+def test_cache_has_the_papers_size(mode):
+    for cfg in (shape("82m", value_mode=mode), shape("468m", value_mode=mode)):
+        right = cache_sizes(cfg.n_layer, cfg.n_head).get(mode, 2 * cfg.n_layer)
+        assert value_modes.kv_floats_per_token(cfg) == right * cfg.n_embd
+
+
+def test_groups_are_of_all_heads_at_most():
+    """GQA8 of a model with 4 heads is MQA, as the paper's GQA8 is of its 82M with 8."""
+    assert [ModelConfig(n_head=h, value_mode="gqa8").n_kv_head for h in (4, 8, 16)] == [1, 1, 2]
+
+
+# ---- modes as data: names and plans
+
+
+NAMED = "resformer_lambda_0.2 resformer_lambda_5 neutreno_0.6 resformer_neutreno_0.4 identity_0.5 resformer_sparse_2 "
+NAMED += "resformer_lambda_1e-05 resformer_lambda_1e16 resformer_lambda_-0.5 neutreno_0.123456789"
+
+
+@pytest.mark.parametrize("name", [*VALUE_MODES, *NAMED.split()])
+def test_names_lead_to_modes_and_back(name):
+    assert get_mode(name).name == name and get_mode(dataclasses.replace(get_mode(name))).name == name
+
+
+def test_a_number_behind_a_name_is_the_weight_of_the_sources():
+    assert get_mode("resformer_lambda_0.2").residuals == (Residual(lam=(1.0, 0.2)),)
+    assert get_mode("resformer_neutreno_0.4").residuals == (Residual(), Residual(map="delta", lam=(1.0, 0.4)))
+    assert get_mode("resformer_lambda_0.50").name == "resformer_lambda_0.5"
+    assert get_mode("resformer_lambda_2.0").name == "resformer_lambda"
+    two = ValueMode((Residual(lam=(1.0, 0.5)), Residual(map="delta", lam=(1.0, 0.2))))
+    assert [r.lam for r in two.with_lam(0.9).residuals] == [(1.0, 0.5), (1.0, 0.9)]  # the last
+
+
+def test_a_mode_has_the_name_that_its_user_gave(monkeypatch):
+    row = mode_with(lam=(1.0, 2.0))
+    mine = dataclasses.replace(row, name="mine")
+    assert ModelConfig(value_mode=mine).value_mode.name == "mine"
+    assert ModelConfig(value_mode=row).value_mode.name == "resformer_lambda"
+    assert mine == get_mode("resformer_lambda")  # the name says nothing of what it computes
+    one, other = (get_mode(mode_with(lam=(0.7, x))).name for x in (0.3, 0.4))
+    assert one != other and one.startswith("custom_")  # two models of a user's own are not seeds of one
+    monkeypatch.setitem(value_modes.VALUE_MODES, "mine", mine)  # a row that equals another one keeps its name
+    assert ModelConfig(value_mode="mine").value_mode.name == "mine"
+
+
+PICKED = {"-3:": [5, 6, 7], "::-2": [1, 3, 5, 7], "2:4": [2, 3], (0, 0.375, 0.5, -1): [0, 3, 4, 7], (3, 1, 1): [1, 3]}
+
+
+@pytest.mark.parametrize("spec", PICKED)
+def test_layers_are_picked(spec):
+    assert value_modes.pick_layers(spec, 8) == PICKED[spec]
+
+
+def tables(order, **kw):
+    return mode_with(source="token", **kw), [(f"table {t}",) for t in order]
+
+
+HALF = dict(share_k="lower half", share_v="lower half", borrow_v="first")
+SOURCES = [  # what the last residual reads in each of 4 layers
+    (mode_with(source=1), [(), (), (1,), (1,)]),
+    (mode_with(layers="::2"), [(), (), (0,), ()]),
+    tables([0, 1, 2, 3]),
+    tables([0, 1, 1, 0], tables="mirror"),
+    tables([0, 1, 0, 1], tables="cycle"),
+    # layers that share what is read count once, and have nothing of their own to mix
+    (ValueMode((Residual(source="all"),), share_v=(0, 2, 3)), [(), (), (0,), (0, 2)]),
+    (ValueMode((Residual(source="all"), Residual(source="prev")), share_v=(0, 2, 3)), [(), (), (0,), (2,)]),
+    (ValueMode((Residual(of="probs", source="all"),), share_q="every 2", share_k="every 2"), [(), (), (0,), ()]),
+    (ValueMode((Residual(map="cross", source="all"),), share_k="every 2", share_v="every 2"), [(), (), (0,), ()]),
+    (ValueMode((Residual(map="cross"),), share_k="every 2"), [(), (0,), (0,), (0,)]),  # all own values
+    (ValueMode((Residual(map="cross"),), **HALF), [(), (0,), (), ()]),  # though nobody else reads k of 1 and v of 0
+]
+
+
+@pytest.mark.parametrize("mode,right", SOURCES)
+def test_what_each_layer_reads(mode, right):
+    last, found = len(mode.residuals) - 1, []
+    for layer in plan_layers(config(mode)):
+        mine = [mix.sources for mix in layer.mixes if mix.index == last]
+        found.append(mine[0] if mine else ())
+    assert found == right
+
+
+# ---- what is refused
+
+
+IMPOSSIBLE = [  # what makes it, and the sentence
+    (lambda: Residual(lam=(1.0, 2.0, 3.0)), "two weights"),
+    (lambda: Residual(source=-1), "source=-1: a layer's number"),
+    (lambda: Residual(layers="3"), "is not a slice of layers"),
+    (lambda: Residual(of="k", map="delta"), "of must be 'v'"),
+    (lambda: Residual(of="k", source="token"), "a table of values has no k"),
+    (lambda: Residual(source="token", map="cross"), "no keys"),
+    (lambda: Residual(tables="mirror"), "is for source='token'"),
+    (lambda: Residual(map="cross", lam=(1.0, 1.0)), "leave out lam and learn"),
+    (lambda: Residual(source="all", learn="softmax"), "not source='all'"),
+    (lambda: Residual(of="q", learn="head"), "a weight per token"),
+    (lambda: Residual(learn="head", lam=(1.0, 1.0)), "lam stays None"),
+    (lambda: Residual(learn="lerp", lam=(5.0, 0.3)), "must sum to 1"),
+    (lambda: ValueMode(share_v=(1, 2)), "begin with 0"),
+    (lambda: ValueMode(values="keys", share_k="every 2"), "values='keys' needs share_k"),
+    (lambda: ValueMode((Residual(),), heads_from_layer_0=0.5), "heads_from_layer_0 divides the value heads"),
+    (lambda: ValueMode(share_v="first", output="exclusive"), "output='exclusive' takes out a layer's own values"),
+    (lambda: ValueMode((Residual(map="cross"), Residual(of="scores"))), "use one of them"),
+    (lambda: ValueMode(dense=(1,)), "(dilation, period)"),
+    (lambda: ValueMode(name="a/b"), "use letters, digits"),
+    (lambda: config("resfromer"), "did you mean 'resformer'"),
+    (lambda: config(ValueMode(name="neutreno_0.5")), "name='neutreno_0.5' already means another mode"),
+    (lambda: config(n_embd=24), "RoPE rotates pairs, so it must be even"),
+    (lambda: config(n_embd=30), "n_embd=30"),
+    (lambda: config(n_kv_head=3), "n_kv_head=3"),
+    (lambda: config("gqa4", n_kv_head=4), "value_mode makes it 2"),
+    (lambda: config(ValueMode(kv_group=3)), "n_head=8 is not a multiple"),
+    (lambda: config("skipv1", n_kv_head=1), "heads_from_layer_0=0.5 of 1 value heads"),
+    (lambda: config(ValueMode(heads_from_layer_0=1.0)), "a whole number of them, and not all"),
+    (lambda: config(arch="gpt2", rope_scaling=(8.0, 1.0, 4.0, 32.0)), "gpt2 learns its positions"),
+    (lambda: config(rope_scaling=(8.0, 1.0, 4.0)), "all positive"),
+    (lambda: config(rope_scaling=(8.0, 4.0, 4.0, 32.0)), "low < high"),
+    (lambda: config(ValueMode(share_v=(0, 7))), "only 0..3"),
+    (lambda: config(mode_with(source=4)), "only 0..3"),
+    (lambda: config(mode_with(layers=(1.5,))), "only 0..3"),
+    (lambda: config(mode_with(layers=(0, 1))), "does nothing in layer 0"),
+    (lambda: config(ValueMode((Residual(),), share_v="first")), "does nothing in layer 3"),
+    (lambda: config(ValueMode((Residual(layers=(3,)),), share_v="every 2")), "does nothing in layer 3"),
+    (lambda: config(mode_with(layers="8:")), "its layers are none of 0..3"),
+    (lambda: config(ValueMode(share_q="first", share_k="first", share_v="first")), "layer 1 would own none"),
+]
+
+
+@pytest.mark.parametrize("make,says", IMPOSSIBLE, ids=[says for _, says in IMPOSSIBLE])
+def test_impossible_models_are_refused(make, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        make()
+
+
+PLACES = {  # to edit, for a new value of each field
+    "learn": "add it to MixingWeights, or to Gate and Residual.is_gated",
+    "map": "add it to Residual.place and to Attention.forward",
+    "of": "add it to Residual.reads, place and Attention.forward",
+    "share_q": "add it to ValueMode.owner",
+    "share_v": "add it to ValueMode.owner",
+}
+
+
+@pytest.mark.parametrize("field", PLACES)
+def test_a_value_that_nothing_computes_names_the_places_to_edit(field):
+    """As when somebody adds a new one to its Literal, and to nothing else: no model trains without it in silence."""
+    residual = Residual()
+    mode = ValueMode((residual,), name="mine")
+    object.__setattr__(residual if hasattr(residual, field) else mode, field, "new")
+    with pytest.raises(AssertionError, match=f"{field}='new'.*{PLACES[field]}"):
+        GPT(config(mode))(tokens((1, 5)))
+
+
+# ---- what `python model.py` prints
+
+
+PRINTED = {
+    "svformer": "layer  3  q own         k own         v of layer 0\n",
+    "resformer": "v: 0.5 own + 0.5 layer 0\n",
+    "resformer_all": "v: 0.25 own + 0.25 (layer 0 + layer 1 + layer 2)\n",
+    "resformer_plus": "v: 0.5 own + 1.333 layer 0 (softmax, learned)\n",
+    "resformer_head": "v: head gate between own and layer 0\n",
+    "value_embed_gated": "v: 1 own + 3 sigmoid(W x) table 0\n",
+    "neutreno": "after attention: 1 A V + 0.4 (layer 0 - own)\n",
+    "cross": "attends over layer 0 too\n",
+    "skipv1": "k own         v own in heads 0 to 3, of layer 0 in the others\n",
+    "k_eq_v": "v made of its k\n",
+    "gated_attention_heads": "attention's output: gate_heads\n",
+    "cut": "layer 0 has no skip around its attention\n",
+    "denseformer_2x2": "after every 2 blocks: weighted average over depth, dilation 2\n",
+    "fusedkv_lite": "k of layer 1  v of layer 0\n",
+    "gqa2": "heads           8 of width 4, 4 of keys and values\n",
+}
+
+
+@pytest.mark.parametrize("mode", PRINTED)
+def test_the_plan_says_what_a_mode_does(mode):
+    assert PRINTED[mode] in describe.describe(config(mode))
+
+
+def test_the_table_leaves_out_rows_that_do_not_fit():
+    table = describe.mode_table(config(n_layer=2))
+    assert "| `gqa8` |" in table and "| `value_embed_gated2` |" not in table
+
+
+def test_a_mode_of_a_config_file_is_printed_with_its_own_name(tmp_path, monkeypatch, capsys):
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from value_modes import Residual, ValueMode\n"
+        'value_mode = ValueMode((Residual(source=2, layers="-1:"),), name="third_into_last")\n'
+        "max_steps = 5\n"  # a run's setting, which a plan ignores
+    )
+    monkeypatch.setattr(sys, "argv", ["model.py", str(mine)])
+    run(describe.main, "", skip_unknown=True)
+    out = capsys.readouterr().out
+    assert out.startswith("third_into_last\n") and out.count("layer 2") == 1
+    assert "layer  7  q own         k own         v own         v: 0.5 own + 0.5 layer 2\n" in out
