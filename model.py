@@ -16,17 +16,18 @@ are mixed), MLP, Block, DepthAverage, the loss, GPT. Read next: train.py.
 import hashlib
 import math
 
-if __name__ == "__main__":  # prints what is asked for, and ends the process
-    import budget
-
-    budget.command(__doc__)
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from configurator import need
 from value_modes import plan_layers, tensors_to_keep
+
+try:  # optional: transformers, which loads this file from an export, ignores imports inside a try
+    from flash_attn import flash_attn_func
+except ImportError:
+    flash_attn_func = None  # runtime.need_flash_attn says how to get it
 
 
 def to_fp32(x):
@@ -123,11 +124,9 @@ def attend(q, k, v, kernel="sdpa", scale=None, mask=None):
     """
     T, S = q.size(2), k.size(2)
     if kernel == "flash" and mask is None:
-        from flash_attn import flash_attn_func
-
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, heads, D)
         return flash_attn_func(q, k, v, causal=True, softmax_scale=scale).transpose(1, 2)
-    is_causal = mask is None and T == S and T > 1  # the kernels' own causal flag is enough
+    is_causal = bool(mask is None and T == S and T > 1)  # the kernels' own causal flag is enough
     needs_mask = mask is None and T > 1 and not is_causal  # a single last position sees every key
     if needs_mask or (mask is None and kernel == "eager"):
         mask = torch.full((T, S), -math.inf, device=q.device).triu(S - T + 1)
@@ -675,3 +674,7 @@ def new_lambdas(cfg):
             here = [len(m.sources) for m in layer.mixes if m.index == index]
             n_sources.append(sum(here))
         yield Lambdas(residual, n_sources)
+
+
+if __name__ == "__main__":
+    need("budget").command(__doc__)  # need, not import: an exported model.py comes without budget.py
