@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from data import COUNT, Tokenizer
-from hf import HFTokenizer, hf_config, hf_files, is_hf_folder, load_hf, made_by_us, parts_of, require_finite
+from hf import HFTokenizer, hf_config, hf_files, is_hf_folder, load_hf, made_by_us, parts_of
 from model import GPT
 from oldconfig import UserError, convert
 from oldfiles import (
@@ -213,6 +213,12 @@ def read_checked(path):
     for name, tensor in tensors.items():
         require_finite(f"{path}: {name}", tensor)
     return metadata, tensors
+
+
+def require_finite(name, tensor):
+    """Raise UserError if a tensor has NaN or infinity in it."""
+    if not (tensor.sum().isfinite() or tensor.isfinite().all()):  # the sum is faster, but may overflow
+        raise UserError(f"{name} has NaN or infinity in it; use another checkpoint")
 
 
 def check_forms(path, tensors, expected):

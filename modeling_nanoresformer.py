@@ -23,7 +23,7 @@ NAMES |= {"vocab_size": "vocab_size", "hidden_size": "n_embd", "max_position_emb
 
 
 class NanoResFormerConfig(PreTrainedConfig):
-    """shape: the fields of a ModelConfig. We repeat some under transformers' names, because other code asks for them."""
+    """shape: the fields of a ModelConfig. Other code asks for some by transformers' names, so they are here twice."""
 
     model_type = "nanoresformer"
 
