@@ -29,7 +29,10 @@ from value_modes import TABLE
 HERE = Path(__file__).parent
 # The wrapper for transformers, and all that it imports of ours. It lands in one flat folder.
 CODE = ("configurator.py", "oldconfig.py", "value_modes.py", "model.py", "modeling_nanoresformer.py")
-CLASSES = {"AutoConfig": "NanoResFormerConfig", "AutoModelForCausalLM": "NanoResFormerForCausalLM"}
+CLASSES = {
+    "AutoConfig": "modeling_nanoresformer.NanoResFormerConfig",
+    "AutoModelForCausalLM": "modeling_nanoresformer.NanoResFormerForCausalLM",
+}
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -78,10 +81,8 @@ def config_of(model, header, tokenizer, dtype):
     if is_plain_llama(model.cfg):
         about = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **llama_config(model.cfg, tokenizer.eot)}
     else:
-        places = {auto: f"modeling_nanoresformer.{name}" for auto, name in CLASSES.items()}
-        about = {"model_type": OURS, "architectures": [CLASSES["AutoModelForCausalLM"]], "auto_map": places}
-        about |= {"shape": dataclasses.asdict(model.cfg)}
-        about |= {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
+        about = {"model_type": OURS, "architectures": ["NanoResFormerForCausalLM"], "auto_map": CLASSES}
+        about |= {"shape": dataclasses.asdict(model.cfg), "bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
     about |= {"dtype": dtype, "tokenizer_hash": tokenizer.hash}
     about |= {name: header[name] for name in ("step", "val_loss", "bos")}
     if header["mode"] in TABLE:

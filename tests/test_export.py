@@ -610,15 +610,12 @@ def test_a_run_starts_from_a_run_or_a_folder(runs, data, tmp_path):
     fewer = ran(train, *words, "--value_mode=svformer")  # q and k of a fused projection fit without v
     assert "new:" not in fewer and "3 of that model's are not used" in fewer
     other = make_data(tmp_path / "other", tokenizer=byte_tokenizer(r"[\s\S]{1,2}"))
+    theirs = shutil.copytree(folder, tmp_path / "theirs")
+    change(theirs / "config.json", tokenizer_hash=None)
     for word, says in (
         ("--n_embd=64", "has n_embd=32, this model 64"),
-        ("--arch=gpt2", "has arch=llama, this model gpt2"),
-        (f"--init_from={tmp_path / 'nowhere'}", "holds no checkpoint"),
         (f"--data_dir={other}", "another tokenizer"),
+        (f"--init_from={theirs}", "does not say which tokenizer it has"),
         (f"--resume={folder}", "start from its weights with --init_from"),
     ):
         refused(in_process(train, *words, f"--out_dir={tmp_path / 'none'}", word), says)
-    shutil.copytree(folder, tmp_path / "theirs")
-    change(tmp_path / "theirs" / "config.json", tokenizer_hash=None)
-    words += [f"--init_from={tmp_path / 'theirs'}", f"--out_dir={tmp_path / 'none'}"]
-    refused(in_process(train, *words), "does not say which tokenizer it has")
