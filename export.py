@@ -9,7 +9,6 @@ Read before: hf.py.
 """
 
 import dataclasses
-import json
 import math
 import re
 import shutil
@@ -21,14 +20,16 @@ import torch
 
 import checkpoint
 from configurator import UserError, check_fields, need, run, setting
-from data import EOT, Corpus
-from files import hold, reading, write_json, write_text, writing
+from data import Corpus
+from files import hold, read_record, write_json, write_text, writing
 from hf import OURS, is_hf_folder, is_plain_llama, llama_config, named_tensors, tokenizer_json
+from tokenizer import EOT
+from train import ENVIRONMENT
 from value_modes import TABLE
 
 HERE = Path(__file__).parent
 # The wrapper for transformers, and all that it imports of ours. It lands in one flat folder.
-CODE = ("configurator.py", "oldconfig.py", "value_modes.py", "model.py", "modeling_nanoresformer.py")
+CODE = ("configurator.py", "value_modes.py", "layers.py", "loss.py", "model.py", "modeling_nanoresformer.py")
 CLASSES = {
     "AutoConfig": "modeling_nanoresformer.NanoResFormerConfig",
     "AutoModelForCausalLM": "modeling_nanoresformer.NanoResFormerForCausalLM",
@@ -93,10 +94,9 @@ def config_of(model, header, tokenizer, dtype):
 def card(run, model, header):
     """README.md: what the model is, and how it was trained, as far as the run's folder says it."""
     facts = dict.fromkeys(("data_dir", "data", "command", "commit", "torch"), "unknown")
-    for file in (run / "config.json", run / "env.json"):
-        if file.exists():
-            with reading(file, "what train.py writes"):
-                facts |= json.loads(file.read_bytes())
+    facts |= checkpoint.run_settings(run)
+    if (run / "env.json").exists():
+        facts |= read_record(run / "env.json", ENVIRONMENT)
     facts |= header | {"cfg": model.cfg, "parameters": sum(p.numel() for p in model.parameters())}
     facts["val_loss"] = "unknown" if header["val_loss"] is None else f"{header['val_loss']:.4f} nats per token"
     facts["equation"] = "The value mode is in config.json, under shape"

@@ -13,9 +13,10 @@ import torch
 from safetensors import safe_open
 
 from configurator import UserError, need
-from data import byte_letters
 from files import reading
-from model import GPT, Rope
+from layers import Rope
+from model import GPT
+from tokenizer import byte_letters
 from value_modes import ModelConfig, ValueMode
 
 OURS = "nanoresformer"  # model_type of what plain Llama cannot express, see modeling_nanoresformer.py
@@ -30,7 +31,7 @@ FIELDS = {  # of ModelConfig, and their names in config.json
     "norm_eps": "rms_norm_eps",
 }
 SUPPORTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None}
-SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # see model.Rope
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # see layers.Rope
 LAYER_NAMES = {  # our modules in a layer, with the part of a fused product, and their names
     "norm1": "input_layernorm",
     "attn.proj.q": "self_attn.q_proj",
@@ -161,7 +162,7 @@ def is_hf_folder(folder):
 def made_by_us(folder):
     """What export.py adds to config.json; None in other folders."""
     c = read_hf_config(folder)
-    return {name: c.get(name) for name in ("step", "val_loss", "tokenizer_hash")}
+    return {name: c.get(name) for name in ("step", "val_loss", "tokenizer_hash", "bos")}
 
 
 def hf_config(folder):
@@ -248,7 +249,7 @@ def hf_token(folder, *fields):
 
 
 class HFTokenizer:
-    """A folder's tokenizer.json with the methods of data.Tokenizer. `eot`: the token that starts a sequence; `end`: the
+    """A folder's tokenizer.json with the methods of ours. `eot`: the token that starts a sequence; `end`: the
     one that ends it; `prefix`: the ids that the file itself puts before a text, [bos] in Llama's. `hash`: our
     tokenizer's, if export.py made the folder; else None, and our data does not fit it."""
 
@@ -285,7 +286,7 @@ def merge_of(token, ranks):
 
 
 def tokenizer_json(tokenizer):
-    """A data.Tokenizer as the text of a tokenizer.json: byte-level BPE that takes whole pieces first, as tiktoken."""
+    """Our tokenizer as the text of a tokenizer.json: byte-level BPE that takes whole pieces first, as tiktoken."""
     tokenizers, spec, letters = need("tokenizers"), tokenizer.spec, byte_letters()
     ranks = {base64.b64decode(b): i for b, i in spec["ranks"]}
 

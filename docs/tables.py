@@ -32,7 +32,6 @@ if __name__ == "__main__":  # before torch is imported, so that a typo is answer
 from bench import LLAMA
 from bench.decoding import decoding_table
 from bench.training import training_table
-from budget import BudgetConfig, budget
 from describe import mode_table
 from examples import vit
 from oldfiles import read_json, write_text
@@ -113,25 +112,6 @@ def decoding_of_modes():
     return decoding_table([row for row in rows if row["batch"] == 16 and row["prompt"] == 4096])
 
 
-def campaign_table(name):
-    """What tests/<name>.py counted."""
-    found = read_json(ROOT / f"results/{name}.json", f"what `make {name}` writes")
-    counts = found["counts"]
-    columns = list(dict.fromkeys(outcome for of in counts.values() for outcome in of))
-    rows = [[kind, *(f"{of.get(column, 0):,}" for column in columns)] for kind, of in counts.items()]
-    totals = [sum(of.get(column, 0) for of in counts.values()) for column in columns]
-    rows.append(["all", *(f"{total:,}" for total in totals)])
-    about = found["environment"]
-    where = f"In {found['seconds']:,} s, by commit {about['commit'][:10]}, on {about['machine']}."
-    return f"{markdown([name, *columns], rows)}\n\n{where}"
-
-
-def budget_of_1600m():
-    """What docs/scale.md shows of `python model.py budget …`, the command beside it."""
-    shape = {"n_layer": 24, "n_head": 16, "n_embd": 2048, "value_mode": "resformer", "micro_batch": 8}
-    return budget(BudgetConfig(**shape, tokens=200_000_000_000, gpus=(8, 64), card=("A100", "H100")))
-
-
 def digits_table():
     """Accuracies and losses of the vision experiment."""
     found = read_json(ROOT / "results/vit_digits.json", "results of examples/vit.py")
@@ -169,9 +149,6 @@ def group_of_modes(name):
 
 
 MAKERS = {
-    "fuzz": lambda: campaign_table("fuzz"),
-    "faults": lambda: campaign_table("faults"),
-    "budget-1.6B": budget_of_1600m,
     "vit": digits_table,
     "claims-night": lambda: tally(figures_of("night")),
     "night-grid": lambda: grid_table("night", "82M"),
