@@ -303,4 +303,5 @@ def trained_on(folder, given, instead):
 
 def trained_with_bos(folder):
     """Whether the sequences that a run in `folder` was trained on begin with end-of-text."""
-    return run_settings(folder).get("bos", False)
+    found = made_by_us(folder) if is_hf_folder(folder) else run_settings(folder)
+    return bool(found.get("bos"))

@@ -1,23 +1,25 @@
-"""Hugging Face's layouts: folders of Llama, Mistral and export.py read as models of ours, and our tokenizer as theirs.
+"""Hugging Face's layouts: we read folders of Llama, Mistral and export.py, and we write our tokenizer as theirs.
 
-None of this needs the transformers package, except `to_llama`. Read model.py first; export.py writes such folders.
+Only `to_llama` needs the transformers package. Read before: model.py. Read next: export.py, which writes such folders.
 """
 
 import base64
 import dataclasses
-import functools
+import json
 import math
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
-from data import COUNT, byte_letters
+from configurator import UserError, need
+from files import reading
 from layers import Rope
 from model import GPT
-from oldconfig import UserError, convert, need, require
-from oldfiles import read_json, read_tensors
+from tokenizer import byte_letters
 from value_modes import ModelConfig, ValueMode
 
+OURS = "nanoresformer"  # model_type of what plain Llama cannot express, see modeling_nanoresformer.py
 FIELDS = {  # of ModelConfig, and their names in config.json
     "vocab_size": "vocab_size",
     "block_size": "max_position_embeddings",
@@ -28,15 +30,8 @@ FIELDS = {  # of ModelConfig, and their names in config.json
     "n_hidden": "intermediate_size",
     "norm_eps": "rms_norm_eps",
 }
-LLAMA = {
-    "vocab_size": 32000, "max_position_embeddings": 2048, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "hidden_size": 4096, "head_dim": None, "intermediate_size": 11008, "rms_norm_eps": 1e-6,
-    "num_key_value_heads": None, "sliding_window": None,
-}  # fmt: skip
-MISTRAL = {"max_position_embeddings": 131072, "intermediate_size": 14336, "num_key_value_heads": 8}
-MISTRAL["sliding_window"] = 4096
-DEFAULTS = {"llama": LLAMA, "mistral": LLAMA | MISTRAL}  # transformers', for what a config.json leaves out
-SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # see model.Rope
+SUPPORTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None}
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # see layers.Rope
 LAYER_NAMES = {  # our modules in a layer, with the part of a fused product, and their names
     "norm1": "input_layernorm",
     "attn.proj.q": "self_attn.q_proj",
@@ -83,6 +78,13 @@ def hf_parts(model):
     return found
 
 
+def named_tensors(model, model_type):
+    """{name in a folder: tensor} of all weights, as views: with model_type OURS our own names, else Llama's."""
+    if model_type == OURS:
+        return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach()[rows] for name, parameter, rows in hf_parts(model)}
+
+
 def hf_files(folder):
     """The weights files: model.safetensors, or all shards. (Mistral's folders repeat the model in other files.)"""
     whole = Path(folder) / "model.safetensors"
@@ -93,90 +95,60 @@ def hf_files(folder):
 
 
 def tensor_shapes(folder):
-    """{name: shape} of the tensors in all files of a folder. Raises UserError if a name is in two files, or if a tensor
-    does not hold floats."""
+    """{name: shape} of the tensors in all files. Raises UserError if two files have the same one."""
     found = {}
     for path in hf_files(folder):
-        for name, kind, shape in read_tensors(path, describe_tensors):
-            if name in found:
-                raise UserError(f"{folder} has the tensor {name} in two files; remove the file that is not its own")
-            if kind not in ("F64", "F32", "F16", "BF16"):
-                raise UserError(f"{path}: {name} is of type {kind}; weights are floats")
-            if not name.endswith("rotary_emb.inv_freq"):  # a buffer, in older files
-                found[name] = shape
+        with reading(path, "weights of a Hugging Face model"), safe_open(path, "pt") as file:
+            for name in file.keys():
+                if name in found:
+                    raise UserError(f"{folder} has the tensor {name} in two files; remove the one that is left over")
+                if not name.endswith("rotary_emb.inv_freq"):  # a buffer, in older files
+                    found[name] = tuple(file.get_slice(name).get_shape())
     return found
-
-
-def describe_tensors(file):
-    """[(name, type, shape)] of an open safetensors file."""
-    slices = {name: file.get_slice(name) for name in file.keys()}
-    return [(name, found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()]
 
 
 def load_hf(folder, device="cpu", dtype=torch.float32):
     """A folder of Llama, Mistral or export.py (config.json, model.safetensors or its shards) as a model of ours, in
-    eval mode, its weights in `dtype`. The peak of memory is the model and one tensor.
+    eval mode, its weights in `dtype`. The peak of memory is the model and one file of weights.
 
     The authors' layout is read too: Llama's, with "value_mode" in config.json and no tensor for what a layer borrows.
     """
     cfg, c = hf_config(folder), read_hf_config(folder)
+    kind = c.get("model_type")
+
+    # compare names and shapes before we take memory: config.json may be another model's
     with torch.device("meta"):
         model = GPT(cfg, init=False)
-
-    def places():
-        if c.get("model_type") == OURS:
-            return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-        return {name: parameter.detach()[rows] for name, parameter, rows in hf_parts(model)}
-
-    missing = missing_tensors(folder, places())  # before memory is taken for what config.json says
-    is_tied = c.get("tie_word_embeddings") and "lm_head.weight" in missing
+    here = {name: tuple(tensor.shape) for name, tensor in named_tensors(model, kind).items()}
+    there = tensor_shapes(folder)
+    is_tied = kind != OURS and c.get("tie_word_embeddings") and "lm_head.weight" not in there
     if is_tied:
-        missing.remove("lm_head.weight")
-    if missing:
-        raise UserError(f"{folder} has no tensor {min(missing)}: is a shard missing, or config.json another model's?")
-    model.to(dtype).to_empty(device=device)  # which makes new parameters
+        there["lm_head.weight"] = here["lm_head.weight"]
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            found = f"{there.get(name, 'missing')}, but config.json makes it {here.get(name, 'missing')}"
+            raise UserError(f"{folder}: {name} is {found}; is a shard missing, or config.json another model's?")
+
+    model.to(dtype).to_empty(device=device)
     if model.rope:  # its angles are not in the files
         model.rope = Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling).to(device)
-    new_places = places()
+    places = named_tensors(model, kind)
     for path in hf_files(folder):
-        read_tensors(path, functools.partial(copy_tensors, new_places, path))
+        with safe_open(path, "pt") as file:
+            for name in places.keys() & set(file.keys()):
+                places[name].copy_(file.get_tensor(name))
     if is_tied:
-        model.head.weight.detach().copy_(model.embed.weight.detach())
+        places["lm_head.weight"].copy_(places["model.embed_tokens.weight"])
     return model.eval()
-
-
-def missing_tensors(folder, places):
-    """The names in `places`, {name: tensor}, that a folder has no tensor of. Raises UserError if it has a tensor of
-    another name or shape."""
-    shapes = tensor_shapes(folder)
-    for name, shape in shapes.items():
-        if name not in places or shape != tuple(places[name].shape):
-            raise UserError(f"{folder}: {name} {shape} has no place in the model of config.json")
-    return places.keys() - shapes.keys()
-
-
-def copy_tensors(places, path, file):
-    """Copy the tensors of a file, open as `file`, to their places. Raises UserError if one is not finite."""
-    for name in places.keys() & set(file.keys()):
-        places[name].copy_(file.get_tensor(name))
-        require_finite(f"{path}: {name}", places[name])
-
-
-def require_finite(name, tensor):
-    """Raise UserError if a tensor has NaN or infinity in it."""
-    if not (tensor.sum().isfinite() or tensor.isfinite().all()):  # the sum is faster, but may overflow
-        raise UserError(
-            f"{name} has NaN or infinity in it; use another checkpoint, or a dtype that can hold its weights"
-        )
 
 
 # ---- config.json
 
-OURS = "nanoresformer"  # model_type of what plain Llama cannot express, see modeling_nanoresformer.py
-
 
 def read_hf_config(folder):
-    return read_json(Path(folder) / "config.json", "the config of a Hugging Face model")
+    path = Path(folder) / "config.json"
+    with reading(path, "the config of a Hugging Face model"):
+        return dict(json.loads(path.read_bytes()))
 
 
 def is_hf_folder(folder):
@@ -188,39 +160,37 @@ def is_hf_folder(folder):
 
 
 def made_by_us(folder):
-    """What export.py adds to config.json: step, val_loss, tokenizer_hash; None in other folders."""
-    schema = {"step": COUNT | None, "val_loss": float | None, "tokenizer_hash": str | None}
+    """What export.py adds to config.json; None in other folders."""
     c = read_hf_config(folder)
-    return convert({name: c.get(name) for name in schema}, schema, f"{folder}/config.json")
+    return {name: c.get(name) for name in ("step", "val_loss", "tokenizer_hash", "bos")}
 
 
 def hf_config(folder):
     """ModelConfig of a folder. Raises UserError, with the field, if it asks for what our model does not have."""
-    c, where = read_hf_config(folder), f"{folder}/config.json"
-    kind = c.get("model_type", c.get("architecture"))
-    if kind == OURS:
-        return convert(c, {"shape": ModelConfig}, where)["shape"]
-    try:
-        require(kind in DEFAULTS, f"model_type={kind!r} is not supported, only {', '.join(DEFAULTS)}, {OURS}")
-        c = DEFAULTS[kind] | c
-        fields = {ours: c[theirs] for ours, theirs in FIELDS.items()}
-        fields["head_dim"] = c["head_dim"] or 0  # null in many files
-        fields["n_kv_head"] = c["num_key_value_heads"] or 0
-        supported = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None}
-        for field, value in supported.items():
-            found = c.get(field)
-            require(found in (None, value), f"{field}={found!r} is not supported, only {value!r}")
-        if kind == "mistral" and c["sliding_window"] is not None:  # so that no token leaves the window
-            fields["block_size"] = min(fields["block_size"], c["sliding_window"])
-        fields["rope_theta"], fields["rope_scaling"] = hf_rope(c)
-        mode = c.get("value_mode", "vanilla")
-        if mode == "neutreno_resformer":  # the authors' name
-            mode = "resformer_neutreno"
-        return ModelConfig(value_mode=mode, **fields)
-    except KeyError as e:
-        raise UserError(f"{where} has no {e}") from None
-    except (ValueError, TypeError, AttributeError) as e:
-        raise UserError(f"{where}: {e}") from None
+    c, path = read_hf_config(folder), Path(folder) / "config.json"
+    with reading(path, "the config of a Hugging Face model"):
+        try:
+            kind = c.get("model_type", c.get("architecture"))
+            return ModelConfig(**c["shape"]) if kind == OURS else llama_shape(c, kind)
+        except ValueError as e:  # ModelConfig's own, and ours
+            raise UserError(f"{path}: {e}") from None
+
+
+def llama_shape(c, kind):
+    """ModelConfig of the config.json of a Llama or a Mistral. Raises ValueError for what our model does not have."""
+    if kind not in ("llama", "mistral"):
+        raise ValueError(f"model_type={kind!r} is not supported, only llama, mistral and {OURS}")
+    for field, value in SUPPORTED.items():
+        if c.get(field) not in (None, value):
+            raise ValueError(f"{field}={c[field]!r} is not supported, only {value!r}")
+    c = {"head_dim": None, **({"num_key_value_heads": None} if kind == "llama" else {}), **c}
+    fields = {ours: c[theirs] for ours, theirs in FIELDS.items()}
+    fields["head_dim"] = c["head_dim"] or 0
+    fields["n_kv_head"] = c["num_key_value_heads"] or 0
+    if kind == "mistral" and c["sliding_window"] is not None:  # so that no token leaves the window
+        fields["block_size"] = min(fields["block_size"], c["sliding_window"])
+    fields["rope_theta"], fields["rope_scaling"] = hf_rope(c)
+    return ModelConfig(value_mode=c.get("value_mode", "vanilla"), **fields)
 
 
 def hf_rope(c):
@@ -230,8 +200,8 @@ def hf_rope(c):
     kind = rope.get("rope_type", rope.get("type"))
     if kind == "llama3":
         return rope_theta, tuple(rope[name] for name in SCALING)
-    is_plain = kind == "default" or rope.keys() <= {"rope_theta"}
-    require(is_plain, f"rope_scaling of type {kind!r} is not supported, only 'llama3'")
+    if kind != "default" and rope.keys() - {"rope_theta"}:
+        raise ValueError(f"rope_scaling of type {kind!r} is not supported, only 'llama3'")
     return rope_theta, ()
 
 
@@ -256,13 +226,10 @@ def llama_config(cfg, eot):
 
 
 def to_llama(model, eot=0):
-    """transformers' LlamaForCausalLM with the weights of a vanilla model (or GQA).
-    Raises UserError for a model that is not plain Llama."""
-    transformers, cfg = need("transformers"), model.cfg
-    if not is_plain_llama(cfg):
-        raise UserError(f"{cfg.value_mode.name} of arch={cfg.arch} is not plain Llama; give vanilla of arch=llama")
-    peer = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama_config(cfg, eot))).to(model.head.weight)
-    peer.load_state_dict({name: parameter.detach()[rows] for name, parameter, rows in hf_parts(model)})
+    """transformers' LlamaForCausalLM with the weights of a plain Llama of ours, see `is_plain_llama`."""
+    transformers = need("transformers")
+    peer = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama_config(model.cfg, eot)))
+    peer.to(model.head.weight).load_state_dict(named_tensors(model, "llama"))
     return peer.eval()
 
 
@@ -277,22 +244,20 @@ def hf_token(folder, *fields):
         if isinstance(token, list):
             token = token[0] if token else None
         if token is not None:
-            return convert(token, COUNT, f"{folder}/config.json: {field}")
-    raise UserError(f"{folder}/config.json has neither {' nor '.join(fields)}")
+            return token
+    raise UserError(f"{folder}/config.json has neither {' nor '.join(fields)}; add the id of one of them")
 
 
 class HFTokenizer:
-    """A folder's tokenizer.json with the methods of data.Tokenizer. `eot`: the token that starts a sequence; `end`: the
+    """A folder's tokenizer.json with the methods of ours. `eot`: the token that starts a sequence; `end`: the
     one that ends it; `prefix`: the ids that the file itself puts before a text, [bos] in Llama's. `hash`: our
     tokenizer's, if export.py made the folder; else None, and our data does not fit it."""
 
     def __init__(self, folder):
         path = Path(folder) / "tokenizer.json"
         tokenizers = need("tokenizers")
-        try:
-            self.encoding = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as e:  # the package has no class of its own for it
-            raise UserError(f"{path} is not the tokenizer of a Hugging Face model: {e}") from None
+        with reading(path, "the tokenizer of a Hugging Face model"):
+            self.encoding = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         self.hash = made_by_us(folder)["tokenizer_hash"]
         self.eot = hf_token(folder, "bos_token_id", "eos_token_id")
         self.end = hf_token(folder, "eos_token_id", "bos_token_id")
@@ -321,8 +286,8 @@ def merge_of(token, ranks):
 
 
 def tokenizer_json(tokenizer):
-    """A data.Tokenizer as the dict of a tokenizer.json: byte-level BPE that takes whole pieces first, as tiktoken."""
-    spec, letters = tokenizer.spec, byte_letters()
+    """Our tokenizer as the text of a tokenizer.json: byte-level BPE that takes whole pieces first, as tiktoken."""
+    tokenizers, spec, letters = need("tokenizers"), tokenizer.spec, byte_letters()
     ranks = {base64.b64decode(b): i for b, i in spec["ranks"]}
 
     def spell(some):
@@ -330,23 +295,15 @@ def tokenizer_json(tokenizer):
 
     # the special names too: an added token that the vocabulary does not have would get another id
     vocab = {spell(token): i for token, i in ranks.items()} | spec["special"]
-    merges = [merge_of(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    split = {"type": "Split", "pattern": {"Regex": spec["pattern"]}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": i, "content": name, **special} for name, i in spec["special"].items()],
-        "normalizer": {"type": spec["normalize"]} if spec["normalize"] else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
-        "post_processor": None,
-        "decoder": level,
-        "model": {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": [[spell(part) for part in parts] for parts in merges if parts],
-            "ignore_merges": True,
-        },
-    }
+    pairs = [merge_of(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
+    merges = [tuple(map(spell, pair)) for pair in pairs if pair]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=True))
+    if spec["normalize"]:
+        made.normalizer = tokenizers.normalizers.NFC()
+    pieces = tokenizers.pre_tokenizers.Split(tokenizers.Regex(spec["pattern"]), "isolated")
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([pieces, level])
+    made.decoder = tokenizers.decoders.ByteLevel()
+    special = sorted(spec["special"], key=spec["special"].get)
+    made.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in special])
+    return made.to_str(pretty=True)

@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from configurator import need
+try:  # optional. Not need(): torch.compile cannot trace it, and transformers skips imports inside a try in an export
+    from flash_attn import flash_attn_func
+except ImportError:
+    flash_attn_func = None  # train.py says how to get it
 
 
 def to_fp32(x):
@@ -98,10 +101,8 @@ def attend(q, k, v, kernel="sdpa", scale=None, mask=None):
     T, S = q.size(2), k.size(2)
     if kernel == "flash" and mask is None:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, heads, D)
-        return (
-            need("flash_attn", "flash-attn").flash_attn_func(q, k, v, causal=True, softmax_scale=scale).transpose(1, 2)
-        )
-    is_causal = mask is None and T == S and T > 1  # the kernels' own causal flag is enough
+        return flash_attn_func(q, k, v, causal=True, softmax_scale=scale).transpose(1, 2)
+    is_causal = bool(mask is None and T == S and T > 1)  # the kernels' own causal flag is enough
     needs_mask = mask is None and T > 1 and not is_causal  # a single last position sees every key
     if needs_mask or (mask is None and kernel == "eager"):
         mask = torch.full((T, S), -math.inf, device=q.device).triu(S - T + 1)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from configurator import run
+from configurator import need, run
 from layers import (
     MLP,
     DepthAverage,
@@ -447,6 +447,5 @@ class KVCache:
 
 
 if __name__ == "__main__":
-    from describe import main
-
-    run(main, __doc__, skip_unknown=True)
+    # need, not import: transformers refuses an exported model.py that imports what does not come with it
+    run(need("describe").main, __doc__, skip_unknown=True)

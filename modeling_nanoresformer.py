@@ -1,9 +1,10 @@
-"""Our model as transformers sees it. export.py puts this file, and those that it imports, into the folder it writes.
+"""Our model as transformers sees it. export.py puts this file, and ours that it imports, into the folder it writes.
 
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained("hf/svformer", trust_remote_code=True)
 
-The network is model.py's own. Its cache is transformers' DynamicCache, with the keys and values that layers own alone.
+The network is model.py's own. Its cache is transformers' DynamicCache, which holds only the keys and values that layers
+own: SVFormer's holds the values of one layer.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import math
 
 import torch
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from layers import Rope
@@ -23,34 +24,37 @@ NAMES |= {"vocab_size": "vocab_size", "hidden_size": "n_embd", "max_position_emb
 
 
 class NanoResFormerConfig(PreTrainedConfig):
-    """shape: the fields of a ModelConfig. Those that other code asks for have transformers' names too."""
+    """shape: the fields of a ModelConfig. Other code asks for some by transformers' names, so they are here twice."""
 
     model_type = "nanoresformer"
 
-    def __init__(self, shape=None, **kwargs):
-        self.shape = shape or dataclasses.asdict(ModelConfig())
+    def __init__(self, shape=None, use_cache=True, **kwargs):
+        self.shape, self.use_cache = shape or dataclasses.asdict(ModelConfig()), use_cache
         super().__init__(**kwargs | {theirs: self.shape[ours] for theirs, ours in NAMES.items()})
 
 
 class Tokens:
-    """What GPT.hidden asks of a cache (see sample.KVCache): where T new tokens are, what they see, and the keys and
-    values before them, which are in a DynamicCache or, if that is None, not kept.
+    """A DynamicCache with the methods that GPT.hidden calls: the positions of T new tokens, what they see, and the keys
+    and values so far. cache=None keeps none. attention_mask: (B, S), 0 = padding.
 
-    DynamicCache pairs keys and values of a layer. Ours are not paired: layers borrow them. So the tensors that the plan
-    stores are numbered, and two of them make a layer of the DynamicCache. attention_mask: (B, S), 0 = padding.
+    A layer of a DynamicCache has one tensor of keys and one of values. Our layers do not, because they borrow. So we
+    number the tensors that the plan stores, and two of them make a layer of the DynamicCache.
     """
 
     def __init__(self, cfg, cache, attention_mask, T):
-        self.cache, self.past, self.mask = cache, 0 if cache is None else cache.get_seq_length(), None
+        self.cache, self.mask = cache, None
+        self.past = 0 if cache is None else cache.get_seq_length()
         self.stored = list(stored_tensors(cfg).items())  # [(place, heads)]
         self.where = slice(self.past, self.past + T)
-        if attention_mask is not None and not attention_mask.all():
+        # a graph cannot depend on the numbers in a mask, so it always gets one
+        is_traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
+        if attention_mask is not None and (is_traced or not attention_mask.all()):
             if attention_mask.shape[1:] != (self.past + T,):
                 raise ValueError(f"attention_mask {tuple(attention_mask.shape)} must be (batch, {self.past + T})")
             self.where = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -T:]  # (B, T)
             causal = torch.ones(T, self.past + T, dtype=torch.bool, device=attention_mask.device).tril(self.past)
-            own = causal & ~causal.tril(self.past - 1)
-            seen = (attention_mask[:, None].bool() & causal) | own  # (B, T, S); padding sees itself: no NaN
+            own = causal.triu(self.past)  # padding sees itself, because a softmax over nothing is NaN
+            seen = (attention_mask[:, None].bool() & causal) | own  # (B, T, S)
             self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -math.inf)[:, None]
 
     def end(self, T):
@@ -74,6 +78,23 @@ class Tokens:
         pass
 
 
+class Body(GPT):
+    """GPT with the call that trainers expect of a base model: transformers', and trl's, which skip the head."""
+
+    gradient_checkpointing = False  # transformers sets it
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False, cache=None, **kw):
+        """Token ids (B, T) -> the last hidden state (B, T, C). transformers 5.24 calls past_key_values `cache`."""
+        if kw.get("position_ids") is not None:  # such as those of several documents in one row
+            raise ValueError("position_ids are not supported; positions follow from attention_mask")
+        past = cache if past_key_values is None else past_key_values
+        if past is None and use_cache and not self.training:
+            past = DynamicCache()
+        self.recompute = self.training and self.gradient_checkpointing
+        x = self.hidden(input_ids, Tokens(self.cfg, past, attention_mask, input_ids.size(1)))
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past)
+
+
 class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanoResFormerConfig
     base_model_prefix = "model"
@@ -84,8 +105,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         kind = "eager" if config._attn_implementation == "eager" else "sdpa"
-        self.model = GPT(ModelConfig(**config.shape), attn=kind)
-        self.gradient_checkpointing = False
+        self.model = Body(ModelConfig(**config.shape), attn=kind)
         self.post_init()
 
     def _init_weights(self, module):
@@ -102,20 +122,13 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.head
 
     @can_return_tuple
-    def forward(
-        self, input_ids, attention_mask=None, past_key_values=None, labels=None, use_cache=True, logits_to_keep=0, **kw
-    ):
+    def forward(self, input_ids, attention_mask=None, labels=None, use_cache=None, logits_to_keep=0, **kw):
         """Token ids (B, T) -> logits (B, T, V), or (B, n, V) with logits_to_keep=n; with labels (B, T), -100 = ignored,
         also the mean cross-entropy of the next tokens."""
-        if kw.get("position_ids") is not None:  # such as those of several documents in one row
-            raise ValueError("position_ids are not supported; positions follow from attention_mask")
-        self.model.recompute = self.training and self.gradient_checkpointing
-        if use_cache and past_key_values is None and not self.training:
-            past_key_values = DynamicCache()
-        tokens = Tokens(self.model.cfg, past_key_values, attention_mask, input_ids.size(1))
-        x = self.model.hidden(input_ids, tokens)
-        logits = self.model.head(x[:, -logits_to_keep:])
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        body = self.model(input_ids, attention_mask, use_cache=use_cache, **kw)
+        logits = self.model.head(body.last_hidden_state[:, -logits_to_keep:])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.size(-1), **kw)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=body.past_key_values)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: the tests are about CPUs, and about an imitated GPU
 
@@ -267,6 +268,24 @@ def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
     about = dict(name=tokenizer.name, hash=tokenizer.hash, n_vocab=tokenizer.n_vocab, eot=tokenizer.eot)
     mixture = mixture or {d: size / sum(sizes.values()) for d, size in sizes.items()}
     write_record(folder / "manifest.json", MANIFEST, dict(tokenizer=about, mixture=mixture, splits=splits))
+    return folder
+
+
+SHARDS = [f"model-{i + 1:05}-of-00003.safetensors" for i in range(3)]
+
+
+def hf_folder(folder, model, shards=False, extra=None, **changes):
+    """Write our model as a Hugging Face folder, in one file or three; a change to None takes a field out."""
+    from hf import FIELDS, named_tensors
+
+    folder.mkdir(exist_ok=True)
+    c = {theirs: getattr(model.cfg, ours) for ours, theirs in FIELDS.items()}
+    c |= dict(model_type="llama", num_key_value_heads=model.cfg.n_kv_head) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in c.items() if v is not None}))
+    parts = {name: tensor.clone() for name, tensor in named_tensors(model, "llama").items()} | (extra or {})
+    names = SHARDS if shards else ["model.safetensors"]
+    for i, name in enumerate(names):  # the parts of a product lie in different shards
+        save_file({part: parts[part] for part in list(parts)[i :: len(names)]}, folder / name)
     return folder
 
 

@@ -8,9 +8,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import COVER, MODES, byte_tokenizer, config, in_process, make_data, refused, tiny, tokens, widths
+from conftest import (
+    COVER,
+    MODES,
+    byte_tokenizer,
+    config,
+    hf_folder,
+    in_process,
+    make_data,
+    refused,
+    tiny,
+    tokens,
+    widths,
+)
 from test_equations import EXACT, VALUES, A, cross, linear, norm
-from test_hf import hf_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
