@@ -614,7 +614,7 @@ class GPT(nn.Module):
 
     def hidden(self, idx, cache=None):
         """Token ids (B, T) -> normed output of the last layer (B, T, C). cache: a sample.KVCache, whose stored tokens
-        come before these (it then stores these too), or another class with its methods, such as eval.PrefixTree."""
+        come before these (it then stores these too), or another class with its methods, such as scoring.PrefixTree."""
         B, T = idx.shape
         end = T if cache is None else cache.end(T)
         if end > self.cfg.block_size:

@@ -128,12 +128,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
-from data import Corpus, domain_losses
+from data import Corpus
 from describe import count_parameters, flops_per_token
 from model import GPT
 from oldfiles import append, hold, read_json, read_records, write_json, write_text
 from report import progress
 from runtime import Distributed, enough_memory, environment, need_flash_attn, peak_flops, pick_dtype, whole
+from scoring import domain_losses
 from value_modes import kv_floats_per_token
 
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
@@ -491,7 +492,7 @@ def validate(run):
     """Validation on the first whole windows within eval_tokens of each domain, at least one, or on all text; the same
     whatever the number of ranks.
 
-    Returns what data.domain_losses does, and where residuals have learned weights "lam", see GPT.mixing_weights.
+    Returns what scoring.domain_losses does, and where residuals have learned weights "lam", see GPT.mixing_weights.
     """
     cfg, world, corpus = run.cfg, run.world, run.corpus
     most = max(1, cfg.eval_tokens // cfg.block_size) if cfg.eval_tokens else None

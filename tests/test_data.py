@@ -11,6 +11,7 @@ from conftest import ROOT, change, make_data
 
 import data
 import prepare
+import scoring
 from data import Corpus
 from oldconfig import UserError, load_settings
 
@@ -80,7 +81,7 @@ def test_a_domain_without_text(data_dir):
     corpus = Corpus(data_dir, 16)
     sums = np.array([[3.0, 1.0, 5.0], [3.0, 1.0, 0.0]])
     with pytest.raises(UserError, match=f"tokens of domain '{corpus.domains[1]}' have no text; prepare more of it"):
-        data.domain_losses(corpus, sums)
+        scoring.domain_losses(corpus, sums)
 
 
 def test_mixture_is_what_is_drawn(data_dir):

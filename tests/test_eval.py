@@ -20,6 +20,7 @@ from test_train import torchrun
 import checkpoint
 import eval as e
 import plot
+import scoring
 import tasks
 import train
 from data import Corpus
@@ -243,7 +244,7 @@ def naive(model, docs):
 
 
 def scored(model, docs, batch_tokens):
-    found = [choice for done in e.score(model, docs, batch_tokens) for choice in done]
+    found = [choice for done in scoring.score(model, docs, batch_tokens) for choice in done]
     assert len(found) == sum(map(len, docs))  # each once
     return {slot: (total, greedy) for slot, total, greedy in found}
 
@@ -537,9 +538,13 @@ def test_domains_in_another_order():
 def test_beginnings_that_are_worth_it():
     """Rows of a wide question come in units of eight at most, and rows with little in common alone."""
     rows = [tasks.Request([1] * 9 + [k] * 9, 9) for k in range(2, 22)]
-    assert [(u.shared, len(u.requests), u.width) for u in e.bundles_of([rows])] == [(9, 8, 73), (9, 8, 73), (9, 4, 41)]
+    assert [(u.shared, len(u.requests), u.width) for u in scoring.bundles_of([rows])] == [
+        (9, 8, 73),
+        (9, 8, 73),
+        (9, 4, 41),
+    ]
     rows = [tasks.Request([1] + [k] * 20, 20) for k in range(2, 22)]
-    assert [(u.shared, len(u.requests), u.width) for u in e.bundles_of([rows])] == [(1, 1, 20)] * 20
+    assert [(u.shared, len(u.requests), u.width) for u in scoring.bundles_of([rows])] == [(1, 1, 20)] * 20
 
 
 def test_two_ranks_equal_one(runs):
@@ -574,7 +579,7 @@ class Stopped(Exception):
 def interrupted(monkeypatch, cfg, after=math.inf):
     """Run eval.py in this process until `after` batches are scored; returns how many were. Then all their scores are on
     disk, so that a killed process loses none."""
-    score_batch, done = e.score_batch, []
+    score_batch, done = scoring.score_batch, []
 
     def counted(*args):
         if len(done) == after:
@@ -585,7 +590,7 @@ def interrupted(monkeypatch, cfg, after=math.inf):
         return done[-1]
 
     with monkeypatch.context() as patch, contextlib.suppress(Stopped):
-        patch.setattr(e, "score_batch", counted)
+        patch.setattr(scoring, "score_batch", counted)
         e.main(cfg)
     return len(done)
 

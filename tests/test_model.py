@@ -19,9 +19,9 @@ import checkpoint
 import describe
 import model as m
 import value_modes
-from eval import PrefixTree
 from model import GPT, LinearCrossEntropy
 from sample import KVCache
+from scoring import PrefixTree
 from value_modes import TABLE, ModelConfig, Residual, ValueMode, get_mode
 
 MINUTE = timedelta(minutes=1)
