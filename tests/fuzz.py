@@ -47,6 +47,7 @@ import plot
 import prepare
 import reading
 import sample
+import scoring
 import tasks
 import train
 from data import Corpus, Tokenizer
@@ -527,8 +528,8 @@ def try_task_files(rng, world):
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps(TASK_ROWS[name]) + "\n" for _ in range(3)))
     damage_lines(path, rng)
-    asked, _ = tasks.questions(name, types.SimpleNamespace(data_dir=str(folder), limit=0))
-    documents = tasks.requests_of(name, asked, Tokenizer.load(world.data / "tokenizer.json"), 64)
+    asked, _ = tasks.questions(name, str(folder))
+    documents = scoring.requests_of(name, asked, Tokenizer.load(world.data / "tokenizer.json"), 64)
     for question, rows in zip(asked, documents, strict=True):
         texts = (*question.contexts, *question.choices)
         demand(all(isinstance(text, str) for text in texts) and all(question.choices), "a choice that is no text")
