@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 
 import numpy as np
@@ -27,13 +28,8 @@ from value_modes import ModelConfig
 
 ARC = {"id": "x", "question": "What is wet?", "choices": {"text": ["sand", "rain", "dust"], "label": ["A", "B", "C"]}}
 ROWS = {
-    "hellaswag": {
-        "activity_label": "How to fly",
-        "ctx_a": " [header] First [title] Jump [step] high.",
-        "ctx_b": "then YOU",
-        "endings": ["fall.", "[step] stay  up [note].", "  swim. ", "x  [a]  y"],
-        "label": "1",
-    },
+    "hellaswag": {"activity_label": "Fly", "ctx_a": " [header] First [title] Jump [step] high.", "label": "1"}
+    | {"ctx_b": "then YOU", "endings": ["fall.", "[step] stay  up [note].", "  swim. ", "x  [a]  y"]},
     "piqa": {"goal": "open it", "sol1": "push", "sol2": "pull hard ", "label": 1},
     "arc_easy": ARC | {"answerKey": "B"},
     "arc_challenge": ARC | {"choices": {"text": ["sand", "rain"], "label": ["1", "2"]}, "answerKey": "2"},
@@ -41,10 +37,17 @@ ROWS = {
     "winogrande": {"sentence": "Ann paid Bea because _ owed her.", "option1": "Ann", "option2": "Bea", "answer": "1"},
     "lambada": {"text": "he came, he saw, he  left"},
 }
+ASKED = {
+    "hellaswag": Question(("Fly:  First. Jump high. Then you",) * 4, ("fall.", " stay up .", "swim.", "x  y"), 1),
+    "piqa": Question(("Question: open it\nAnswer:",) * 2, ("push", "pull hard "), 1),
+    "arc_easy": Question(("Question: What is wet?\nAnswer:",) * 3, ("sand", "rain", "dust"), 1),
+    "arc_challenge": Question(("Question: What is wet?\nAnswer:",) * 2, ("sand", "rain"), 1),
+    "openbookqa": Question(("rain is",) * 3, ("sand", "rain", "dust"), 2),
+    "winogrande": Question(("Ann paid Bea because Ann", "Ann paid Bea because Bea"), ("owed her.",) * 2, 0),
+    "lambada": Question(("he came, he saw, he ",), (" left",), 0, delimiter=""),
+}
 MORE = {name: [row, row] for name, row in ROWS.items()} | {
-    "piqa": [
-        {"goal": f"{i} of", "sol1": "a" * (1 + i % 3), "sol2": "bcdefg"[i % 4 :], "label": i % 2} for i in range(30)
-    ],
+    "piqa": [ROWS["piqa"] | {"goal": f"{i} of", "sol2": "bcdefg"[i % 4 :], "label": i % 2} for i in range(30)],
     "openbookqa": [ROWS["openbookqa"] | {"question_stem": "abcdefghij" * i} for i in range(12)],  # some are too long
 }
 
@@ -57,34 +60,31 @@ def write_rows(folder, rows):
     return folder
 
 
-@pytest.fixture(params=["jsonl", "parquet", "folder", "folder with a card"])
-def layout(request, tmp_path):
-    """A folder for --data_dir with two rows of arc_easy, as (folder, rows)."""
-    import datasets
-
-    rows = [ARC | {"answerKey": "B", "question": "a\u2028b"}, ARC | {"answerKey": "C"}]
-    file = tmp_path / {"parquet": "arc_easy.parquet", "folder": "arc_easy/ARC-Easy/test-0.parquet"}.get(
-        request.param, "arc_easy/parts/easy-0.parquet"
-    )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    datasets.Dataset.from_list(rows).to_parquet(file)
-    if request.param == "folder":  # as `hf download` leaves it, with the hub's other dataset
-        datasets.Dataset.from_list(rows[:1]).to_parquet(file.parent.with_name("ARC-Challenge.parquet"))
-    if request.param == "folder with a card":
-        card = "configs: [{config_name: ARC-Easy, data_files: [{split: test, path: parts/easy-*}]}]"
-        (tmp_path / "arc_easy/README.md").write_text(f"---\n{card}\n---\n")
-    if request.param == "jsonl":  # with a mark at its start, a separator in a text, an empty line at its end
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        (tmp_path / "arc_easy.jsonl").write_text("\ufeff" + "".join(lines) + "\n", encoding="utf-8")
-    return tmp_path, rows
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_a_row_becomes_a_question(name):
+    assert tasks.question(name, ROWS[name], "row 0") == ASKED[name]
 
 
-def test_each_local_layout_is_read(layout, monkeypatch):
+FOLDERS = ["arc_easy/ARC-Easy/test-0.parquet", "arc_easy/parts/easy-0.parquet"]  # as `hf download` makes them
+
+
+@pytest.mark.parametrize("file", ["arc_easy.jsonl", "arc_easy.parquet", *FOLDERS])
+def test_each_local_layout_is_read(tmp_path, monkeypatch, file):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    folder, rows = layout
-    found, where = tasks.local_rows("arc_easy", folder)
+    rows = [ARC | {"answerKey": "B", "question": "a\u2028b"}, ARC | {"answerKey": "C"}]
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / file)
+    if file == FOLDERS[0]:
+        datasets.Dataset.from_list(rows[:1]).to_parquet(tmp_path / "arc_easy/ARC-Challenge.parquet")
+    if file == FOLDERS[1]:
+        card = "configs: [{config_name: ARC-Easy, data_files: [{split: test, path: parts/easy-*}]}]"
+        (tmp_path / "arc_easy/README.md").write_text(f"---\n{card}\n---\n")
+    if file == "arc_easy.jsonl":  # with a mark at its start, a separator in a text, an empty line at its end
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        (tmp_path / file).write_text("\ufeff" + "".join(lines) + "\n", encoding="utf-8")
+    found, where = tasks.local_rows("arc_easy", tmp_path)
     assert found == rows and where.startswith("arc_easy") and "(sha256 " in where
 
 
@@ -102,24 +102,23 @@ def test_the_hub_is_asked_for_a_fixed_revision(monkeypatch):
     assert {task.hub for task in tasks.TASKS.values()} == tasks.REVISIONS.keys()
 
 
-def test_a_bad_row_is_refused(tmp_path):
-    columns = {column: value for column, value in ROWS["piqa"].items() if column != "sol2"}
-    for name, bad, says in (
-        ("piqa", columns, "is not a row of baber/piqa, which piqa reads: KeyError 'sol2'"),
-        ("piqa", ["goal"], "TypeError"),
-        ("piqa", ROWS["piqa"] | {"label": 2}, "its label is not one of its 2 choices"),
-        ("piqa", ROWS["piqa"] | {"goal": ["x"]}, "TypeError"),
-        ("piqa", ROWS["piqa"] | {"sol2": ""}, "choice 1 is empty"),
-        ("arc_easy", ROWS["arc_easy"] | {"answerKey": "D"}, "ValueError 'D' is not in list"),
-        ("winogrande", ROWS["winogrande"] | {"sentence": "no gap"}, "ValueError"),
-        ("winogrande", ROWS["winogrande"] | {"answer": "3"}, "not one of its 2 choices"),
-        ("hellaswag", ROWS["hellaswag"] | {"ctx_b": None}, "AttributeError"),
-    ):
-        write_rows(tmp_path, {name: [ROWS[name], bad]})
-        with pytest.raises(UserError) as found:
-            tasks.questions(name, str(tmp_path))
-        assert f"{name}.jsonl (sha256 " in str(found.value) and ", row 1" in str(found.value)
-        assert says in str(found.value), (says, found.value)
+@pytest.mark.parametrize(
+    "name, changes, says",
+    [
+        ("piqa", {"sol2": ""}, "choice 1 is empty"),
+        ("piqa", {"label": 2}, "its label is not one of its 2 choices"),
+        ("piqa", {"goal": ["x"]}, "is not a row of baber/piqa, which piqa reads: TypeError"),
+        ("arc_easy", {"answerKey": "D"}, "ValueError 'D' is not in list"),
+        ("winogrande", {"answer": "3"}, "not one of its 2 choices"),
+        ("hellaswag", {"ctx_b": None}, "AttributeError"),
+        ("openbookqa", {"choices": {}}, "KeyError 'label'"),
+    ],
+)
+def test_a_bad_row_is_refused(tmp_path, name, changes, says):
+    write_rows(tmp_path, {name: [ROWS[name], ROWS[name] | changes]})
+    with pytest.raises(UserError, match=re.escape(says)) as found:
+        tasks.questions(name, str(tmp_path))
+    assert f"{name}.jsonl (sha256 " in str(found.value) and ", row 1" in str(found.value)
 
 
 def test_a_bad_file_is_refused(tmp_path):
@@ -197,9 +196,8 @@ def naive(model, docs):
     for request in [request for requests in docs for request in requests]:
         log_probs = model(torch.tensor([request.ids[:-1]]))[0][0].double().log_softmax(-1)[-request.n_scored :]
         target = torch.tensor(request.ids[-request.n_scored :])
-        found.append(
-            (log_probs[range(len(target)), target].sum().item(), (log_probs.argmax(-1) == target).all().item())
-        )
+        greedy = (log_probs.argmax(-1) == target).all().item()
+        found.append((log_probs[range(len(target)), target].sum().item(), greedy))
     return np.array(found)
 
 
@@ -211,26 +209,14 @@ def scored(model, docs, batch_tokens):
 
 
 @pytest.mark.parametrize("mode", COVER)
-def test_scores_equal_the_definition(mode):
+def test_scores_equal_the_definition_whatever_the_batch(mode):
     model, docs = tiny(mode), documents(12, 32, 61)
-    for requests in docs[::4]:  # some first choices become what the model itself would say
-        ids = requests[0].ids[: -requests[0].n_scored]
-        while len(ids) < len(requests[0].ids):
-            ids = [*ids, model(torch.tensor([ids]))[0][0, -1].argmax().item()]
-        requests[0] = requests[0]._replace(ids=ids)
-    found, wanted = scored(model, docs, 64), naive(model, docs)
-    assert set(wanted[:, 1]) == {0, 1}
-    np.testing.assert_allclose(found[:, 0], wanted[:, 0], atol=1e-9)
-    assert ((found[:, 1] == 0) == wanted[:, 1]).all()
-
-
-@pytest.mark.parametrize("batch_tokens", [1, 500, 10_000])
-def test_scores_do_not_depend_on_the_batch(batch_tokens):
-    model = GPT(ModelConfig(997, block_size=64, n_layer=4, n_head=4, n_embd=64, init_std=0.1), seed=1).eval()
-    docs = documents(60, 64, 997)
-    found, wanted = scored(model, docs, batch_tokens), naive(model, docs)
-    assert wanted[:, 0].min() < -50
-    np.testing.assert_allclose(found[:, 0], wanted[:, 0], atol=1e-5)
+    docs.append([Request([5, 6, 7, i], 1) for i in range(61)])  # one is what the model itself would say
+    wanted = naive(model, docs)
+    for batch_tokens in (1, 64, 10_000):
+        found = scored(model, docs, batch_tokens)
+        np.testing.assert_allclose(found[:, 0], wanted[:, 0], atol=1e-9)
+        assert ((found[:, 1] == 0) == wanted[:, 1]).all() and wanted[:, 1].any()
 
 
 def test_nothing_is_computed_twice_or_for_nothing():
@@ -327,13 +313,11 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     make_data(folder / "data")
     write_rows(folder / "evals", MORE)
+    shape = "--n_layer=2 --n_head=2 --n_embd=32 --block_size=64 --batch_tokens=256 --micro_batch=4 --bos=true"
+    steps = "--max_steps=8 --warmup_steps=2 --learning_rate=5e-3 --eval_tokens=0 --dtype=float32"
     for name, mode in (("a", "vanilla"), ("b", "svformer")):
-        shape = (
-            "--n_layer=2 --n_head=2 --n_embd=32 --block_size=64 --batch_tokens=256 --micro_batch=4 --bos=true".split()
-        )
-        steps = "--max_steps=8 --warmup_steps=2 --learning_rate=5e-3 --eval_tokens=0 --dtype=float32".split()
         words = [f"--data_dir={folder / 'data'}", f"--out_dir={folder / name}", f"--value_mode={mode}"]
-        assert in_process(train, *shape, *steps, *words).returncode == 0
+        assert in_process(train, *shape.split(), *steps.split(), *words).returncode == 0
     return folder
 
 
@@ -349,8 +333,8 @@ def samples_of(run):
     return {(line["task"], line["document"], line["choice"]): line for line in lines}
 
 
-def results(run, step=8):
-    return e.read_results(run)[f"step_{step:08d}.safetensors"]["results"]
+def results(run):
+    return e.read_results(run)["step_00000008.safetensors"]["results"]
 
 
 def test_tables_records_and_samples_say_the_same(runs):
