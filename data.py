@@ -220,26 +220,3 @@ class Corpus:
             if has_rest and (most is None or n == 0):
                 parts.append((d, n, n + 1))
         return parts
-
-
-def domain_losses(corpus, sums):
-    """The loss summary of a validation pass. sums: (domains, 3) float64 array of nats, tokens and bytes of text, in the
-    order of corpus.domains. Raises UserError if a domain has no text.
-
-    Returns {val: {domain: nats per token}, val_mean: their plain mean (the paper's "Avg"), val_mixture: their mean with
-    the weights of training, bpb: {domain: bits per byte of text}, bpb_mean: the plain mean of those}.
-    """
-    nats, tokens, n_bytes = sums.T
-    if not n_bytes.all():
-        empty = corpus.domains[int(n_bytes.argmin())]
-        raise UserError(f"the validation tokens of domain {empty!r} have no text; prepare more of it")
-    val = nats / tokens
-    bpb = nats / n_bytes / math.log(2)
-    weights = np.array([corpus.mixture[domain] for domain in corpus.domains])
-    return {
-        "val": dict(zip(corpus.domains, val.tolist(), strict=True)),
-        "val_mean": float(val.mean()),
-        "val_mixture": float((weights * val).sum()),
-        "bpb": dict(zip(corpus.domains, bpb.tolist(), strict=True)),
-        "bpb_mean": float(bpb.mean()),
-    }

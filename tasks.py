@@ -1,8 +1,8 @@
-"""The zero-shot tasks: where their documents are, and the question that each one asks.
+"""The zero-shot tasks: where their documents are, what each one asks, and how the answers are counted.
 
-Texts, choices and borders are those of lm-eval 0.4.13, the field's reference harness (lm_eval/tasks); eval.py scores
-them. A task's documents come from the hub at a fixed revision, or from a folder of local files: `<task>.jsonl`,
-`<task>.parquet`, or a folder `<task>` with the files of the hub. Read next: eval.py.
+Texts, choices and borders are those of lm-eval 0.4.13, the field's harness
+(https://github.com/EleutherAI/lm-evaluation-harness, lm_eval/tasks). Documents come from the hub at a fixed revision,
+or from local files: `<task>.jsonl`, `<task>.parquet`, or a folder `<task>` with the hub's files. Read next: eval.py.
 """
 
 import hashlib
@@ -12,19 +12,19 @@ import re
 import shlex
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from oldconfig import UserError, need
-from oldfiles import sha256
+from configurator import UserError, need
+from files import sha256
+from report import mean_error
 
 
 class Question(NamedTuple):
-    """What a task asks in one document. The text of choice j is contexts[j] + delimiter + choices[j], and only what
-    follows the context is scored. gold: the number of the right choice."""
+    """What a task asks in one document. The text of choice j is contexts[j] + delimiter + choices[j]. We score only
+    what follows the context. gold: the number of the right choice."""
 
     contexts: tuple[str, ...]
     choices: tuple[str, ...]
@@ -50,7 +50,7 @@ def ask_openbookqa(row):
 
 
 def ask_winogrande(row):
-    """The two options complete the context; the same rest of the sentence is scored after each."""
+    # The two options complete the context, and we score the same rest of the sentence after each.
     before, after = row["sentence"].split("_", 1)
     contexts = (before + row["option1"], before + row["option2"])
     return Question(contexts, (after.strip(),) * 2, {"1": 0, "2": 1}.get(row["answer"], -1))
@@ -72,98 +72,63 @@ def ask_lambada(row):
     return Question((" ".join(words[:-1]),), (" " + words[-1],), 0, delimiter="")
 
 
-@dataclass(frozen=True)
-class Task:
-    """A task: its dataset on the hub, and how a row of it becomes a Question."""
+class Task(NamedTuple):
+    """A dataset on the hub (its configuration, its split), how its rows become Questions, and what is measured."""
 
     hub: str
-    revision: str
+    config: str | None
     split: str
     ask: Callable
-    config: str | None = None
     metrics: tuple[str, ...] = ("acc", "acc_norm")
 
 
-_ARC = Task(
-    hub="allenai/ai2_arc",
-    config="ARC-Challenge",
-    revision="210d026faf9955653af8916fad021475a3f00453",
-    split="test",
-    ask=ask_arc,
-)
-TASKS = {  # the paper's Table 1 in its order, then LAMBADA as OpenAI cut it
-    "hellaswag": Task(
-        hub="Rowan/hellaswag",
-        revision="218ec52e09a7e7462a5400043bb9a69a41d06b76",
-        split="validation",
-        ask=ask_hellaswag,
-    ),
-    "openbookqa": Task(
-        hub="allenai/openbookqa",
-        config="main",
-        revision="388097ea7776314e93a529163e0fea805b8a6454",
-        split="test",
-        ask=ask_openbookqa,
-    ),
-    "winogrande": Task(
-        hub="allenai/winogrande",
-        config="winogrande_xl",
-        revision="01e74176c63542e6b0bcb004dcdea22d94fb67b5",
-        split="validation",
-        ask=ask_winogrande,
-        metrics=("acc",),
-    ),
-    "arc_challenge": _ARC,
-    "arc_easy": replace(_ARC, config="ARC-Easy"),
-    "piqa": Task(
-        hub="baber/piqa",
-        revision="142f6d7367fd9877f0fb3b5734ea6a545f54cdd1",
-        split="validation",
-        ask=ask_piqa,
-    ),
-    "lambada": Task(
-        hub="EleutherAI/lambada_openai",
-        config="default",
-        revision="900124bf3b8235c6daf21033af9948b3f07346c4",
-        split="test",
-        ask=ask_lambada,
-        metrics=("acc", "perplexity"),
-    ),
+# The paper's Table 1 in its order, then LAMBADA as OpenAI cut it.
+TASKS = {
+    "hellaswag": Task("Rowan/hellaswag", None, "validation", ask_hellaswag),
+    "openbookqa": Task("allenai/openbookqa", "main", "test", ask_openbookqa),
+    "winogrande": Task("allenai/winogrande", "winogrande_xl", "validation", ask_winogrande, ("acc",)),
+    "arc_challenge": Task("allenai/ai2_arc", "ARC-Challenge", "test", ask_arc),
+    "arc_easy": Task("allenai/ai2_arc", "ARC-Easy", "test", ask_arc),
+    "piqa": Task("baber/piqa", None, "validation", ask_piqa),
+    "lambada": Task("EleutherAI/lambada_openai", "default", "test", ask_lambada, ("acc", "perplexity")),
 }
 TABLE1 = ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "piqa")
-EVALUATED = {"mode": str, "step": int | None, "results": dict[str, dict]}  # what eval.json says of a checkpoint
-EVALUATIONS = {"checkpoints": dict[str, EVALUATED]}
 GROUPS = {"table1": TABLE1, "table5": ("loss",), "all": ("loss", *TASKS)}
+
+EVALUATED = {"mode": str, "step": int | None, "results": dict[str, dict]}
+EVALUATIONS = {"checkpoints": dict[str, EVALUATED]}  # plot.py still reads eval.json with this
+
+# Fixed, because a dataset on the hub can change.
+REVISIONS = {
+    "Rowan/hellaswag": "218ec52e09a7e7462a5400043bb9a69a41d06b76",
+    "allenai/openbookqa": "388097ea7776314e93a529163e0fea805b8a6454",
+    "allenai/winogrande": "01e74176c63542e6b0bcb004dcdea22d94fb67b5",
+    "allenai/ai2_arc": "210d026faf9955653af8916fad021475a3f00453",
+    "baber/piqa": "142f6d7367fd9877f0fb3b5734ea6a545f54cdd1",
+    "EleutherAI/lambada_openai": "900124bf3b8235c6daf21033af9948b3f07346c4",
+}
 
 
 def download_command(name, folder):
     """The command that puts a task's files where `local_rows` looks for them."""
-    task = TASKS[name]
-    local = shlex.quote(str(Path(folder) / name))
-    return f"hf download {task.hub} --repo-type=dataset --revision={task.revision} --local-dir={local}"
-
-
-def hub_is_there(task):
-    """Whether the hub answers. load_dataset alone would ask six times, and say so, before it gives up after 30 s."""
-    hub = need("huggingface_hub")
-    try:
-        hub.HfApi().dataset_info(task.hub, revision=task.revision, timeout=5)
-    except hub.errors.HfHubHTTPError:
-        return True  # an answer, such as 503: load_dataset says what it means
-    except Exception:  # of the network: the library below has its own classes
-        return False
-    return True
+    hub, local = TASKS[name].hub, shlex.quote(f"{folder}/{name}")
+    return f"hf download {hub} --repo-type=dataset --revision={REVISIONS[hub]} --local-dir={local}"
 
 
 def hub_rows(name):
-    """Rows of a task's split from the hub, or from the cache that `datasets` keeps of it."""
-    task, datasets = TASKS[name], need("datasets")
-    if not hub_is_there(task):
-        need("huggingface_hub").constants.HF_HUB_OFFLINE = True  # then the cache is read, without a request
-        datasets.config.HF_HUB_OFFLINE = True
+    """The rows of a task's split from the hub, or without network from the cache that `datasets` keeps."""
+    task, datasets, hub = TASKS[name], need("datasets"), need("huggingface_hub")
+    revision = REVISIONS[task.hub]
     try:
-        return list(datasets.load_dataset(task.hub, task.config, revision=task.revision, split=task.split))
-    except Exception as e:  # network, hub, disk: each library below has its own
+        hub.HfApi().dataset_info(task.hub, revision=revision, timeout=5)
+    except hub.errors.HfHubHTTPError:
+        pass  # an answer, such as 503: load_dataset says what it means
+    except Exception:  # each library of the network has its own
+        # Otherwise load_dataset would ask six times, for 30 s, before it looks into its cache.
+        hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        return list(datasets.load_dataset(task.hub, task.config, revision=revision, split=task.split))
+    except Exception as e:  # network, hub, disk: each library has its own
         raise UserError(
             f"{task.hub} cannot be read from the hub ({e}); without network, run "
             f"`{download_command(name, 'evals')}` on a machine that has it and use --data_dir=evals"
@@ -171,26 +136,26 @@ def hub_rows(name):
 
 
 def jsonl_rows(path):
-    """The rows of a file of JSON lines, read as one list: so an error has the number of its line."""
-    lines = path.read_text(encoding="utf-8-sig").strip().split("\n")  # a JSON string may hold other ends of lines
+    """The rows of a file of JSON lines. We parse them as one list, so that an error has the number of its line."""
+    lines = path.read_text(encoding="utf-8-sig").strip().split("\n")  # JSON strings may hold other line separators
     return json.loads("[" + ",\n".join(lines) + "]")
 
 
 def folder_rows(folder, task):
-    """The rows of a task's split in a folder with the files of the hub."""
+    """The rows of a task's split in a folder with the hub's files."""
     datasets = need("datasets")
-    if task.config and (folder / task.config).is_dir():  # the hub's folder of several datasets: this one's
+    if task.config and (folder / task.config).is_dir():
         folder = folder / task.config
     datasets.disable_progress_bars()
     config = task.config if task.config in datasets.get_dataset_config_names(str(folder)) else None
-    with tempfile.TemporaryDirectory() as cache:  # the library's own cache may be of files that have changed since
+    with tempfile.TemporaryDirectory() as cache:  # the usual cache would not notice a changed file
         return list(datasets.load_dataset(str(folder), config, split=task.split, cache_dir=cache))
 
 
 def local_rows(name, data_dir):
     """(rows of a task's split in a folder of local files, name and hash of what was read)."""
     task = TASKS[name]
-    paths = [Path(data_dir) / file for file in (f"{name}.jsonl", f"{name}.parquet", name)]
+    paths = [Path(data_dir, file) for file in (f"{name}.jsonl", f"{name}.parquet", name)]
     path = next((path for path in paths if path.exists()), None)
     if path is None:
         remedy = f"with network: `{download_command(name, data_dir)}`"
@@ -222,114 +187,41 @@ def question(name, row, where):
     return asked
 
 
-def questions(name, cfg):
-    """(the Questions of a task, where its rows are from: dataset and revision, or file and hash).
-    cfg: the settings data_dir and limit."""
-    if cfg.data_dir:
-        rows, where = local_rows(name, cfg.data_dir)
+def questions(name, data_dir="", limit=0):
+    """(a task's Questions, where they are from: dataset and revision, or file and hash). limit: only the first ones."""
+    if data_dir:
+        rows, where = local_rows(name, data_dir)
     else:
-        rows, where = hub_rows(name), f"{TASKS[name].hub}@{TASKS[name].revision[:8]}"
+        rows, where = hub_rows(name), f"{TASKS[name].hub}@{REVISIONS[TASKS[name].hub][:8]}"
     if not rows:
         raise UserError(f"{where} has no rows")
-    if cfg.limit:
-        rows = rows[: cfg.limit]
-    return [question(name, row, f"{where}, row {i}") for i, row in enumerate(rows)], where
+    return [question(name, row, f"{where}, row {i}") for i, row in enumerate(rows[: limit or None])], where
 
 
-class Request(NamedTuple):
-    """A choice as the model sees it: token ids, the last n_scored of which are scored; cut: it was longer than the
-    block."""
-
-    ids: list[int]
-    n_scored: int
-    cut: bool = False
-
-
-def encode_pair(tokenizer, context, scored):
-    """Token ids of a context and of the text scored after it, cut where the harness cuts. Spaces at the end of the
-    context move to the scored text. The context is tokenized alone, then both together, each with the tokenizer's
-    prefix: what the second has beyond the length of the first is scored. An empty context becomes an end of document.
-    Source: lm_eval/api/model.py, TemplateLM."""
-    bare = context.rstrip()
-    scored = context[len(bare) :] + scored
-    if not bare:
-        return [tokenizer.eot], tokenizer.encode(scored)
-    ids = tokenizer.prefix + tokenizer.encode(bare)
-    whole = tokenizer.prefix + tokenizer.encode(bare + scored)
-    return ids, whole[len(ids) :]
-
-
-def cut_to_block(context, scored, block_size):
-    """A Request of context and scored ids. It has at most block_size + 1 ids, the last of which is only predicted; a
-    longer context loses its beginning. Raises ValueError if there are no scored ids, or too many of them."""
-    if len(scored) > block_size:
-        long = f"{len(scored)} tokens are to be scored, but the model's block has {block_size}"
-        raise ValueError(f"{long}; leave this task out, or use a model with a longer block")
-    if not scored:
-        raise ValueError("a choice has no tokens of its own to score")
-    ids = context + scored
-    return Request(ids[-(block_size + 1) :], len(scored), len(ids) > block_size + 1)
-
-
-def requests_of(name, asked, tokenizer, block_size):
-    """For each Question the Requests of its choices."""
-    documents = []
-    for i, q in enumerate(asked):
-        try:
-            requests = []
-            for context, choice in zip(q.contexts, q.choices, strict=True):
-                ids, scored = encode_pair(tokenizer, context, q.delimiter + choice)
-                requests.append(cut_to_block(ids, scored, block_size))
-            documents.append(requests)
-        except ValueError as e:
-            raise UserError(f"{name}, document {i}: {e}") from None
-    return documents
-
-
-def per_document(name, asked, results):
-    """{metric: (documents,) array: 1 where the model is right, else 0; for perplexity nats}. As the harness counts: acc
-    takes the choice with the highest log-probability, acc_norm the one with the highest per character; LAMBADA is right
-    if every token is the likeliest."""
+def per_document(name, asked, scores):
+    """{metric: (documents,) array}: 1 where the model is right, else 0; for perplexity nats. As the harness counts:
+    acc takes the choice with the highest log-probability, acc_norm the one with the highest per character."""
     if "perplexity" in TASKS[name].metrics:
-        greedy = [scores[0][1] for scores in results]
-        nats = [-scores[0][0] for scores in results]
-        return {"acc": np.array(greedy, float), "perplexity": np.array(nats)}
-    found = {"acc": [], "acc_norm": []}
-    for q, scores in zip(asked, results, strict=True):
-        log_probs = np.array([total for total, _ in scores])
-        lengths = np.array([len(choice) for choice in q.choices])  # characters
-        found["acc"].append(log_probs.argmax() == q.gold)
-        found["acc_norm"].append((log_probs / lengths).argmax() == q.gold)
-    return {metric: np.array(found[metric], float) for metric in TASKS[name].metrics}
-
-
-def standard_error(values):
-    """Standard error of a mean, from the sample's standard deviation (n - 1); None of a single value."""
-    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
+        only = np.concatenate(scores)  # LAMBADA has one choice; it is right if each of its tokens is the likeliest
+        return {"acc": only[:, 1], "perplexity": -only[:, 0]}
+    found = {metric: np.zeros(len(asked)) for metric in TASKS[name].metrics}
+    for i, (q, of_choices) in enumerate(zip(asked, scores, strict=True)):
+        log_p = of_choices[:, 0]
+        by_metric = {"acc": log_p, "acc_norm": log_p / [len(choice) for choice in q.choices]}
+        for metric in found:
+            found[metric][i] = by_metric[metric].argmax() == q.gold
+    return found
 
 
 def task_record(asked, documents, correct):
     """The record of a task in eval.json, from what `per_document` returns."""
-    has_choices = len(asked[0].choices) > 1
-    record = {
-        "n": len(asked),
-        "cut": sum(any(row.cut for row in rows) for rows in documents),
-        "chance": float(np.mean([1 / len(q.choices) for q in asked])) if has_choices else 0.0,
-    }
+    cut = sum(any(request.cut for request in requests) for requests in documents)
+    record = {"n": len(asked), "cut": cut, "chance": float(np.mean([1 / len(q.choices) for q in asked]))}
     for metric, values in correct.items():
-        mean = float(values.mean())
-        error = standard_error(values)
+        mean, error = mean_error(values)
         if metric == "perplexity":
             mean = math.exp(mean)
-            if error is not None:
-                error *= mean  # by the delta method; the harness draws bootstrap samples
-        record[metric] = mean
-        record[f"{metric}_stderr"] = error
+            error = error and error * mean  # the delta method; the harness draws bootstrap samples
+            record["chance"] = 0.0  # nobody guesses a word
+        record |= {metric: mean, f"{metric}_stderr": error}
     return record
-
-
-def average(pairs):
-    """Mean of several tasks' means, and its standard error. pairs: [(mean, standard error)]"""
-    means, errors = zip(*pairs, strict=True)
-    error = None if None in errors else math.sqrt(sum(e**2 for e in errors)) / len(errors)
-    return np.mean(means), error

@@ -26,12 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 from checkpoint import RUN
 from configurator import UserError, check_fields, run, setting
-from data import Corpus, domain_losses
+from data import Corpus
 from describe import count_parameters, flops_per_token
 from files import hold, read_record, write_record
 from model import GPT
 from report import Metrics
 from runtime import Distributed, enough_memory, environment, first_line, need_flash_attn, peak_flops, pick_dtype, whole
+from scoring import domain_losses
 from value_modes import ModelConfig, ValueMode, get_mode, kv_floats_per_token
 
 ENVIRONMENT = "train.py's environment"  # the kind of record in env.json

@@ -305,7 +305,7 @@ def case_branches():
         model = new_model(cfg, dtype).eval()
         positions = torch.tensor([[0, 1, 2, 2, 3, 3, 4, 4]]).to("cuda")
         branches = torch.tensor([[0, 0, 1, 2, 1, 2, 1, 2]]).to("cuda")
-        x = model.hidden(torch.zeros_like(positions), eval.PrefixTree(positions, branches, 5))
+        x = model.hidden(torch.zeros_like(positions), scoring.PrefixTree(positions, branches, 5))
         assert x.is_cuda and x.dtype == dtype
 
     for key, cfg, dtype in configs():
@@ -320,12 +320,12 @@ if __name__ == "__main__":
     import torch.nn.functional as F
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    import eval
     import layers
     import loss as loss_file
     import model as model_file
     import runtime
     import sample
+    import scoring
     import train
     from model import GPT
     from oldconfig import UserError

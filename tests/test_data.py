@@ -16,6 +16,7 @@ from conftest import SHARED, byte_tokenizer, in_process, make_data, needs_shared
 
 import data
 import prepare
+import scoring
 from configurator import UserError
 from data import MANIFEST, Corpus
 from files import read_record, write_record
@@ -248,7 +249,7 @@ def test_a_domain_without_text(data_dir):
     corpus = Corpus(data_dir, 16)
     sums = np.array([[3.0, 1.0, 5.0], [3.0, 1.0, 0.0]])
     with pytest.raises(UserError, match=f"tokens of domain '{corpus.domains[1]}' have no text; prepare more of it"):
-        data.domain_losses(corpus, sums)
+        scoring.domain_losses(corpus, sums)
 
 
 def test_mixture_is_what_is_drawn(data_dir):
