@@ -42,7 +42,6 @@ import export
 import hf
 import oldconfig
 import oldfiles as files
-import paper.reproduce
 import plot
 import prepare
 import reading
@@ -52,7 +51,6 @@ import train
 from data import Corpus, Tokenizer
 from model import GPT
 from oldconfig import UserError, load_settings, require, setting
-from paper.found import read_arrays
 from report import markdown
 from runtime import environment
 from sample import KVCache
@@ -262,7 +260,7 @@ class World:
 
 
 STAGES = (train.TrainConfig, sample.SampleConfig, evaluate.EvalConfig, analyze.AnalyzeConfig, plot.PlotConfig)
-STAGES += (prepare.PrepareConfig, paper.reproduce.ReproduceConfig, ModelConfig)
+STAGES += (prepare.PrepareConfig, ModelConfig)
 STAGES += (export.ExportConfig, bench.training.TrainingConfig, bench.decoding.DecodingConfig)
 
 
@@ -485,6 +483,14 @@ def try_metrics(rng, world):
     run = plot.read_run(world.run)
     check_record(run.start, plot.METRICS["start"])
     demand(all(np.isfinite(numbers).all() for numbers in run.steps.values()), "numbers that are not finite")
+
+
+def read_arrays(path):
+    try:
+        with np.load(path) as arrays:
+            return dict(arrays)
+    except Exception as e:  # zipfile and zlib raise many kinds
+        raise UserError(f"{path} is missing or damaged ({e})") from None
 
 
 def try_results(rng, world):
