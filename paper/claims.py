@@ -142,15 +142,6 @@ def mode_claims(paper, *pairs):
     return tuple(lower_loss(Job(low), Job(high), f"{low} − {high}", paper) for low, high in modes)
 
 
-def gap_in_words(found, job):
-    """Mean and 95 % interval of a Job's loss minus vanilla's, with a * if one of them was on another processor."""
-    words = with_interval(*mean_interval(found.gaps(job)), sign=True)
-    for seed in found.common_seeds(job, job.baseline):
-        if found.record(job, seed)["processor"] != found.record(job.baseline, seed)["processor"]:
-            return f"{words} *"
-    return words
-
-
 def mean_losses(found, jobs):
     """The losses of a mode's Jobs, one for each rate: means over the seeds that all rates have, often a single one."""
     shared = found.common_seeds(*jobs)
@@ -189,25 +180,19 @@ def saving(points, others):
     (height, slope), (other_height, other_slope) = semi_log(points), semi_log(others)
     if slope >= 0 or other_slope >= 0:
         return None
-    sizes = [n for n, _ in points + others]
-    gaps = []  # ln of the size at which `points` have a loss, minus ln of the size at which `others` have it
-    for n, _ in others:
-        loss = other_height + other_slope * math.log(n)
-        gaps.append((loss - height) / slope - math.log(n))
-    if max(map(abs, gaps)) > math.log(max(sizes) / min(sizes)):
-        return None
-    return np.mean([1 - math.exp(gap) for gap in gaps])
+    logs, log_sizes = np.log([n for n, _ in others]), np.log([n for n, _ in points + others])
+    gaps = (other_height + other_slope * logs - height) / slope - logs  # ln N at which each is at a loss
+    return None if abs(gaps).max() > np.ptp(log_sizes) else np.mean(1 - np.exp(gaps))
 
 
-def saved_parameters(mode, sizes):
-    """A value: the share of parameters that `mode` saves at vanilla's losses, see `saving`."""
+def saved_parameters(mode, *sizes):
+    """A value: the share of parameters that `mode` saves at vanilla's losses."""
 
     def value(found, seed):
-        points = {}
-        for name in (mode, "vanilla"):
-            jobs = [Job(name, size) for size in sizes if size in found.scale.sizes]
-            points[name] = [(found.parameters(job), found.loss(job, seed)) for job in jobs]
-        return saving(points[mode], points["vanilla"])
+        jobs = [Job(mode, size) for size in sizes if size in found.scale.sizes]
+        points = [(found.parameters(job), found.loss(job, seed)) for job in jobs]
+        others = [(found.parameters(job.baseline), found.loss(job.baseline, seed)) for job in jobs]
+        return saving(points, others)
 
     return value
 
@@ -248,7 +233,7 @@ def critical_point(x, y, window):
     If the mean of the last tenth of y is at least 0, this is the last upward crossing of the moving average over
     `window` points, in the middle of its window, or 0 if there is none. Else a line through the last tenth says where y
     will reach 0. It never does if the slope is not above two standard errors; these take the noise of steps as
-    independent. Sources: the paper's Figure 14, whose last tenth is 1,000 steps, and the authors' plot_relative_loss.py.
+    independent. Sources: the paper's Figure 14, and the authors' plot_relative_loss.py.
     """
     tail = slice(-max(3, len(x) // 10), None)
     if y[tail].mean() >= 0:
@@ -352,22 +337,24 @@ def start_token(mode):
 # -- what eval.py scored
 
 
-def task_accuracies(found, length, seed):
-    """({mode: {task: accuracy}}, the tasks that both models of a length have), for Table 1."""
-    accuracy = {}
-    for mode in ("vanilla", "resformer"):
-        records = {task: found.evaluation(Job(mode, length=length), seed, task) for task in TABLE1}
-        accuracy[mode] = {task: record["acc"] for task, record in records.items() if record}
-    return accuracy, [task for task in TABLE1 if all(task in of for of in accuracy.values())]
+def accuracies(found, length):
+    """({(mode, seed): {task: accuracy}}, the tasks that all of these have) at a length, for Table 1."""
+    scored = {}
+    for job in (Job("vanilla", length=length), Job("resformer", length=length)):
+        for seed in found.seeds(job):
+            records = {task: found.evaluation(job, seed, task) for task in TABLE1}
+            scored[job.mode, seed] = {task: record["acc"] for task, record in records.items() if record}
+    scored = {key: tasks for key, tasks in scored.items() if tasks}
+    return scored, [task for task in TABLE1 if scored and all(task in tasks for tasks in scored.values())]
 
 
 def accuracy_gap(length):
-    """A value: ResFormer's accuracy minus vanilla's, mean over the tasks that both are scored on."""
+    """A value: ResFormer's accuracy minus vanilla's, mean over the tasks that all are scored on."""
 
     def value(found, seed):
-        accuracy, common = task_accuracies(found, length, seed)
-        if not common:
+        scored, common = accuracies(found, length)
+        if not {("resformer", seed), ("vanilla", seed)} <= scored.keys():
             raise NoSeed(f"no task is scored with seed {seed}")
-        return np.mean([accuracy["resformer"][task] - accuracy["vanilla"][task] for task in common])
+        return np.mean([scored["resformer", seed][task] - scored["vanilla", seed][task] for task in common])
 
     return value

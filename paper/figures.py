@@ -170,7 +170,7 @@ FIGURES = {
                named("vanilla", "resformer", size="468M")),
          Panel(panels.paper, f"the paper's Table 5:\nResFormer needs {SAVED:.1%} fewer parameters")),
         (Claim("share of parameters that ResFormer saves", "0.104",
-               claims.saved_parameters("resformer", SIZES), HIGHER),
+               claims.saved_parameters("resformer", *SIZES), HIGHER),
          Claim("share of tokens that ResFormer saves at [size 468M]", "0.136", claims.saved_tokens, HIGHER)),
     ),
     "fig7": Figure(
@@ -241,7 +241,7 @@ FIGURES = {
                gap_change(Job("svformer", warmup=1200), SV)),
          Claim("SVFormer − Transformer, GPT2's minus Llama's", "about 0", gap_change(Job("svformer", arch="gpt2"), SV)),
          Claim("share of parameters that SVFormer saves", "-0.122",
-               claims.saved_parameters("svformer", tuple(tables.PARAMETERS)), LOWER)),
+               claims.saved_parameters("svformer", *tables.PARAMETERS), LOWER)),
         table=lambda found: tables.critical_table(found, found.labels((*SV_RATES, *SV_WARMUPS))),
     ),
     "fig16": compared(
@@ -271,7 +271,8 @@ FIGURES = {
               for key, label in ({"entropy": ENTROPY} | FIRST).items()),
         (claims.more_entropy("resformer", "82M"), *claims.fewer_extremes("82M"), claims.more_entropy("cross", "82M"),
          Claim("Cross Layer Attention − ResFormer: first token's least value norm over layers, relative to other "
-               "tokens", "lower: drains stay", claims.minus(claims.LEAST_VALUE, Job("cross"), Job("resformer")), LOWER)),
+               "tokens", "lower: drains stay",
+               claims.minus(claims.LEAST_VALUE, Job("cross"), Job("resformer")), LOWER)),
     ),
     "fig21": Figure(
         "The largest token importances of a sequence, by rank and layer.",

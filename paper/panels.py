@@ -153,8 +153,7 @@ def scaling_panel(ax, modes, least=0):
         a, c = semi_log([(n, np.mean(losses)) for n, losses in points if n >= least])
         x = [n for n, _ in points]
         grid = np.geomspace(max(min(x), least), max(x), 50)
-        name = LABELS[mode] if c < 0 else f"{LABELS[mode]} (does not fall with size)"
-        ax.plot(grid, a + c * np.log(grid), markevery=[], label=name, **style)
+        ax.plot(grid, a + c * np.log(grid), markevery=[], label=LABELS[mode], **style)
         for n, losses in points:
             ax.plot([n] * len(losses), losses, **style | {"linestyle": ""})
     ax.set(xlabel="parameters", ylabel=LOSS, xscale="log")
@@ -208,24 +207,18 @@ def best(ax, panel, found):
 
 
 def critical_points(ax, panel, found):
-    """Critical points over lengths. The legend counts the seeds that have none."""
+    """Critical points over lengths. The table beside counts the seeds that have none."""
     color = style_of(panel.jobs[0].mode)["color"]
-    points = {}  # length -> (step, extrapolated?) of each seed
+    crossed, extrapolated = [], []  # (length, step) of each seed
     for job in panel.jobs:
-        length = found.scale.lengths[job.length][0]
-        points[length] = [critical(found, job, seed) for seed in found.common_seeds(job, job.baseline)]
-    for is_extrapolated, name, face in ((False, "crossed", color), (True, "extrapolated from the last tenth", "none")):
-        there = []
-        for n, seeds in points.items():
-            there += [(n, step) for step, how in seeds if how == is_extrapolated and 0 < step < math.inf]
-        if there:
-            ax.plot(*zip(*there, strict=True), "o", color=color, markerfacecolor=face, label=name)
-    for missing, name in ((math.inf, "no crossing in sight"), (0.0, "never ahead")):
-        for n, seeds in points.items():
-            count = sum(step == missing for step, _ in seeds)
-            if count:
-                ax.plot([], [], " ", label=f"length {n:,}: {name} ({count} of {len(seeds)} seeds)")
-    lengths = list(points)
+        for seed in found.common_seeds(job, job.baseline):
+            step, is_extrapolated = critical(found, job, seed)
+            if 0 < step < math.inf:
+                (extrapolated if is_extrapolated else crossed).append((found.scale.lengths[job.length][0], step))
+    for points, name, face in ((crossed, "crossed", color), (extrapolated, "extrapolated from the last tenth", "none")):
+        if points:
+            ax.plot(*zip(*points, strict=True), "o", color=color, markerfacecolor=face, label=name)
+    lengths = [found.scale.lengths[job.length][0] for job in panel.jobs]
     ax.set(xlabel="sequence length (tokens)", ylabel="critical point (step)", xscale="log")
     ax.set(xlim=(lengths[0] / 1.4, lengths[-1] * 1.4))
     ticks(ax, lengths, [f"{n:,}" for n in lengths])
@@ -275,8 +268,10 @@ def dots(ax, panel, found):
         draw_gaps(ax, seeds, y, KEY | {"color": color})
     vanilla = found.losses(panel.jobs[0].baseline)
     spread = max(vanilla) - min(vanilla)
-    ax.axvspan(-spread, spread, **BAND)
-    ax.axvline(0, **ZERO)
+    ax.axvspan(-spread, spread, label="as far as two of vanilla's seeds differ", **BAND)
+    ax.axvline(0, label="vanilla", **ZERO)
+    ax.plot([], [], label="a seed", **SEED)
+    ax.errorbar([], [], xerr=[], label="mean, 95 % interval", linestyle="", **KEY)
     ax.set(yticks=range(len(gaps)), yticklabels=list(gaps), ylim=(-0.6, len(gaps) - 0.4))
     ax.set_title(panel.title, loc="left", fontsize=9)
     ax.grid(axis="x", color="0.9", linewidth=0.6)
@@ -348,16 +343,6 @@ def page_of_maps(path, figure, found):
 
 def page_of_dots(path, figure, found):
     """Two columns of panels, all on one scale of losses."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    key = [
-        Line2D([], [], label="a seed", **SEED),
-        Line2D([], [], linestyle="", label="mean", **KEY),
-        Line2D([], [], color=KEY["color"], label="95 % interval"),
-        Line2D([], [], color="0.5", linewidth=0.8, label="vanilla"),
-        Patch(label="as far as two of vanilla's seeds differ", **BAND),
-    ]
     panels = figure.panels
     sizes = [len(panel.lines) + 1 for panel in panels]
     heights = [max(sizes[i : i + 2]) for i in range(0, len(sizes), 2)]
@@ -371,4 +356,5 @@ def page_of_dots(path, figure, found):
         for ax in axes[len(panels) - 2 : len(panels)]:
             ax.tick_params(labelbottom=True)
             ax.set_xlabel(GAP)
-        fig.legend(handles=key, loc="outside upper left", ncols=5, title=title, alignment="left")
+        key = axes[0].get_legend_handles_labels()
+        fig.legend(*key, loc="outside upper left", ncols=4, title=title, alignment="left")

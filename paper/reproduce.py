@@ -215,6 +215,10 @@ def analyze_command(cfg, *words):
     return on_device(cfg, "analyze.py", *words, f"--data_dir={cfg.units.data_dir}")
 
 
+def analyze_run(plan, cfg):
+    return analyze_command(cfg, str(plan.folder), f"--chunks={cfg.units.chunks}")
+
+
 def eval_command(plan, task, cfg):
     """Of eval.py; task: one of them, or "table1" for all."""
     files = [f"--data_dir={cfg.eval_dir}"] if cfg.eval_dir else []
@@ -244,7 +248,7 @@ def commands(plans, cfg):
     yield from other_analyses(cfg).values()
     for plan in plans:
         if "analysis" in plan.needs:
-            yield analyze_command(cfg, str(plan.folder), f"--chunks={cfg.units.chunks}")
+            yield analyze_run(plan, cfg)
         if "scores" in plan.needs:
             yield eval_command(plan, "table1", cfg)
 
@@ -275,46 +279,6 @@ def noted(errors, name):
         errors[name] = e
 
 
-def make_run(plan, cfg, threads):
-    """Train, analyse and evaluate one run, as far as that is not done. Returns its record."""
-    if not plan.done:
-        run_logged(train_command(plan, cfg), plan.folder / "train.log", threads)
-    if "analysis" in plan.needs and not fresh_analysis(plan.folder):
-        words = analyze_command(cfg, str(plan.folder), f"--chunks={cfg.units.chunks}")
-        run_logged(words, plan.folder / "analyze.log", threads)
-    if "scores" in plan.needs:
-        scored = plot.read_eval(plan.folder)["results"] if (plan.folder / "eval.json").exists() else ()
-        # one by one, because a task may have longer texts than the model takes
-        for task in [task for task in TABLE1 if task not in scored]:
-            with noted({}, task):
-                run_logged(eval_command(plan, task, cfg), plan.folder / "eval.log", threads)
-    return make_record(plan.folder, plan.values, cfg.units.every)
-
-
-def make_all(plans, cfg, errors):
-    """Make all runs, some of them side by side, then the other analyses. Yields the records of the runs. A failure goes
-    into errors, {name: error}."""
-    cores = os.cpu_count() or 1
-    at_once = cfg.jobs or (1 if cfg.units.gpus else cores)
-    threads = str(max(1, cores // at_once)) if at_once > 1 else ""
-    pool = ThreadPoolExecutor(at_once)
-    futures = {pool.submit(make_run, plan, cfg, threads): plan.folder for plan in plans}
-    try:
-        for done, future in enumerate(as_completed(futures), 1):
-            folder = futures[future]
-            with noted(errors, folder.name):
-                record = future.result()
-                loss = list(record["val"].values())[-1]
-                print(f"{done} of {len(plans)}, {folder}: validation loss {loss:.4f}", flush=True)
-                yield record
-    finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C no further run begins
-    for folder, words in other_analyses(cfg).items():  # these have the machine to themselves
-        print(shlex.join(words), flush=True)
-        with noted(errors, folder.name):
-            run_logged(words, folder / "analyze.log")
-
-
 def make_data(cfg):
     """Make the data if it is missing and is pysource, which needs no download."""
     folder = Path(cfg.units.data_dir)
@@ -335,25 +299,47 @@ def check_data(records, cfg):
         raise UserError(f"the data of {' and '.join(seen.values())} differ; leave out --kept, or set another --out_dir")
 
 
-def collect(plans, cfg):
-    """({name: record} of all runs, {name: error} of those that failed). Makes what is missing if that is asked for."""
-    kept = read_kept(cfg.records_file) if cfg.kept else {}
+def make_run(plan, cfg, threads):
+    """Train, analyse and evaluate one run, as far as that is asked for and not done. Returns its record."""
+    if cfg.run and not plan.done:
+        run_logged(train_command(plan, cfg), plan.folder / "train.log", threads)
+    if cfg.run and "analysis" in plan.needs and not fresh_analysis(plan.folder):
+        run_logged(analyze_run(plan, cfg), plan.folder / "analyze.log", threads)
+    if cfg.run and "scores" in plan.needs:
+        scored = plot.read_eval(plan.folder)["results"] if (plan.folder / "eval.json").exists() else ()
+        # one by one, because a task may have longer texts than the model takes
+        for task in [task for task in TABLE1 if task not in scored]:
+            with noted({}, task):
+                run_logged(eval_command(plan, task, cfg), plan.folder / "eval.log", threads)
+    return make_record(plan.folder, plan.values, cfg.units.every)
+
+
+def make_all(plans, cfg):
+    """Make all runs, some of them side by side, then the other analyses. Returns ({name: record} of the runs,
+    {name: error} of what failed)."""
     records, errors = {plan.folder.name: plan.record for plan in plans if plan.record}, {}
-    if cfg.run:
-        make_data(cfg)
-        check_data(records, cfg)
-        with hold(cfg.out_dir):
-            for record in make_all([plan for plan in plans if not plan.kept], cfg, errors):
-                records[record["name"]] = record
-                if cfg.kept:
-                    kept[record["name"]] = record
-                    write_kept(cfg.records_file, kept)
-    else:
-        for plan in (plan for plan in plans if not plan.record):
-            try:
-                records[plan.folder.name] = make_record(plan.folder, plan.values, cfg.units.every)
-            except UserError as e:
-                errors[plan.folder.name] = e
+    check_data(records, cfg)
+    plans = [plan for plan in plans if not (plan.kept if cfg.run else plan.record)]
+    cores = os.cpu_count() or 1
+    at_once = cfg.jobs or (1 if cfg.units.gpus else cores)
+    threads = str(max(1, cores // at_once)) if at_once > 1 else ""
+    pool = ThreadPoolExecutor(at_once)
+    futures = {pool.submit(make_run, plan, cfg, threads): plan.folder for plan in plans}
+    try:
+        for done, future in enumerate(as_completed(futures), 1):
+            folder = futures[future]
+            with noted(errors, folder.name):
+                record = records[folder.name] = future.result()
+                loss = list(record["val"].values())[-1]
+                print(f"{done} of {len(plans)}, {folder}: validation loss {loss:.4f}", flush=True)
+                if cfg.run and cfg.kept:
+                    write_kept(cfg.records_file, read_kept(cfg.records_file) | {folder.name: record})
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C no further run begins
+    for folder, words in other_analyses(cfg).items() if cfg.run else ():  # these have the machine to themselves
+        print(shlex.join(words), flush=True)
+        with noted(errors, folder.name):
+            run_logged(words, folder / "analyze.log")
     check_data(records, cfg)
     return records, errors
 
@@ -371,7 +357,10 @@ def main(cfg: ReproduceConfig):
         raise UserError(f"scale={cfg.scale} needs GPUs, and there is none; add --dry_run, or set --scale=cpu")
     if any(figure.panels for figure in cfg.figures.values()):
         need("matplotlib")  # before hours of training
-    records, failed = collect(plans, cfg)
+    if cfg.run:
+        make_data(cfg)
+    with hold(cfg.out_dir) if cfg.run else contextlib.nullcontext():
+        records, failed = make_all(plans, cfg)
     found = Found(records, cfg.units, cfg.seeds_of, cfg.out_dir, tuple(cfg.public_folders), failed)
     missing = {}
     for name, figure in cfg.figures.items():

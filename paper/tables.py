@@ -15,7 +15,7 @@ from data import Tokenizer
 from describe import count_parameters
 from oldfiles import read_json
 from paper import claims
-from paper.claims import LABELS, critical, gap_in_words
+from paper.claims import LABELS, critical
 from paper.runs import SCALES, Job, train_settings
 from prepare import PAPER_MIXTURE
 from report import mean_interval, plus_minus, with_interval
@@ -65,6 +65,15 @@ def interval(values, sign=False):
     return with_interval(*mean_interval(values), sign)
 
 
+def gap_in_words(found, job):
+    """A cell: a Job's losses minus vanilla's, with a * if one of them was on another processor."""
+    words = interval(found.gaps(job), sign=True)
+    for seed in found.common_seeds(job, job.baseline):
+        if found.record(job, seed)["processor"] != found.record(job.baseline, seed)["processor"]:
+            return f"{words} *"
+    return words
+
+
 # -- the paper's tables
 
 
@@ -72,18 +81,13 @@ def table1(found):
     """Accuracies, the paper's in brackets. Avg is over the tasks that both models of a length can be scored on."""
     yield ["", *TABLE1, "Avg"]
     for (mode, length), paper in PAPER_ACCURACIES.items():
-        accuracies, common = [], TABLE1
-        for seed in found.seeds(Job(mode, length=length)):
-            by_mode, tasks = claims.task_accuracies(found, length, seed)
-            if tasks:  # else nothing is scored with this seed
-                accuracies.append(by_mode[mode])
-                common = [task for task in common if task in tasks]
-        if not accuracies:
+        scored, common = claims.accuracies(found, length)
+        ours = [tasks for (name, _), tasks in scored.items() if name == mode]
+        if not ours:
             raise UserError(f"no task is scored at length {length:,}; without the hub, set --eval_dir")
-        cells = []
-        for task, theirs in zip(TABLE1, paper[:-1], strict=True):
-            cells.append(beside([of[task] for of in accuracies if task in of], f"{theirs:.3f}"))
-        cells.append(beside([of[task] for of in accuracies for task in common], f"{paper[-1]:.3f}"))
+        *theirs, average = (f"{accuracy:.3f}" for accuracy in paper)
+        cells = [beside([of[task] for of in ours if task in of], x) for task, x in zip(TABLE1, theirs, strict=True)]
+        cells.append(beside([of[task] for of in ours for task in common], average))
         if len(common) < len(TABLE1):
             cells[-1] += f" of {len(common)}"
         yield [found.in_words(f"{LABELS[mode]}, length [length {length}]"), *cells]
