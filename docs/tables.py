@@ -7,7 +7,6 @@ A page holds each table between `<!-- table: NAME -->` and `<!-- end -->`. To ad
 page, and a function that returns the table into MAKERS below, under that NAME.
 """
 
-import functools
 import json
 import re
 import sys
@@ -48,10 +47,6 @@ def recorded():
     return Found(kept, NIGHT, lambda job: SEEDS[: NIGHT.n_seeds(NIGHT.here(job))])
 
 
-def tally_of_claims():
-    return tally(read_record(ROOT / "results/night.json", RESULTS)["figures"])
-
-
 def grid_table(size):
     """Vanilla's losses at each rate, and those of other modes minus vanilla's: means over seeds with their 95 %
     intervals. A mode's best rate is bold. The last column has each mode, and vanilla, at its best."""
@@ -81,19 +76,17 @@ def weights_table(*modes):
     return markdown(["V_n + V_1", "seed", *(f"layer {n}" for n in range(2, len(rows[0])))], rows)
 
 
-def bench_table(table, is_shown, *names):
-    """A table of bench/ of some rows in results/bench_<name>.json."""
-    rows = [row for name in names for row in json.loads((ROOT / f"results/bench_{name}.json").read_text())["rows"]]
-    return table([row for row in rows if is_shown(row)])
+def training(name):
+    """A table of results/bench_train_intel_xeon_<name>.json, without sides that do not exist any more."""
+    rows = json.loads((ROOT / f"results/bench_train_intel_xeon_{name}.json").read_text())["rows"]
+    return training_table([row for row in rows if row["name"].partition(", attn=")[0] in (*TABLE, LLAMA)])
 
 
-def is_current(row):
-    """Whether a side still exists: it is a mode of the table, or transformers' Llama."""
-    return row["name"].partition(", attn=")[0] in (*TABLE, LLAMA)
-
-
-def is_longest(row):
-    return row["batch"] == 16 and row["prompt"] == 4096
+def decoding(*names, **shown):
+    """A table of results/bench_decode_intel_xeon_<name>.json: the rows that have what is `shown`."""
+    files = [ROOT / f"results/bench_decode_intel_xeon_{name}.json" for name in names]
+    rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
+    return decoding_table([row for row in rows if row | shown == row])
 
 
 def digits_table():
@@ -102,49 +95,34 @@ def digits_table():
     return vit.table(found["runs"], found["settings"]["value_mode"])
 
 
-GROUPS = {  # of the table of modes: their first rows
-    "modes-resformer": "vanilla",
-    "modes-sharing": "svformer",
-    "modes-neutreno": "neutreno",
-    "modes-other": "resformer_lerp",
-    "modes-successors": "resformer_zero",
-}
-
-
-def group_of_modes(name):
-    """The rows of one group at the paper's 82M shape, and what our small models lost or gained, both at vanilla's best
-    rate; "-" if we did not train that."""
+def group_of_modes(first, after=None):
+    """The rows from one mode to the one before `after`, at the paper's 82M shape, and what our small models lost or
+    gained, both at vanilla's best rate; "-" if we did not train that."""
     header, line, *rows = mode_table(ModelConfig()).splitlines()
-    starts = [list(TABLE).index(first) for first in GROUPS.values()] + [len(rows)]
-    place = list(GROUPS).index(name)
-    found = recorded()
+    found, modes = recorded(), list(TABLE)
     lines = [f"{header} our loss minus vanilla's |", f"{line}---:|"]
-    for mode, row in list(zip(TABLE, rows, strict=True))[starts[place] : starts[place + 1]]:
-        job = Job(mode, lr=NIGHT_LR)
-        is_trained = mode != "vanilla" and f"{job.name}-{SEEDS[0]}" in found.records
-        lines.append(f"{row} {gap_in_words(found, job) if is_trained else '-'} |")
+    for i in range(modes.index(first), modes.index(after) if after else len(modes)):
+        job = Job(modes[i], lr=NIGHT_LR)
+        is_trained = job != job.baseline and f"{job.name}-{SEEDS[0]}" in found.records
+        lines.append(f"{rows[i]} {gap_in_words(found, job) if is_trained else '-'} |")
     return "\n".join(lines)
 
 
 MAKERS = {
+    "modes-resformer": lambda: group_of_modes("vanilla", "svformer"),
+    "modes-sharing": lambda: group_of_modes("svformer", "neutreno"),
+    "modes-neutreno": lambda: group_of_modes("neutreno", "resformer_lerp"),
+    "modes-other": lambda: group_of_modes("resformer_lerp", "resformer_zero"),
+    "modes-successors": lambda: group_of_modes("resformer_zero"),
     "vit": digits_table,
-    "claims-night": tally_of_claims,
+    "claims-night": lambda: tally(read_record(ROOT / "results/night.json", RESULTS)["figures"]),
     "night-grid": lambda: grid_table("82M"),
     "night-weights": lambda: weights_table("resformer_learned", "resformer_plus"),
-    "training-tiny": lambda: bench_table(training_table, is_current, "train_intel_xeon_x1_tiny"),
-    "training-82M": lambda: bench_table(training_table, is_current, "train_intel_xeon_x2_82m"),
-    "decoding-vanilla": lambda: bench_table(
-        decoding_table,
-        lambda row: row["name"] == "vanilla",
-        "decode_intel_xeon_x2_82m",
-        "decode_intel_xeon_x1_tiny",
-    ),
-    "decoding-modes": lambda: bench_table(
-        decoding_table, is_longest, "decode_intel_xeon_x2_sweep", "decode_intel_xeon_x2_cla"
-    ),
+    "training-tiny": lambda: training("x1_tiny"),
+    "training-82M": lambda: training("x2_82m"),
+    "decoding-vanilla": lambda: decoding("x2_82m", "x1_tiny", name="vanilla"),
+    "decoding-modes": lambda: decoding("x2_sweep", "x2_cla", batch=16, prompt=4096),
 }
-for group in GROUPS:
-    MAKERS[group] = functools.partial(group_of_modes, group)
 
 
 def with_tables(text):

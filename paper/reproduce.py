@@ -154,14 +154,9 @@ def make_plans(cfg, kept):
         if record and not difference(record["settings"], plan.values):
             plan.record = record
             plan.kept = all(record.get(part) for part in plan.needs)  # none has arrays and scores, old ones lack losses
-        plan.done = plan.kept or is_finished(plan.folder)
+        with contextlib.suppress(UserError):  # there is no such run, or it has no steps yet
+            plan.done = plan.kept or plot.read_run(plan.folder).finished
     return list(plans.values())
-
-
-def is_finished(folder):
-    with contextlib.suppress(UserError):  # there is no such run, or it has no steps yet
-        return plot.read_run(folder).finished
-    return False
 
 
 def show_plan(plans, cfg):
@@ -204,25 +199,17 @@ def train_command(plan, cfg):
     return [*launcher, "train.py", *words, "--resume=auto"]
 
 
-def on_device(cfg, *words):
-    """A command of analyze.py or eval.py. At a scale without GPUs even a machine that has one computes on its cores, so
-    that all runs are alike."""
-    return ["python", *words] if cfg.units.gpus else ["python", *words, "--device=cpu"]
-
-
-def analyze_command(cfg, *words):
-    """Of analyze.py; words: which model, and how many chunks."""
-    return on_device(cfg, "analyze.py", *words, f"--data_dir={cfg.units.data_dir}")
-
-
-def analyze_run(plan, cfg):
-    return analyze_command(cfg, str(plan.folder), f"--chunks={cfg.units.chunks}")
+def analyze_command(cfg, model, chunks, *words):
+    """Of analyze.py. At a scale without GPUs we compute on cores everywhere, so that all numbers are alike."""
+    device = [] if cfg.units.gpus else ["--device=cpu"]
+    return ["python", "analyze.py", model, *words, f"--chunks={chunks}", f"--data_dir={cfg.units.data_dir}", *device]
 
 
 def eval_command(plan, task, cfg):
     """Of eval.py; task: one of them, or "table1" for all."""
     files = [f"--data_dir={cfg.eval_dir}"] if cfg.eval_dir else []
-    return on_device(cfg, "eval.py", str(plan.folder), f"--task={task}", "--dtype=float32", *files)
+    device = [] if cfg.units.gpus else ["--device=cpu"]
+    return ["python", "eval.py", str(plan.folder), f"--task={task}", "--dtype=float32", *files, *device]
 
 
 def other_analyses(cfg):
@@ -231,10 +218,10 @@ def other_analyses(cfg):
     asked = {}
     if panels.initial in kinds:
         # the paper's own size and length at any scale: before training few chunks show the entropy
-        asked[Path(cfg.out_dir, INITIAL)] = ["--init=config/size_468m.py", "--length=2048", "--chunks=16"]
+        asked[Path(cfg.out_dir, INITIAL)] = ["--init=config/size_468m.py", 16, "--length=2048"]
     if panels.public in kinds:
         for out, folder in cfg.public_folders.items():
-            asked[out] = [folder, "--length=2048", f"--chunks={cfg.units.chunks}", "--dtype=bfloat16"]
+            asked[out] = [folder, cfg.units.chunks, "--length=2048", "--dtype=bfloat16"]
     missing = {out: words for out, words in asked.items() if not (out / "analysis.json").exists()}
     return {out: [*analyze_command(cfg, *words), f"--out_dir={out}"] for out, words in missing.items()}
 
@@ -248,7 +235,7 @@ def commands(plans, cfg):
     yield from other_analyses(cfg).values()
     for plan in plans:
         if "analysis" in plan.needs:
-            yield analyze_run(plan, cfg)
+            yield analyze_command(cfg, str(plan.folder), cfg.units.chunks)
         if "scores" in plan.needs:
             yield eval_command(plan, "table1", cfg)
 
@@ -304,7 +291,8 @@ def make_run(plan, cfg, threads):
     if cfg.run and not plan.done:
         run_logged(train_command(plan, cfg), plan.folder / "train.log", threads)
     if cfg.run and "analysis" in plan.needs and not fresh_analysis(plan.folder):
-        run_logged(analyze_run(plan, cfg), plan.folder / "analyze.log", threads)
+        words = analyze_command(cfg, str(plan.folder), cfg.units.chunks)
+        run_logged(words, plan.folder / "analyze.log", threads)
     if cfg.run and "scores" in plan.needs:
         scored = plot.read_eval(plan.folder)["results"] if (plan.folder / "eval.json").exists() else ()
         # one by one, because a task may have longer texts than the model takes

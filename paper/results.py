@@ -69,17 +69,14 @@ def section(name, record):
 
 def how_made(record):
     """Sentences on the runs of a figure and the commits that made them and it."""
-    said = []
+    text, drawn = "", record["environment"]
     if record["runs"]:
-        commits = ", ".join(commit[:10] for commit in record["commits"])  # "unknown" comes last
-        said.append(f"{len(record['runs'])} runs, by commit {commits}.")
+        text += f"{len(record['runs'])} runs, by commit {', '.join(commit[:10] for commit in record['commits'])}. "
     if record["timed"]:
-        said.append(f"{record['timed']} of them are timed: {record['hours']:.1f} hours of training.")
-    drawn = record["environment"]
-    changed = [line for line in (drawn["changed_files"] or "").splitlines() if " results/" not in line]
-    with_changes = " with changes" if changed else ""
-    said.append(f"Drawn by commit {(drawn['commit'] or 'unknown')[:10]}{with_changes}, on {drawn['machine']}.")
-    return " ".join(said)
+        text += f"{record['timed']} of them are timed: {record['hours']:.1f} hours of training. "
+    has_changes = any(" results/" not in line for line in (drawn["changed_files"] or "").splitlines())
+    commit = (drawn["commit"] or "unknown")[:10] + (" with changes" if has_changes else "")
+    return f"{text}Drawn by commit {commit}, on {drawn['machine']}."
 
 
 def report_text(results, scale):
