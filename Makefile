@@ -1,7 +1,6 @@
 # make demo: prepare real text, train three modes on it, compare and sample. make test: the whole suite.
 # make figures: every figure and table of the paper, small.
 # make test-peers: what compares with lm-eval and transformers, which it installs. make lint: the style check.
-# make fuzz, make faults: 30,000 bad inputs; processes killed, disks full and the like (docs/reliability.md).
 # All make .venv on first use. PYTHON=python3.12 picks another interpreter (3.11 or later).
 PYTHON ?= python3
 ifdef NO_INSTALL
@@ -14,7 +13,7 @@ DEMO := vanilla resformer_lambda svformer
 # OpenMP threads that wait a long time awake make each other late when anything else runs (1.6 x on 2 busy cores)
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo figures test test-peers fuzz faults bench-gpu bench-82m bench-468m bench-memory bench-decoding lint clean
+.PHONY: demo figures test test-peers bench-gpu bench-82m bench-468m bench-memory bench-decoding lint clean
 demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6
 	for mode in $(DEMO); do \
@@ -31,12 +30,6 @@ test: .venv/ready-dev
 
 test-peers: .venv/ready-peers
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py
-
-fuzz: .venv/ready-dev
-	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --out_file=results/fuzz.json
-
-faults: .venv/ready-dev
-	$(PY) tests/faults.py --out_file=results/faults.json
 
 # What is to be measured on a GPU. Each line ends within ten minutes and writes its results as they come, into OUT; one that
 # fails does not stop the others. NO_INSTALL=1 uses the Python and the packages of the machine: no network is needed.

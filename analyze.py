@@ -62,7 +62,8 @@ import torch.nn.functional as F
 import checkpoint
 from data import EOT, Corpus, Tokenizer, raw_bits
 from describe import count_parameters
-from model import GPT, attend, attend_across, join_scores, repeat_heads, to_fp32
+from layers import attend, attend_across, repeat_heads, to_fp32
+from model import GPT, join_scores
 from oldfiles import write_atomic, write_json
 from report import markdown, plus_minus, progress
 from runtime import enough_memory, environment, only_process, pick_dtype

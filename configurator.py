@@ -2,9 +2,9 @@
 
     python train.py config/size_82m.py config/resformer.py --seed=1 --compile=false
 
-A config file is plain Python, and its top-level names are settings. That is nanoGPT's idea, with one difference: a typo,
-a wrong type or a number out of range ends with one sentence instead of training the wrong model. Python code can do
-anything, so only use config files that you trust.
+A config file is plain Python, and its top-level names are settings. That is nanoGPT's idea, with one difference: a
+typo, a wrong type or a number out of range ends with one sentence instead of training the wrong model. Python code
+can do anything, so only use config files that you trust.
 """
 
 import ast
@@ -46,7 +46,7 @@ def type_name(hint):
 
 
 def cast(value, hint):
-    """`value` in the type `hint`, or TypeError. 5e3 is an int, True is not. A list makes a tuple, a dict a dataclass."""
+    """`value` as a `hint`, or TypeError. 5e3 is an int, True is not; a list makes a tuple, a dict a dataclass."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for arg in args:
@@ -108,8 +108,9 @@ def parse(text, hint):
     is_tuple = any(typing.get_origin(h) is tuple for h in hints)
     if str in hints or any(typing.get_origin(h) is typing.Literal for h in hints):
         return text
-    if text.lower() in WORDS:
-        return WORDS[text.lower()]
+    word = text.lower()
+    if word in WORDS and type(WORDS[word]) in hints:  # bench's --compile=on is the name of a way, not true
+        return WORDS[word]
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -188,10 +189,10 @@ def fail(message):
     sys.exit(2)
 
 
-def run(main, usage):
+def run(main, usage, skip_unknown=False):
     """Call a script's `main(cfg)` with the settings of the command line. Bad input ends with one sentence."""
     try:
-        main(load_settings(typing.get_type_hints(main)["cfg"], sys.argv[1:], usage))
+        main(load_settings(typing.get_type_hints(main)["cfg"], sys.argv[1:], usage, skip_unknown))
     except UserError as e:
         fail(e)
     except KeyboardInterrupt:

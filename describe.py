@@ -1,17 +1,27 @@
-"""A model before it is trained: parameters, FLOPs, and what `python model.py` prints: its plan, or a table of modes."""
+"""A model before it is trained: parameters, FLOPs, bytes, and what `python model.py` prints: a plan, or all modes."""
 
 import dataclasses
+from dataclasses import dataclass
+from typing import Literal
 
+import torch
+from torch import nn
+
+from configurator import setting
+from model import GPT, MixingWeights
 from report import markdown
-from value_modes import TABLE, kv_floats_per_token, plan_layers
+from value_modes import TABLE, ModelConfig, kv_floats_per_token, plan_layers
+
+
+@dataclass(frozen=True)
+class PlanConfig(ModelConfig):
+    """Settings of `python model.py`: what to print, and a model's shape."""
+
+    what: Literal["plan", "table"] = setting("plan", "the plan of one mode, or the table of all", positional=True)
 
 
 def meta_model(cfg):
     """The GPT of a config on the meta device: shapes without tensors."""
-    import torch
-
-    from model import GPT
-
     with torch.device("meta"):
         return GPT(cfg)
 
@@ -23,10 +33,8 @@ def count_parameters(cfg):
 
 def count_multiplying(cfg):
     """The parameters that multiply: those of matrices other than embeddings. No tensor is allocated."""
-    import torch
-
     model = meta_model(cfg)
-    embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Embedding))
+    embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
     return sum(p.numel() for p in model.parameters() if p.ndim == 2) - embeddings
 
 
@@ -45,15 +53,15 @@ def flops_per_token(cfg):
 
 
 def describe_mix(mix, weights):
-    """What a residual does in a layer, in words. weights: those it has or starts from, see model.Lambdas."""
+    """What a residual does in a layer, in words. weights: what it has or starts from, (own, one for each source)."""
     r = mix.residual
     names = [f"layer {s}" if isinstance(s, int) else s for s in mix.sources]
     if r.map == "cross":
         return f"attends over {', '.join(names)} too"
     if r.learn == "head":
         return f"{r.of}: head gate between own and {names[0]}"
-    if r.per_token:
-        own, each = r.weights(1)
+    if r.is_gated:
+        own, each = r.starts(1)
         return f"{r.of}: {own:.4g} own + {each:.4g} {r.learn}(W x) {names[0]}"
     own, each = float(weights[0]), float(weights[1])
     if r.map == "delta":
@@ -70,17 +78,15 @@ def describe_mix(mix, weights):
 
 def owner_in_words(mode, layer, n, t):
     """Where layer n has its q, k or v from. t: which of them."""
-    if t == "v" and mode.share_v == "keys":
+    if t == "v" and mode.values == "keys":
         return "made of its k"
-    if t == "v" and n and mode.first_heads:
+    if t == "v" and n and mode.heads_from_layer_0:
         return f"own in heads 0 to {layer.heads['v'] - 1}, of layer 0 in the others"
     return "own" if layer.owner[t] == n else f"of layer {layer.owner[t]}"
 
 
 def describe(cfg):
     """The plan as text: the equation, per layer who owns q, k, v and what is mixed in, then sizes."""
-    from model import new_lambdas
-
     mode = cfg.value_mode
     title = mode.name
     if mode.name in TABLE:
@@ -89,10 +95,13 @@ def describe(cfg):
         if source:
             title += f" ({source})"
     lines = [title]
-    start = [lambdas.requires_grad_(False)() for lambdas in new_lambdas(cfg)]  # [residual][layer]
-    for n, layer in enumerate(plan_layers(cfg)):
+    plan = plan_layers(cfg)
+    start = [
+        MixingWeights(r, j, plan).requires_grad_(False)() for j, r in enumerate(mode.residuals)
+    ]  # [residual] {layer}
+    for n, layer in enumerate(plan):
         words = [f"{t} {owner_in_words(mode, layer, n, t):10}" for t in "qkv"]
-        words += [describe_mix(mix, start[mix.index][n]) for mix in layer.mixes]
+        words += [describe_mix(mix, start[mix.index].get(n)) for mix in layer.mixes]
         lines.append(f"layer {n:2}  " + "  ".join(words).rstrip())
     if mode.output != "plain":
         lines.append(f"attention's output: {mode.output}")
@@ -102,11 +111,13 @@ def describe(cfg):
         dilation, period = mode.dense
         when = "every block" if period == 1 else f"every {period} blocks"
         lines.append(f"after {when}: weighted average over depth, dilation {dilation}")
+    n_parameters = count_parameters(cfg)
     kv, full = kv_floats_per_token(cfg), 2 * cfg.n_layer * cfg.n_head * cfg.head_dim
     lines += [
         f"heads           {cfg.n_head} of width {cfg.head_dim}, {cfg.n_kv_head} of keys and values",
         f"vocabulary      {cfg.vocab_size:,} tokens; train.py takes that of its data",
-        f"parameters      {count_parameters(cfg):,} ({count_multiplying(cfg):,} multiply)",
+        f"parameters      {n_parameters:,} ({count_multiplying(cfg):,} multiply)",
+        f"training bytes  {4 * n_parameters:,} of weights, as many of gradients, twice that of AdamW, in fp32",
         f"training FLOPs  {flops_per_token(cfg):,} per token at block_size {cfg.block_size}",
         f"KV cache        {kv:,} floats per token = {2 * kv:,} bytes in bf16, {kv / full:.4f} of full attention's",
     ]
@@ -128,3 +139,8 @@ def mode_table(cfg):
         rows.append([f"`{name}`", equation, source, f"{more:+,}" if more else "±0", f"{kv:,}", share])
     header = ["mode", "equation", "from", "parameters", "KV floats per token", "of vanilla's"]
     return markdown(header, rows, left=3)
+
+
+def main(cfg: PlanConfig):
+    """`python model.py …`"""
+    print(mode_table(cfg) if cfg.what == "table" else describe(cfg))

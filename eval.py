@@ -87,7 +87,7 @@ import torch
 import checkpoint
 from checkpoint import load_tokenizer, trained_on, trained_with_bos
 from data import COUNT, Corpus, Tokenizer, domain_losses
-from model import to_fp32
+from layers import to_fp32
 from oldfiles import append, hold, read_json, read_records, sha256, write_json, write_text
 from report import markdown, plus_minus, progress
 from runtime import Distributed, enough_memory, environment, weights_dtype

@@ -108,8 +108,7 @@ def as_module(source):
     """The text of one of our files as a file of a package that transformers loads: imports of our own files become
     relative; what needs files that are not there is cut (the command line, the flash kernel)."""
     source = re.sub(rf"^from ({'|'.join(MODULES)}) import", r"from .\1 import", source, flags=re.M)
-    source = re.sub(r'^if __name__ == "__main__":.*?\n(?=\S)', "", source, flags=re.M | re.S)
-    return source.replace("from flash_attn import flash_attn_func", 'raise ImportError("attn=flash is not exported")')
+    return source.partition('\n\nif __name__ == "__main__":')[0] + "\n"  # without its command line
 
 
 def card(path, model, header):

@@ -152,7 +152,7 @@ def read_record_lines(path, kind):
 
 @contextlib.contextmanager
 def hold(folder, name=".lock", seconds=0):
-    """One process at a time writes into a folder. The system releases the lock when the process ends, even by a kill."""
+    """One process at a time writes into a folder. The system releases the lock when the process ends."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(Path(folder, name), timeout=seconds):

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from data import COUNT, byte_letters
-from model import GPT, Rope
+from layers import Rope
+from model import GPT
 from oldconfig import UserError, convert, need, require
 from oldfiles import read_json, read_tensors
 from value_modes import ModelConfig, ValueMode

@@ -14,8 +14,8 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from model import GPT, Rope
-from oldconfig import convert
+from layers import Rope
+from model import GPT
 from value_modes import ModelConfig, stored_tensors
 
 NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head"}
@@ -84,7 +84,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         kind = "eager" if config._attn_implementation == "eager" else "sdpa"
-        self.model = GPT(convert(config.shape, ModelConfig, "config.json: shape"), attn=kind)
+        self.model = GPT(ModelConfig(**config.shape), attn=kind)
         self.gradient_checkpointing = False
         self.post_init()
 

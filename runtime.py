@@ -1,4 +1,4 @@
-"""The machine that a stage runs on: its ranks and device, precision, clock, memory, and a record of all that."""
+"""Ranks, device, dtype: what a stage runs on, and a record of it."""
 
 import contextlib
 import ctypes
@@ -6,8 +6,6 @@ import datetime
 import os
 import platform
 import re
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
-from oldconfig import UserError, first_line, need
+from configurator import UserError, need
 
 # Dense bf16/fp16 peak of GPUs in FLOP/s, from the makers' data sheets: no sparsity, sums in fp32. By words of the GPU's
 # name; the first entry that fits counts.
@@ -56,7 +55,6 @@ class Distributed:
 
     Attributes: rank, size, is_first_of_node, device (a torch.device), kind (its type: "cpu", "cuda", "mps").
     fixed_lengths: attention always has the same few shapes, as in training; see `choose_kernels`.
-    Raises UserError if the device cannot be used.
     """
 
     def __init__(self, device, fixed_lengths=False):
@@ -71,114 +69,24 @@ class Distributed:
         try:
             self.device = torch.device(device)
             torch.zeros(1, device=self.device).item()
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
         except (RuntimeError, AssertionError) as e:
             raise UserError(f"device={device} cannot be used here: {first_line(e)}") from None
         self.kind = self.device.type
         if self.kind == "cuda":
+            torch.cuda.set_device(self.device)
             choose_kernels(fixed_lengths, say=self.rank == 0)
         if self.kind == "cpu":
             keep_freed_memory()
         if self.size > 1:
-            try:
-                hour = datetime.timedelta(hours=1)  # others wait while rank 0 hashes data or writes a checkpoint
-                dist.init_process_group("nccl" if self.kind == "cuda" else "gloo", timeout=hour)
-            except (ValueError, RuntimeError) as e:  # a variable that torchrun sets is missing, or a rank
-                remedy = "use torchrun, or unset WORLD_SIZE"
-                raise UserError(f"the {self.size} ranks cannot be connected ({first_line(e)}); {remedy}") from None
-            self.processes = self.gather((socket.gethostname(), os.getpid()))
+            hour = datetime.timedelta(hours=1)  # others wait while rank 0 hashes data or writes a checkpoint
+            dist.init_process_group("nccl" if self.kind == "cuda" else "gloo", timeout=hour)
 
     def gather(self, value):
         """The values of all ranks, by rank."""
-        if self.size == 1:
-            return [value]
-        values = [None] * self.size
-        dist.all_gather_object(values, value)
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
         return values
-
-    @contextlib.contextmanager
-    def together(self):
-        """Surrounds what every rank does by itself, without collectives. If it raises a UserError on any rank, all exit
-        with code 2, and rank 0 prints the message of the lowest such rank."""
-        message = None
-        try:
-            yield
-        except UserError as e:
-            message = str(e)
-        messages = self.gather(message)
-        failed = [rank for rank, text in enumerate(messages) if text is not None]
-        if failed:
-            if self.rank > 0:  # torchrun ends rank 0 as soon as another rank has ended, so let it print first
-                time.sleep(1)
-                sys.exit(2)
-            of_rank = "" if len(failed) == self.size else f"rank {failed[0]}: "
-            raise UserError(of_rank + messages[failed[0]])
-
-    @contextlib.contextmanager
-    def connected(self):
-        """Turns the error of a broken connection into a UserError, which names the ranks of this machine that have
-        ended."""
-        try:
-            yield
-        except RuntimeError as e:
-            is_connection = any(word in str(e).lower() for word in ("gloo", "nccl", "connection", "tcpstore"))
-            if self.size == 1 or not is_connection:
-                raise
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's could end this rank before it prints
-            time.sleep(1)  # until the processes that died are gone
-            host = socket.gethostname()
-            gone = [i for i, (where, pid) in enumerate(self.processes) if where == host and has_ended(pid)]
-            why = f"rank {', '.join(map(str, gone))} of {self.size} has ended"
-            if not gone:
-                why = f"another rank has ended or cannot be reached ({first_line(e)})"
-            raise UserError(f"{why}; what was saved is intact: run it again, train.py with --resume=auto") from None
-
-    def shard(self, model, optimizer, keep_gathered):
-        """Divide a model's parameters and its optimizer's state among the ranks, by rows, with torch's FSDP2.
-
-        Each block is a unit, the rest of the model another. A unit's weights are gathered for its forward and its
-        backward, and its gradients are averaged over the ranks. keep_gathered: weights stay from the first forward of a
-        step to its last backward (ZeRO-2), else each unit frees them after use (ZeRO-3).
-
-        Before, the whole model is on the CPU of every rank. Blocks move to the GPU one at a time.
-        """
-        from torch.distributed.fsdp import fully_shard
-        from torch.distributed.tensor import distribute_tensor
-
-        # By name, so that nothing keeps the whole parameters in memory while they are replaced by parts.
-        name_of = {id(p): name for name, p in model.named_parameters()}
-        states = {name_of[id(p)]: state for p, state in optimizer.state.items()}
-        optimizer.state.clear()
-        for group in optimizer.param_groups:
-            group["params"] = [name_of[id(p)] for p in group["params"]]
-        # FSDP2 warns of blocks that return views, such as V_1. Nothing writes into them in place.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
-        mesh = dist.init_device_mesh(self.kind, (self.size,))
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh, reshard_after_forward=not keep_gathered)
-        parts = dict(model.named_parameters())
-        for group in optimizer.param_groups:
-            group["params"] = [parts[name] for name in group["params"]]
-        for name, state in states.items():
-            for key, value in state.items():
-                if value.ndim:  # each rank has read all of it, and takes its rows; the number of steps is a scalar
-                    state[key] = distribute_tensor(value, mesh, parts[name].placements, src_data_rank=None)
-                else:
-                    state[key] = value.to(self.device)
-            optimizer.state[parts[name]] = state
-
-    def pin_memory(self, arrays):
-        """numpy arrays -> CPU tensors; for a GPU in pinned memory, which it can copy from while it computes."""
-        tensors = [torch.from_numpy(a) for a in arrays]
-        if self.kind != "cuda":
-            return tensors
-        torch.cuda.set_device(self.device)  # of this thread: otherwise pinning would open a context on the first GPU
-        return [t.pin_memory() for t in tensors]
-
-    def to_device(self, tensors):
-        """Tensors from `pin_memory` -> tensors on this rank's device, without waiting for the copy to a GPU."""
-        return [t.to(self.device, non_blocking=True) for t in tensors]
 
     def sum(self, values):
         """Sum over the ranks of a list, array or tensor of numbers -> float64 tensor on the CPU. A GPU's tensor is read
@@ -188,6 +96,27 @@ class Distributed:
             total = total.to(self.device, torch.float64)
             dist.all_reduce(total)
         return total.cpu().double()
+
+    def to_device(self, arrays):
+        """numpy arrays -> tensors on this rank's device, without waiting for the copy to a GPU."""
+        tensors = [torch.from_numpy(a) for a in arrays]
+        if self.kind == "cuda":  # only from pinned memory a GPU copies while it computes
+            tensors = [t.pin_memory() for t in tensors]
+        return [t.to(self.device, non_blocking=True) for t in tensors]
+
+    def shard(self, model, keep_gathered):
+        """Divide a model's parameters among the ranks, by rows, with torch's FSDP2; the optimizer's state follows
+        them. Before, the whole model is on the CPU of every rank; its blocks move to the GPU one at a time.
+
+        Each block is a unit, the rest of the model another. A unit's weights are gathered for its forward and its
+        backward, and its gradients are averaged over the ranks. keep_gathered: weights stay from the first forward of a
+        step to its last backward (ZeRO-2); else each unit frees them after use (ZeRO-3).
+        """
+        # FSDP2 warns of blocks that return views, such as V_1. Nothing writes into them in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+        mesh = dist.init_device_mesh(self.kind, (self.size,))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=not keep_gathered)
 
     def wait(self):
         """Wait until all ranks are here."""
@@ -207,13 +136,24 @@ class Distributed:
             os._exit(0)
 
 
+def first_line(error):
+    """The first line of an error's message, or "?" if it has none."""
+    return (str(error).strip() or "?").splitlines()[0]
+
+
 @contextlib.contextmanager
 def enough_memory(remedy):
-    """Turns the error of a GPU whose memory is full into a UserError with a remedy."""
+    """Turns two failures of the machine into a sentence: a GPU whose memory is full, and a rank that has ended."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise UserError(f"the GPU has too little memory; {remedy}") from None
+    except RuntimeError as e:
+        is_connection = any(word in str(e).lower() for word in ("gloo", "nccl", "connection", "tcpstore"))
+        if not (dist.is_initialized() and is_connection):
+            raise
+        way_out = "what was saved is intact: run it again, train.py with --resume=auto"
+        raise UserError(f"another rank has ended or cannot be reached; {way_out}") from None
 
 
 def only_process(device, fixed_lengths=False):
@@ -251,15 +191,6 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def has_ended(pid):
-    """Whether this user has no process of that number."""
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return True
-    return False
-
-
 def has_bf16():
     """Whether the current GPU computes in bf16: since Ampere."""
     return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -288,8 +219,10 @@ def weights_dtype(name, kind):
     return pick_dtype(name, kind)
 
 
-def need_flash_attn():
-    """Raise UserError if the package flash-attn is missing, or is not one that `model.attend` calls."""
+def need_flash_attn(kind, dtype):
+    """Refuse attn=flash where the flash-attn package cannot compute, or is not the one that layers.attend calls."""
+    if kind != "cuda" or dtype == torch.float32:
+        raise UserError("attn=flash needs a GPU and dtype bfloat16 or float16; use attn=sdpa")
     version = getattr(need("flash_attn", "flash-attn"), "__version__", "?")
     if version.split(".")[0] != "2":
         remedy = "run `pip install 'flash-attn<3'`, or set --attn=sdpa"

@@ -5,15 +5,44 @@
     python train.py config/resformer.py --resume=auto                continue where the run stopped
 
 Writes into out_dir: metrics.jsonl (a record for the start, for each step and for each evaluation), config.json,
-env.json, tokenizer.json and checkpoints (see checkpoint.py). Read before: model.py. Read next: data.py.
+env.json, tokenizer.json and checkpoints (see checkpoint.py). The story is in `train`, at the bottom.
+Read before: model.py. Read next: data.py.
 """
 
+import contextlib
+import dataclasses
+import datetime
+import json
 import math
+import signal
+import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from oldconfig import UserError, check_ranges, command_line, first_line, need, run_main, setting
-from value_modes import ModelConfig, ValueMode, get_mode
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import checkpoint
+from checkpoint import RUN
+from configurator import UserError, check_fields, need, run, setting
+from data import Corpus, domain_losses
+from describe import count_parameters, flops_per_token
+from files import append, hold, read_record, read_record_lines, record_line, write_record, write_text
+from model import GPT
+from report import progress
+from runtime import Distributed, enough_memory, environment, first_line, need_flash_attn, peak_flops, pick_dtype, whole
+from value_modes import ModelConfig, ValueMode, get_mode, kv_floats_per_token
+
+METRICS, ENVIRONMENT = "train.py's metrics", "train.py's environment"  # kinds of records
+LR_START = 1e-7  # where the warmup begins, in the authors' scripts
+REMEDY = "nothing of this step is saved; continue from a checkpoint before it with a lower learning_rate"
+# Settings that change no result beyond rounding. A resumed run says nothing of them, and paper/ compares runs without.
+MAY_DIFFER = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every",
+              "recompute", "shard", "micro_batch", "attn")  # fmt: skip
+MUST_STAY = {"seed", "batch_tokens", "data", "bos", "init_from"}  # in a run that continues
 
 
 @dataclass(frozen=True)
@@ -71,13 +100,13 @@ class TrainConfig:
     half_stream: bool = setting(False, "residual stream in half precision too: faster on GPUs, rounds more")
     recompute: bool = setting(False, "activation checkpointing: less memory, more computing, the same numbers")
     shard: Literal["none", "zero2", "zero3"] = setting(
-        "none", "divide among the ranks: nothing; gradients and optimizer; weights too, see docs/scale.md"
+        "none", "divide among the ranks: nothing; gradients and optimizer; weights too, see docs/performance.md"
     )
 
     def __post_init__(self):
-        check_ranges(self)
+        check_fields(self)
         if not self.resume:
-            raise ValueError("resume is empty; set never, auto or a checkpoint's path")
+            raise UserError("resume is empty; set never, auto or a checkpoint's path")
         object.__setattr__(self, "value_mode", get_mode(self.value_mode))
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.value_mode.name}")
         self.model_config(vocab_size=1)  # raises on an impossible shape, whatever the vocabulary
@@ -107,42 +136,6 @@ class TrainConfig:
         return micro_batch, per_rank // micro_batch
 
 
-if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
-    SETTINGS = command_line(TrainConfig, __doc__)
-
-import contextlib
-import dataclasses
-import datetime
-import itertools
-import json
-import os
-import shutil
-import signal
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-import numpy as np
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
-import checkpoint
-from data import Corpus, domain_losses
-from describe import count_parameters, flops_per_token
-from model import GPT
-from oldfiles import append, hold, read_json, read_records, write_json, write_text
-from report import progress
-from runtime import Distributed, enough_memory, environment, need_flash_attn, peak_flops, pick_dtype, whole
-from value_modes import kv_floats_per_token
-
-LR_START = 1e-7  # where the warmup begins, in the authors' scripts
-REMEDY = "nothing of this step is saved; continue from a checkpoint before it with a lower learning_rate"
-# Settings that change no result beyond rounding. A resumed run says nothing of them, and paper/ compares runs without.
-MAY_DIFFER = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every",
-              "recompute", "shard", "micro_batch", "attn")  # fmt: skip
-
-
 def learning_rate(step, peak, end, warmup, steps):
     """Rate of step 0, 1, …: linear from 1e-7 to `peak` over `warmup` steps, then a cosine to `end` at `steps`.
     Source: the authors' train.py."""
@@ -153,45 +146,30 @@ def learning_rate(step, peak, end, warmup, steps):
 
 
 def adamw(model, lr, weight_decay, betas, device_type):
-    """AdamW with decay on matrices (embeddings and head included) and none on vectors: norms, mixing weights."""
+    """AdamW that decays matrices, embeddings and head included, and no vectors: norms, biases, mixing weights."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=device_type == "cuda")
 
 
-def numbers_by_path(value, path=""):
-    """{"val/C4": 2.9, "lam/0/1/0": 0.5, …}: the numbers in nested dicts and lists, for wandb."""
-    if isinstance(value, list):
-        value = dict(enumerate(value))
-    if not isinstance(value, dict):
-        return {path: value} if isinstance(value, (int, float)) else {}
-    found = {}
-    for key, inner in value.items():
-        found |= numbers_by_path(inner, f"{path}/{key}" if path else key)
-    return found
-
-
 class Metrics:
     """metrics.jsonl of a run, wandb if asked for, and the lines on the screen. Only rank 0 writes.
 
-    done: steps finished before. Later records, of a run that was cut off after its checkpoint, are dropped.
+    done: steps that a checkpoint has. Later records, of a run that was cut off after it, are dropped.
     """
 
     def __init__(self, cfg, world, done):
-        self.is_main = world.rank == 0
-        self.log_every = cfg.log_every
-        self.max_steps = cfg.max_steps
-        self.wandb = None
-        on_terminal = self.is_main and sys.stderr.isatty()
-        self.bar = progress("train", cfg.max_steps - done, "step", on_terminal)
+        self.cfg, self.is_main, self.wandb = cfg, world.rank == 0, None
+        self.bar = progress("train", cfg.max_steps - done, "step", self.is_main and sys.stderr.isatty())
         if not self.is_main:
             return
-        path = Path(cfg.out_dir) / "metrics.jsonl"
-        if path.exists() and not checkpoint.steps(cfg.out_dir):  # of a run that died before its first checkpoint
-            os.replace(path, path.with_suffix(".old.jsonl"))
-        records = read_records(path, {"step": int}) if path.exists() else []
-        write_text(path, "".join(json.dumps(r) + "\n" for r in records if r["step"] <= done))
+        path = Path(cfg.out_dir, "metrics.jsonl")
+        records = [r for r in read_record_lines(path, METRICS) if r["step"] <= done] if path.exists() else []
+        steps = [r["step"] for r in records if "event" not in r]
+        if records and done and steps != list(range(steps[0], done + 1)):
+            raise UserError(f"{path} lacks steps before {done}, or has some twice; copy it again, or remove it")
+        write_text(path, "".join(record_line(METRICS, r) for r in records))
         self.file = open(path, "a", encoding="utf-8")
         if cfg.log == "wandb":
             self.wandb = need("wandb")
@@ -200,11 +178,10 @@ class Metrics:
 
     def write(self, record):
         """Append a record. All have "step"; those of evaluations and starts also have "event": "eval" or "start"."""
-        if not self.is_main:
-            return
-        append(self.file, json.dumps(record, allow_nan=False) + "\n")
+        if self.is_main:
+            append(self.file, record_line(METRICS, record))
         if self.wandb and record.get("event") != "start":
-            self.wandb.log(numbers_by_path(record), step=record["step"])
+            self.wandb.log(record, step=record["step"])
 
     def say(self, text):
         if self.is_main:
@@ -217,25 +194,15 @@ class Metrics:
         self.write(record)
         self.bar.update(1)
         n = record["step"]
-        is_shown = n % self.log_every == 0 or n in (1, self.max_steps)
-        if not is_shown:
+        if n % self.cfg.log_every and n not in (1, self.cfg.max_steps):
             return
         norm = "overflow" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
         mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] else ""
-        left = datetime.timedelta(seconds=round((self.max_steps - n) * record["seconds"]))
+        left = datetime.timedelta(seconds=round((self.cfg.max_steps - n) * record["seconds"]))
         self.say(
-            f"step {n}/{self.max_steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  norm {norm}  "
+            f"step {n}/{self.cfg.max_steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  norm {norm}  "
             f"{record['tokens_per_s']:,.0f} tok/s{mfu}  input {record['input_s'] / record['seconds']:.1%}  left {left}"
         )
-
-    def evaluation(self, step, result):
-        """Record an evaluation; returns its val_mean. Raises UserError if that is not finite."""
-        if not math.isfinite(result["val_mean"]):
-            raise UserError(f"step {step}: the validation loss is {result['val_mean']}; {REMEDY}")
-        self.write({"event": "eval", "step": step, **result})
-        means = [f"{key} {result[key]:.4f}" for key in ("val_mean", "val_mixture", "bpb_mean")]
-        self.say(f"step {step}  " + "  ".join(means))
-        return result["val_mean"]
 
     def close(self):
         self.bar.close()
@@ -245,280 +212,8 @@ class Metrics:
             self.wandb.finish()
 
 
-@dataclass
-class Run:
-    """What the parts of a run share. `model` is the bare GPT, which is clipped, evaluated and saved; a function's
-    argument `model` is the same one compiled and wrapped, which computes the loss. micro_batch, accumulation: see
-    TrainConfig.split_batch. is_sharded: see Distributed.shard."""
-
-    cfg: TrainConfig
-    world: Distributed
-    corpus: Corpus
-    model: GPT
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    dtype: torch.dtype
-    micro_batch: int
-    accumulation: int
-    is_sharded: bool
-
-    @property
-    def autocast(self):
-        if self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        # the cache would keep a copy of every weight, also of those that are gathered for a moment
-        return torch.autocast(self.world.kind, self.dtype, cache_enabled=not self.is_sharded)
-
-
-def build(cfg, world):
-    """The Run of a config: data checked, model and optimizer on this rank's device."""
-    dtype = pick_dtype(cfg.dtype, world.kind)
-    if cfg.attn == "flash":
-        if world.kind != "cuda" or dtype == torch.float32:
-            raise UserError("attn=flash needs a GPU and dtype bfloat16 or float16; use attn=sdpa")
-        need_flash_attn()
-    is_sharded = cfg.shard != "none" and world.size > 1
-    micro_batch, accumulation = cfg.split_batch(world.size)
-    verify = cfg.verify and world.is_first_of_node
-    corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, verify, cfg.bos)
-    torch.manual_seed(cfg.seed)
-    shape = cfg.model_config(corpus.tokenizer.n_vocab)
-    model = GPT(shape, cfg.seed, cfg.attn, recompute=cfg.recompute, half_stream=cfg.half_stream)
-    if not is_sharded:  # else the device may have no room for all of it
-        model = model.to(world.device)
-    optimizer = adamw(model, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
-    scaler = torch.amp.GradScaler(world.kind, enabled=dtype == torch.float16)
-    return Run(cfg, world, corpus, model, optimizer, scaler, dtype, micro_batch, accumulation, is_sharded)
-
-
-def resumed(run):
-    """Steps already done: 0, or those of the checkpoint to continue from, which is loaded into the run."""
-    cfg, files = run.cfg, checkpoint.steps(run.cfg.out_dir)
-    if cfg.resume == "never" and files:
-        raise UserError(f"{cfg.out_dir} already holds a run; --resume=auto continues it, or set another --out_dir")
-    if cfg.resume == "never" or (cfg.resume == "auto" and not files):
-        return 0
-    path = checkpoint.find(cfg.out_dir if cfg.resume == "auto" else cfg.resume)
-    done = checkpoint.resume(path, run.model, run.optimizer, run.scaler, run.corpus.tokenizer.hash)["step"]
-    if files and path.parent.resolve() != Path(cfg.out_dir).resolve():
-        raise UserError(f"{cfg.out_dir} already holds a run, and {path} is of another; set another --out_dir")
-    if files and done < max(files):
-        raise UserError(f"{cfg.out_dir} holds step {max(files)}, later than {path}; set another --out_dir to go back")
-    if not files and done >= cfg.max_steps:
-        raise UserError(f"{path} is at step {done}, so nothing is left to train; set --max_steps above that")
-    return done
-
-
-def compare_settings(run, done):
-    """(config.json as it should be now, a sentence on what changed since the run was last started or "").
-
-    Raises UserError if the first weights, the data or its order changed, or, in a finished run, anything that changes
-    results.
-    """
-    cfg, folder = run.cfg, Path(run.cfg.out_dir)
-    if done and not checkpoint.steps(folder):  # it continues from a checkpoint elsewhere
-        folder = checkpoint.find(cfg.resume).parent
-    path = folder / "config.json"
-    settings = dataclasses.asdict(cfg)
-    settings["value_mode_name"] = settings["value_mode"].pop("name")
-    settings["data"] = run.corpus.hash
-    new = json.loads(json.dumps(settings))  # as it is read back
-    if not (done and path.exists()):
-        return new, ""
-    old = {"bos": False, "half_stream": False} | read_json(
-        path, "the config of a run", checkpoint.RUN
-    )  # older runs do not say it
-    new["init_from"] = cfg.init_from or old.get("init_from", "")  # a resumed run need not name it again
-    changed = [k for k in new if k in old and old[k] != new[k] and k not in MAY_DIFFER]
-    what = ", ".join(f"{k} (was {str(old[k])[:40] or 'empty'})" for k in changed)
-    must_stay = {"seed", "batch_tokens", "data", "bos", "init_from"}
-    is_finished = done >= cfg.max_steps
-    if must_stay.intersection(changed) or (changed and is_finished):
-        remedy = "use them, or start anew in another --out_dir"
-        raise UserError(f"{folder} was started with other settings: {what}; {remedy}")
-    note = f"note: changed since the run was last started: {what}" if changed else ""
-    return new, note
-
-
-def announce(run, done, metrics):
-    """Write the start record, and say what is about to run."""
-    cfg, world, config = run.cfg, run.world, run.model.cfg
-    name = config.value_mode.name
-    n_parameters = count_parameters(config)
-    record = {
-        "event": "start",
-        "step": done,
-        "value_mode": name,
-        "seed": cfg.seed,
-        "parameters": n_parameters,
-        "arch": cfg.arch,
-        "block_size": cfg.block_size,
-        "data": run.corpus.hash,
-        "bos": cfg.bos,
-        "kv_bytes_per_token": 2 * kv_floats_per_token(config),  # in bf16
-        "dtype": str(run.dtype).removeprefix("torch."),
-        "device": world.kind,
-        "ranks": world.size,
-        "max_steps": cfg.max_steps,
-    }
-    metrics.write(record)
-    if run.micro_batch < cfg.micro_batch:
-        metrics.say(f"micro_batch is {run.micro_batch} instead of {cfg.micro_batch}, so that it divides a rank's share")
-    if cfg.shard != "none" and not run.is_sharded:
-        metrics.say(f"shard={cfg.shard} has one rank to divide the model among; continuing without it")
-    sizes = f"{world.size} x {run.accumulation} x {run.micro_batch} x {cfg.block_size}"
-    metrics.say(
-        f"{name}: {n_parameters:,} parameters, {cfg.max_steps - done} steps of {cfg.batch_tokens:,} tokens = {sizes}, "
-        f"{record['dtype']} on {world.kind}"
-    )
-
-
-def compiled_parts(run):
-    """torch.compile of the model as one graph; if it is sharded, of each block: no graph can gather what it reads."""
-    if not run.is_sharded:
-        return torch.compile(run.model, dynamic=False, fullgraph=True)
-    torch._dynamo.config.recompile_limit = max(8, run.model.cfg.n_layer)  # blocks share code, and may all differ
-    for block in run.model.blocks:
-        block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
-    return run.model
-
-
-def compiled(run, say):
-    """torch.compile of the model, warmed up; where that fails the model itself, with a line that says why. Raises
-    UserError if a sharded one fails, for the other ranks wait in the middle of it."""
-    cfg, world = run.cfg, run.world
-    wanted = world.kind == "cuda" if cfg.compile is None else cfg.compile
-    if not wanted:
-        return run.model
-    start, reason = time.time(), None
-    model = compiled_parts(run)
-    if world.kind == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "cl")):
-        reason = "there is no C++ compiler"
-    else:
-        try:
-            idx = torch.zeros(run.micro_batch, cfg.block_size, dtype=torch.int64, device=world.device)
-            with run.autocast:
-                loss = model(idx, idx.clone())[1]  # two tensors, as in training: an alias would be another graph
-            loss.backward()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as e:  # a compiler's failure can be anything; it must not stop the run
-            reason = f"{type(e).__name__}: {first_line(e)}"
-        run.model.zero_grad(set_to_none=True)
-    if reason and run.is_sharded:
-        raise UserError(f"torch.compile does not work here ({reason}); set --compile=false")
-    if world.sum([reason is not None]).item():
-        say(f"torch.compile does not work here ({reason or 'on another rank'}); continuing without it")
-        return run.model
-    say(f"compiled in {time.time() - start:.0f} s")
-    return model
-
-
-def training_batches(run, done):
-    """This rank's micro-batches from step `done` on, without end: x, y (micro_batch, block_size), and the seconds spent
-    waiting for them. A thread reads the next one while the model computes."""
-    cfg, world = run.cfg, run.world
-    n_sequences = cfg.batch_tokens // cfg.block_size
-    first_of_rank = world.rank * run.accumulation * run.micro_batch
-
-    def read(step, i):
-        first = first_of_rank + i * run.micro_batch
-        return world.pin_memory(run.corpus.batch(step, n_sequences, first, first + run.micro_batch))
-
-    places = ((step, i) for step in itertools.count(done) for i in range(run.accumulation))
-    with ThreadPoolExecutor(1) as thread:
-        ahead = thread.submit(read, *next(places))
-        while True:
-            began = time.perf_counter()
-            batch = ahead.result()
-            ahead = thread.submit(read, *next(places))
-            x, y = world.to_device(batch)
-            yield x, y, time.perf_counter() - began
-
-
-def accumulate(run, model, batches):
-    """Add the gradients of this rank's micro-batches to the parameters'; returns (the sum of their losses, the seconds
-    spent waiting for data)."""
-    total, waited = torch.zeros((), device=run.world.device), 0.0
-    for i in range(run.accumulation):
-        x, y, seconds = next(batches)
-        waited += seconds
-        is_last = i == run.accumulation - 1
-        if run.is_sharded:  # zero3 has no room for whole gradients and weights between micro-batches
-            sync = is_last or run.cfg.shard == "zero3"
-            run.model.set_requires_gradient_sync(sync)
-            run.model.set_reshard_after_backward(sync)
-        elif run.world.size > 1:
-            model.require_backward_grad_sync = is_last  # must be set before the forward
-        with run.autocast:
-            loss = model(x, y)[1]
-        run.scaler.scale(loss / run.accumulation).backward()
-        total += loss.detach()
-    return total, waited
-
-
-def train_step(run, model, step, batches):
-    """One optimizer step; returns (mean loss over the global batch, gradient norm or None if fp16 overflowed, seconds
-    spent waiting for data). batches: see `training_batches`.
-
-    Raises UserError, and the caller saves nothing, if the loss is not finite, or if the norm is not and no scaler
-    skipped the step.
-    """
-    cfg, world, scaler = run.cfg, run.world, run.scaler
-    run.optimizer.zero_grad(set_to_none=True)
-    total, waited = accumulate(run, model, batches)
-    scaler.unscale_(run.optimizer)
-    most = cfg.grad_clip or math.inf  # infinity: measure the norm, clip nothing
-    norm = whole(torch.nn.utils.clip_grad_norm_(run.model.parameters(), most))
-    scaler.step(run.optimizer)
-    scaler.update()
-    # All of the step is launched. Only now its results are read, so a GPU never waits for the next launch.
-    total, norm = (world.sum(torch.stack((total, norm))) / world.size).tolist()
-    loss = total / run.accumulation
-    if not math.isfinite(loss):
-        raise UserError(f"step {step + 1}: the loss is {loss}; {REMEDY}")
-    if not math.isfinite(norm) and not scaler.is_enabled():
-        raise UserError(f"step {step + 1}: the gradient norm is {norm}; {REMEDY}")
-    if scaler.is_enabled() and scaler.get_scale() < 2**-10:
-        raise UserError(f"step {step + 1}: fp16 gradients overflow at any loss scale; use dtype=bfloat16")
-    if not math.isfinite(norm):
-        norm = None  # fp16 overflowed
-    return loss, norm, waited
-
-
-@torch.no_grad()
-def validate(run):
-    """Validation on the first whole windows within eval_tokens of each domain, at least one, or on all text; the same
-    whatever the number of ranks.
-
-    Returns what data.domain_losses does, and where residuals have learned weights "lam", see GPT.mixing_weights.
-    """
-    cfg, world, corpus = run.cfg, run.world, run.corpus
-    most = max(1, cfg.eval_tokens // cfg.block_size) if cfg.eval_tokens else None
-    parts = corpus.val_parts(cfg.micro_batch, most)
-    n_bytes = corpus.tokenizer.token_bytes()
-    sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes of text
-    n_rounds = math.ceil(len(parts) / world.size)
-    for i in range(world.rank, n_rounds * world.size, world.size):
-        d, first, last = parts[i % len(parts)]
-        x, y = corpus.val_batch(corpus.domains[d], first, last)
-        with run.autocast, torch.compiler.set_stance("force_eager"):  # a sharded model's blocks are compiled in place
-            loss = run.model(*world.to_device(world.pin_memory((x, y))))[1]
-        if i < len(parts):  # past them a rank only computes along: a sharded model is gathered by all ranks or none
-            sums[d] += [loss.item() * y.size, y.size, n_bytes[y].sum()]
-    result = domain_losses(corpus, world.sum(sums).numpy())
-    if list(run.model.lambdas.parameters()):
-        if run.is_sharded:
-            run.model.unshard()
-        result["lam"] = run.model.mixing_weights()
-    if run.is_sharded:  # a forward without a backward has left weights gathered
-        for module in (*run.model.blocks, run.model):
-            module.reshard()
-    return result
-
-
 class Stop:
-    """Set by SIGTERM or Ctrl-C, so that the current step is finished and saved; a second Ctrl-C kills."""
+    """SIGTERM and Ctrl-C let the current step finish and be saved; a second Ctrl-C kills."""
 
     def __init__(self):
         self.asked = False
@@ -531,108 +226,274 @@ class Stop:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def set_up(run, metrics, config, note, done):
-    """Write the files that describe the run, say what is about to run; returns the model that computes the loss."""
-    world, out = run.world, Path(run.cfg.out_dir)
+def checkpoint_to_resume(cfg):
+    """The weights file that the run continues from, or None. What would overwrite another run is refused."""
+    files = list(checkpoint.steps(cfg.out_dir).values())
+    if cfg.resume == "never" and files:
+        raise UserError(f"{cfg.out_dir} already holds a run; --resume=auto continues it, or set another --out_dir")
+    if cfg.resume == "never" or (cfg.resume == "auto" and not files):
+        return None
+    path = checkpoint.find(cfg.out_dir if cfg.resume == "auto" else cfg.resume)
+    if files and path.resolve() != files[-1].resolve():
+        raise UserError(
+            f"{cfg.out_dir} already holds {files[-1].name}, and {path} is another one; set another --out_dir"
+        )
+    return path
+
+
+def settings_of(cfg, corpus, path):
+    """(config.json as it should be now, the settings that changed since the run was last started, in words).
+
+    path: the checkpoint that the run continues from, or None. What decides the first weights, the data or its order may
+    not change; in a finished run nothing that changes results may.
+    """
+    new = dataclasses.asdict(cfg)
+    new["value_mode_name"] = new["value_mode"].pop("name")
+    new["data"] = corpus.hash
+    new = json.loads(json.dumps(new))  # as it is read back
+    old_path = Path(path.parent if path else cfg.out_dir, "config.json")
+    old = read_record(old_path, RUN) if old_path.exists() else {}  # also refuses a config.json that is not ours
+    if not path:
+        return new, ""
+    new["init_from"] = cfg.init_from or old.get("init_from", "")  # a resumed run need not name it again
+    changed = [k for k in new if k in old and old[k] != new[k] and k not in MAY_DIFFER]
+    words = ", ".join(f"{k} (was {str(old[k])[:40] or 'empty'})" for k in changed)
+    is_finished = checkpoint.read_header(path)["step"] >= cfg.max_steps
+    if MUST_STAY.intersection(changed) or (changed and is_finished):
+        remedy = "use them, or start anew in another --out_dir"
+        raise UserError(f"{old_path.parent} was started with other settings: {words}; {remedy}")
+    return new, words
+
+
+def compiled(model, cfg, world, autocast, is_sharded, say):
+    """The model as torch.compile makes it, after a first step on zeros. Where that fails, the model as it is."""
+    began, (micro_batch, _) = time.perf_counter(), cfg.split_batch(world.size)
+    if is_sharded:  # block by block, because no graph can gather what it reads
+        torch._dynamo.config.recompile_limit = max(8, model.cfg.n_layer)  # blocks share code, and may all differ
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
+    net = model if is_sharded else torch.compile(model, dynamic=False, fullgraph=True)
+    try:
+        idx = torch.zeros(micro_batch, cfg.block_size, dtype=torch.int64, device=world.device)
+        with autocast():
+            loss = net(idx, idx.clone())[1]  # two tensors, as in training: an alias would be another graph
+        loss.backward()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:  # a compiler's failure can be anything
+        why = f"torch.compile does not work here ({type(e).__name__}: {first_line(e)})"
+        if is_sharded:  # the other ranks wait in the middle of it
+            raise UserError(f"{why}; set --compile=false") from None
+        say(f"{why}; continuing without it")
+        return model
+    finally:
+        model.zero_grad(set_to_none=True)
+    say(f"compiled in {time.perf_counter() - began:.0f} s")
+    return net
+
+
+@torch.no_grad()
+def validate(model, corpus, cfg, world, autocast, is_sharded):
+    """Validation on the first whole windows within eval_tokens of each domain, at least one, or on all text; the same
+    whatever the number of ranks. Returns what `domain_losses` does, and "lam", see GPT.mixing_weights."""
+    most = max(1, cfg.eval_tokens // cfg.block_size) if cfg.eval_tokens else None
+    parts = corpus.val_parts(cfg.micro_batch, most)
+    n_bytes = corpus.tokenizer.token_bytes()
+    sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes of text
+    n_rounds = math.ceil(len(parts) / world.size)
+    for i in range(world.rank, n_rounds * world.size, world.size):
+        d, first, last = parts[i % len(parts)]
+        x, y = corpus.val_batch(corpus.domains[d], first, last)
+        with autocast(), torch.compiler.set_stance("force_eager"):  # a sharded model's blocks are compiled in place
+            loss = model(*world.to_device((x, y)))[1]
+        if i < len(parts):  # past them a rank only computes along: all ranks gather a sharded model, or none
+            sums[d] += [loss.item() * y.size, y.size, n_bytes[y].sum()]
+    result = domain_losses(corpus, world.sum(sums).numpy())
+    if is_sharded:
+        model.unshard()
+    if list(model.mixing.parameters()):
+        result["lam"] = model.mixing_weights()
+    if is_sharded:  # a forward without a backward has left weights gathered
+        for module in (*model.blocks, model):
+            module.reshard()
+    return result
+
+
+def evaluate(step, metrics, *what):
+    """Validate after `step` steps, and record it; returns the mean loss over the domains. what: see `validate`."""
+    result = validate(*what)
+    if not math.isfinite(result["val_mean"]):
+        raise UserError(f"step {step}: the validation loss is {result['val_mean']}; {REMEDY}")
+    metrics.write({"event": "eval", "step": step, **result})
+    means = [f"{key} {result[key]:.4f}" for key in ("val_mean", "val_mixture", "bpb_mean")]
+    metrics.say(f"step {step}  " + "  ".join(means))
+    return result["val_mean"]
+
+
+def check_step(step, loss, norm, scaler):
+    """Raise UserError if a step has failed. The caller has saved nothing of it."""
+    if not math.isfinite(loss):
+        raise UserError(f"step {step}: the loss is {loss}; {REMEDY}")
+    if not math.isfinite(norm) and not scaler.is_enabled():  # a scaler skips such a step
+        raise UserError(f"step {step}: the gradient norm is {norm}; {REMEDY}")
+    if scaler.is_enabled() and scaler.get_scale() < 2**-10:
+        raise UserError(f"step {step}: fp16 gradients overflow at any loss scale; use dtype=bfloat16")
+
+
+def start(cfg, world, corpus, model, optimizer, scaler, dtype, path, note):
+    """Continue from checkpoint `path`, if there is one, and write down what runs. Returns (the steps that are done, the
+    Metrics, or None if nothing is left to do)."""
+    done = 0
+    config, changed = settings_of(cfg, corpus, path)
+    if path:
+        done = checkpoint.resume(path, model, optimizer, scaler, corpus.tokenizer.hash)["step"]
+        note = f"note: changed since the run was last started: {changed}" if changed else ""
+    if len(set(world.gather((done, corpus.hash, corpus.val_hash)))) > 1:
+        raise UserError(f"the ranks see different files in {cfg.data_dir} or {cfg.out_dir}; put them on a shared disk")
+    if done >= cfg.max_steps:
+        if world.rank == 0:
+            print(f"{cfg.out_dir} is already finished, at step {done}")
+        return done, None
+    metrics = Metrics(cfg, world, done)
     if world.rank == 0:
-        checkpoint.clean(out)
-        write_json(out / "config.json", config)
-        write_json(out / "env.json", environment())
-        run.corpus.tokenizer.save(out / "tokenizer.json")
+        checkpoint.clean(cfg.out_dir)
+        write_record(Path(cfg.out_dir, "config.json"), RUN, config)
+        write_record(Path(cfg.out_dir, "env.json"), ENVIRONMENT, environment())
+        corpus.tokenizer.save(Path(cfg.out_dir, "tokenizer.json"))
+    shape, micro_batch, accumulation = model.cfg, *cfg.split_batch(world.size)
+    record = {
+        "event": "start",
+        "step": done,
+        "value_mode": shape.value_mode.name,
+        "seed": cfg.seed,
+        "parameters": count_parameters(shape),
+        "arch": cfg.arch,
+        "block_size": cfg.block_size,
+        "data": corpus.hash,
+        "bos": cfg.bos,
+        "kv_bytes_per_token": 2 * kv_floats_per_token(shape),  # in bf16
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": world.kind,
+        "ranks": world.size,
+        "max_steps": cfg.max_steps,
+    }
+    metrics.write(record)
     if note:
         metrics.say(note)
-    announce(run, done, metrics)
-    if run.is_sharded:
-        world.shard(run.model, run.optimizer, keep_gathered=run.cfg.shard == "zero2")
-    model = compiled(run, metrics.say)
-    if world.size > 1 and not run.is_sharded:  # after compiling: one graph, and all its gradients in DDP's buckets
+    if micro_batch < cfg.micro_batch:
+        metrics.say(f"micro_batch is {micro_batch} instead of {cfg.micro_batch}, so that it divides a rank's share")
+    if cfg.shard != "none" and world.size == 1:
+        metrics.say(f"shard={cfg.shard} has one rank to divide the model among; continuing without it")
+    metrics.say(
+        f"{record['value_mode']}: {record['parameters']:,} parameters, {cfg.max_steps - done} steps of "
+        f"{cfg.batch_tokens:,} tokens = {world.size} x {accumulation} x {micro_batch} x {cfg.block_size}, "
+        f"{record['dtype']} on {world.kind}"
+    )
+    return done, metrics
+
+
+def train(cfg, world):
+    """The story of a run."""
+    # ---- machine, data: how a step's sequences divide into ranks and micro-batches
+    dtype = pick_dtype(cfg.dtype, world.kind)
+    if cfg.attn == "flash":
+        need_flash_attn(world.kind, dtype)
+    verify = cfg.verify and world.is_first_of_node
+    corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, verify, cfg.bos)
+    n_sequences = cfg.batch_tokens // cfg.block_size
+    micro_batch, accumulation = cfg.split_batch(world.size)
+
+    # ---- model, whole on the device or divided among the ranks; optimizer; where the run stands
+    torch.manual_seed(cfg.seed)
+    shape = cfg.model_config(corpus.tokenizer.n_vocab)
+    model = GPT(shape, cfg.seed, cfg.attn, recompute=cfg.recompute, half_stream=cfg.half_stream)
+    path, note = checkpoint_to_resume(cfg), ""
+    if cfg.init_from and not path:
+        note = checkpoint.start_from(checkpoint.find(cfg.init_from), model, corpus.tokenizer.hash)
+    is_sharded = cfg.shard != "none" and world.size > 1
+    if is_sharded:
+        world.shard(model, keep_gathered=cfg.shard == "zero2")
+    else:
+        model.to(world.device)
+    optimizer = adamw(model, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
+    scaler = torch.amp.GradScaler(world.kind, enabled=dtype == torch.float16)
+    done, metrics = start(cfg, world, corpus, model, optimizer, scaler, dtype, path, note)
+    if metrics is None:
+        return
+
+    def autocast():  # its cache would keep a copy of each weight, also of those that are gathered for a moment
+        return torch.autocast(world.kind, dtype, enabled=dtype != torch.float32, cache_enabled=not is_sharded)
+
+    # ---- net is the same model, compiled and under DDP: it computes the loss. We clip, evaluate and save the model
+    net = model
+    if world.kind == "cuda" if cfg.compile is None else cfg.compile:
+        net = compiled(model, cfg, world, autocast, is_sharded, metrics.say)
+    if world.size > 1 and not is_sharded:  # after compiling: one graph, and all its gradients in DDP's buckets
         device_ids = [world.device.index] if world.kind == "cuda" else None
-        model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-    return model
+        net = DistributedDataParallel(net, device_ids=device_ids, gradient_as_bucket_view=True)
 
-
-def evaluate_and_save(run, metrics, n, is_stopped):
-    """Evaluate and save after n steps, each where it is time."""
-    cfg, val_loss = run.cfg, None
-    if n % cfg.eval_every == 0 or n == cfg.max_steps:
-        val_loss = metrics.evaluation(n, validate(run))
-    if n % cfg.save_every == 0 or is_stopped or val_loss is not None:
-        tokenizer_hash, is_main = run.corpus.tokenizer.hash, run.world.rank == 0
-        checkpoint.save(
-            cfg.out_dir, n, run.model, tokenizer_hash, val_loss, run.optimizer, run.scaler, cfg.keep, is_main
-        )
-
-
-def train(run, done, config, note):
-    """Steps, evaluations and checkpoints from step `done` on. config: for config.json; note: a line to show, or ""."""
-    cfg, world = run.cfg, run.world
-    with world.together():
-        metrics = Metrics(cfg, world, done)
-    model = set_up(run, metrics, config, note, done)
-    stop = Stop()  # not earlier, for compiling can take minutes
-    batches = training_batches(run, done)
-    peak, flops = peak_flops(world.device, run.dtype), flops_per_token(run.model.cfg)
+    # ---- the loop
+    peak, flops, stop = peak_flops(world.device, dtype), flops_per_token(shape), Stop()
     for step in range(done, cfg.max_steps):
-        n, began = step + 1, time.perf_counter()
+        n, began, input_s = step + 1, time.perf_counter(), 0.0
         lr = learning_rate(step, cfg.learning_rate, cfg.final_lr * cfg.learning_rate, cfg.warmup_steps, cfg.max_steps)
-        for group in run.optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = lr
-        loss, norm, waited = train_step(run, model, step, batches)
+
+        # gradients of this rank's micro-batches add up; those of the ranks are averaged once, in the last backward
+        optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=world.device)
+        for i in range(accumulation):
+            # a batch is a function of (seed, step): a rank takes its rows, and a resumed run needs no loader's state
+            asked, first = time.perf_counter(), (world.rank * accumulation + i) * micro_batch
+            x, y = world.to_device(corpus.batch(step, n_sequences, first, first + micro_batch))  # (micro_batch, T)
+            input_s += time.perf_counter() - asked
+            is_last = i == accumulation - 1
+            if is_sharded:  # zero3 has no room for whole gradients and weights between micro-batches
+                model.set_requires_gradient_sync(is_last or cfg.shard == "zero3")
+                model.set_reshard_after_backward(is_last or cfg.shard == "zero3")
+            elif world.size > 1:
+                net.require_backward_grad_sync = is_last  # DDP reads this in the forward
+            with autocast():
+                loss = net(x, y)[1]
+            scaler.scale(loss / accumulation).backward()
+            total += loss.detach()
+
+        # clip and step. We read results only when all of it is launched, so a GPU never waits for the next launch
+        scaler.unscale_(optimizer)
+        norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf))
+        scaler.step(optimizer)
+        scaler.update()
+        total, norm = (world.sum(torch.stack((total, norm))) / world.size).tolist()
+        check_step(n, total, norm, scaler)
+
+        # record, evaluate now and then, save
         seconds = time.perf_counter() - began
-        rate = cfg.batch_tokens / seconds
-        mfu = rate * flops / (peak * world.size) if peak else None
-        record = {"step": n, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": n * cfg.batch_tokens}
-        record |= {"input_s": waited, "seconds": seconds, "tokens_per_s": rate, "mfu": mfu}
-        metrics.step(record)
+        record = {"step": n, "loss": total / accumulation, "lr": lr, "grad_norm": norm if math.isfinite(norm) else None}
+        record |= {"tokens": n * cfg.batch_tokens, "input_s": input_s, "seconds": seconds}
+        rate = record["tokens_per_s"] = cfg.batch_tokens / seconds
+        metrics.step(record | {"mfu": rate * flops / (peak * world.size) if peak else None})
         if step == done:
             metrics.say(f"first step done after {time.perf_counter() - world.started:.1f} s")
-        is_stopped = world.sum([stop.asked]).item() > 0
-        evaluate_and_save(run, metrics, n, is_stopped)
+        is_stopped, val_loss = world.sum([stop.asked]).item() > 0, None
+        if n % cfg.eval_every == 0 or n == cfg.max_steps:
+            val_loss = evaluate(n, metrics, model, corpus, cfg, world, autocast, is_sharded)
+        if n % cfg.save_every == 0 or is_stopped or val_loss is not None:
+            is_main, vocabulary = world.rank == 0, corpus.tokenizer.hash
+            checkpoint.save(cfg.out_dir, n, model, vocabulary, val_loss, optimizer, scaler, cfg.keep, is_main)
         if is_stopped and n < cfg.max_steps:
             metrics.say(f"stopped and saved at step {n}; the same command with --resume=auto continues")
             break
     metrics.close()
 
 
-def start(cfg, world):
-    """Train the run of a config, from where it stands to its end."""
-    with contextlib.ExitStack() as stack:
-        with world.together():
-            if checkpoint.is_hf_folder(cfg.out_dir):
-                raise UserError(f"{cfg.out_dir} holds a Hugging Face model; set another --out_dir")
-            run = build(cfg, world)
-            if world.rank == 0:
-                stack.enter_context(hold(cfg.out_dir))
-            done = resumed(run)
-            config, note = compare_settings(run, done)
-            if cfg.init_from and not done:
-                note = checkpoint.start_from(checkpoint.find(cfg.init_from), run.model, run.corpus.tokenizer.hash)
-        if len(set(world.gather(done))) > 1:
-            raise UserError(f"the ranks do not see the same checkpoints in {cfg.out_dir}; put it on a shared disk")
-        if len(set(world.gather((run.corpus.hash, run.corpus.val_hash)))) > 1:
-            raise UserError(f"the ranks do not read the same data in {cfg.data_dir}; copy one folder to all nodes")
-        if done < cfg.max_steps:
-            train(run, done, config, note)
-        elif world.rank == 0:
-            clean_up(Path(cfg.out_dir))
-            print(f"{cfg.out_dir} is already finished, at step {done}")
-
-
-def clean_up(out):
-    """Finish what a kill after the last save has left, with the `keep` that the run had."""
-    if (out / "config.json").exists():
-        config = read_json(out / "config.json", "the config of a run", {"keep": int})
-        checkpoint.prune(out, config["keep"])
-        checkpoint.clean(out)
-
-
 def main(cfg: TrainConfig):
     world = Distributed(cfg.device, fixed_lengths=True)
     remedy = "set a smaller --micro_batch, or --recompute=true, or on several GPUs --shard=zero2 or zero3"
-    with world.connected(), enough_memory(remedy):
-        start(cfg, world)
+    with enough_memory(remedy), hold(cfg.out_dir) if world.rank == 0 else contextlib.nullcontext():
+        train(cfg, world)
     world.close()
 
 
 if __name__ == "__main__":
-    run_main(main, SETTINGS)
+    run(main, __doc__)

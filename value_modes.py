@@ -1,10 +1,11 @@
-"""What a model is, as data: its value mode, the table of all modes, its shape, and the plan of its layers.
+"""What a model is, as data: the axes of a value mode, the table of all modes, a model's shape, the plan of its layers.
 
-A value mode says which tensors of earlier layers a layer reads, how they are mixed in, and which layers own a
-projection at all. `plan_layers` turns a mode and a shape into a LayerPlan for each layer. model.py builds the network.
+    python model.py --value_mode=svformer --n_layer=4      prints a plan: which layer owns, borrows and mixes what
 
-Layers are counted from 0 here: the paper's layer 1 is layer 0. Paper: arXiv 2410.17897. Read next: model.py.
-No torch here, so a plan exists before any tensor does.
+A value mode says which tensors of earlier layers a layer reads, how it mixes them in, and which layers have
+projections of their own. `plan_layers` turns a mode and a shape into a LayerPlan for each layer, which model.py builds.
+
+We count layers from 0: the paper's layer 1 is layer 0. Paper: https://arxiv.org/abs/2410.17897. Next: model.py.
 """
 
 import dataclasses
@@ -13,130 +14,165 @@ import hashlib
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Literal, get_type_hints
+from typing import Literal
 
-from oldconfig import check_ranges, convert, require, setting
-
-
-def coerce_fields(config):
-    """Convert each field of a frozen dataclass to its exact type (lists become tuples); raises ValueError."""
-    for name, hint in get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        object.__setattr__(config, name, convert(value, hint, f"{type(config).__name__}: {name}"))
+from configurator import UserError, check_fields, setting
 
 
 @dataclass(frozen=True)
 class Residual:
-    """One extra path from earlier layers i into layer n. A_n = softmax(q k^T / sqrt(D)); U_n is what attention makes of
-    the values, A_n V_n in vanilla, before the output projection.
+    """One extra path from earlier layers i into layer n. A_n = softmax(Q_n K_n^T / sqrt(D)); U_n is the output of layer
+    n's attention before its output projection, A_n V_n in vanilla. Equations are those of arxiv.org/abs/2410.17897.
 
-    of: what is mixed. "q", "k", "v" as projected (q and k rotated); "hidden", the layer's input (layer 0's is the
-        embedding); "scores", q k^T before the softmax; "probs", A itself. A layer that borrows all the tensors that
-        the residual reads (see ValueMode) does not have it.
+    of: what is mixed. "q", "k", "v" right after their projection (and rotation); "hidden", the layer's input (layer 0's
+        is the embedding); "scores", Q K^T before the softmax; "probs", A itself.
     source: the "first" layer, the one before ("prev"), "all" before, the layer with this number, or a learned table of
-        values for each token id ("token"). Gradients flow into a source. It is read as projected, before its own mixes;
-        map="cross", of="scores" and of="probs" read it after them.
-    map: "own" changes the tensor before it is used; U_n = A_n V' of: V' = l_own V_n + sum_i l_i V_i              (Eq 7)
-         "identity" adds after attention, at the same position:       U_n = l_own A_n V' + sum_i l_i V_i          (Eq 6)
-         "delta" adds the difference after attention (NeuTRENO):      U_n = l_own A_n V' + sum_i l_i (V_i - V_n') (Eq 8)
-            V' has all mixes before attention, V_n' only those that are listed before this residual
-         "cross" attends to both layers under one softmax:            U_n = softmax(Q_n [K_n; K_i]^T) [V_n; V_i]  (Eq 2)
-    lam: the weights (own, all sources together), or None for the plain mean of own tensor and sources.
+        values for each token id ("token"). We never detach a source: gradients flow into it.
+    map: "own" changes the tensor before it is used: U_n = A_n V' with  V' = l_own V_n + sum_i l_i V_i           (Eq 7)
+         "identity" adds after attention, at the same position:     U_n = l_own A_n V' + sum_i l_i V_i         (Eq 6)
+         "delta" adds a difference after attention (NeuTRENO):      U_n = l_own A_n V' + sum_i l_i (V_i - V')  (Eq 8)
+         "cross" attends to both layers under one softmax:          U_n = softmax(Q_n [K_n; K_i]^T) [V_n; V_i] (Eq 2)
+    subtract: what "delta" subtracts: the "mixed" V', or V_n as "projected".
+    lam: the weights (l_own, sum of all l_i); None = the plain mean of the layer's own tensor and its sources.
     learn: "fixed" weights, or learned ones that start from lam:
          "scalar"   one for the layer's own tensor and one for each source
-         "sources"  one for each source; the own weight stays lam[0]
+         "sources"  one for each source; l_own stays lam[0]
          "lerp"     (1 - l, l)
-         "unit"     s (a, b) / sqrt(a^2 + b^2), where s starts from 1
-         "softmax"  (Learnable-Plus) the own weight starts from lam[0], and l_n = scale * softmax over layers of logits
-                    that start with a rise of lam[1] per layer
-         "head", "sigmoid", "relu": a model.Gate computes them from each token
-    layers: the layers that have it, see `pick_layers`; () = every layer that has a source.
-    tables: with source="token": "each" layer has its own table, or they share them in the order "mirror" (0 1 2 2 1 0)
+         "unit"     s (a, b) / sqrt(a^2 + b^2), from s = 1
+         "softmax"  (Learnable-Plus) a_n and s softmax_n(b), from a_n = lam[0], s = n_layer, b_n = lam[1] n.
+                    Here lam[1] is a slope, not a weight. None = (0.5, 0).
+         "head", "sigmoid", "relu": a model.Gate computes them for each token
+    layers: the layers that have it, see `pick_layers`; () = each layer that has a source. A layer that borrows every
+        tensor that the residual would change is left without the residual.
+    tables: for source="token": "each" layer has its own table, or they share tables in the order "mirror" (0 1 2 2 1 0)
         or "cycle" (0 1 2 0 1 2), or all share "one", which starts from 0.
     """
 
     of: Literal["q", "k", "v", "hidden", "scores", "probs"] = "v"
     source: Literal["first", "prev", "all", "token"] | int = "first"
     map: Literal["own", "identity", "delta", "cross"] = "own"
-    lam: tuple[float, float] | None = None
+    subtract: Literal["mixed", "projected"] = "mixed"
+    lam: tuple[float, ...] | None = None
     learn: Literal["fixed", "scalar", "sources", "lerp", "unit", "softmax", "head", "sigmoid", "relu"] = "fixed"
     layers: str | tuple[int | float, ...] = ()
     tables: Literal["each", "mirror", "cycle", "one"] = "each"
 
     def __post_init__(self):
-        coerce_fields(self)
-        is_value = self.of == "v"
-        learns = f"learn={self.learn!r}"
-        if self.lam is not None:
-            two_weights = len(self.lam) == 2
-            require(two_weights, f"lam={self.lam!r}: two weights, (own, sources together), or None for the mean")
-        if self.map != "own":
-            require(is_value, f"map={self.map!r} concerns values: of must be 'v', not {self.of!r}")
-        if self.source == "token":
-            require(is_value, f"a table of values has no {self.of}: of must be 'v'")
-            require(self.map != "cross", "a table of values has no keys to attend to: map cannot be 'cross'")
-        else:
-            require(self.tables == "each", f"tables={self.tables!r} is for source='token'")
-        if isinstance(self.source, int):
-            require(self.source >= 0, f"source={self.source}: a layer's number, counted from 0")
-        if self.map == "cross":
-            plain = self.lam is None and self.learn == "fixed"
-            require(plain, "one softmax sets the weights of map='cross': neither lam nor learn applies")
-        if self.learn not in ("fixed", "scalar", "sources"):
-            require(self.source != "all", f"{learns} weighs one source against the layer's own: not source='all'")
-        if self.per_token:
-            before = is_value and self.map == "own"
-            require(before, f"{learns} makes a weight per token, for of='v' and map='own' alone")
-        own_weight, source_weight = self.weights(1)
-        if self.learn == "unit":
-            has_direction = own_weight != 0 or source_weight != 0
-            require(has_direction, f"lam={self.lam}: {learns} has no direction to start from")
-        if self.learn in ("sigmoid", "relu"):
-            require(source_weight != 0, f"lam={self.lam}: the gate would multiply 0")
-        starts_from_0 = self.tables == "one"
-        if self.source == "token" and self.learn != "softmax" and (starts_from_0 or self.learn == "fixed"):
-            require(source_weight != 0, f"lam={self.lam}: a table with weight 0 never learns")
-        if self.learn == "head":
-            require(self.lam is None, f"{learns} divides 1 between own and source: lam stays None")
-        if self.learn == "lerp" and self.lam:
-            require(abs(sum(self.lam) - 1) <= 1e-6, f"{learns} has weights 1 - l and l: lam={self.lam} must sum to 1")
-        pick_layers(self.layers, 1)  # raises if it is no slice
+        check_fields(self)
+        refuse(problems_of_residual(self))
 
     @property
-    def per_token(self):
-        """Whether a Gate computes the weights from the token."""
-        return self.learn in ("head", "sigmoid", "relu")
-
-    @property
-    def reads_attended(self):
-        """Whether it reads its sources as they attended (mixed, cached) rather than as projected."""
-        return self.map == "cross" or self.of in ("scores", "probs")
+    def place(self):
+        """Where in the layer it acts: on its "input", "before" the softmax, in the "softmax", or "after" it."""
+        if self.of == "hidden":
+            return "input"
+        if self.map == "cross" or self.of == "scores":
+            return "softmax"
+        if self.map in ("identity", "delta") or self.of == "probs":
+            return "after"
+        return "before"
 
     @property
     def reads(self):
         """The names of the projections that it reads from its sources; none for hidden states."""
-        if self.map == "cross":
-            return ("k", "v")
+        if self.of == "hidden":
+            return ()
         if self.of in ("scores", "probs"):
             return ("q", "k")
-        return () if self.of == "hidden" else (self.of,)
+        return ("k", "v") if self.map == "cross" else (self.of,)
 
-    def weights(self, n_sources):
-        """(weight of the own tensor, weight of each source, …): fixed, or what learned scalars start from."""
+    @property
+    def reads_used(self):
+        """Whether it reads what its sources used in their softmax (mixed, cached) instead of what they projected."""
+        return self.place == "softmax" or self.of == "probs"
+
+    @property
+    def is_gated(self):
+        """Whether a model.Gate computes the weights from each token."""
+        return self.learn in ("head", "sigmoid", "relu")
+
+    def starts(self, n_sources):
+        """(l_own, one l_i for each source): the fixed weights, or what learned ones start from."""
         own, together = self.lam or (1 / (n_sources + 1), n_sources / (n_sources + 1))
         return (own,) + (together / n_sources,) * n_sources
+
+
+Share = Literal["each", "first", "every 2", "every 4", "lower half"] | tuple[int | float, ...]
+
+
+@dataclass(frozen=True)
+class ValueMode:
+    """A variant: its residuals, which layers own their q, k and v, what happens to U_n, and averaging over depth.
+
+    residuals: where several act at one `place`, they act in this order, each on what the one before it made.
+    share_q, share_k, share_v: which layers own that tensor: "each"; the "first" alone (SVFormer: share_v="first"); the
+        lowest of "every 2" or "every 4" (CLA); those in the "lower half"; or these, as in (0, 4, 7), see `pick_layers`.
+        The others have no weights for it: they borrow the tensor of the nearest owner below, as that layer used it.
+    borrow_v: whose values a layer without its own reads: those of the "nearest" owner below, or of the "first" layer.
+    values: "projected", or the layer's "keys" before rope, over their RMS in each head.
+    heads_from_layer_0: fraction of the value heads that each layer above 0 takes from layer 0. These are the last
+        heads; the layer computes the others itself.
+    kv_group: query heads that share a key and value head (GQA), at most n_head; 0 = all (MQA).
+    output: what happens to U_n before the output projection: nothing ("plain"), or what model.OutputGate says.
+    cut_first: layer 0 has no skip around its attention (its MLP has one).
+    dense: (dilation, period) of DenseFormer's depth-weighted average of the residual stream, or None.
+    name: what we call it on screen and in files; "" = the table's row that equals it, or custom_….
+    """
+
+    residuals: tuple[Residual, ...] = ()
+    share_q: Share = "each"
+    share_k: Share = "each"
+    share_v: Share = "each"
+    borrow_v: Literal["nearest", "first"] = "nearest"
+    values: Literal["projected", "keys"] = "projected"
+    heads_from_layer_0: float = setting(0.0, "fraction of the value heads", least=0, most=1)
+    kv_group: int = setting(1, "0 = all", least=0)
+    output: Literal["plain", "exclusive", "gate", "gate_heads"] = "plain"
+    cut_first: bool = False
+    dense: tuple[int, ...] | None = None
+    name: str = field(default="", compare=False, repr=False)
+
+    def __post_init__(self):
+        check_fields(self)
+        refuse(problems_of_mode(self))
+
+    def owner(self, t, n, n_layer):
+        """The layer whose tensor t ("q", "k" or "v") layer n uses."""
+        share = getattr(self, f"share_{t}")
+        if share == "each":
+            owner = n
+        elif share == "first":
+            owner = 0
+        elif share in ("every 2", "every 4"):
+            owner = n - n % int(share[-1])
+        elif share == "lower half":
+            owner = min(n, max(1, n_layer // 2) - 1)
+        else:
+            assert isinstance(share, tuple), f"add {share!r} here"
+            owner = max(i for i in pick_layers(share, n_layer) if i <= n)
+        return 0 if t == "v" and owner != n and self.borrow_v == "first" else owner
+
+    def with_lam(self, value):
+        """This mode with `value` as the weight of the sources, in its last residual with a settable one; None if no
+        residual has one."""
+        residuals = list(self.residuals)
+        for j in reversed(range(len(residuals))):
+            if residuals[j].lam and residuals[j].learn != "softmax":
+                residuals[j] = dataclasses.replace(residuals[j], lam=(residuals[j].lam[0], value))
+                return dataclasses.replace(self, residuals=tuple(residuals))
+        return None
+
+
+def mode_with(**fields):
+    """A ValueMode with one Residual."""
+    return ValueMode((Residual(**fields),))
 
 
 def pick_layers(spec, n_layer):
     """Layer numbers, rising. spec: a slice as text ("-3:" the last three, "::-2" every second from the last), or a
     tuple in which negative numbers count from the end and fractions go by depth (0.5 is layer n_layer // 2)."""
     if isinstance(spec, str):
-        try:
-            parts = [int(part) if part else None for part in spec.split(":")]
-            require(len(parts) in (2, 3), spec)
-            return sorted(range(n_layer)[slice(*parts)])
-        except ValueError:
-            raise ValueError(f"layers={spec!r} is not a slice of layers, as '-3:' or '::2'") from None
+        return sorted(range(n_layer)[slice(*(int(part) if part else None for part in spec.split(":")))])
     found = set()
     for i in spec:
         if isinstance(i, float):
@@ -146,194 +182,155 @@ def pick_layers(spec, n_layer):
     return sorted(found)
 
 
-@dataclass(frozen=True)
-class ValueMode:
-    """A variant: its residuals, which layers own their q, k and v, what is done to U_n, and averaging over depth.
-
-    residuals: each acts at one place: on the layer's input (of="hidden"), on q, k, v before attention (map="own"), in
-        the softmax (map="cross", of="scores"), else after attention. At one place they act in this order, each on what
-        the one before it made.
-    share_q, share_k, share_v: which layers own that tensor. 1 = every layer; c > 1 = the first of every c layers (CLA);
-        0 = one group of all layers: layer 0 owns it (SVFormer); 0.5 = the lower half; (0, 4, 7) = these, see
-        `pick_layers`, where 0.5 is the layer half-way. Others borrow from the nearest owner below: they read the tensor
-        as attended there (mixed, cached), and have no weights for it. share_v="keys": values are the layer's keys
-        before rope, over their RMS in each head.
-    borrow_v: whose values a layer without its own reads: those of the "nearest" owner below, or of the "first" layer.
-    first_heads: share of the value heads that layers above 0 read from layer 0, the last ones; they own the others.
-    kv_group: query heads that share a key and value head (GQA), capped at n_head; 0 = all (MQA).
-    output: what is done to U_n before the output projection: nothing ("plain"), or what model.OutputGate says.
-    cut_first: layer 0 has no skip around its attention (its MLP has one).
-    dense: (dilation, period) of DenseFormer's depth-weighted average of the residual stream, or None.
-    name: what it is called on screen, in files and in folders; "" = the table's row that equals it, or custom_….
-    """
-
-    residuals: tuple[Residual, ...] = ()
-    share_q: int | float | tuple[int | float, ...] = 1
-    share_k: int | float | tuple[int | float, ...] = 1
-    share_v: int | float | tuple[int | float, ...] | Literal["keys"] = 1
-    borrow_v: Literal["nearest", "first"] = "nearest"
-    first_heads: float = setting(0.0, "share of heads", least=0, most=1)
-    kv_group: int = setting(1, "0 = all", least=0)
-    output: Literal["plain", "exclusive", "gate", "gate_heads"] = "plain"
-    cut_first: bool = False
-    dense: tuple[int, int] | None = None
-    name: str = field(default="", compare=False, repr=False)
-
-    def __post_init__(self):
-        coerce_fields(self)
-        check_ranges(self)
-        for t in "qkv":
-            share = getattr(self, f"share_{t}")
-            if share == "keys":
-                require(self.share_k == 1, "share_v='keys' makes values of a layer's own keys: share_k must be 1")
-            elif isinstance(share, tuple):
-                require(share[:1] == (0,), f"share_{t}={share}: the owning layers begin with 0, as in (0, 4, 7)")
-            else:
-                fits = share >= 0 and (isinstance(share, int) or share < 1)
-                require(
-                    fits, f"share_{t}={share}: 1 (own), 0 (layer 0 for all), layers in a group, or a share of layers"
-                )
-        if self.dense is not None:
-            pair = len(self.dense) == 2 and min(self.dense) >= 1
-            require(pair, f"dense={self.dense}: (dilation, period), both at least 1, or None")
-        has_cross = any(r.map == "cross" for r in self.residuals)
-        has_scores = any(r.of == "scores" for r in self.residuals)
-        both = "map='cross' and of='scores' both replace the softmax's input: use one of them"
-        require(not (has_cross and has_scores), both)
-        if self.first_heads:
-            plain = self.share_v == 1 and not any(r.of == "v" for r in self.residuals)
-            require(plain, "first_heads divides the value heads: share_v must be 1, and no residual may be of='v'")
-        if self.output == "exclusive":
-            owns_v = self.share_v in (1, "keys") and not self.first_heads
-            message = "output='exclusive' takes out a layer's own values: share_v must be 1 or 'keys', first_heads 0"
-            require(owns_v, message)
-        if self.borrow_v == "first":
-            borrows = self.share_v not in (0, 1, "keys")
-            require(borrows, "borrow_v='first' does nothing: no layer borrows from another one")
-        plain_name = re.fullmatch(r"(\w[\w.+-]*)?", self.name)
-        how = "begin with a letter or digit, and use letters, digits and _ . + -"
-        require(plain_name, f"name={self.name!r} names folders too: {how}")
-
-    def owner(self, t, n, n_layer):
-        """The layer whose tensor t ("q", "k" or "v") layer n uses."""
-        share = getattr(self, f"share_{t}")
-        if share == "keys":
-            owner = n
-        elif isinstance(share, tuple):
-            owner = max(i for i in pick_layers(share, n_layer) if i <= n)
-        elif isinstance(share, float):
-            n_owning = max(1, int(share * n_layer))
-            owner = min(n, n_owning - 1)
-        else:
-            owner = n - n % share if share else 0
-        if t == "v" and owner != n and self.borrow_v == "first":
-            return 0
-        return owner
-
-    def with_lam(self, value):
-        """This mode with `value` as the weight of the sources, in its last residual that has a settable one."""
-        settable = [j for j, r in enumerate(self.residuals) if r.lam and r.learn != "softmax"]
-        require(settable, "it has no weight to set")
-        residuals = list(self.residuals)
-        last = residuals[settable[-1]]
-        residuals[settable[-1]] = dataclasses.replace(last, lam=(last.lam[0], value))
-        return dataclasses.replace(self, residuals=tuple(residuals))
-
-
-def residual(**axes):
-    """A mode with one Residual."""
-    return ValueMode((Residual(**axes),))
+# ---- what cannot be meant; all else that a Residual or a ValueMode can say, model.py computes
 
 
 # fmt: off
+def problems_of_residual(r):
+    """[(whether it is wrong, the sentence that says so)]"""
+    is_slice = not isinstance(r.layers, str) or re.fullmatch(r"(-?\d+)?:(-?\d+)?(:|:-?[1-9]\d*)?", r.layers)
+    is_number, is_token, learns = isinstance(r.source, int), r.source == "token", f"learn={r.learn!r}"
+    is_v, is_eq7, is_plain = r.of == "v", r.of == "v" and r.map == "own", r.lam is None and r.learn == "fixed"
+    of_many = r.learn in ("fixed", "scalar", "sources")
+    return [
+        (r.lam and len(r.lam) != 2, f"lam={r.lam}: two weights, (own, sources together), or None for the mean"),
+        (is_number and r.source < 0, f"source={r.source}: a layer's number, counted from 0"),
+        (not is_slice, f"layers={r.layers!r} is not a slice of layers, as '-3:' or '::2'"),
+        (r.map != "own" and not is_v, f"map={r.map!r} is for values: of must be 'v', not {r.of!r}"),
+        (is_token and not is_v, f"a table of values has no {r.of}: of must be 'v'"),
+        (is_token and r.map == "cross", "a table of values has no keys: map cannot be 'cross'"),
+        (not is_token and r.tables != "each", f"tables={r.tables!r} is for source='token'"),
+        (r.map == "cross" and not is_plain, "the softmax sets the weights of map='cross': leave out lam and learn"),
+        (r.source == "all" and not of_many, f"{learns} weighs one source against the layer's own: not source='all'"),
+        (r.is_gated and not is_eq7, f"{learns} makes a weight per token, for of='v' and map='own' alone"),
+        (r.learn == "head" and r.lam, "learn='head' divides 1 between own and source: lam stays None"),
+        (r.learn == "lerp" and r.lam and abs(sum(r.lam) - 1) > 1e-6, f"learn='lerp': lam={r.lam} must sum to 1"),
+    ]
+
+
+def problems_of_mode(m):
+    shares = (m.share_q, m.share_k, m.share_v)
+    owns_v, has_keys, takes_v = m.share_v == "each", m.values == "keys", m.heads_from_layer_0 > 0
+    of, cross = {r.of for r in m.residuals}, any(r.map == "cross" for r in m.residuals)
+    starts_at_0 = all(share[:1] == (0,) for share in shares if isinstance(share, tuple))
+    is_pair = m.dense is None or (len(m.dense) == 2 and min(m.dense) >= 1)
+    return [
+        (not starts_at_0, f"share={shares}: the owning layers begin with 0, as in (0, 4, 7)"),
+        (has_keys and not (owns_v and m.share_k == "each"), "values='keys' needs share_k='each' and share_v='each'"),
+        (takes_v and ("v" in of or has_keys or not owns_v),
+         "heads_from_layer_0 divides the value heads: share_v must be 'each', values 'projected', no residual of='v'"),
+        (m.output == "exclusive" and (takes_v or not owns_v),
+         "output='exclusive' takes out a layer's own values: share_v must be 'each', heads_from_layer_0 0"),
+        (cross and "scores" in of, "map='cross' and of='scores' both replace the softmax's input: use one of them"),
+        (not is_pair, f"dense={m.dense}: (dilation, period), both at least 1, or None"),
+        (not re.fullmatch(r"(\w[\w.+-]*)?", m.name),
+         f"name={m.name!r} names folders too: begin with a letter or digit, and use letters, digits and _ . + -"),
+    ]
+
+
+def refuse(problems):
+    """Raise UserError with the first of [(is_wrong, message)] that is wrong."""
+    for is_wrong, message in problems:
+        if is_wrong:
+            raise UserError(message)
+
+
 # name: (mode, equation of layers n >= 2 in the paper's count, where it is from; "v5" is the paper's last version).
 # V' is the mixed V_n: U_n = A_n V'.
 TABLE = {
     "vanilla": (ValueMode(), "A_n V_n", "baseline"),
     # -- ResFormer and its weights
-    "resformer": (residual(), "½ A_n (V_n + V_1)", "Eq 7"),
-    "resformer_lambda": (residual(lam=(1.0, 2.0)), "A_n (V_n + λ V_1), λ = 2", "Fig 8; v5 Constant"),
-    "scaled": (residual(lam=(5**0.5, 0.0)), "√5 A_n V_n, at the start as large as with λ = 2", ""),
-    "resformer_learned": (residual(learn="scalar"), "A_n (a_n V_n + b_n V_1), from ½, ½", "v5 Learnable"),
-    "resformer_plus": (residual(learn="softmax", lam=(0.5, 0.0)),
+    "resformer": (mode_with(), "½ A_n (V_n + V_1)", "Eq 7"),
+    "resformer_lambda": (mode_with(lam=(1.0, 2.0)), "A_n (V_n + λ V_1), λ = 2", "Fig 8; v5 Constant"),
+    "scaled": (mode_with(lam=(5**0.5, 0.0)), "√5 A_n V_n, at the start as large as with λ = 2", ""),
+    "resformer_learned": (mode_with(learn="scalar"), "A_n (a_n V_n + b_n V_1), from ½, ½", "v5 Learnable"),
+    "resformer_plus": (mode_with(learn="softmax", lam=(0.5, 0.0)),
         "A_n (a_n V_n + s softmax_n(b) V_1), from a = ½, s = L, b = 0", "v5 Learnable-Plus"),
-    "resformer_plus_deep": (residual(learn="softmax", lam=(0.5, 1.0)),
+    "resformer_plus_deep": (mode_with(learn="softmax", lam=(0.5, 1.0)),
         "the same from b_n = n: deeper layers start with more V_1", "v5, other reading"),
-    "resformer_sparse": (residual(lam=(1.0, 5.0), layers="-3:"), "A_n (V_n + 5 V_1) in the last 3 layers", "v5 Sparse"),
-    "resformer_dense": (residual(source="all", lam=(1.0, 0.0), learn="scalar"),
+    "resformer_sparse": (mode_with(lam=(1.0, 5.0), layers="-3:"),
+        "A_n (V_n + 5 V_1) in the last 3 layers", "v5 Sparse"),
+    "resformer_dense": (mode_with(source="all", lam=(1.0, 0.0), learn="scalar"),
         "A_n (a_n V_n + Σ_{i<n} b_ni V_i), from 1, 0", "v5 Dense"),
     # -- other sources, mappings and targets
-    "resformer_prev": (residual(source="prev"), "½ A_n (V_n + V_{n-1})", "Fig 11"),
-    "resformer_all": (residual(source="all"), "1/n A_n Σ_{i≤n} V_i", "Eq 5, Fig 11"),
-    "identity": (residual(map="identity", lam=(1.0, 1.0)), "A_n V_n + λ V_1, λ = 1", "Fig 10"),
-    "identity_all": (residual(map="identity", source="all", lam=(1.0, 1.0)), "A_n V_n + 1/(n-1) Σ_{i<n} V_i", "Eq 6"),
-    "cross": (residual(map="cross"), "softmax(Q_n [K_n; K_1]ᵀ) [V_n; V_1]", "Eq 2, Fig 10"),
-    "cross_prev": (residual(map="cross", source="prev"), "softmax(Q_n [K_n; K_{n-1}]ᵀ) [V_n; V_{n-1}]", "Eq 2, Fig 4"),
-    "query": (residual(of="q"), "½ (Q_n + Q_1) for Q_n", "Fig 9"),
-    "key": (residual(of="k"), "½ (K_n + K_1) for K_n", "Fig 9"),
-    "hidden": (residual(of="hidden"), "½ (H_{n-1} + H_0) for H_{n-1}", "v5, scale ours"),
-    "scores": (residual(of="scores"), "½ (Q_n K_nᵀ + Q_1 K_1ᵀ) for Q_n K_nᵀ", "v5, or the next"),
-    "probs": (residual(of="probs"), "½ (A_n + A_1) V_n", "v5, attention matrix"),
+    "resformer_prev": (mode_with(source="prev"), "½ A_n (V_n + V_{n-1})", "Fig 11"),
+    "resformer_all": (mode_with(source="all"), "1/n A_n Σ_{i≤n} V_i", "Eq 5, Fig 11"),
+    "identity": (mode_with(map="identity", lam=(1.0, 1.0)), "A_n V_n + λ V_1, λ = 1", "Fig 10"),
+    "identity_all": (mode_with(map="identity", source="all", lam=(1.0, 1.0)), "A_n V_n + 1/(n-1) Σ_{i<n} V_i", "Eq 6"),
+    "cross": (mode_with(map="cross"), "softmax(Q_n [K_n; K_1]ᵀ) [V_n; V_1]", "Eq 2, Fig 10"),
+    "cross_prev": (mode_with(map="cross", source="prev"), "softmax(Q_n [K_n; K_{n-1}]ᵀ) [V_n; V_{n-1}]", "Eq 2, Fig 4"),
+    "query": (mode_with(of="q"), "½ (Q_n + Q_1) for Q_n", "Fig 9"),
+    "key": (mode_with(of="k"), "½ (K_n + K_1) for K_n", "Fig 9"),
+    "hidden": (mode_with(of="hidden"), "½ (H_{n-1} + H_0) for H_{n-1}", "v5, scale ours"),
+    "scores": (mode_with(of="scores"), "½ (Q_n K_nᵀ + Q_1 K_1ᵀ) for Q_n K_nᵀ", "v5, or the next"),
+    "probs": (mode_with(of="probs"), "½ (A_n + A_1) V_n", "v5, attention matrix"),
     # -- sharing
-    "svformer": (ValueMode(share_v=0), "A_n V_1", "Eq 10"),
+    "svformer": (ValueMode(share_v="first"), "A_n V_1", "Eq 10"),
     "svformer_2anchors": (ValueMode(share_v=(0, -1)), "A_n V_a(n), a = first and last layer", "Fig 17"),
     "svformer_3anchors": (ValueMode(share_v=(0, 0.5, -1)), "… first, middle, last", "Fig 17"),
     "svformer_4anchors": (ValueMode(share_v=(0, 0.375, 0.625, -1)), "… first, two of the middle, last", "Fig 17"),
-    "share_q": (ValueMode(share_q=0), "softmax(Q_1 K_nᵀ) V_n", "Fig 16"),
-    "share_k": (ValueMode(share_k=0), "softmax(Q_n K_1ᵀ) V_n", "Fig 16"),
-    "share_q2": (ValueMode(share_q=2), "Q_n of the first layer in each pair", "as Fig 5"),
-    "share_k2": (ValueMode(share_k=2), "K_n of the first layer in each pair", "Fig 5"),
-    "share_v2": (ValueMode(share_v=2), "V_n of the first layer in each pair", "Fig 5"),
-    "cla2": (ValueMode(share_k=2, share_v=2), "K_n, V_n of the first layer in each pair", "Fig 5, 13; CLA"),
-    "cla4": (ValueMode(share_k=4, share_v=4), "K_n, V_n of the first in every 4 layers", "CLA"),
+    "share_q": (ValueMode(share_q="first"), "softmax(Q_1 K_nᵀ) V_n", "Fig 16"),
+    "share_k": (ValueMode(share_k="first"), "softmax(Q_n K_1ᵀ) V_n", "Fig 16"),
+    "share_q2": (ValueMode(share_q="every 2"), "Q_n of the first layer in each pair", "as Fig 5"),
+    "share_k2": (ValueMode(share_k="every 2"), "K_n of the first layer in each pair", "Fig 5"),
+    "share_v2": (ValueMode(share_v="every 2"), "V_n of the first layer in each pair", "Fig 5"),
+    "cla2": (ValueMode(share_k="every 2", share_v="every 2"),
+        "K_n, V_n of the first layer in each pair", "Fig 5, 13; CLA"),
+    "cla4": (ValueMode(share_k="every 4", share_v="every 4"), "K_n, V_n of the first in every 4 layers", "CLA"),
     "gqa2": (ValueMode(kv_group=2), "2 query heads per key and value head", "Fig 13"),
     "gqa4": (ValueMode(kv_group=4), "4 query heads per key and value head", "GQA"),
     "gqa8": (ValueMode(kv_group=8), "8 query heads per key and value head", "Fig 13"),
     "mqa": (ValueMode(kv_group=0), "one key and value head", "MQA"),
-    "mlkv": (ValueMode(share_k=4, share_v=4, kv_group=0), "one key and value head for every 4 layers", "MLKV"),
-    "svformer_gqa4": (ValueMode(share_v=0, kv_group=4), "A_n V_1, 4 query heads per key and value head", "Fig 13"),
-    "cla2_gqa4": (ValueMode(share_k=2, share_v=2, kv_group=4), "cla2, 4 query heads per key and value head", "Fig 13"),
-    "cla2_svformer": (ValueMode(share_k=2, share_v=0), "K_n of the first layer in each pair, V_1", "combination"),
+    "mlkv": (ValueMode(share_k="every 4", share_v="every 4", kv_group=0),
+        "one key and value head for every 4 layers", "MLKV"),
+    "svformer_gqa4": (ValueMode(share_v="first", kv_group=4),
+        "A_n V_1, 4 query heads per key and value head", "Fig 13"),
+    "cla2_gqa4": (ValueMode(share_k="every 2", share_v="every 2", kv_group=4),
+        "cla2, 4 query heads per key and value head", "Fig 13"),
+    "cla2_svformer": (ValueMode(share_k="every 2", share_v="first"),
+        "K_n of the first layer in each pair, V_1", "combination"),
     # -- NeuTRENO and DenseFormer
-    "neutreno": (residual(map="delta", lam=(1.0, 0.4)), "A_n V_n + λ (V_1 − V_n), λ = 0.4", "Eq 8, Fig 22"),
+    "neutreno": (mode_with(map="delta", lam=(1.0, 0.4)), "A_n V_n + λ (V_1 − V_n), λ = 0.4", "Eq 8, Fig 22"),
     "resformer_neutreno": (ValueMode((Residual(), Residual(map="delta", lam=(1.0, 0.2)))),
         "A_n V' + λ (V_1 − V'), λ = 0.2, V' = ½ (V_n + V_1)", "Fig 7, authors' code"),
-    "resformer_neutreno_literal": (ValueMode((Residual(map="delta", lam=(1.0, 0.2)), Residual())),
+    "resformer_neutreno_literal": (ValueMode((Residual(), Residual(map="delta", lam=(1.0, 0.2), subtract="projected"))),
         "½ A_n (V_n + V_1) + λ (V_1 − V_n), λ = 0.2", "Fig 7, Eq 7 + Eq 8"),
     "denseformer": (ValueMode(dense=(1, 1)), "H_n = Σ_{j≤n} α_nj X_j, from α_nn = 1", "Eq 9, Fig 7"),
     "denseformer_2x2": (ValueMode(dense=(2, 2)), "the same after every 2nd block, over every 2nd j", "DenseFormer"),
     "resformer_denseformer": (ValueMode((Residual(),), dense=(1, 1)), "both", "combination"),
     # -- what public code does beyond the paper
-    "resformer_lerp": (residual(learn="lerp"), "A_n ((1 − λ_n) V_n + λ_n V_1), from ½", "modded-nanogpt"),
-    "resformer_head": (residual(learn="head"), "V' = g V_n + (1 − g) V_1, g = σ(W x + b) per head", "x-transformers"),
-    "resformer_relu": (residual(learn="relu", lam=(1.0, 1.0)), "V' = V_n + relu(W x) V_1 per head", "SATFormer"),
-    "hidden_learned": (residual(of="hidden", lam=(1.0, 0.0), learn="scalar"),
+    "resformer_lerp": (mode_with(learn="lerp"), "A_n ((1 − λ_n) V_n + λ_n V_1), from ½", "modded-nanogpt"),
+    "resformer_head": (mode_with(learn="head"), "V' = g V_n + (1 − g) V_1, g = σ(W x + b) per head", "x-transformers"),
+    "resformer_relu": (mode_with(learn="relu", lam=(1.0, 1.0)), "V' = V_n + relu(W x) V_1 per head", "SATFormer"),
+    "hidden_learned": (mode_with(of="hidden", lam=(1.0, 0.0), learn="scalar"),
         "a_n H_{n-1} + b_n H_0 for H_{n-1}, from 1, 0", "modded-nanogpt, nanochat"),
-    "value_embed": (residual(source="token", learn="lerp"), "A_n ((1 − λ_n) V_n + λ_n E_n[token])", "modded-nanogpt"),
-    "value_embed_unet": (residual(source="token", learn="scalar", tables="mirror"),
+    "value_embed": (mode_with(source="token", learn="lerp"), "A_n ((1 − λ_n) V_n + λ_n E_n[token])", "modded-nanogpt"),
+    "value_embed_unet": (mode_with(source="token", learn="scalar", tables="mirror"),
         "A_n (a_n V_n + b_n E[token]), layers n, L+1-n share E", "modded-nanogpt"),
-    "value_embed_cycle": (residual(source="token", learn="scalar", tables="cycle", layers=(0, 1, 2, -3, -2, -1)),
+    "value_embed_cycle": (mode_with(source="token", learn="scalar", tables="cycle", layers=(0, 1, 2, -3, -2, -1)),
         "the same in the first and last 3 layers, E in the order 012 012", "modded-nanogpt"),
-    "value_embed_gated": (residual(source="token", learn="sigmoid", lam=(1.0, 3.0), layers="::-2"),
+    "value_embed_gated": (mode_with(source="token", learn="sigmoid", lam=(1.0, 3.0), layers="::-2"),
         "V' = V_n + 3 σ(W x[:12]) E_n[token] per head, every 2nd layer", "nanochat"),
-    "value_embed_gated2": (residual(source="token", learn="sigmoid", lam=(1.0, 2.0), layers=(1, 2, -3, -2, -1)),
+    "value_embed_gated2": (mode_with(source="token", learn="sigmoid", lam=(1.0, 2.0), layers=(1, 2, -3, -2, -1)),
         "V' = V_n + 2 σ(W x[:12]) E_n[token] in layers 2, 3 and the last 3", "modded-nanogpt"),
     # -- successors
-    "resformer_zero": (residual(learn="sources", lam=(1.0, 0.0)), "A_n (V_n + λ_n V_1), from 0", "parameter-golf"),
-    "resformer_unit": (residual(learn="unit", lam=(1.0, 0.0)),
+    "resformer_zero": (mode_with(learn="sources", lam=(1.0, 0.0)), "A_n (V_n + λ_n V_1), from 0", "parameter-golf"),
+    "resformer_unit": (mode_with(learn="unit", lam=(1.0, 0.0)),
         "A_n s_n (a_n V_n + b_n V_1) / √(a_n² + b_n²), from s, a, b = 1, 1, 0", "IMU-1 Eq 4"),
-    "skipv1": (ValueMode(first_heads=0.5), "A_n V_n in half of the heads, A_n V_1 in the others", "SkipV1Former"),
-    "fusedkv_lite": (ValueMode(share_k=0.5, share_v=0.5, borrow_v="first"),
+    "skipv1": (ValueMode(heads_from_layer_0=0.5),
+        "A_n V_n in half of the heads, A_n V_1 in the others", "SkipV1Former"),
+    "fusedkv_lite": (ValueMode(share_k="lower half", share_v="lower half", borrow_v="first"),
         "upper half: softmax(Q_n K_{L/2}ᵀ) V_1", "FusedKV-Lite"),
-    "share_last": (ValueMode(share_k=0.5, share_v=0.5), "upper half: softmax(Q_n K_{L/2}ᵀ) V_{L/2}", "Gemma 3n"),
-    "k_eq_v": (ValueMode(share_v="keys"), "V_n = K_n before rope / its RMS in each head", "Gemma 4"),
-    "value_embed_shared": (residual(source="token", tables="one", lam=(1.0, 1.0), layers=(0, -1)),
+    "share_last": (ValueMode(share_k="lower half", share_v="lower half"),
+        "upper half: softmax(Q_n K_{L/2}ᵀ) V_{L/2}", "Gemma 3n"),
+    "k_eq_v": (ValueMode(values="keys"), "V_n = K_n before rope / its RMS in each head", "Gemma 4"),
+    "value_embed_shared": (mode_with(source="token", tables="one", lam=(1.0, 1.0), layers=(0, -1)),
         "A_n (V_n + E[token]) in the first and last layer, E from 0", "NeoMME"),
     "xsa": (ValueMode(output="exclusive"), "U − tanh(a) (U·u) u, U = A_n V_n, u = V_n/‖V_n‖, a from 0", "XSA; NeoMME"),
     "gated_attention": (ValueMode(output="gate"), "σ(W x) ⊙ A_n V_n, a gate per channel", "Qwen G1"),
     "gated_attention_heads": (ValueMode(output="gate_heads"), "σ(W x) A_n V_n, a gate per query head", "Qwen G1"),
-    "resformer_v2": (residual(source=1), "½ A_n (V_n + V_2), n > 2", "v5"),
-    "resformer_v3": (residual(source=2), "½ A_n (V_n + V_3), n > 3", "v5"),
+    "resformer_v2": (mode_with(source=1), "½ A_n (V_n + V_2), n > 2", "v5"),
+    "resformer_v3": (mode_with(source=2), "½ A_n (V_n + V_3), n > 3", "v5"),
     "cut": (ValueMode(cut_first=True), "A_n V_n, layer 1 without the skip around its attention", "v5"),
     "resformer_v2_cut": (ValueMode((Residual(source=1),), cut_first=True), "resformer_v2 and cut", "v5"),
     "resformer_v3_cut": (ValueMode((Residual(source=2),), cut_first=True), "resformer_v3 and cut", "v5"),
@@ -342,56 +339,47 @@ TABLE = {
 VALUE_MODES = {name: dataclasses.replace(mode, name=name) for name, (mode, _, _) in TABLE.items()}
 
 
-def row_and_number(mode):
-    """("neutreno", "0.6") of neutreno_0.6; (mode, "") of a name that does not end in a number."""
-    name, _, number = mode.rpartition("_")
+def row_and_number(name):
+    """("neutreno", "0.6") of neutreno_0.6; (name, "") if it does not end in a number."""
+    row, _, number = name.rpartition("_")
     is_number = re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", number, re.ASCII)
-    return (name, number) if name in TABLE and is_number else (mode, "")
+    return (row, number) if row in TABLE and is_number else (name, "")
 
 
 def get_mode(mode):
-    """A ValueMode with its name, from a name in VALUE_MODES or from a ValueMode; raises ValueError on an unknown name.
+    """A ValueMode with its name, from a name in the table or from a ValueMode.
     A name may end in the weight of the sources: resformer_lambda_0.5, neutreno_0.6 (see ValueMode.with_lam)."""
     if isinstance(mode, ValueMode):
-        return named_mode(mode)
+        return named(mode)
     if mode in VALUE_MODES:
         return VALUE_MODES[mode]
-    name, number = row_and_number(mode)
-    if number:
-        value = float(number)
-        try:
-            found = VALUE_MODES[name].with_lam(value)
-        except ValueError as e:
-            raise ValueError(f"unknown value_mode {mode!r}: {name} does not take this number: {e}") from None
-        if found == VALUE_MODES[name]:
-            return VALUE_MODES[name]
-        number = repr(value).removesuffix(".0").replace("e+", "e")
-        return dataclasses.replace(found, name=f"{name}_{number}")
-    near = difflib.get_close_matches(mode, VALUE_MODES, 1, 0.4)
-    guess = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"unknown value_mode {mode!r}; {guess}known: {', '.join(VALUE_MODES)}")
+    row, number = row_and_number(mode)
+    found = VALUE_MODES[row].with_lam(float(number)) if number else None
+    if found is None:
+        near = difflib.get_close_matches(mode, VALUE_MODES, 1, 0.4)
+        why = f"{row} does not take a number; " if number else f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"unknown value_mode {mode!r}; {why}known: {', '.join(VALUE_MODES)}")
+    if found == VALUE_MODES[row]:
+        return VALUE_MODES[row]
+    number = repr(float(number)).removesuffix(".0").replace("e+", "e")
+    return dataclasses.replace(found, name=f"{row}_{number}")
 
 
-def named_mode(mode):
-    """`mode` with a name: its own, or that of the row which equals it, or "custom_" and digits that follow from it.
-    Raises ValueError if it has the name of a row that differs from it."""
-    if mode.name:
-        try:
-            row = get_mode(mode.name)  # the table's, or one with a number
-        except ValueError:
-            return mode
-        require(row == mode, f"name={mode.name!r} already means another mode; choose another name")
-        return mode
-    for row in VALUE_MODES.values():
-        if row == mode:
-            return row
-    digest = hashlib.sha256(repr(mode).encode()).hexdigest()
-    return dataclasses.replace(mode, name=f"custom_{digest[:6]}")
+def named(mode):
+    """`mode` with a name: its own, or that of the row that equals it, or "custom_" and digits that follow from it."""
+    if not mode.name:
+        same = [row for row in VALUE_MODES.values() if row == mode]
+        digest = hashlib.sha256(repr(mode).encode()).hexdigest()[:6]
+        return same[0] if same else dataclasses.replace(mode, name=f"custom_{digest}")
+    row, number = row_and_number(mode.name)
+    if row in VALUE_MODES and mode != (get_mode(mode.name) if number else VALUE_MODES[row]):
+        raise UserError(f"name={mode.name!r} already means another mode; choose another name")
+    return mode
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a model. Defaults: the paper's 82M (Table 4). Raises ValueError on an impossible shape."""
+    """Shape of a model. Defaults: the paper's 82M (Table 4). Raises UserError on an impossible shape."""
 
     vocab_size: int = setting(50277, "token ids", least=1, most=2**26)
     block_size: int = setting(2048, "tokens per sequence", least=1, most=2**20)
@@ -402,194 +390,153 @@ class ModelConfig:
     head_dim: int = setting(0, "width of a head; 0 = n_embd / n_head", least=0, most=2**12)
     n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", least=0, most=2**18)
     arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
-    rope_theta: float = setting(10000.0, "of RoPE, see model.Rope", least=1)
+    rope_theta: float = setting(10000.0, "base of the rotary angles, see model.Rope", least=1)
     rope_scaling: tuple[float, ...] = setting((), "Llama 3.1's factor, low, high, original, see model.Rope; () = none")
     norm_eps: float = setting(1e-5, "added to the mean square by the norms", least=0, most=1)
     init_std: float = setting(0.02, "spread of the initial weights", least=0, most=100)
     value_mode: str | ValueMode = setting("vanilla", "a row of `python model.py table`, or a ValueMode")
 
     def __post_init__(self):
-        coerce_fields(self)
-        check_ranges(self)
-        object.__setattr__(self, "value_mode", get_mode(self.value_mode))
-        self.fill_heads()
-        if not self.n_hidden:
-            n_hidden = 4 * self.n_embd if self.arch == "gpt2" else 7 * self.n_embd // 2
-            object.__setattr__(self, "n_hidden", n_hidden)
-        self.check_widths()
-        check_mode(self)
+        check_fields(self)
+        self.fill("value_mode", get_mode(self.value_mode))
+        H, mode = self.n_head, self.value_mode
+        group = min(mode.kv_group or H, H)  # query heads to a key head
+        G = self.n_kv_head or H // group
+        refuse([
+            (H % group, f"value_mode has {group} query heads to a key head: n_head={H} is not a multiple of it"),
+            (mode.kv_group != 1 and G != H // group, f"n_kv_head={G}, but value_mode makes it {H // group}"),
+            (H % G, f"n_head={H} must be a multiple of n_kv_head={G}"),
+            (not self.head_dim and self.n_embd % H, f"n_embd={self.n_embd} must be a multiple of n_head={H}"),
+        ])  # fmt: skip
+        self.fill("n_kv_head", G)
+        self.fill("head_dim", self.head_dim or self.n_embd // H)
+        self.fill("n_hidden", self.n_hidden or (4 * self.n_embd if self.arch == "gpt2" else 7 * self.n_embd // 2))
+        is_llama, scaling, value_heads = self.arch == "llama", self.rope_scaling, mode.heads_from_layer_0 * G
+        is_ordered = len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2]
+        refuse([
+            (is_llama and self.head_dim % 2, f"heads are {self.head_dim} wide: RoPE rotates pairs, so it must be even"),
+            (scaling and not is_ordered, f"rope_scaling={scaling}: factor, low < high, original, all positive"),
+            (scaling and not is_llama, f"rope_scaling is for arch='llama': {self.arch} learns its positions"),
+            (value_heads % 1 or value_heads == G,
+             f"heads_from_layer_0={mode.heads_from_layer_0} of {G} value heads: a whole number of them, and not all"),
+        ])  # fmt: skip
+        refuse(problems_of_layers(self))
 
-    def fill_heads(self):
-        """Set n_kv_head where the mode gives it, and head_dim."""
-        H, kv_group = self.n_head, self.value_mode.kv_group
-        group = min(kv_group or H, H)  # query heads to a key head
-        require(H % group == 0, f"value_mode has {group} query heads to a key head: n_head={H} is not a multiple of it")
-        if kv_group != 1 and self.n_kv_head not in (0, H // group):
-            raise ValueError(f"n_kv_head={self.n_kv_head}, but value_mode makes it {H // group}; leave it at 0")
-        object.__setattr__(self, "n_kv_head", self.n_kv_head or H // group)
-        if not self.head_dim:
-            require(self.n_embd % H == 0, f"n_embd={self.n_embd} must be a multiple of n_head={H}, or set head_dim")
-            object.__setattr__(self, "head_dim", self.n_embd // H)
-
-    def check_widths(self):
-        H = self.n_head
-        if self.arch == "llama":
-            require(self.head_dim % 2 == 0, f"heads are {self.head_dim} wide: RoPE rotates pairs, so it must be even")
-        require(H % self.n_kv_head == 0, f"n_head={H} must be a multiple of n_kv_head={self.n_kv_head}")
-        if self.rope_scaling:
-            scaling = f"rope_scaling={self.rope_scaling}"
-            positive = len(self.rope_scaling) == 4 and all(0 < x < math.inf for x in self.rope_scaling)
-            require(positive, f"{scaling}: four positive numbers (factor, low factor, high factor, length), or none")
-            low, high = self.rope_scaling[1:3]
-            require(low < high, f"{scaling}: the low factor must be below the high one")
-            require(self.arch == "llama", f"{scaling} is for arch='llama': {self.arch} learns its positions")
+    def fill(self, name, value):
+        object.__setattr__(self, name, value)  # the class is frozen
 
 
-def check_mode(cfg):
-    """Raise ValueError if a mode names layers that do not exist, has a residual that would do nothing, or leaves a
-    layer without any projection of its own."""
+# fmt: off
+def problems_of_layers(cfg):
+    """Layers that do not exist, and residuals that would do nothing."""
     mode, n_layer = cfg.value_mode, cfg.n_layer
-    named = set()
-    for r in mode.residuals:
-        named.update(pick_layers(r.layers, n_layer))
-        if isinstance(r.source, int):
-            named.add(r.source)
-    for share in (mode.share_q, mode.share_k, mode.share_v):
-        if isinstance(share, tuple):
-            named.update(pick_layers(share, n_layer))
-    whole = mode.first_heads < 1 and mode.first_heads * cfg.n_kv_head % 1 == 0
-    what = f"first_heads={mode.first_heads} of {cfg.n_kv_head} value heads"
-    require(whole, f"{what}: it must be a whole number of them, and not all")
-    exist = all(0 <= n < n_layer for n in named)
-    require(exist, f"value_mode names layers {sorted(named)}, but there are only 0..{n_layer - 1}")
-    if mode.dense:
-        dilation, period = mode.dense
-        averages = any(i >= dilation for i in range(period, n_layer + 1, period))  # else of no block but itself
-        require(averages, f"dense={mode.dense} would average nothing: there are only {n_layer} blocks")
+    shares = [share for share in (mode.share_q, mode.share_k, mode.share_v) if isinstance(share, tuple)]
+    there = [n for spec in (*shares, *(r.layers for r in mode.residuals)) for n in pick_layers(spec, n_layer)]
+    there += [r.source for r in mode.residuals if isinstance(r.source, int)]
+    outside = sorted(n for n in there if not 0 <= n < n_layer)
+    yield outside, f"value_mode names layers {outside}, but there are only 0..{n_layer - 1}"
     plan = plan_layers(cfg)
     for index, r in enumerate(mode.residuals):
-        layers = pick_layers(r.layers or ":", n_layer)
-        require(layers, f"{r}: its layers are none of 0..{n_layer - 1}")
-        acting = {n for n, layer in enumerate(plan) if index in [mix.index for mix in layer.mixes]}
-        idle = [n for n in layers if n not in acting]
-        is_listed = isinstance(r.layers, tuple) and r.layers  # each listed layer must have it; of a slice, any one
-        if idle and (is_listed or idle == layers):
-            why = "no source, or what it reads is borrowed"
-            raise ValueError(f"{r} does nothing in layer {max(idle)}: {why}")
+        asked = pick_layers(r.layers or ":", n_layer)
+        idle = [n for n in asked if index not in [mix.index for mix in plan[n].mixes]]
+        # of a tuple each layer must have it, of a slice any one
+        is_idle = idle and (idle == asked or (r.layers and isinstance(r.layers, tuple)))
+        yield not asked, f"{r}: its layers are none of 0..{n_layer - 1}"
+        yield is_idle, f"{r} does nothing in layer {max(idle, default=0)}: no source, or what it reads is borrowed"
     for n, layer in enumerate(plan):
-        message = f"layer {n} would own none of q, k, v: its attention would read nothing of its input"
-        require(layer.heads, message)
+        yield not layer.heads, f"layer {n} would own none of q, k, v: its attention would read nothing of its input"
+# fmt: on
 
 
 @dataclass(frozen=True)
 class Mix:
-    """One residual as it acts in one layer.
-
-    index: its place in ValueMode.residuals. sources: what it reads, layer numbers, or "table 0" for a token table.
-    """
+    """One residual as it acts in one layer. index: its place in ValueMode.residuals. sources: what it reads, layer
+    numbers, or "table 0" for a token table."""
 
     index: int
     residual: Residual
     sources: tuple[int | str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerPlan:
-    """What a layer reads. owner["q" | "k" | "v"]: the layer whose tensor it uses. heads: {"q", "k" or "v" that it owns:
-    how many heads}. mixes: its residuals, in order."""
+    """What a layer reads, and what it hands on.
+
+    owner["q" | "k" | "v"]: the layer whose tensor it uses. heads: {tensor that it owns: how many heads}. mixes: its
+    residuals, in order. keep_projected, keep_used: names of its tensors that later layers read, straight from the
+    projection or as its softmax used them. A block hands on no others, so that memory holds no tensor for nothing:
+    recompute and inference free the rest.
+    """
 
     owner: dict[str, int]
     heads: dict[str, int]
-    mixes: tuple[Mix, ...]
+    mixes: list[Mix] = field(default_factory=list)
+    keep_projected: set[str] = field(default_factory=set)
+    keep_used: set[str] = field(default_factory=set)
 
 
 def plan_layers(cfg):
-    """The LayerPlan of each layer of a ModelConfig: who owns, who borrows, what is mixed. What `output`, `dense`,
-    `cut_first`, `first_heads` and share_v="keys" do besides, the model reads from the mode."""
-    mode, n_layer = cfg.value_mode, cfg.n_layer
-    owners = [{t: mode.owner(t, n, n_layer) for t in "qkv"} for n in range(n_layer)]
-    mixes = [[] for _ in range(n_layer)]
+    """The LayerPlan of each layer of a ModelConfig: who owns, who borrows, what is mixed, what is kept. The plan leaves
+    out output, dense, cut_first and values="keys"; model.py reads those from the mode."""
+    mode, plan = cfg.value_mode, []
+    own_v_heads = cfg.n_kv_head - int(mode.heads_from_layer_0 * cfg.n_kv_head)  # in layers above 0
+    for n in range(cfg.n_layer):
+        owner = {t: mode.owner(t, n, cfg.n_layer) for t in ("q", "k", "v")}
+        heads = {"q": cfg.n_head, "k": cfg.n_kv_head, "v": own_v_heads if n else cfg.n_kv_head}
+        plan.append(LayerPlan(owner, {t: h for t, h in heads.items() if owner[t] == n}))
     n_tables = 0
     for index, r in enumerate(mode.residuals):
-        layers = pick_layers(r.layers or ":", n_layer)
-        lowest = lowest_layers_sharing(r.reads, owners)
-        if r.reads:  # a layer that borrows all of them has nothing of its own to mix
-            layers = [n for n in layers if any(owners[n][t] == n for t in r.reads)]
-        if r.source == "token":
-            tables = assign_tables(r.tables, len(layers))
-            for n, table in zip(layers, tables, strict=True):
-                mixes[n].append(Mix(index, r, (f"table {n_tables + table}",)))
-            n_tables += len(set(tables))
-            continue
-        for n in layers:
-            sources = {lowest[i] for i in source_layers(r.source, n)}
-            if sources:
-                mixes[n].append(Mix(index, r, tuple(sorted(sources))))
-    plan = []
-    v_heads = cfg.n_kv_head - int(mode.first_heads * cfg.n_kv_head)  # that layers above 0 own
-    for n, owner in enumerate(owners):
-        heads = {"q": cfg.n_head, "k": cfg.n_kv_head, "v": v_heads if n else cfg.n_kv_head}
-        plan.append(LayerPlan(owner, {t: h for t, h in heads.items() if owner[t] == n}, tuple(mixes[n])))
+        for n, sources in sources_of(r, plan).items():
+            if r.source == "token":
+                sources = [f"table {n_tables + t}" for t in sources]
+            plan[n].mixes.append(Mix(index, r, tuple(sources)))
+        n_tables = len({i for layer in plan for mix in layer.mixes for i in mix.sources if isinstance(i, str)})
+    for layer in plan:
+        for t, owner in layer.owner.items():
+            if plan[owner] is not layer:
+                plan[owner].keep_used.add(t)
+        for mix in layer.mixes:
+            for i in mix.sources:
+                if mix.residual.reads_used:
+                    plan[i].keep_used.update(mix.residual.reads)
+                elif mix.residual.source != "token":
+                    plan[i].keep_projected.add(mix.residual.of)
+    if mode.heads_from_layer_0:
+        plan[0].keep_used.add("v")
     return plan
 
 
-def source_layers(source, n):
-    """The layers below n that a residual of layer n reads."""
-    if source == "all":
-        return range(n)
-    if source == "first":
-        source = 0
-    elif source == "prev":
-        source = n - 1
-    return [source] if 0 <= source < n else []
-
-
-def lowest_layers_sharing(tensors, owners):
-    """For each layer, the lowest layer with the same `tensors` (such as q and k): so a shared tensor counts once."""
-    if not tensors:
-        return range(len(owners))
-    owned_by = [tuple(owner[t] for t in tensors) for owner in owners]
-    return [owned_by.index(by) for by in owned_by]
-
-
-def assign_tables(order, n):
-    """The number of the token table of each of n layers, see Residual.tables."""
-    if order == "mirror":
-        return [min(j, n - 1 - j) for j in range(n)]
-    if order == "cycle":
-        return [j % ((n + 1) // 2) for j in range(n)]
-    if order == "one":
-        return [0] * n
-    return list(range(n))
-
-
-def tensors_to_keep(cfg):
-    """Which tensors of each layer later layers read: (raw, attended), two lists of sets of names, one set per layer."""
-    raw = [set() for _ in range(cfg.n_layer)]
-    attended = [set() for _ in range(cfg.n_layer)]
-    if cfg.value_mode.first_heads:
-        attended[0].add("v")
-    for n, layer in enumerate(plan_layers(cfg)):
-        for t, owner in layer.owner.items():
-            if owner != n:
-                attended[owner].add(t)
-        for mix in layer.mixes:
-            for source in mix.sources:
-                if mix.residual.reads_attended:
-                    attended[source].update(mix.residual.reads)
-                elif mix.residual.source != "token":
-                    raw[source].add(mix.residual.of)
-    return raw, attended
+def sources_of(r, plan):
+    """{layer: what residual r reads there}, for the layers that have it. Numbers of layers, or of r's token tables."""
+    owners = [[layer.owner[t] for t in r.reads] for layer in plan]
+    layers = pick_layers(r.layers or ":", len(plan))
+    if r.reads:  # a layer that borrows all of them has nothing of its own to mix
+        layers = [n for n in layers if n in owners[n]]
+    count = len(layers)
+    if r.source == "token":
+        orders = {
+            "each": list(range(count)),
+            "mirror": [min(j, count - 1 - j) for j in range(count)],
+            "cycle": [j % ((count + 1) // 2) for j in range(count)],
+            "one": [0] * count,
+        }
+        return {n: [t] for n, t in zip(layers, orders[r.tables], strict=True)}
+    found = {}
+    for n in layers:
+        asked = {"all": range(n), "first": [0], "prev": [n - 1]}.get(r.source, [r.source])
+        below = [i for i in asked if 0 <= i < n]
+        if r.reads:  # layers that share what is read count once: the lowest stands for all of them
+            below = sorted({owners.index(owners[i]) for i in below})
+        if below:
+            found[n] = below
+    return found
 
 
 def stored_tensors(cfg):
-    """{("k" or "v", layer): heads} of what a KV cache stores: the tensors that a layer owns."""
-    stored = {}
-    for n, layer in enumerate(plan_layers(cfg)):
-        for t, heads in layer.heads.items():
-            if t != "q":
-                stored[t, n] = heads
-    return stored
+    """{("k" or "v", layer): heads} of what a KV cache stores: the tensors that a layer owns. SVFormer's cache is
+    smaller, because its layers above 0 own no values."""
+    plan = plan_layers(cfg)
+    return {(t, n): heads for n, layer in enumerate(plan) for t, heads in layer.heads.items() if t != "q"}
 
 
 def kv_floats_per_token(cfg):

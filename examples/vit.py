@@ -3,9 +3,9 @@
     python examples/vit.py                                             scikit-learn's digits, minutes on a CPU core
     python examples/vit.py examples/deit_b.py --data_dir=imagenet      DeiT-B's shape, without its augmentation
 
-A ViT is the blocks of model.py without causality. It has LayerNorm, biases, learned positions and the exact GELU. Its
-tokens are a class token, which the logits are read from, and the patches of the image. The first layer's values of all
-tokens are the source of later layers. Read next: classify.py.
+A ViT (https://arxiv.org/abs/2010.11929) is our GPT-2-like model without the causal mask. Its tokens are a class token,
+which the logits are read from, and the patches of the image. So V_1 of a patch depends on its pixels and position.
+Read next: classify.py.
 """
 
 import dataclasses
@@ -14,10 +14,20 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
+from torch import nn
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from oldconfig import UserError, check_ranges, command_line, require, run_main, setting
-from value_modes import ModelConfig, get_mode, plan_layers, tensors_to_keep
+from configurator import UserError, check_fields, run, setting
+from examples.classify import read_digits, read_folder, steps_per_epoch, test, train
+from files import write_json
+from layers import MLP, Linear
+from model import GPT
+from report import markdown, mean_std, plus_minus, progress
+from runtime import environment, only_process
+from value_modes import ModelConfig, get_mode
 
 MODES = ("vanilla", "neutreno", "resformer", "svformer")
 NOT_IMAGENET = """Small models of digits of 8 x 8 pixels: this says nothing about ImageNet. There, the paper's rebuttal
@@ -27,10 +37,12 @@ reports top-1 accuracies of 62.53 % for DeiT-B, 61.83 % with NeuTRENO and 66.23 
 
 @dataclass(frozen=True)
 class VitConfig:
-    """Every setting of examples/vit.py. The defaults are for digits of 8 x 8 pixels."""
+    """Settings of examples/vit.py. The defaults suit digits of 8 x 8 pixels."""
 
-    value_mode: tuple[str, ...] = setting(MODES, "to compare with the first; most other rows work too", group="Runs")
-    seeds: tuple[int, ...] = setting((1, 2, 3), "of weights and batches; each mode runs with each", least=0)
+    value_mode: tuple[str, ...] = setting(MODES, "modes to compare with the first one", group="Runs")
+    seeds: tuple[int, ...] = setting(
+        (1, 2, 3), "random seeds for weights and batches; each mode runs with each", least=0
+    )
     out_file: str = setting("out/vit.json", "JSON to write: settings, machine, and each run")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps")
 
@@ -45,43 +57,32 @@ class VitConfig:
 
     epochs: int = setting(20, "passes over the training images", least=1, group="Optimization")
     batch_size: int = setting(64, "images per step", least=1)
-    warmup_epochs: int = setting(2, "of linear warmup; then a cosine to 0", least=0)
-    learning_rate: float = setting(2e-3, "peak of the schedule", least=0, most=1e6)
-    weight_decay: float = setting(0.05, "of matrices, embeddings included; vectors have none", least=0)
+    warmup_epochs: int = setting(2, "epochs of linear warmup; then a cosine to 0", least=0)
+    learning_rate: float = setting(2e-3, "peak learning rate", least=0, most=1e6)
+    weight_decay: float = setting(0.05, "AdamW's decay of matrices, embeddings included; vectors have none", least=0)
 
     def __post_init__(self):
-        check_ranges(self)
-        require(self.data_dir or self.image_size == 8, f"image_size={self.image_size}: the digits have 8; set data_dir")
-        require(
-            self.image_size % self.patch == 0, f"image_size={self.image_size} is not a multiple of patch={self.patch}"
-        )
-        for name, values in {"value_mode": [get_mode(m).name for m in self.value_mode], "seeds": self.seeds}.items():
-            require(values and len(set(values)) == len(values), f"{name}={values}: at least one, and none twice")
+        check_fields(self)
+        if not self.data_dir and self.image_size != 8:
+            raise UserError(f"image_size={self.image_size}: the digits have 8; set data_dir")
+        if self.image_size % self.patch:
+            raise UserError(f"image_size={self.image_size} is not a multiple of patch={self.patch}")
+        for name, values in {"value_mode": self.value_mode, "seeds": self.seeds}.items():
+            if not values or len(set(values)) < len(values):
+                raise UserError(f"{name}={values}: give at least one, and none twice")
         for mode in self.value_mode:
-            looks_up = any(r.source == "token" for r in get_mode(mode).residuals)
-            require(not looks_up, f"value_mode={mode} looks up values by token id, and images have none")
-            self.model_config(mode, n_classes=2)
+            if any(residual.source == "token" for residual in get_mode(mode).residuals):
+                raise UserError(f"value_mode={mode} looks up values by token id, and images have none")
+            self.model_config(mode, n_classes=2)  # an impossible shape is told at once
 
     def model_config(self, mode, n_classes):
-        """The ModelConfig of a mode; raises ValueError on an impossible shape."""
         n_tokens = 1 + (self.image_size // self.patch) ** 2
         shape = dict(n_layer=self.n_layer, n_head=self.n_head, n_embd=self.n_embd, init_std=self.init_std)
         sizes = dict(vocab_size=n_classes, block_size=n_tokens)
         return ModelConfig(arch="gpt2", norm_eps=1e-6, value_mode=mode, **sizes, **shape)
 
 
-if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
-    SETTINGS = command_line(VitConfig, __doc__)
-
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-from examples.classify import cut, read_digits, read_folder, steps_per_epoch, test, train
-from model import GPT, MLP, Block, DepthAverage, Linear, new_lambdas, new_norm
-from oldfiles import write_json
-from report import markdown, mean_std, plus_minus, progress
-from runtime import environment, only_process
+# ---- the network
 
 
 class ExactMLP(MLP):
@@ -92,58 +93,55 @@ class ExactMLP(MLP):
 
 
 class BothWays:
-    """Stands in for a KVCache in a Block: every token attends to every token, and nothing is kept."""
+    """Stands in for a KV cache: it keeps nothing, and its mask lets every token attend to every token."""
 
     def __init__(self, T, device):
-        self.mask = torch.zeros(T, T, device=device)  # is added to the scores instead of the causal mask
+        self.mask = torch.zeros(T, T, device=device)  # we add it to the scores in place of the causal mask
 
     def extend(self, t, n, new):
         return new
 
 
-class ViT(nn.Module):
+class ViT(GPT):
     """Images (B, S, S, channels) from -1 to 1 -> logits (B, classes).
 
-    cfg: a ModelConfig. Its vocab_size is the number of classes, its block_size T = 1 + the number of patches.
+    cfg: a ModelConfig. Its vocab_size is the number of classes, its block_size T = 1 + the number of patches. Blocks,
+    positions and last norm are GPT's.
     """
 
-    init_weights = GPT.init_weights  # each matrix from (seed, its name), so modes share what they have in common
-
     def __init__(self, cfg, patch, channels, seed=0):
-        super().__init__()
-        self.cfg, self.patch = cfg, patch
+        super().__init__(cfg, init=False)
+        self.patch = patch
+        del self.embed  # there are no token ids
         self.patches = Linear(patch * patch * channels, {"patches": cfg.n_embd}, bias=True)
         self.class_token = nn.Embedding(1, cfg.n_embd)
-        self.positions = nn.Embedding(cfg.block_size, cfg.n_embd)
-        self.lambdas = nn.ModuleList(new_lambdas(cfg))
-        self.blocks = nn.ModuleList()
-        for n, (plan, *keep) in enumerate(zip(plan_layers(cfg), *tensors_to_keep(cfg), strict=True)):
-            block = Block(cfg, n, plan, "sdpa", *keep)
+        for block in self.blocks:
             block.mlp = ExactMLP(cfg)
-            self.blocks.append(block)
-        self.dense = DepthAverage(cfg.n_layer, *cfg.value_mode.dense) if cfg.value_mode.dense else None
-        self.norm = new_norm(cfg)
         self.head = Linear(cfg.n_embd, {"head": cfg.vocab_size}, bias=True)
         if not self.head.weight.is_meta:
             self.init_weights(seed)
 
     def forward(self, images):
+        # The class token, then the patches
         class_token = self.class_token.weight.expand(len(images), 1, -1)  # (B, 1, C)
         x = torch.cat([class_token, self.patches(cut(images, self.patch))], dim=1)  # (B, T, C)
         x = x + self.positions.weight
-        both_ways = BothWays(x.size(1), x.device)
-        lambdas = [weights() for weights in self.lambdas]  # [residual][layer]; from here on as in GPT.hidden
-        raw, attended, outputs = {}, {}, [x]
-        for n, block in enumerate(self.blocks):
-            x, raw[n], attended[n] = block(x, None, [of_layer[n] for of_layer in lambdas], raw, attended, both_ways)
-            if self.dense:
-                outputs.append(x)
-                x = self.dense(n + 1, outputs)
+        x = self.through_blocks(x, None, {}, BothWays(x.size(1), x.device))
         return self.head(self.norm(x[:, 0]))
 
 
-def run(mode, seed, cfg, data, device, bar):
-    """Train and test one model; returns its record. Weights and batches follow from the seed: modes share them."""
+def cut(images, patch):
+    """Images (B, S, S, channels) -> their patches, row by row (B, (S / patch)², patch * patch * channels)."""
+    grid = images.unflatten(1, (-1, patch))  # (B, S / patch, patch, S, channels)
+    grid = grid.unflatten(3, (-1, patch)).transpose(2, 3)  # (B, S / patch, S / patch, patch, patch, channels)
+    return grid.flatten(3).flatten(1, 2)
+
+
+# ---- the experiment
+
+
+def train_and_test(mode, seed, cfg, data, device, bar):
+    """The record of one run. Modes share weights and batches, because both follow from the seed."""
     model = ViT(cfg.model_config(mode, data.n_classes), cfg.patch, data.channels, seed).to(device)
     for _ in train(model, data, cfg, seed, device):
         bar.update(1)
@@ -156,7 +154,8 @@ def run(mode, seed, cfg, data, device, bar):
 
 
 def table(runs, modes):
-    """Markdown: means of runs over seeds ± standard deviations, and of differences to the first mode, seed by seed."""
+    """Markdown: means over seeds ± standard deviations, and the same of the differences to the first mode, seed by
+    seed."""
     of_mode = {mode: [r for r in runs if r["value_mode"] == mode] for mode in modes}
     first = of_mode[modes[0]]
     rows = []
@@ -177,8 +176,8 @@ def meaning(data, n_seeds, accuracy):
     error = math.sqrt(accuracy * (100 - accuracy) / n)
     return f"""
 Data: {data.name}, {n_train:,} images to train on, {n:,} held out, one split. {n_seeds} seeds of weights and batches:
-means ± standard deviations; vs: differences of equal seeds. The standard error of one accuracy, from the {n:,} images
-that are held out, is {error:.2f} points besides."""
+means ± standard deviations; vs: differences of equal seeds. Because only {n:,} images are held out, an accuracy has a
+standard error of {error:.2f} points besides."""
 
 
 def main(cfg: VitConfig):
@@ -192,11 +191,11 @@ def main(cfg: VitConfig):
     with progress("train", len(jobs) * cfg.epochs * steps_per_epoch(data, cfg), "step") as bar:
         for mode, seed in jobs:
             write_json(cfg.out_file, record)  # before each run: a path that cannot be written shows at once
-            record["runs"].append(run(mode, seed, cfg, data, device, bar))
+            record["runs"].append(train_and_test(mode, seed, cfg, data, device, bar))
     write_json(cfg.out_file, record)
     print(table(record["runs"], cfg.value_mode))
     print(meaning(data, len(cfg.seeds), record["runs"][0]["accuracy"]), "" if cfg.data_dir else NOT_IMAGENET, sep="\n")
 
 
 if __name__ == "__main__":
-    run_main(main, SETTINGS)
+    run(main, __doc__)

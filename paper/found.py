@@ -5,20 +5,19 @@ make it from the run's folder. results/<scale>/runs.jsonl keeps it, so that we c
 are gone. Read next: claims.py.
 """
 
-import json
 import re
 from pathlib import Path
 
 import numpy as np
 
 import plot
+from checkpoint import RUN
 from configurator import UserError
-from files import read_record_lines, reading, record_line, write_text
-from oldfiles import read_records
+from files import read_record, read_record_lines, reading, record_line, write_text
 from paper.runs import INSPECTED, SEEDS, WITH_BOS, Job
-from train import MAY_DIFFER
+from train import ENVIRONMENT, MAY_DIFFER, METRICS
 
-RUN = "a run's record"
+RECORD = "a run's record"
 INITIAL = "init-468M"  # folder of the analysis of a model before training
 START = ("value_mode", "data", "device", "dtype", "seed", "parameters", "block_size", "max_steps", "kv_bytes_per_token")
 # [length] in a label is the length of the line's run; [length 64000] in a claim is what the paper's 64,000 is here.
@@ -65,18 +64,16 @@ def make_record(folder, asked, every):
     run = plot.read_run(folder) if (folder / "metrics.jsonl").exists() else None
     if not run or not run.finished:
         raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
-    with reading(folder, "a run of train.py"):
-        made = json.loads((folder / "config.json").read_text())
-        made["value_mode"] = made["value_mode_name"]
-        path = folder / "env.json"
-        environment = json.loads(path.read_text()) if path.exists() else {}
+    made = read_record(folder / "config.json", RUN)
+    made["value_mode"] = made["value_mode_name"]
+    environment = read_record(folder / "env.json", ENVIRONMENT)
     wrong = difference(made, asked)
     if wrong:
         raise UserError(f"{folder} has {wrong}; remove it, or set another --out_dir")
     record = {
         "name": folder.name,
-        "commit": environment.get("commit"),
-        "processor": environment.get("processor"),  # None: not known
+        "commit": environment["commit"],
+        "processor": environment["processor"],
         "settings": {name: made[name] for name in asked if name not in MAY_DIFFER},
         "start": {name: run.start[name] for name in START},
         "step_tokens": run.step_tokens,
@@ -86,7 +83,7 @@ def make_record(folder, asked, every):
         "domains": run.domains,  # the last validation loss of each
         "seconds": round(float(np.sum(run.step_tokens / run.steps["tokens_per_s"])), 1),  # of training steps
     }
-    evaluations = [line for line in read_records(folder / "metrics.jsonl") if line.get("event") == "eval"]
+    evaluations = [line for line in read_record_lines(folder / "metrics.jsonl", METRICS) if line.get("event") == "eval"]
     if evaluations[-1].get("lam"):
         record["lam"] = evaluations[-1]["lam"]  # the learned weights of residuals
     analysis = fresh_analysis(folder)
@@ -95,12 +92,12 @@ def make_record(folder, asked, every):
 
 def read_kept(path):
     """{name: record} of a file of records; empty if there is none."""
-    return {record["name"]: record for record in read_record_lines(path, RUN)} if Path(path).exists() else {}
+    return {record["name"]: record for record in read_record_lines(path, RECORD)} if Path(path).exists() else {}
 
 
 def write_kept(path, kept):
     """Write {name: record} as a file, a line for each."""
-    write_text(path, "".join(record_line(RUN, kept[name]) for name in sorted(kept)))
+    write_text(path, "".join(record_line(RECORD, kept[name]) for name in sorted(kept)))
 
 
 def means_of(analysis, key):

@@ -36,15 +36,15 @@ MODES = VALUE_MODES | {
     "scores_twice": ValueMode((Residual(of="scores", source="all"), Residual(of="scores", lam=(1.0, -0.5)))),
     "hidden_all": ValueMode((Residual(of="hidden", source="all"), Residual())),
     "cross_all": ValueMode((Residual(map="cross", source="all"), Residual())),
-    "cross_share_k": ValueMode((Residual(map="cross"),), share_k=2),
-    "scores_share_q": ValueMode((Residual(of="scores", source="prev"),), share_q=2),
+    "cross_share_k": ValueMode((Residual(map="cross"),), share_k="every 2"),
+    "scores_share_q": ValueMode((Residual(of="scores", source="prev"),), share_q="every 2"),
     "prev_of_anchors": ValueMode((Residual(source="prev"), Residual(map="delta", source="all")), share_v=(0, 2, 3)),
     "anchors": ValueMode(share_v=(0, 2)),
     "two_gates": ValueMode((Residual(learn="head"), Residual(source="token", learn="relu", layers="2:"))),
-    "resformer_share_k": ValueMode((Residual(),), share_k=2),
+    "resformer_share_k": ValueMode((Residual(),), share_k="every 2"),
     "token_after_attention": ValueMode((Residual(map="identity", source="token", lam=(1.0, 0.5)),)),
-    "keys_resformer_exclusive": ValueMode((Residual(),), share_v="keys", output="exclusive"),
-    "skip_queries_gate": ValueMode((Residual(of="q"),), share_k=0.5, first_heads=0.25, output="gate"),
+    "keys_resformer_exclusive": ValueMode((Residual(),), values="keys", output="exclusive"),
+    "skip_queries_gate": ValueMode((Residual(of="q"),), share_k="lower half", heads_from_layer_0=0.25, output="gate"),
     "everything": ValueMode(
         (Residual(learn="scalar"), Residual(of="k"), Residual(map="delta", lam=(1.0, 0.2)), Residual(of="scores")),
         share_q=(0, 2),
@@ -62,24 +62,28 @@ def config(mode="vanilla", **kw):
 
 def axis_values(mode):
     """The values that a mode takes on each axis; for axes that meet in the code, the pairs of values."""
-    found = {f"dense {mode.dense}", f"kv_group {mode.kv_group > 1} {mode.kv_group == 0}"}
+    found = {f"dense {mode.dense}", f"values {mode.values}", f"kv_group {mode.kv_group > 1} {mode.kv_group == 0}"}
     for t in "qkv":
         share = getattr(mode, f"share_{t}")
-        found.add(f"share_{t} {min(share, 2) if isinstance(share, int) else share}")
-    found |= {f"borrow_v {mode.borrow_v}", f"first_heads {mode.first_heads > 0}", f"output {mode.output}"}
+        found.add(f"share_{t} {share}")
+    found |= {f"borrow_v {mode.borrow_v}", f"heads_from_layer_0 {mode.heads_from_layer_0 > 0}", f"output {mode.output}"}
     found.add(f"cut_first {mode.cut_first}")
     for r in mode.residuals:
-        found |= {f"{r.of} {r.map}", f"{r.learn} {r.source}", f"{r.of} {r.source}", f"tables {r.tables}"}
+        found |= {f"{r.of} {r.map} {r.subtract}", f"{r.learn} {r.source}", f"{r.of} {r.source}", f"tables {r.tables}"}
         found.add(f"layers {type(r.layers).__name__} {bool(r.layers)}")
-        found.add(f"{len(mode.residuals) > 1} {r.of} {mode.share_v != 1}")
+        found.add(f"{len(mode.residuals) > 1} {r.of} {mode.share_v != 'each'}")
     return found
 
 
 def branches(mode):
     """The branches of the model's code that a mode takes, each for itself."""
     found = {f"dense {mode.dense is not None}", f"kv_group {mode.kv_group == 1}", f"output {mode.output}"}
-    found |= {f"first_heads {mode.first_heads > 0}", f"cut_first {mode.cut_first}", f"keys {mode.share_v == 'keys'}"}
-    found |= {f"share_{t} {getattr(mode, f'share_{t}') != 1}" for t in "qkv"}
+    found |= {
+        f"heads_from_layer_0 {mode.heads_from_layer_0 > 0}",
+        f"cut_first {mode.cut_first}",
+        f"keys {mode.values == 'keys'}",
+    }
+    found |= {f"share_{t} {getattr(mode, f'share_{t}') != 'each'}" for t in "qkv"}
     for r in mode.residuals:
         found |= {f"of {r.of}", f"map {r.map}", f"learn {r.learn}", f"source {r.source}"}
     return found
@@ -218,7 +222,8 @@ def byte_tokenizer(pattern=r"[\s\S]"):
 
 def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
     """A data folder as prepare.py makes it, of letters in a learnable order; sizes: {domain: train tokens}."""
-    from oldfiles import sha256, write_record
+    from data import MANIFEST
+    from files import sha256, write_record
 
     tokenizer, splits, rng = tokenizer or byte_tokenizer(), {"train": {}, "val": {}}, np.random.default_rng(seed)
     sizes = sizes or {"prose": 30_000, "code": 20_000}
@@ -234,8 +239,7 @@ def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
     tokenizer.save(folder / "tokenizer.json")
     about = dict(name=tokenizer.name, hash=tokenizer.hash, n_vocab=tokenizer.n_vocab, eot=tokenizer.eot)
     mixture = mixture or {d: size / sum(sizes.values()) for d, size in sizes.items()}
-    manifest = dict(format=1, source="test", seed=seed, settings={}, inputs="", skipped=0)
-    write_record(folder / "manifest.json", manifest | dict(tokenizer=about, mixture=mixture, splits=splits))
+    write_record(folder / "manifest.json", MANIFEST, dict(tokenizer=about, mixture=mixture, splits=splits))
     return folder
 
 

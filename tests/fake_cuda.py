@@ -194,9 +194,9 @@ def case_device():
 
     def before_ampere():
         q = torch.empty(1, 4, 2, 8, dtype=torch.float16, device="cuda")
-        assert model.takes_groups(q, None)
+        assert layers.takes_groups(q, None)
         with patch.object(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(major=7)):
-            assert not model.takes_groups(q, None)
+            assert not layers.takes_groups(q, None)
         with patch.object(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False):
             assert runtime.pick_dtype("auto", "cuda") == torch.float16
             assert runtime.weights_dtype("auto", "cuda") == torch.float32
@@ -256,7 +256,7 @@ def case_train():
         asked = []
         loss = SimpleNamespace(apply=lambda x, w, target, *how: asked.append(how))
         idx = torch.zeros(2, 32, dtype=torch.int64, device="cuda")
-        with patch.object(model, "LinearCrossEntropy", loss):
+        with patch.object(loss_file, "LinearCrossEntropy", loss):
             for compiling, half in ((False, True), (True, True), (True, False)):
                 compile = patch.object(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
                 with compile, torch.autocast("cuda", torch.bfloat16, enabled=half):
@@ -278,29 +278,23 @@ def case_decode():
     """A prefill of prompts of one length and of several, then two tokens, greedy and drawn."""
 
     @torch.inference_mode()
-    def decode(cfg, dtype, lengths):
+    def decode(cfg, dtype, lengths, static):
         model = new_model(cfg, dtype).eval()
-        logits, cache = sample.prefill(model, [[1] * n for n in lengths], 16)
-        if len(set(lengths)) > 1:
-            cache = sample.RaggedCache(cache, lengths)
+        cache = model_file.KVCache(cfg, lengths, 16, "cuda", dtype)
+        logits = sample.next_logits(
+            model, torch.ones(len(lengths), max(lengths), dtype=torch.int64, device="cuda"), cache
+        )
+        cache.is_static = static
         for how in ({"temperature": 0}, {"top_k": 3, "top_p": 0.9}):
             assert logits.dtype == torch.float32 and logits.is_cuda
             token = sample.sample_token(logits, None, **how)
             assert token.shape == (len(lengths), 1)
-            logits = sample.decode_step(model, token, cache)
+            logits = sample.next_logits(model, token, cache)
 
-    def room():
-        """A cache has room for a multiple of 128 tokens, or for the whole block."""
-        generator = patch.object(torch, "Generator", lambda device: SimpleNamespace(manual_seed=lambda seed: None))
-        with generator, patch.object(torch.Tensor, "item", lambda t: 1):
-            for block, wanted in ((256, 128), (100, 100)):
-                cache = sample.generate(new_model(config(block_size=block)), [[1] * 5, [1]], 1)[1]
-                assert cache.length == wanted, cache.length
-
-    failures.attempt("room", room)
     for key, cfg, dtype in configs():
         for lengths in ((5, 5), (5, 2)) if ALL or dtype == torch.bfloat16 else ((5, 2),):
-            failures.attempt((*key, lengths), decode, cfg, dtype, lengths)
+            for static in (False, True):
+                failures.attempt((*key, lengths, static), decode, cfg, dtype, lengths, static)
 
 
 def case_branches():
@@ -327,7 +321,9 @@ if __name__ == "__main__":
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     import eval
-    import model
+    import layers
+    import loss as loss_file
+    import model as model_file
     import runtime
     import sample
     import train

@@ -22,7 +22,8 @@ import data
 import train
 from analyze import LAYER, STATE, Averages, Recorder, Subject, importance, received, softmaxes, uniform_entropy
 from hf import HFTokenizer
-from model import GPT, attend
+from layers import attend
+from model import GPT
 from value_modes import Residual, ValueMode
 
 COMBINED = {  # more than one residual that changes A_n: no row has that

@@ -1,30 +1,26 @@
-"""bench/: what it does with times. No test asserts a time."""
+"""bench/: turns, failures, equal work, what it counts. No test asserts a time."""
 
-import contextlib
 import importlib
 import json
 import re
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, finished, in_process, refused, tiny
+from conftest import ROOT, finished, in_process, refused
 
 import bench
-from bench import common, decoding, training
+from bench import decoding, training
+from configurator import load_settings
 from describe import flops_per_token
-from oldconfig import UserError, load_settings
-from sample import generate
-from value_modes import ModelConfig
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=257)
-LLAMA = bench.LLAMA
+TRAIN = ["--compile=off", "--block_size=32", "--micro_batch=2", "--seconds=0"]
+LLAMAS = ["--peers=llama,llama_no_mask"] if importlib.util.find_spec("transformers") else []
 
 
 @pytest.fixture
 def call(monkeypatch, tmp_path):
-    """A benchmark's main in this process, on a model that takes no time; (what it wrote, what it printed)."""
+    """A benchmark in this process, with a small model. Returns what it wrote and what it printed."""
     monkeypatch.setitem(bench.SHAPES, "tiny", SMALL)
 
     def start(module, *words):
@@ -35,36 +31,34 @@ def call(monkeypatch, tmp_path):
     return start
 
 
-# ---- common
+def test_sides_take_turns_fail_alone_and_are_written_at_once(tmp_path):
+    calls, file = [], tmp_path / "b.json"
 
+    def start(row):
+        calls.append((row["name"], len(json.loads(file.read_text())["rows"]) if file.exists() else 0))
+        if row["name"] == "b":
+            raise torch.OutOfMemoryError("CUDA out of\nmemory")
+        return lambda: calls.append((row["name"], json.loads(file.read_text())["rounds"]))
 
-def test_sides_take_turns():
-    assert [common.order_of_round({"a": 1, "b": 2}, n) for n in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
+    rows = [dict(shape="tiny", name=name, dtype="float32", compile="off") for name in "abc"]
+    results = bench.Results("train", str(file), lambda rows: results.about.update(rounds=len(calls)))
+    bench.race(rows, start, 3, results)
+    assert calls == [("a", 0), ("b", 1), ("c", 2)] + [("a", 3), ("c", 3), ("c", 5), ("a", 5), ("a", 7), ("c", 7)]
+    found = json.loads(file.read_text())["rows"]
+    assert [row.get("error") for row in found] == [None, "OutOfMemoryError: CUDA out of memory", None]
+    for row in found:
+        row.update(recompute="off", micro_batch=1, length=1, peak=1, batch=1, prompt=1, tokens_per_s=1, parameters=1)
+    for table in (training.training_table, training.memory_table, decoding.decoding_table):
+        assert table(found).count("CUDA out of memory") == 1
 
 
 def test_ratio_is_that_of_each_round():
-    seconds = {"ours": [1.0, 2.0, 4.0], "peer": [3.0, 10.0, 8.0]}  # a machine that slows down
-    assert common.ratio(seconds, "ours", "peer") == {"ratio": 3.0, "least": 2.0, "greatest": 5.0}
+    assert bench.ratio([1.0, 2.0, 4.0], [3.0, 10.0, 8.0]) == {"ratio": 3.0, "least": 2.0, "greatest": 5.0}
 
 
-def test_bad_input():
-    """One benchmark starts as a user starts it, and says what is wrong before it imports torch."""
-    command = [sys.executable, "-X", "importtime", "-m", "bench.training", "--shape=83M"]
-    result = finished(command, cwd=ROOT)
-    assert not re.search(r"\| torch$", result.stderr, re.M)
-    result.stderr = "\n".join(line for line in result.stderr.splitlines() if not line.startswith("import time"))
-    refused(result, "shape[0] takes 'tiny' or '82M'")
-    for module, words, says in (
-        (training, ["--modes=resformer"], "modes must begin with vanilla"),
-        (decoding, ["--modes=vanilla,resfomer"], "unknown value_mode"),
-        (training, ["--recompute=on"], "recompute is of memory"),
-        (training, ["--attn=flash"], "attn=flash needs dtype bfloat16 or float16"),
-        (decoding, ["--shape=180M", "--modes=vanilla,gqa8"], "n_head=12 is not a multiple of it"),
-        (training, ["--out_file=results"], "out_file=results must end in .json"),
-        (decoding, ["--batch=0"], "batch=0 must be at least 1"),
-        (training, ["--rounds=0"], "rounds=0 must be at least 1"),
-    ):
-        refused(in_process(module, *words), says)
+@pytest.mark.parametrize("word, says", [("--shape=83M", "shape takes"), ("--modes=resformer", "begin with vanilla")])
+def test_bad_input(word, says):
+    refused(in_process(training, word), says)
 
 
 def test_makefile_calls_are_valid():
@@ -78,156 +72,54 @@ def test_makefile_calls_are_valid():
         load_settings(classes[name], words.split())
 
 
-# ---- training
+def test_training(call, monkeypatch):
+    monkeypatch.setattr(training, "peak_flops", lambda device, dtype: 1e12)
+    found, printed = call(training, *TRAIN, *LLAMAS, "--modes=vanilla,svformer", "--attn=sdpa,eager")
+    rows = {row["name"]: row for row in found["rows"]}
+    assert training.training_table(found["rows"]) in printed and "svformer, attn=eager" in rows and found["command"]
+    vanilla, sv = rows["vanilla"], rows["svformer"]
+    sizes = [flops_per_token(bench.model_config(mode, "tiny", 32)) for mode in ("vanilla", "svformer")]
+    assert sv["computed"] == sizes[0] / sizes[1] > 1 and sv["mfu"] == sv["tokens_per_s"] * sizes[1] / 1e12
+    assert vanilla["tokens"] == 64 and len(vanilla["seconds"]) == 2 and vanilla["to_vanilla"]["ratio"] == 1
+    for name in (bench.LLAMA, bench.NO_MASK) if LLAMAS else ():
+        assert rows[name]["parameters"] == vanilla["parameters"]
+        assert sv[f"to {name}"] == bench.ratio(sv["seconds"], rows[name]["seconds"])
 
 
-def test_training(call):
-    words = ["--compile=off", "--block_size=32", "--micro_batch=2", "--seconds=0"]
-    found, printed = call(training, *words, "--dtype=float32,bfloat16")
-    modes = ("vanilla", "resformer", "svformer")
-    assert [(r["name"], r["dtype"]) for r in found["rows"]] == [(m, d) for m in modes for d in ("float32", "bfloat16")]
-    vanilla, _, _, _, sv, _ = found["rows"]
-    assert vanilla["to_vanilla"] == {"ratio": 1.0, "least": 1.0, "greatest": 1.0} and len(vanilla["seconds"]) == 2
-    sizes = [flops_per_token(ModelConfig(**SMALL, block_size=32, value_mode=m)) for m in ("vanilla", "svformer")]
-    assert sv["computed"] == sizes[0] / sizes[1] > 1
-    assert vanilla["tokens"] == 64 and vanilla["first_step_s"] > 0 and found["command"]
-    table = training.training_table(found["rows"])
-    assert table in printed and len(table.splitlines()) == 5 and " = 1.00" not in table.splitlines()[2]
-    assert table.startswith("| tiny | parameters | float32 | bfloat16 | computed |")
-
-
-def test_training_against_llama(call, monkeypatch):
-    pytest.importorskip("transformers")
-    words = ["--peers=llama", "--modes=vanilla", "--compile=off", "--block_size=32", "--micro_batch=2", "--seconds=0"]
-    found, _ = call(training, *words, "--attn=sdpa,eager")
-    assert [r["name"] for r in found["rows"]] == ["vanilla", "vanilla, attn=eager", LLAMA]
-    assert found["rows"][0][f"to {LLAMA}"]["ratio"] > 0
-    assert found["rows"][0]["parameters"] == found["rows"][2]["parameters"]
-    to_llama = training.to_llama
+@pytest.mark.skipif(not LLAMAS, reason="transformers is not installed")
+@pytest.mark.parametrize("module", [training, decoding])
+def test_a_peer_with_other_weights_is_refused_before_anything_is_compiled(module, monkeypatch):
+    to_llama = bench.to_llama
 
     def other(model):
         model.head.weight.data *= 20
         return to_llama(model)
 
-    monkeypatch.setattr(training, "to_llama", other)
-    monkeypatch.setattr(training, "warmed_up", None)  # found before anything is compiled
-    refused(in_process(training, *words), "not the same work")
-
-
-def test_llama_without_its_mask_does_the_same_work(call):
-    pytest.importorskip("transformers")
-    words = ["--peers=llama,llama_no_mask", "--modes=vanilla", "--compile=off", "--block_size=32", "--micro_batch=2"]
-    found, _ = call(training, *words, "--seconds=0")
-    assert [r["name"] for r in found["rows"]] == ["vanilla", *bench.PEERS.values()]
-    assert len({r["parameters"] for r in found["rows"]}) == 1 and all(r["seconds"] for r in found["rows"])
-
-
-def test_shares_of_the_peak_and_of_a_product(call, monkeypatch):
-    """On a GPU, whose numbers stand here for a CPU's."""
-    monkeypatch.setattr(training, "product_flops", lambda device, dtype: 800e12)
-    monkeypatch.setattr(training, "peak_flops", lambda device, dtype: 1000e12)
-    words = ["--modes=vanilla", "--compile=off", "--block_size=32", "--micro_batch=2", "--seconds=0"]
-    (row,) = call(training, *words)[0]["rows"]
-    flops = row["tokens_per_s"] * row["flops_per_token"]
-    assert row["of_product"] == flops / 800e12 and row["mfu"] == flops / 1000e12
-    cell = training.cell_of(row | {"of_product": 0.5, "mfu": 0.4})
-    assert cell.endswith(", 50% of a product, MFU 40.0%")
-
-
-def test_a_side_that_fails_is_a_row(call, monkeypatch):
-    trainer = training.trainer
-
-    def failing(side, *about):
-        if side.model == "resformer":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return trainer(side, *about)
-
-    monkeypatch.setattr(training, "trainer", failing)
-    words = ["--modes=vanilla,resformer,svformer", "--compile=off", "--block_size=32", "--micro_batch=2"]
-    found, printed = call(training, *words, "--seconds=0")
-    assert ["error" in row for row in found["rows"]] == [False, True, False]
-    assert len(found["rows"][2]["seconds"]) == 2 and "OutOfMemoryError: CUDA out of memory" in printed
-
-
-def test_results_are_written_after_each_side(monkeypatch, tmp_path):
-    """What a kill would leave."""
     monkeypatch.setitem(bench.SHAPES, "tiny", SMALL)
-    path, left, warmed_up = tmp_path / "b.json", [], training.warmed_up
-
-    def seen(*about):
-        left.append([r["name"] for r in json.loads(path.read_text())["rows"]] if path.exists() else [])
-        return warmed_up(*about)
-
-    monkeypatch.setattr(training, "warmed_up", seen)
-    words = ["--modes=vanilla,resformer,svformer", "--compile=off", "--block_size=32", "--micro_batch=2", "--seconds=0"]
-    in_process(training, *words, "--rounds=1", f"--out_file={path}")
-    assert left == [[], ["vanilla"], ["vanilla", "resformer"]]
-
-
-def test_a_decoder_that_fails_is_a_row(call, monkeypatch):
-    def failing(model, *about, **how):
-        if model.cfg.value_mode.name == "svformer":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return generate(model, *about, **how)
-
-    monkeypatch.setattr(decoding, "generate", failing)
-    words = ["--modes=vanilla,svformer", "--batch=1", "--prompt=3", "--new=4", "--compile=off"]
-    found, printed = call(decoding, *words)
-    assert ["error" in row for row in found["rows"]] == [False, True] and "CUDA out of memory" in printed
+    monkeypatch.setattr(bench, "to_llama", other)
+    monkeypatch.setattr(bench, "race", None)
+    refused(in_process(module, f"--peers={[*module.PEERS][0]}"), "not the same work")
 
 
 def test_memory(call, monkeypatch):
-    """In a process of its own, whose peak does not hold what this one has. It does not see `call`'s small shape."""
+    """Of a process of its own, which does not see `call`'s small model."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "100000000")  # coarser, and faster than what main sets
     words = ["memory", "--modes=vanilla", "--compile=off", "--block_size=64", "--micro_batch=4", "--recompute=on"]
     found, printed = call(training, *words)
     (row,) = found["rows"]
-    assert row["recompute"] == "on" and (row["micro_batch"], row["length"]) == (4, 64)
     assert 2_951_296 * 16 < row["peak"] < 5e8  # weights, gradients, AdamW's two moments
-    assert "| tiny | vanilla | float32 | off | on | 4 x 64 |" in printed
-
-
-def test_memory_of_every_side(monkeypatch):
-    def submit(function, device, shape, side, recompute, B, T):
-        if side.is_peer:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return SimpleNamespace(result=lambda: 5e9 + 1e5 * B * T)
-
-    process = contextlib.nullcontext(SimpleNamespace(submit=submit))
-    monkeypatch.setattr(training, "ProcessPoolExecutor", lambda *args, **kw: process)
-    words = ["memory", "--micro_batch=8", "--block_size=1000", "--modes=vanilla", "--compile=off", "--recompute=off,on"]
-    cfg, kept = load_settings(training.TrainingConfig, [*words, "--peers=llama"]), []
-    rows = training.memory_rows(cfg, "tiny", torch.device("cpu"), lambda rows: kept.append(len(rows)))
-    assert [(row["name"], row["recompute"]) for row in rows] == [("vanilla", "off"), ("vanilla", "on"), (LLAMA, "off")]
-    assert kept == [1, 2, 3]
-    table = training.memory_table(rows)
-    assert table.count("| 8 x 1,000 | 5.80 |") == 2 and table.count("OutOfMemoryError: CUDA out of memory") == 1
-
-
-# ---- decoding
+    assert "| tiny | vanilla | float32 | off | on | 4 | 64 |" in printed
 
 
 def test_decoding(call):
     words = ["--modes=vanilla,svformer", "--batch=1,2", "--prompt=3,6", "--new=4", "--compile=off"]
-    peers = ["dynamic", "static"] if importlib.util.find_spec("transformers") else []
-    found, printed = call(decoding, *words, f"--peers={','.join(peers)}" if peers else "--kv_gib=10")
+    peers = [*decoding.PEERS] if LLAMAS else []
+    found, printed = call(decoding, *words, *[f"--peers={','.join(peers)}"] * bool(peers))
     assert len(found["rows"]) == 4 * (2 + len(peers)) and decoding.decoding_table(found["rows"]) in printed
-    rows = {(row["name"], row["batch"], row["prompt"]): row for row in found["rows"] if "kv_bytes" in row}
-    assert len(rows) == 8 and all(row["tokens_per_s"] > 0 < row["prefill_tokens_per_s"] for row in rows.values())
+    rows = {(row["name"], row["batch"], row["prompt"]): row for row in found["rows"]}
+    assert all(row["tokens_per_s"] > 0 < row["prefill_tokens_per_s"] for row in rows.values())
+    assert {row.get("same_text", 1) for row in rows.values()} == {1}
     # 9 positions (the last new token needs none) of 4 or 3 times 16 numbers of 4 bytes, two rows
     assert rows["vanilla", 2, 6]["kv_bytes"] == 2 * 9 * 4 * 16 * 4
     assert rows["svformer", 2, 6]["kv_bytes"] == 2 * 9 * 3 * 16 * 4
     assert rows["vanilla", 2, 6]["batch_that_fits"] == 10 * 2**30 // (9 * 4 * 16 * 4)
-
-
-def test_another_text_is_rejected():
-    model = tiny().float()
-    ids = [[1, 2, 3], [4, 5, 6]]
-    text = generate(model, ids, 5, temperature=0)[0]
-    other = [text[0], [*text[1][:3], (text[1][3] + 1) % 61, text[1][4]]]
-    ours, peer = decoding.Decoder("vanilla"), decoding.Decoder(f"{LLAMA}, static")
-    decoding.check_texts({ours: text, peer: text, decoding.Decoder("svformer"): other}, model, ids)
-    with pytest.raises(UserError, match="another text"):
-        decoding.check_texts({ours: text, peer: other}, model, ids)
-    model.head.weight.data.zero_()  # whatever it says is a tie
-    decoding.check_texts({ours: text, peer: other}, model, ids)

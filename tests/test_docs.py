@@ -14,7 +14,6 @@ import typing
 import pytest
 from conftest import ROOT, finished, in_process
 
-from budget import BudgetConfig
 from docs import tables
 from oldconfig import UserError, load_settings
 from paper.found import read_kept
@@ -59,8 +58,8 @@ def check_command(module, words):
     """Raise UserError if a module of ours does not take these words."""
     if module == "model":
         words = [word.replace("resformer_linear", "resformer") for word in words]  # the patch of the last test adds it
-        given = [word for word in words if word not in ("table", "budget")]
-        settings = BudgetConfig if words[:1] == ["budget"] else ModelConfig
+        given = [word for word in words if word != "table"]
+        settings = ModelConfig
         load_settings(settings, given, ignore_unknown_in_files=True)
         return
     settings = typing.get_type_hints(importlib.import_module(module).main)["cfg"]

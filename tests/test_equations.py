@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import tiny, tokens, widths
 
-from model import Rope
+from layers import Rope
 from value_modes import TABLE, VALUE_MODES
 
 EXACT = dict(rtol=0, atol=1e-10)
@@ -83,7 +83,7 @@ def sigmoid(z):
 
 
 def scalars(s, a):  # of the a-th layer, from 0, that has any
-    return s.P[f"lambdas.0.scalars.{a}"]
+    return s.P[f"mixing.0.scalars.{a}"]
 
 
 def gate(s, x, bias=False):  # per key and value head: (T, 1)
@@ -92,8 +92,8 @@ def gate(s, x, bias=False):  # per key and value head: (T, 1)
 
 
 def plus(n, V, s):
-    share = torch.softmax(s.P["lambdas.0.logits"], dim=0)[n - 2]  # over the layers that have a source, 2 to L
-    return s.P["lambdas.0.own"][n - 2] * V[n] + s.P["lambdas.0.scale"] * share * V[1]
+    share = torch.softmax(s.P["mixing.0.logits"], dim=0)[n - 2]  # over the layers that have a source, 2 to L
+    return s.P["mixing.0.own"][n - 2] * V[n] + s.P["mixing.0.scale"] * share * V[1]
 
 
 def E(s, t):  # values looked up in table t by token id
@@ -112,7 +112,7 @@ def gated(n, V, s, top, layers):
 
 
 def unit(n, V, s):  # IMU-1's Eq 4
-    scale, (a, b) = s.P["lambdas.0.scale"][n - 2], scalars(s, n - 2)
+    scale, (a, b) = s.P["mixing.0.scale"][n - 2], scalars(s, n - 2)
     return scale * (a * V[n] + b * V[1]) / torch.sqrt(a * a + b * b)
 
 
@@ -161,10 +161,10 @@ VALUES = {  # V' of U_n = A_n V'
     "svformer_4anchors": lambda n, V, s: V[anchor(n, 1, 1 + s.L * 3 // 8, 1 + s.L * 5 // 8, s.L)],  # 1, 4, 6, 8 of 8
     "share_v2": lambda n, V, s: V[first(n, 2)],
     "svformer_gqa4": lambda n, V, s: V[1],
-    "resformer_lerp": lambda n, V, s: lerp(V[n], V[1], s.P["lambdas.0.share"][n - 2]),
+    "resformer_lerp": lambda n, V, s: lerp(V[n], V[1], s.P["mixing.0.share"][n - 2]),
     "resformer_head": lambda n, V, s: lerp(V[1], V[n], sigmoid(gate(s, s.x, bias=True))),
     "resformer_relu": lambda n, V, s: V[n] + gate(s, s.x).clamp(min=0) * V[1],
-    "value_embed": lambda n, V, s: lerp(V[n], E(s, n - 1), s.P["lambdas.0.share"][n - 1]),
+    "value_embed": lambda n, V, s: lerp(V[n], E(s, n - 1), s.P["mixing.0.share"][n - 1]),
     "value_embed_unet": lambda n, V, s: weighted(scalars(s, n - 1), V[n], E(s, min(n, s.L + 1 - n) - 1)),
     "value_embed_cycle": cycle,
     "value_embed_gated": lambda n, V, s: gated(n, V, s, 3, range(s.L, 0, -2)),

@@ -341,7 +341,7 @@ def test_starting_from_other_weights(runs, data, tmp_path):
         result = in_process(train, *words)
         assert result.returncode == 0, result.stderr
         (line,) = [line for line in result.stdout.splitlines() if "weights from" in line]
-        assert line.endswith("; new: lambdas.0.scalars.0, lambdas.0.scalars.1, lambdas.0.scalars.2"), line
+        assert line.endswith("; new: mixing.0.scalars.0, mixing.0.scalars.1, mixing.0.scalars.2"), line
         found = checkpoint.load(tmp_path / "same").state_dict()
         assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in start.items())
         words[-2:-2] = ["--resume=auto", "--max_steps=6"]

@@ -11,7 +11,12 @@ from conftest import ROOT
 import oldfiles as files
 from oldconfig import UserError
 
-HOLDER = "import sys, time, oldfiles as files\nwith files.hold(sys.argv[1]):\n    print('held', flush=True)\n    time.sleep(9)"
+HOLDER = """
+import sys, time, oldfiles
+with oldfiles.hold(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
 
 
 def holder(folder):

@@ -6,7 +6,7 @@ import torch
 from conftest import SHARED, needs_shared
 
 from hf import hf_parts, load_hf
-from model import DepthAverage
+from layers import DepthAverage
 from train import adamw, learning_rate
 
 pytestmark = needs_shared

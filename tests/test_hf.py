@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 import hf
 import sample
 import tasks
-from model import GPT, Rope
+from layers import Rope
+from model import GPT
 from oldconfig import UserError
 
 LLAMA31 = (8.0, 1.0, 4.0, 8192.0)

@@ -22,7 +22,7 @@ from analyze import AnalyzeConfig
 from configurator import UserError, load_settings
 from describe import count_parameters
 from eval import EvalConfig
-from files import read_record
+from files import read_record, read_record_lines, record_line
 from paper import claims, figures, found, panels, reproduce, results, tables
 from paper.claims import Claim, claim_cells, claim_row, claim_rows
 from paper.figures import FIGURES, PAPER, Figure, Panel
@@ -30,7 +30,7 @@ from paper.found import Found, NoSeed, read_kept
 from paper.reproduce import ReproduceConfig, make_plans
 from paper.runs import SCALES, SEEDS, Job, train_settings, units_in_words
 from prepare import PrepareConfig
-from train import TrainConfig
+from train import METRICS, TrainConfig
 from value_modes import TABLE
 
 N = {"2M": 1_623_856, "82M": 81_901_056, "180M": 179_874_048, "320M": 331_064_320, "468M": 467_921_920}
@@ -608,7 +608,8 @@ def test_a_record_of_a_run(copied):
     assert record["settings"] == {"max_steps": 4}
     assert record["losses"] == pytest.approx(run.steps["loss"].reshape(2, 2).mean(1), abs=1e-5)
     metrics, lam = folder / "metrics.jsonl", [[None, [0.3, 1.7]]]  # as train.py writes it for learned weights
-    metrics.write_text(metrics.read_text().replace('"event": "eval"', f'"event": "eval", "lam": {json.dumps(lam)}'))
+    written = [of | ({"lam": lam} if of.get("event") == "eval" else {}) for of in read_record_lines(metrics, METRICS)]
+    metrics.write_text("".join(record_line(METRICS, of) for of in written))
     assert found.make_record(folder, settings, 1)["lam"] == lam and "lam" not in record
     with pytest.raises(UserError, match="has max_steps=4 instead of 8; remove it, or set another --out_dir"):
         found.make_record(folder, {"max_steps": 8}, 1)

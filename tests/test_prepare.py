@@ -3,24 +3,25 @@
 import json
 import random
 import resource
-import shutil
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, change, finished, in_process, refused, script
+from conftest import ROOT, finished, in_process, refused, script
 
 import prepare
-import reading
-from data import Tokenizer, load_manifest
-from oldconfig import UserError
+from configurator import UserError
+from data import load_manifest
+from tokenizer import Tokenizer
 
 zstandard = pytest.importorskip("zstandard")
 pytest.importorskip("rustbpe")
 WORDS = "value|residual|the|attention|layer|of|first|and|é|中文|x = 1\n|\n\n|2024|  ".split("|")
 BPE = ("--tokenizer=bpe:300", "--bpe_bytes=100000")
+BUDGETS = ("--mixture={'web': 2, 'code': 1}", "--tokens=9000", "--val_tokens=1500", "--val_fraction=0.2")
 
 
 def files(inputs, out, *more):
@@ -54,7 +55,9 @@ def write_lines(path, rows):
 
 
 def contents(folder):
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    found.pop(".lock", None)
+    return found
 
 
 def decoded(folder, split, domain):
@@ -81,58 +84,85 @@ def corpus(tmp_path_factory):
 def test_files_become_documents(corpus):
     folder, out = corpus
     manifest = load_manifest(out)
-    assert manifest["source"] == "files" and manifest["tokenizer"]["n_vocab"] == 300 and manifest["skipped"] == 0
+    assert manifest["tokenizer"]["n_vocab"] == 300 and manifest["skipped"] == 0
     train = manifest["splits"]["train"]
     size = sum(about["tokens"] for about in train.values())
     assert manifest["mixture"] == pytest.approx({d: train[d]["tokens"] / size for d in ("code", "text", "web")})
     for domain, right in {"web": sentences(400, 1) + sentences(400, 2), "code": sentences(300, 3)}.items():
         val, rest = decoded(out, "val", domain), decoded(out, "train", domain)
-        assert sorted(val + rest) == sorted(right)
-        assert len(val) == len(right) // 20
+        assert sorted(val + rest) == sorted(right) and len(val) == len(right) // 20
     pieces = decoded(out, "train", "text") + decoded(out, "val", "text")
     assert sum(map(len, pieces)) == len((folder / "d.txt").read_text(encoding="utf-8")) and len(pieces) > 4
     length = Tokenizer.load(out / "tokenizer.json").token_bytes()
     for about in (about for split in manifest["splits"].values() for about in split.values()):
         assert about["bytes"] == length[np.fromfile(out / about["file"], "<u2")].sum()
+    assert not (out / "parts").exists()
 
 
-def test_workers_do_not_change_a_byte(corpus, tmp_path):
-    folder, out = corpus
-    make(*files(folder, tmp_path / "one", "--workers=1"))
-    assert contents(tmp_path / "one") == contents(out)
+def test_who_is_held_out_and_where_budgets_end(corpus, tmp_path):
+    """Against a loop over the documents in order: with five domains' documents to a fifth, four for training."""
+    folder, out = corpus[0], tmp_path / "out"
+    make(*files(folder, out, *BUDGETS))
+    cfg = prepare.PrepareConfig("files", input_dir=str(folder))
+    encode = Tokenizer.load(out / "tokenizer.json").encode
+    right, size, n_items = {}, Counter(), Counter()
+    budget = {("train", "web"): 6000, ("train", "code"): 3000, ("val", "web"): 1500, ("val", "code"): 1500}
+    for source in prepare.find_inputs(cfg):
+        for _, raw, _ in prepare.raw_items(source, cfg, 0):
+            for domain, text in prepare.to_documents(source, raw, cfg):
+                if domain == "text":
+                    continue
+                held_out = n_items[domain] % 5 == 1
+                n_items[domain] += 1
+                to = ("val", domain) if held_out and size["val", domain] < 1500 else ("train", domain)
+                if size[to] < budget[to]:
+                    right.setdefault(to, []).append(text)
+                    size[to] += len(encode(text)) + 1
+    assert all(size[to] >= budget[to] for to in budget)
+    assert right == {to: decoded(out, *to) for to in budget}
 
 
 DRIVER = """
 import os, signal, sys
 import prepare
-from oldconfig import command_line
-prepare.SAVE_SECONDS, prepare.BATCH_BYTES = 0, 20_000
-fsync, left = os.fsync, [int(sys.argv.pop(1))]
+from configurator import load_settings
+prepare.BATCH_BYTES, k = 5_000, int(sys.argv[1])
+fsync = os.fsync
 def dying(fd):
-    left[0] -= 1
-    if not left[0]:
+    global k
+    k -= 1
+    if k == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     fsync(fd)
 os.fsync = dying
-prepare.main(command_line(prepare.PrepareConfig, ""))
+prepare.main(load_settings(prepare.PrepareConfig, sys.argv[2:]))
 """
 
 
 def test_kill_at_any_moment(corpus, tmp_path):
-    """Killed before its k-th fsync, whatever was being written: at the beginning, in the middle, near the end."""
-    out, positions = tmp_path / "out", []
-    for k in (1, 8, 15, 30):  # a run ends when its last worker has closed its stderr: none stays behind
-        result = finished([sys.executable, "-c", DRIVER, str(k), *files(corpus[0], out)], cwd=ROOT)
-        assert result.returncode == -signal.SIGKILL, result.stderr
-        progress = out / "progress.json"
-        positions.append(json.loads(progress.read_text())["position"] if progress.exists() else [])
-    assert positions[0] == [] and positions[1] < positions[2] < positions[3], positions
-    shutil.copytree(out, tmp_path / "cut")
-    for path in (tmp_path / "cut").rglob("*.bin"):
-        path.write_bytes(b"")
-    refused(call(*files(corpus[0], tmp_path / "cut")), "was cut since prepare.py stopped")
-    make(*files(corpus[0], out))
-    assert contents(out) == contents(corpus[1])
+    """Killed before its k-th fsync, at the beginning, in the middle, near the end: what is left is used again, and
+    three workers make the bytes that one makes without a kill, budgets included."""
+
+    def run(name, workers, k=10**6):  # a run ends when its last worker has closed its stderr: none stays behind
+        words = files(corpus[0], tmp_path / name, *BUDGETS, f"--workers={workers}")
+        return finished([sys.executable, "-c", DRIVER, str(k), *words], cwd=ROOT).returncode
+
+    assert run("whole", 1) == 0
+    out, before = tmp_path / "out", {}
+    for k in (1, 4, 6, 14):
+        assert run("out", 3, k) == -signal.SIGKILL
+        parts = {path.name: path.stat().st_mtime_ns for path in out.glob("parts/0*")}
+        assert before.items() <= parts.items()  # no part is made twice
+        before = parts
+    assert len(before) > 10
+    refused(call(*files(corpus[0], out, *BUDGETS, "--seed=5")), "other data (seed 0 there, 5 now;")
+    last = max(out.glob("parts/0*"))
+    content = last.read_bytes()
+    last.write_bytes(content[:-1])
+    refused(call(*files(corpus[0], out, *BUDGETS)), last.name, "is damaged")
+    last.write_bytes(content)
+    assert run("out", 3) == 0
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_rerun_and_other_settings(corpus, tmp_path):
@@ -140,21 +170,10 @@ def test_rerun_and_other_settings(corpus, tmp_path):
     before = contents(out)
     assert "is complete already" in make(*files(folder, out, "--workers=1"))
     refused(call(*files(folder, out, "--tokenizer=bpe:301")), "other data", "bpe:300", "bpe:301")
-    refused(call(*files(folder / "web", out)), "other input files")
+    refused(call(*files(folder / "web", out)), "other data", "input files")
     assert contents(out) == before
     (tmp_path / "train").mkdir()
     refused(call(*files(folder, tmp_path)), "did not write", "--out_dir")
-
-
-def test_settings_that_older_versions_did_not_have(corpus, tmp_path):
-    """They count as their defaults."""
-    out = tmp_path / "out"
-    shutil.copytree(corpus[1], out)
-    manifest = json.loads((out / "manifest.json").read_text())
-    old = {name: value for name, value in manifest["settings"].items() if name not in ("packages", "seed")}
-    change(out / "manifest.json", settings=old)
-    assert "is complete already" in make(*files(corpus[0], out))
-    refused(call(*files(corpus[0], out, "--seed=5")), "other data (seed 0 there, 5 now;")
 
 
 def test_full_disk_loses_nothing(corpus, tmp_path):
@@ -163,8 +182,7 @@ def test_full_disk_loses_nothing(corpus, tmp_path):
     limit = min(size.stat().st_size for size in (out / "train").iterdir()) // 2
     assert limit > 15_000  # the vocabulary and the records fit, the data does not
     result = script("prepare.py", *words, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    refused(result, "free some space")
-    refused(call(*words, "--seed=5"), "other data", "seed")
+    refused(result, f"{tmp_path}/out/parts/", "File too large")
     make(*words)
     assert contents(tmp_path / "out") == contents(out)
 
@@ -205,11 +223,7 @@ def test_slimpajama_layout_budget_and_mixture(tmp_path):
     assert manifest["mixture"] == {"C4": 0.75, "Book": 0.25} and "note:" not in said
     train, val = manifest["splits"]["train"], manifest["splits"]["val"]
     assert sorted(train) == sorted(val) == ["Book", "C4"] and val["C4"]["documents"] == 20
-    for domain, budget in (("C4", 6000), ("Book", 2000)):
-        ids = np.fromfile(out / train[domain]["file"], "<u2")
-        last = len(decoded(out, "train", domain)[-1].encode()) + 1
-        assert budget <= len(ids) < budget + last  # the document that crosses the budget is the last, and whole
-        assert set(decoded(out, "train", domain)) <= set(sentences(300, 1, 30) + sentences(300, 2, 30))
+    assert 6000 <= train["C4"]["tokens"] < 6200 and 2000 <= train["Book"]["tokens"] < 2200
     assert "a<|endoftext|>b" in decoded(out, "val", "C4")
     said = make("slimpajama", f"--input_dir={folder}", f"--out_dir={tmp_path / 'all'}", "--val_tokens=40", *BPE)
     assert "the input ended" in said and "no text of domain ArXiv" in said
@@ -227,9 +241,9 @@ def test_hub_stream_gives_the_same_documents(tmp_path, monkeypatch):
     for name in ("input_dir", "hub_id"):
         cfg = prepare.PrepareConfig("slimpajama", **{name: folder})
         found[name] = {"train": [], "val": []}
-        for source in reading.find_inputs(cfg):
-            for _, raw, _ in reading.raw_items(source, cfg, 0):
-                found[name][source.split] += reading.to_documents(source, raw, cfg)
+        for source in prepare.find_inputs(cfg):
+            for _, raw, _ in prepare.raw_items(source, cfg, 0):
+                found[name][source.split] += prepare.to_documents(source, raw, cfg)
     for split, documents in found["hub_id"].items():
         assert sorted(documents) == sorted(found["input_dir"][split]) and len(documents) > 50
 
@@ -239,7 +253,7 @@ def test_hub_out_of_reach(tmp_path):
     env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     for words, says in ((BPE, ["cerebras/SlimPajama-627B", "--input_dir"]), ((), ["neox", "--tokenizer_file"])):
         refused(script("prepare.py", "slimpajama", f"--out_dir={tmp_path / 'out'}", *words, env=env), *says)
-    assert not (tmp_path / "out").exists()
+    assert contents(tmp_path / "out") == {}
 
 
 def test_parquet(tmp_path):
@@ -248,13 +262,10 @@ def test_parquet(tmp_path):
     table = pyarrow.table({"body": sentences(150), "id": list(range(150))})
     parquet.write_table(table, tmp_path / "in" / "a.parquet", row_group_size=40)
     words = files(tmp_path / "in", tmp_path / "out")
-    refused(call(*words), "a.parquet has no column 'text'", "--text_field to one of body, id")
+    refused(call(*words), "a.parquet, item 1: no text in field 'text', only ['body', 'id']", "--text_field")
     make(*words, "--text_field=body", "--val_fraction=0.5")
     found = decoded(tmp_path / "out", "train", "text") + decoded(tmp_path / "out", "val", "text")
     assert sorted(found) == sorted(sentences(150))
-    cfg = prepare.PrepareConfig("files", input_dir=str(tmp_path / "in"), text_field="body")
-    rest = list(reading.raw_items(reading.find_inputs(cfg)[0], cfg, 45))
-    assert [(number, raw["body"]) for number, raw, _ in rest] == list(enumerate(sentences(150)))[45:]
     (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1 torn")
     refused(call(*files(tmp_path / "in", tmp_path / "x")), "cannot read", "a.parquet")
 
@@ -263,9 +274,8 @@ def test_refusals(tmp_path, monkeypatch):
     for words, fragments in (
         (["files"], ["--input_dir"]),
         (["files", "--input_dir=no/such"], ["no texts in no/such"]),
-        (["files", "--input_dir=tests"], ["no texts in tests", ".jsonl.zst"]),
-        (["slimpajama", "--input_dir=tests"], ["train/", "validation/"]),
-        (["books"], ["'pysource' or 'slimpajama' or 'files'"]),
+        (["slimpajama", "--input_dir=tests"], ["no texts in tests", "train/", "validation/", ".jsonl.zst"]),
+        (["books"], ["'pysource', 'slimpajama', 'files'"]),
         (["pysource", "--tokenizer=bpe:70000"], ["uint16", "65,536"]),
         (["pysource", "--tokenizer=word"], ["unknown tokenizer 'word'"]),
         (["pysource", "--val_fraction=0.7"], ["val_fraction=0.7 must be at most 0.5"]),
@@ -287,41 +297,38 @@ def test_workers_import_nothing_heavy():
     assert result.stdout == "set()\n", result
 
 
-def test_reader_stays_near_the_writer(corpus):
+def test_reader_stays_near_the_writer():
     """Memory does not grow with the input: what is read ahead is bounded."""
-    cfg = prepare.PrepareConfig("files", input_dir=str(corpus[0]), workers=1)
-    spec, ahead, most = Tokenizer.load(corpus[1] / "tokenizer.json").spec, 0, 0
+    cfg = prepare.PrepareConfig("files", input_dir="x", workers=1)
+    ahead, most = 0, 0
 
-    def batches():
+    def calls():
         nonlocal ahead
         for i in range(50):
             ahead += 1
-            yield "train", [i, 1], [(reading.Input("a.txt", 9, "train", "text", None), 0, b"text %d" % i)]
+            yield ([(prepare.Input("a.txt", 9, "train", "text", None), 0, b"text %d" % i)],)
 
-    for i, (_, position, results) in enumerate(prepare.encode_batches(cfg, spec, batches())):
+    for i, (items, _) in enumerate(prepare.in_workers(cfg, None, prepare.read_batch, calls())):
         most, ahead = max(most, ahead), ahead - 1
-        assert position == [i, 1] and len(results[0]) == 1
+        assert items == [[("text", f"text {i}")]]
     assert i == 49 and most <= 3
 
 
-def test_docstrings_come_out_of_code():
+def test_docstrings_come_out_of_code(tmp_path):
     source = '"""Módule.\n\n   More."""\nimport os\n\nclass A:\n    "Class é."\n    x = 1\n\ndef f(): "1."; return 2\n'
     source += 'if x:\n    async def g():\n        """Only."""\ny = """no docstring"""\n'
-    code, prose = reading.split_docstrings(source)
+    code, prose = prepare.split_docstrings(source)
     assert prose == "Módule.\n\nMore.\n\nClass é.\n\n1.\n\nOnly."
     right = "import os\n\nclass A:\n    x = 1\n\ndef f(): ...; return 2\nif x:\n    async def g():\n        ...\n"
     assert code == right + 'y = """no docstring"""\n'
-    assert reading.split_docstrings("def broken(") == ("def broken(", "")
-    assert reading.split_docstrings('"""All."""') == ("", "All.")
-
-
-def test_code_in_an_encoding_that_is_not_of_text_is_left_out(tmp_path):
-    (tmp_path / "a.py").write_text("# coding: rot13\n")
-    assert reading.python_documents(tmp_path / "a.py", "code") == []
+    assert prepare.split_docstrings("def broken(") == ("def broken(", "")
+    assert prepare.split_docstrings('"""All."""') == ("", "All.")
+    (tmp_path / "a.py").write_text("# coding: rot13\n")  # no encoding of text: the file is left out
+    assert prepare.python_documents(tmp_path / "a.py", "code") == []
 
 
 def test_pysource(tmp_path, monkeypatch):
-    """Of a small environment: what is left out, and code apart from its docstrings."""
+    """Of a small environment: what is left out, what the seed orders, and code apart from its docstrings."""
     stdlib, site, out = tmp_path / "lib", tmp_path / "lib" / "site-packages", tmp_path / "out"
     for name, text in {
         "os.py": '"""Doc."""\nimport sys\n',
@@ -335,27 +342,29 @@ def test_pysource(tmp_path, monkeypatch):
     }.items():
         (stdlib / name).parent.mkdir(parents=True, exist_ok=True)
         (stdlib / name).write_text(text)
+
+    def names(**settings):
+        return [i.name for i in prepare.find_inputs(prepare.PrepareConfig("pysource", **settings))]
+
     with monkeypatch.context() as patch:
-        patch.setattr(reading.sysconfig, "get_path", lambda name: str(stdlib))
+        patch.setattr(prepare.sysconfig, "get_path", lambda name: str(stdlib))
         patch.setattr(sys, "path", [str(site)])
-        inputs = reading.find_inputs(prepare.PrepareConfig("pysource"))
-        named = reading.find_inputs(prepare.PrepareConfig("pysource", packages=("b", "torch")))
-        assert sorted(i.name for i in named) == ["b/copy.py", "os.py", "torch/z.py"]  # a's copy hides b's no more
+        inputs = prepare.find_inputs(prepare.PrepareConfig("pysource"))
+        orders = {tuple(names(seed=seed)) for seed in range(9)}
+        assert len(orders) > 1 and {tuple(sorted(order)) for order in orders} == {("a/x.py", "os.py", "torch/z.py")}
+        assert sorted(names(packages=("b", "torch"))) == [
+            "b/copy.py",
+            "os.py",
+            "torch/z.py",
+        ]  # a's copy is out
         for name in ("c", "os.py"):  # os is of the standard library
             with pytest.raises(UserError, match=f"no package {name!r} is installed"):
-                reading.find_inputs(prepare.PrepareConfig("pysource", packages=(name,)))
+                names(packages=(name,))
     monkeypatch.setattr(prepare, "find_inputs", lambda cfg: inputs)
-    assert "no validation text of domain stdlib" in make("pysource", f"--out_dir={out}", "--tokenizer=bpe:257")
+    said = make("pysource", f"--out_dir={out}", "--tokenizer=bpe:4096")
+    assert "no validation text of domain stdlib" in said and "a vocabulary of" in said and "instead of 4,096" in said
     found = {path.stem: decoded(out, "train", path.stem) for path in (out / "train").iterdir()}
     assert found == {"stdlib": ["import sys\n"], "packages": ["x = 1\n"], "torch": ["z = 1\n"], "prose": ["Doc."]}
-
-
-def test_pysource_of_this_environment():
-    """Any beginning is a sample of everything, and the seed says in which order it comes."""
-    inputs, others = (reading.find_inputs(prepare.PrepareConfig("pysource", seed=seed)) for seed in (0, 1))
-    assert "torch/nn/functional.py" in [i.name for i in inputs]
-    assert {"stdlib", "torch", "packages"} <= {i.domain for i in inputs[:500]}
-    assert sorted(inputs) == sorted(others) and inputs != others
 
 
 def test_damaged_compressed_file_is_not_a_corrupt_line(tmp_path):
@@ -366,11 +375,3 @@ def test_damaged_compressed_file_is_not_a_corrupt_line(tmp_path):
     for damaged in (packed[: len(packed) // 2], packed[:-1], b"not zstandard" + packed):
         file.write_bytes(damaged)
         refused(call(*files(file.parent, tmp_path / "out", "--skip_bad")), "cannot read", "a.jsonl.zst")
-
-
-def test_a_vocabulary_that_the_text_is_too_small_for(tmp_path):
-    (tmp_path / "a.txt").write_text("ab " * 9)
-    (tmp_path / "b.txt").write_text("cd " * 9)
-    said = make("files", f"--input_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}", "--tokenizer=bpe:4096")
-    size = load_manifest(tmp_path / "out")["tokenizer"]["n_vocab"]
-    assert size < 4096 and f"so little text gives a vocabulary of {size:,} instead of 4,096" in said

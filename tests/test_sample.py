@@ -1,7 +1,6 @@
 """Sampling: cached text equals uncached text, the filters do what they say, and bad prompts are refused."""
 
 import functools
-import shutil
 
 import pytest
 import torch
@@ -22,30 +21,23 @@ from conftest import (
 
 import checkpoint
 import sample
-from model import GPT
-from sample import RaggedCache, generate, sample_token
-from value_modes import Residual, ValueMode, kv_floats_per_token
+from model import GPT, KVCache
+from sample import generate, next_logits, sample_token
+from value_modes import kv_floats_per_token
 
 PROMPTS = [tokens((n,), seed=n).tolist() for n in (5, 1, 9)]
 
 
-def test_greedy_text_equals_the_full_forward():
-    for mode in MODES:
-        model, ids = tiny(mode).float(), [3, 1, 4, 1, 5]
-        rows, cache, *_ = generate(model, ids, 12, temperature=0)
-        text = [*ids, *rows[0]]
-        logits = model(torch.tensor([text]))[0][0]
-        assert rows[0] == logits[4:-1].argmax(-1).tolist() and len(rows[0]) == 12, mode
-        assert cache.nbytes == 16 * 4 * kv_floats_per_token(model.cfg), mode
-
-
-def decode(model, prompts, later, run=sample.decode_step):
-    """Logits (B, 1 + T, V) after prompts of several lengths and after each of the tokens later (B, T); the Rows."""
+def decode(model, prompts, later, static=False, step=next_logits):
+    """Logits (B, 1 + T, V) after prompts of several lengths and after each of the tokens later (B, T); the cache."""
     lengths = [len(ids) for ids in prompts]
-    first, cache = sample.prefill(model, prompts, max(lengths) + later.size(1))
-    rows = RaggedCache(cache, lengths)
-    logits = [first] + [run(model, idx, rows) for idx in later.split(1, dim=1)]
-    return torch.stack(logits, dim=1), rows
+    padded = torch.tensor([[0] * (max(lengths) - len(ids)) + ids for ids in prompts])
+    cache = KVCache(model.cfg, lengths, max(lengths) + later.size(1), dtype=model.head.weight.dtype)
+    logits = [next_logits(model, padded, cache)]
+    if static:
+        cache.make_static()
+    logits += [step(model, idx, cache) for idx in later.split(1, dim=1)]
+    return torch.stack(logits, dim=1), cache
 
 
 def alone(model, prompts, later):
@@ -54,88 +46,76 @@ def alone(model, prompts, later):
     return torch.stack([logits[-1 - later.size(1) :] for logits in rows])
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_greedy_text_equals_the_full_forward(mode):
+    model, ids = tiny(mode).float(), [3, 1, 4, 1, 5]
+    rows, cache, _ = generate(model, ids, 12, temperature=0)
+    logits = model(torch.tensor([[*ids, *rows[0]]]))[0][0]
+    assert rows[0] == logits[4:-1].argmax(-1).tolist() and len(rows[0]) == 12
+    assert cache.nbytes == 16 * 4 * kv_floats_per_token(model.cfg)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("mode,n_kv_head", widths(*MODES))
 @torch.no_grad()
-def test_rows_of_several_lengths_equal_each_alone():
-    later = tokens((3, 7), seed=99)
-    for mode, n_kv_head in widths(*MODES):
-        model = tiny(mode, n_kv_head=n_kv_head)
-        found, rows = decode(model, PROMPTS, later)
-        same(found, alone(model, PROMPTS, later), (mode, n_kv_head))
-        assert rows.nbytes == 3 * 16 * 8 * kv_floats_per_token(model.cfg), mode
-        rows.reset()
-        again = torch.stack([sample.decode_step(model, idx, rows) for idx in later.split(1, dim=1)], dim=1)
-        assert torch.equal(again, found[:, 1:]), mode
-    for kw in (dict(arch="gpt2"), dict(attn="eager"), dict(attn="eager", n_kv_head=2)):
-        for mode in ("resformer", "cross", "everything"):
-            model = tiny(mode, **kw)
-            same(decode(model, PROMPTS, later)[0], alone(model, PROMPTS, later), (mode, kw))
+def test_rows_of_several_lengths_equal_each_alone(mode, n_kv_head, static):
+    model, later = tiny(mode, n_kv_head=n_kv_head), tokens((3, 7), seed=99)
+    found, cache = decode(model, PROMPTS, later, static)
+    same(found, alone(model, PROMPTS, later))
+    assert cache.nbytes == 3 * 16 * 8 * kv_floats_per_token(model.cfg)
+
+
+@pytest.mark.parametrize("kw", [dict(arch="gpt2"), dict(attn="eager"), dict(attn="eager", n_kv_head=2)], ids=str)
+@pytest.mark.parametrize("mode", ["resformer", "cross", "everything"])
+@torch.no_grad()
+def test_rows_of_several_lengths_in_other_models(mode, kw):
+    model, later = tiny(mode, **kw), tokens((3, 7), seed=99)
+    same(decode(model, PROMPTS, later)[0], alone(model, PROMPTS, later))
 
 
 @torch.no_grad()
 def test_a_row_at_its_end_leaves_the_others_alone():
     model, later = tiny("resformer"), tokens((2, 20), seed=99)  # the block of 32 ends after 3 tokens of the first row
     prompts = [tokens((29,)).tolist(), [7, 8]]
-    first, cache = sample.prefill(model, prompts, 32)
-    rows = RaggedCache(cache, [29, 2])
-    found = torch.stack([sample.decode_step(model, idx, rows) for idx in later.split(1, dim=1)], dim=1)
-    same(found[:1, :3], alone(model, prompts[:1], later[:1, :3])[:, 1:])
-    same(found[1:], alone(model, prompts[1:], later[1:])[:, 1:])
+    found, _ = decode(model, prompts, later)
+    same(found[:1, :4], alone(model, prompts[:1], later[:1, :3]))
+    same(found[1:], alone(model, prompts[1:], later[1:]))
 
 
-@torch.no_grad()
-def test_rows_refuse():
-    model = tiny()
-    _, cache = sample.prefill(model, PROMPTS, 12)
-    with pytest.raises(ValueError, match="one token a step, not 2"):
-        model(tokens((3, 2)), cache=RaggedCache(cache, [5, 1, 9]))
-    with pytest.raises(ValueError, match="the KV cache holds 8 tokens, not 9"):
-        sample.prefill(model, PROMPTS, 8)
-    with pytest.raises(ValueError, match="40 tokens do not fit block_size=32"):
-        sample.decode_step(model, tokens((3, 1)), RaggedCache(sample.prefill(model, PROMPTS, 40)[1], [5, 1, 9]))
-    for prompts in ([[1] * 33, [1]], [[1], []], []):
-        with pytest.raises(ValueError, match="block_size=32 takes 1 to 32|no prompt"):
-            generate(model, prompts, 4)
-
-
-@pytest.mark.parametrize("backend,mode", [*(("aot_eager", mode) for mode in COMPILED), ("inductor", "cross_mqa")])
+@pytest.mark.parametrize("backend,mode", [*(("aot_eager", mode) for mode in COMPILED), ("inductor", "cross")])
 @torch.no_grad()
 def test_one_graph_serves_all_steps(backend, mode):
-    if mode == "cross_mqa":
-        mode = ValueMode((Residual(map="cross"),), kv_group=0)
     model, later = tiny(mode, n_layer=fewest_layers(mode)), tokens((3, 7), seed=99)
     plain, _ = decode(model, PROMPTS, later)
     torch.compiler.reset()
-    run = torch.compile(sample.decode_step, fullgraph=True, dynamic=False, backend=backend)
+    step = torch.compile(next_logits, fullgraph=True, dynamic=False, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(2):  # and another batch, in a cache of its own
-            torch.testing.assert_close(decode(model, PROMPTS, later, run)[0], plain, rtol=0, atol=1e-6)
-    torch.compiler.reset()
+            same(decode(model, PROMPTS, later, True, step)[0], plain, atol=1e-6)
 
 
 def test_prompts_of_several_lengths_make_the_text_of_each_alone():
     model = tiny("resformer").float()
     each = [generate(model, ids, 30, temperature=0)[0][0] for ids in PROMPTS]
-    together, rows, _ = generate(model, PROMPTS, 30, temperature=0, num_samples=2)
+    together, _, _ = generate(model, PROMPTS, 30, temperature=0, num_samples=2)
     assert together == [row for row in each for _ in range(2)]
     assert [len(row) for row in each] == [28, 30, 24]  # the block is full, or 30 are there
-    assert rows.nbytes == 6 * 32 * 4 * kv_floats_per_token(model.cfg)
 
 
 def test_compiled_text_equals_eager(monkeypatch):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", mode=None))
     model = tiny("svformer").float()
     torch.compiler.reset()
     plain = generate(model, PROMPTS, 12, num_samples=2, top_k=20)[0]
-    found, rows, seconds = generate(model, PROMPTS, 12, num_samples=2, top_k=20, compile=True)
+    found, cache, seconds = generate(model, PROMPTS, 12, num_samples=2, top_k=20, compile=True)
     assert found == plain and seconds["compile"] > 0
-    static = [t for t in vars(rows).values() if isinstance(t, torch.Tensor)] + list(rows.tensors.values())
-    assert all(t._dynamo_static_input_type == "unguarded" for t in static)  # else CUDA graphs would copy them
-    torch.compiler.reset()
+    for tensor in (cache.next, *cache.tensors.values()):  # else CUDA graphs would copy them
+        assert tensor._dynamo_static_input_type == "unguarded"
 
 
 def test_block_limits_the_text():
-    rows, cache, *_ = generate(tiny().float(), [1] * 30, 100, temperature=0)
-    assert len(rows[0]) == 3 and cache.pos == 32  # positions 30 and 31, and one token that needs none
+    rows, cache, _ = generate(tiny().float(), [1] * 30, 100, temperature=0)
+    assert len(rows[0]) == 3 and cache.length == 32  # positions 30 and 31, and one token that needs none
     assert len(generate(tiny().float(), [1] * 32, 100, temperature=0)[0][0]) == 1
 
 
@@ -164,18 +144,16 @@ def test_looking_for_ends_now_and_then_changes_nothing(monkeypatch):
         eot = plain[row][at]
         cut = [r[: r.index(eot)] if eot in r else r for r in plain]
         for look in (1, 4, 16):
-            monkeypatch.setitem(sample.BETWEEN_CHECKS, "cpu", look)
+            monkeypatch.setattr(sample, "CHECK_EVERY", look)
             assert generate(model, PROMPTS, 30, num_samples=2, eot=eot)[0] == cut
 
 
 def test_generation_ends_when_all_rows_have(monkeypatch):
     model, steps = tiny().float(), []
     eot = generate(model, [7], 1, temperature=0)[0][0][0]
-    monkeypatch.setattr(sample, "decode_step", lambda *args, step=sample.decode_step: steps.append(1) or step(*args))
-    for look, most in ((1, 0), (4, 3), (16, 15)):
-        steps.clear()
-        monkeypatch.setitem(sample.BETWEEN_CHECKS, "cpu", look)
-        assert generate(model, [7], 30, temperature=0, eot=eot)[0] == [[]] and len(steps) == most
+    monkeypatch.setattr(sample, "next_logits", lambda *args: steps.append(1) or next_logits(*args))
+    assert generate(model, [7], 30, temperature=0, eot=eot)[0] == [[]]
+    assert len(steps) == 1 + sample.CHECK_EVERY - 1  # the prompt, and the steps before we look
 
 
 def test_draws_are_those_of_multinomial():
@@ -242,7 +220,7 @@ def test_bad_input(run, tmp_path):
         (f"--prompt_file={tmp_path / 'none.txt'}", "none.txt cannot be read"),
         ("--prompt=", "the prompt is empty"),
         ("--prompt=" + "x" * 33, "33 tokens, the model's block only 32"),
-        ("--top_p=0", "top_p=0.0 must be above 0"),
+        ("--top_p=0", "top_p=0.0 must be at least"),
         ("--max_new_tokens=0", "at least 1"),
     ):
         refused(in_process(sample, run, word), says)
@@ -273,20 +251,9 @@ def test_ranks_are_refused(run, monkeypatch):
     refused(in_process(sample, run), "runs in one process; start it without torchrun")
 
 
-def test_without_a_run_the_newest_is_taken(run, tmp_path):
-    shutil.copytree(run, tmp_path / "out" / "mine")
-    words = ("--max_new_tokens=9", "--seed=7")
-    found = in_process(sample, *words, cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
-    text = found.stdout.split("[prefill")[0]
-    assert text == in_process(sample, run, *words).stdout.split("[prefill")[0]
-
-
 def test_no_run_or_tokenizer(run, tmp_path):
     refused(in_process(sample, tmp_path), "holds no checkpoint")
     (tmp_path / "step_00000001.safetensors").write_bytes((run / "step_00000001.safetensors").read_bytes())
     refused(in_process(sample, tmp_path), "tokenizer.json is missing")
-    tokenizer = byte_tokenizer()
-    tokenizer.spec["pattern"] = "(?s:..)"
-    tokenizer.save(tmp_path / "tokenizer.json")
+    byte_tokenizer("(?s:..)").save(tmp_path / "tokenizer.json")
     refused(in_process(sample, tmp_path), "is not the tokenizer")

@@ -1,0 +1,172 @@
+"""Text <-> token ids: byte-level BPE through tiktoken, with a vocabulary that prepare.py trains or imports.
+
+No torch here: prepare.py's worker processes import this file. Read next: data.py.
+"""
+
+import base64
+import hashlib
+import json
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+
+from configurator import need
+from files import read_record, reading, write_record
+
+EOT = "<|endoftext|>"
+VOCABULARY = "prepare.py's vocabulary"
+# GPT-2's pattern ends with `\s+(?!\S)|\s+`. Ours matches the same up to 99,999 characters, because the regex engine's
+# stack overflows in a million characters of whitespace.
+WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
+PATTERN = WORDS + r"|(?:\s(?!\S)){1,99999}|\s"
+
+
+def byte_letters():
+    """{byte: the printable character that spells it in byte-level vocabularies}, GPT-2's and others'."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
+
+
+class Tokenizer:
+    """Text <-> token ids. It is made of a dict `spec`, which tokenizer.json holds:
+
+    name: as prepare.py's --tokenizer.
+    pattern: the regex that cuts text into pieces. BPE merges bytes inside a piece only.
+    ranks: [[base64 of a token's bytes, id], …]. A smaller id merges first; of equal bytes the last id is used.
+    special: {name: id}, with '<|endoftext|>'.
+    normalize: "NFC" or None, what is done to text first.
+    n_vocab: all ids are below it.
+
+    `hash` identifies the vocabulary: data, checkpoints and exports that belong together have the same one.
+    """
+
+    def __init__(self, spec):
+        self.spec = spec
+        self.name = spec["name"]
+        self.n_vocab = spec["n_vocab"]
+        # End-of-text separates documents, so it starts and ends them.
+        self.eot = self.end = spec["special"][EOT]
+        # The ids that a text of its own begins with. Ours has none; other models' tokenizers have some.
+        self.prefix = []
+
+        ranks = [(base64.b64decode(b), i) for b, i in spec["ranks"]]
+        self.encoding = need("tiktoken").Encoding(
+            self.name, pat_str=spec["pattern"], mergeable_ranks=dict(ranks), special_tokens=spec["special"]
+        )
+        special = {i: name.encode() for name, i in spec["special"].items()}
+        self._bytes = {i: b for b, i in ranks} | special
+
+        # The name is left out, because it changes no id.
+        content = {k: spec[k] for k in ("pattern", "ranks", "special", "normalize", "n_vocab")}
+        self.hash = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @classmethod
+    def load(cls, path):
+        """From a tokenizer.json that prepare.py wrote. Raises UserError if it is missing or damaged."""
+        spec = read_record(path, VOCABULARY)
+        with reading(path, VOCABULARY):
+            return cls(spec)
+
+    def save(self, path):
+        write_record(path, VOCABULARY, self.spec)
+
+    def encode(self, text, allow_eot=False):
+        """List of the ids of `text`. '<|endoftext|>' in it is plain text, unless `allow_eot` (for prompts)."""
+        text = self._normalized(text)
+        if allow_eot:
+            return self.encoding.encode(text, allowed_special={EOT}, disallowed_special=())
+        return self.encoding.encode_ordinary(text)
+
+    def encode_document(self, text):
+        """(tokens + 1,) uint16, as in a token file: the ids that `encode` gives, and end-of-text.
+        Raises UnicodeEncodeError if `text` has half a surrogate pair."""
+        ids = self.encoding.encode_to_numpy(self._normalized(text), disallowed_special=())
+        return np.append(ids, self.eot).astype("<u2")
+
+    def _normalized(self, text):
+        if self.spec["normalize"] and not text.isascii():
+            return unicodedata.normalize(self.spec["normalize"], text)
+        return text
+
+    def decode(self, ids):
+        """Text of `ids`. Bytes that are not UTF-8 (a token cut inside a character) become U+FFFD, unused ids ''."""
+        return b"".join(self._bytes.get(i, b"") for i in ids).decode("utf-8", "replace")
+
+    def token_bytes(self):
+        """(n_vocab,) int64: the exact number of bytes of text each id stands for; 0 for special and unused ids."""
+        n = np.zeros(self.n_vocab, np.int64)
+        for b, i in self.spec["ranks"]:
+            n[i] = len(base64.b64decode(b))
+        n[list(self.spec["special"].values())] = 0
+        return n
+
+
+def make_spec(name, pattern, ranks, special, normalize=None):
+    """The dict that Tokenizer takes. ranks: [(bytes, id)] in merge order."""
+    n_vocab = 1 + max(i for _, i in [*ranks, *special.items()])
+    ranks = [[base64.b64encode(b).decode(), i] for b, i in ranks]
+    return dict(name=name, pattern=pattern, ranks=ranks, special=special, normalize=normalize, n_vocab=n_vocab)
+
+
+def check_vocabulary(ranks, special):
+    """Raise ValueError if we cannot use a vocabulary that somebody else made. ranks: [(bytes, id)]."""
+    ids = [i for _, i in [*ranks, *special.items()]]
+    if not all(type(i) is int for i in ids) or len(set(ids)) < len(ids):
+        raise ValueError("two tokens have the same id, or an id is no whole number")
+    if min(ids) < 0 or max(ids) >= 2**16:
+        raise ValueError(f"ids are uint16, at most 65,535, and the largest is {max(ids):,}")
+    in_utf8 = {bytes([b]) for b in range(256) if b not in (0xC0, 0xC1) and b < 0xF5}
+    if not in_utf8 <= {b for b, _ in ranks}:
+        raise ValueError("some bytes of UTF-8 have no token")
+
+
+def vocabulary_bytes(vocab):
+    """A byte-level vocabulary {token: id} -> [(bytes, id)] by rising id. KeyError for a letter that spells no byte."""
+    letters = {letter: b for b, letter in byte_letters().items()}
+    by_id = sorted(vocab.items(), key=lambda item: item[1])
+    return [(bytes(letters[c] for c in token), i) for token, i in by_id]
+
+
+def neox_spec(path):
+    """Spec of a GPT-NeoX style tokenizer.json, whose added tokens are special ones and runs of 2 to n spaces."""
+    with reading(path, "a byte-level tokenizer.json like GPT-NeoX's, which --tokenizer_file takes"):
+        about = json.loads(Path(path).read_bytes())
+        vocab, before, normalizer = about["model"]["vocab"], about["pre_tokenizer"], about["normalizer"]
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in about["model"]["merges"]]
+        merged = [vocab["".join(merge)] for merge in merges]
+        special = {token["content"]: token["id"] for token in about["added_tokens"] if token["special"]}
+        runs = sorted((token["content"], token["id"]) for token in about["added_tokens"] if not token["special"])
+        is_known = (
+            before["type"] == "ByteLevel"
+            and not before["add_prefix_space"]
+            and normalizer in (None, {"type": "NFC"})
+            and EOT in special
+            and [run for run, _ in runs] == [" " * n for n in range(2, len(runs) + 2)]
+            and merged == sorted(merged)  # tiktoken merges the pair with the lowest id first
+        )
+        if not is_known:
+            raise ValueError("it cuts or merges text in another way")
+        # tiktoken looks up a whole piece before it merges. So an added run of spaces, listed last, hides the
+        # vocabulary's own entry for that run.
+        ranks = vocabulary_bytes({token: i for token, i in vocab.items() if token not in special})
+        ranks += [(run.encode(), i) for run, i in runs]
+        check_vocabulary(ranks, special)
+    pattern = PATTERN
+    if runs:
+        # Text has to be cut at the runs before anything else. So the pattern starts with runs of spaces, and other
+        # whitespace ends where a run begins.
+        pattern = f" {{2,{len(runs) + 1}}}|" + WORDS + r"|(?:(?!  )\s(?!\S)){1,99999}|\s"
+    return make_spec("neox", pattern, ranks, special, "NFC" if normalizer else None)
+
+
+def gpt2_spec(folder):
+    """Spec of GPT-2's tokenizer, from a folder with OpenAI's encoder.json."""
+    path = Path(folder, "encoder.json")
+    with reading(path, "GPT-2's byte-level vocabulary, whose folder --tokenizer_file takes"):
+        vocab = json.loads(path.read_bytes())
+        del vocab[EOT]
+        ranks = vocabulary_bytes(vocab)
+        check_vocabulary(ranks, {EOT: len(ranks)})
+    return make_spec("gpt2", PATTERN, ranks, {EOT: len(ranks)})
