@@ -3,7 +3,7 @@
     python export.py out/svformer --out_dir=hf/svformer
     python export.py out/vanilla --out_dir=hf/vanilla --dtype=bfloat16 --max_shard_size=2GB
 
-vanilla of arch=llama becomes a plain Llama; every other model brings its code along (docs/export.md). Before the folder
+vanilla of arch=llama becomes a plain Llama; every other model brings its code along (docs/stages.md). Before the folder
 gets its name, transformers loads it, and logits and token ids are compared with ours, unless --check=false.
 Read before: hf.py.
 """
