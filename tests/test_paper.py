@@ -95,6 +95,7 @@ def test_config_file_of_scale_night_has_its_settings():
 def test_all_figures_are_there():
     """And every row of the table of modes that says where it is from is in figure modes."""
     assert list(PAPER) == [f"fig{i}" for i in (1, 2, *range(4, 23))] + [f"tab{i}" for i in range(1, 6)]
+    assert sum(len(figure.claims) for figure in FIGURES.values()) == 120
     assert list(FIGURES) == [*PAPER, "modes", "rates", "v5", "regime", "longer", "sizes", "gpu"]
     assert {job.mode for job in FIGURES["modes"].jobs} >= {name for name, (*_, source) in TABLE.items() if source}
     shown = {panel.title for name in ("fig13", "fig15") for panel in FIGURES[name].at(NIGHT).panels}
