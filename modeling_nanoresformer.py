@@ -44,6 +44,8 @@ class Tokens:
     def __init__(self, cfg, cache, attention_mask, T):
         self.cache, self.mask = cache, None
         self.past = 0 if cache is None else cache.get_seq_length()
+        if self.past + T > cfg.block_size:
+            raise ValueError(f"{self.past + T} tokens do not fit block_size={cfg.block_size}")
         self.stored = list(stored_tensors(cfg).items())  # [(place, heads)]
         self.where = slice(self.past, self.past + T)
         # a graph cannot depend on the numbers in a mask, so it always gets one
@@ -56,9 +58,6 @@ class Tokens:
             own = causal.triu(self.past)  # padding sees itself, because a softmax over nothing is NaN
             seen = (attention_mask[:, None].bool() & causal) | own  # (B, T, S)
             self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -math.inf)[:, None]
-
-    def end(self, T):
-        return self.past + T
 
     def positions(self, T):
         return self.where

@@ -58,21 +58,18 @@ def requests_of(name, asked, tokenizer, block_size):
 class PrefixTree:
     """Scores several continuations of one prompt in a single row. Stands in for a KVCache in GPT.hidden.
 
-    positions: (B, T) int64, each token's place in its own sequence, all below `length`
+    positions: (B, T) int64, each token's place in its own sequence
     branches: (B, T) int64, the continuation that a token belongs to, counted from 1; 0 is the prompt
     """
 
-    def __init__(self, positions, branches, length):
-        self.token_positions, self.length = positions, length
+    def __init__(self, positions, branches):
+        self.token_positions = positions
         # A token sees the prompt and what precedes it in its own continuation, as if each sequence stood alone.
         own, other = branches[:, :, None], branches[:, None, :]  # (B, T, 1), (B, 1, T)
         seen = ((own == other) | (other == 0)).tril()[:, None]  # (B, 1, T, T)
         self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -math.inf)  # added to the scores
 
     # What GPT.hidden asks of a cache. No tokens came before, so there is nothing to store.
-    def end(self, T):
-        return self.length
-
     def positions(self, T):
         return self.token_positions
 
@@ -166,9 +163,9 @@ def score(model, rows, batch_tokens):
             tokens[:, b, : row.tokens.shape[1]] = row.tokens
             scored.append(row.scored + [[b * width], [0], [0]])  # places in the flattened batch
         places, targets, owners = np.concatenate(scored, axis=1)  # (n,) each
-        length, has_branches = int(tokens[1].max()) + 1, tokens[2].max() > 1
+        has_branches = tokens[2].max() > 1
         idx, positions, branches = torch.from_numpy(tokens).to(model.head.weight.device)  # (B, T) each
-        x = model.hidden(idx, PrefixTree(positions, branches, length) if has_branches else None)  # (B, T, C)
+        x = model.hidden(idx, PrefixTree(positions, branches) if has_branches else None)  # (B, T, C)
         yield owners, *log_probs(model, x.flatten(0, 1), places, targets)
 
 

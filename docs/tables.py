@@ -1,165 +1,128 @@
-"""The tables of numbers in docs/ and results/README.md, made from results/*.json and from the table of modes.
+"""The tables of numbers in docs/ and results/README.md, made from results/ and from the table of modes.
 
-    python docs/tables.py            write them into the pages
-    python docs/tables.py --check    end with code 1, and name the pages that differ from the results
+    python -m docs.tables            write them into the pages
+    python -m docs.tables --check    end with code 1, and name the pages that differ from the results
 
 A page holds each table between `<!-- table: NAME -->` and `<!-- end -->`. To add one, write these two lines into one
 page, and a function that returns the table into MAKERS below, under that NAME.
 """
 
-import functools
+import json
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from bench import LLAMA
+from bench.decoding import decoding_table
+from bench.training import training_table
+from configurator import run, setting
+from describe import mode_table
+from examples import vit
+from files import read_record, write_text
+from paper.claims import LABELS, best_pair, best_rate, tally
+from paper.figures import GRIDS, RATES, TUNED
+from paper.found import Found, read_kept
+from paper.results import RESULTS
+from paper.runs import NIGHT_LR, SCALES, SEEDS, Job
+from paper.tables import gap_in_words, interval
+from report import markdown
+from value_modes import TABLE, ModelConfig
 
-from oldconfig import command_line, run_main, setting
+ROOT = Path(__file__).resolve().parent.parent
+PLACE = re.compile(r"(<!-- table: (\S+) -->\n)(?:(?!<!-- table:).)*?(<!-- end -->)", re.S)
+NIGHT = SCALES["night"]
 
 
 @dataclass(frozen=True)
 class TablesConfig:
-    """Every setting of docs/tables.py."""
+    """Every setting of docs.tables."""
 
     check: bool = setting(False, "only compare: write nothing, end with code 1 if a page differs")
 
 
-if __name__ == "__main__":  # before torch is imported, so that a typo is answered at once
-    SETTINGS = command_line(TablesConfig, __doc__)
-
-from bench import LLAMA
-from bench.decoding import decoding_table
-from bench.training import training_table
-from describe import mode_table
-from examples import vit
-from oldfiles import read_json, write_text
-from paper.claims import LABELS, best_rate, gap_in_words, gaps_at_best, gaps_to_vanilla, tally
-from paper.figures import GRIDS, RATES, TUNED
-from paper.found import Found, read_kept
-from paper.runs import NIGHT_LR, SCALES, SEEDS, Job
-from report import markdown, mean_interval, with_interval
-from value_modes import TABLE, ModelConfig
-
-PLACE = re.compile(r"(<!-- table: (\S+) -->\n)(?:(?!<!-- table:).)*?(<!-- end -->)", re.S)
+def recorded():
+    """The records of scale night."""
+    kept = read_kept(ROOT / "results/night/runs.jsonl")
+    return Found(kept, NIGHT, lambda job: SEEDS[: NIGHT.n_seeds(NIGHT.here(job))])
 
 
-def bench_rows(name):
-    """The rows of results/bench_<name>.json."""
-    return read_json(ROOT / f"results/bench_{name}.json", "a file of bench/")["rows"]
-
-
-def current_training_table(name):
-    """Without sides that do not exist any more: each is a mode of the table, or transformers' Llama."""
-    rows = bench_rows(f"train_intel_xeon_{name}")
-    return training_table([row for row in rows if row["name"].partition(", attn=")[0] in (*TABLE, LLAMA)])
-
-
-def figures_of(scale):
-    """{name: what results/<scale>.json says of a figure}"""
-    return read_json(ROOT / f"results/{scale}.json", "results of paper.reproduce")["figures"]
-
-
-def recorded(scale):
-    """The records of a scale."""
-    units, kept = SCALES[scale], read_kept(ROOT / f"results/{scale}/runs.jsonl")
-    return Found("", units, lambda job: SEEDS[: units.n_seeds(units.here(job))], kept=kept)
-
-
-def grid_table(scale, size):
+def grid_table(size):
     """Vanilla's losses at each rate, and those of other modes minus vanilla's: means over seeds with their 95 %
     intervals. A mode's best rate is bold. The last column has each mode, and vanilla, at its best."""
-    found, rows = recorded(scale), []
+    found, rows = recorded(), []
     for mode in TUNED:
         jobs = GRIDS[size, mode]
         best = best_rate(found, jobs)
         if mode == "vanilla":
-            label = LABELS[mode]
-            losses = [found.losses(job) for job in (*jobs, best)]
-            cells = [with_interval(*mean_interval(values)) for values in losses]
+            cells = [interval(found.losses(job)) for job in (*jobs, best)]
         else:
-            label = f"{LABELS[mode]}, minus that"
-            gaps = [gaps_to_vanilla(found, job) for job in jobs]
-            gaps.append(gaps_at_best(found, jobs))
-            cells = [with_interval(*mean_interval(values), sign=True) for values in gaps]
+            pairs = [(job, job.baseline) for job in jobs] + [best_pair(found, jobs)]
+            cells = [interval(found.gaps(*pair), sign=True) for pair in pairs]
         at = jobs.index(best)
         cells[at] = f"**{cells[at]}**"
-        rows.append([label, *cells])
-    rates = [f"{lr * SCALES[scale].lr_factor:.3g}" for lr in RATES[size]]
+        rows.append([LABELS[mode] + (", minus that" if mode != "vanilla" else ""), *cells])
+    rates = [f"{lr * NIGHT.lr_factor:.3g}" for lr in RATES[size]]
     return markdown(["rate", *rates, "each at its best"], rows)
 
 
-def weights_table(scale, modes):
+def weights_table(*modes):
     """What modes with learned weights have learned: the weights of V_n and V_1 at the end, by seed and layer."""
-    found, rows = recorded(scale), []
+    found, rows = recorded(), []
     for mode in modes:
         for seed in found.seeds(Job(mode)):
             (layers,) = found.record(Job(mode), seed)["lam"]
-            cells = [f"{own:.2f} + {first:.2f}" for own, first in layers[1:]]
-            rows.append([LABELS[mode], str(seed), *cells])
-    return markdown(["V_n + V_1", "seed", *(f"layer {n}" for n in range(2, 2 + len(cells)))], rows)
+            rows.append([LABELS[mode], str(seed), *(f"{own:.2f} + {first:.2f}" for own, first in layers[1:])])
+    return markdown(["V_n + V_1", "seed", *(f"layer {n}" for n in range(2, len(rows[0])))], rows)
 
 
-def decoding_of_vanilla():
-    rows = bench_rows("decode_intel_xeon_x2_82m") + bench_rows("decode_intel_xeon_x1_tiny")
-    return decoding_table([row for row in rows if row["name"] == "vanilla"])
+def training(name):
+    """A table of results/bench_train_intel_xeon_<name>.json, without sides that do not exist any more."""
+    rows = json.loads((ROOT / f"results/bench_train_intel_xeon_{name}.json").read_text())["rows"]
+    return training_table([row for row in rows if row["name"].partition(", attn=")[0] in (*TABLE, LLAMA)])
 
 
-def decoding_of_modes():
-    """The longest contexts and largest batches that were measured."""
-    rows = bench_rows("decode_intel_xeon_x2_sweep") + bench_rows("decode_intel_xeon_x2_cla")
-    return decoding_table([row for row in rows if row["batch"] == 16 and row["prompt"] == 4096])
+def decoding(*names, **shown):
+    """A table of results/bench_decode_intel_xeon_<name>.json: the rows that have what is `shown`."""
+    files = [ROOT / f"results/bench_decode_intel_xeon_{name}.json" for name in names]
+    rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
+    return decoding_table([row for row in rows if row | shown == row])
 
 
 def digits_table():
     """Accuracies and losses of the vision experiment."""
-    found = read_json(ROOT / "results/vit_digits.json", "results of examples/vit.py")
+    found = json.loads((ROOT / "results/vit_digits.json").read_text())
     return vit.table(found["runs"], found["settings"]["value_mode"])
 
 
-GROUPS = {  # of the table of modes: their first rows
-    "modes-resformer": "vanilla",
-    "modes-sharing": "svformer",
-    "modes-neutreno": "neutreno",
-    "modes-other": "resformer_lerp",
-    "modes-successors": "resformer_zero",
-}
-
-
-def gap_in_our_runs(found, mode):
-    """A cell: a mode's loss minus vanilla's, both at vanilla's best rate; "-" if it was not trained at that rate."""
-    job = Job(mode, lr=NIGHT_LR)
-    seeds = [seed for seed in found.seeds(job) if found.folder(job, seed).name in found.kept]
-    if mode == "vanilla" or not seeds:
-        return "-"
-    return gap_in_words(found, job)
-
-
-def group_of_modes(name):
-    """The rows of one group at the paper's 82M shape, and what our small models lost or gained by it."""
+def group_of_modes(first, after=None):
+    """The rows from one mode to the one before `after`, at the paper's 82M shape, and what our small models lost or
+    gained, both at vanilla's best rate; "-" if we did not train that."""
     header, line, *rows = mode_table(ModelConfig()).splitlines()
-    starts = [list(TABLE).index(first) for first in GROUPS.values()] + [len(rows)]
-    place = list(GROUPS).index(name)
-    found = recorded("night")
+    found, modes = recorded(), list(TABLE)
     lines = [f"{header} our loss minus vanilla's |", f"{line}---:|"]
-    for mode, row in list(zip(TABLE, rows, strict=True))[starts[place] : starts[place + 1]]:
-        lines.append(f"{row} {gap_in_our_runs(found, mode)} |")
+    for i in range(modes.index(first), modes.index(after) if after else len(modes)):
+        job = Job(modes[i], lr=NIGHT_LR)
+        is_trained = job != job.baseline and f"{job.name}-{SEEDS[0]}" in found.records
+        lines.append(f"{rows[i]} {gap_in_words(found, job) if is_trained else '-'} |")
     return "\n".join(lines)
 
 
 MAKERS = {
+    "modes-resformer": lambda: group_of_modes("vanilla", "svformer"),
+    "modes-sharing": lambda: group_of_modes("svformer", "neutreno"),
+    "modes-neutreno": lambda: group_of_modes("neutreno", "resformer_lerp"),
+    "modes-other": lambda: group_of_modes("resformer_lerp", "resformer_zero"),
+    "modes-successors": lambda: group_of_modes("resformer_zero"),
     "vit": digits_table,
-    "claims-night": lambda: tally(figures_of("night")),
-    "night-grid": lambda: grid_table("night", "82M"),
-    "night-weights": lambda: weights_table("night", ("resformer_learned", "resformer_plus")),
-    "training-tiny": lambda: current_training_table("x1_tiny"),
-    "training-82M": lambda: current_training_table("x2_82m"),
-    "decoding-vanilla": decoding_of_vanilla,
-    "decoding-modes": decoding_of_modes,
+    "claims-night": lambda: tally(read_record(ROOT / "results/night.json", RESULTS)["figures"]),
+    "night-grid": lambda: grid_table("82M"),
+    "night-weights": lambda: weights_table("resformer_learned", "resformer_plus"),
+    "training-tiny": lambda: training("x1_tiny"),
+    "training-82M": lambda: training("x2_82m"),
+    "decoding-vanilla": lambda: decoding("x2_82m", "x1_tiny", name="vanilla"),
+    "decoding-modes": lambda: decoding("x2_sweep", "x2_cla", batch=16, prompt=4096),
 }
-for group in GROUPS:
-    MAKERS[group] = functools.partial(group_of_modes, group)
 
 
 def with_tables(text):
@@ -177,9 +140,9 @@ def main(cfg: TablesConfig):
             if not cfg.check:
                 write_text(page, after)
     if cfg.check and changed:
-        sys.exit(f"{', '.join(changed)} differ from the results; run `python docs/tables.py`")
+        sys.exit(f"{', '.join(changed)} differ from the results; run `python -m docs.tables`")
     print(f"pages changed: {', '.join(changed) or 'none'}")
 
 
 if __name__ == "__main__":
-    run_main(main, SETTINGS)
+    run(main, __doc__)

@@ -1,4 +1,4 @@
-"""What finished runs say: results/<scale>.json, the figures, and the report, results/<scale>/README.md.
+"""What finished runs say: the figures, results/<scale>.json, and the report, results/<scale>/README.md.
 
 Read next: reproduce.py.
 """
@@ -6,17 +6,18 @@ Read next: reproduce.py.
 import math
 from pathlib import Path
 
-from oldfiles import read_json, write_json, write_text
+from files import read_record, write_record, write_text
 from paper.claims import CONFIRMED, CONTRADICTED, HEADER, claim_cells, claim_rows, tally, tested
 from paper.figures import FIGURES
-from paper.panels import draw_figure
 from paper.runs import units_in_words
 from report import markdown
 from runtime import environment
 
+RESULTS = "results of paper.reproduce"
+
 
 def publish(name, figure, cfg, found):
-    """Draw a figure or print a table, and write its numbers into the results of the scale."""
+    """Draw a figure or print a table, and write its numbers into results/<scale>.json."""
     print(f"{name}: {figure.caption}")
     record = {"caption": figure.caption, "environment": environment()}  # before it changes files of the repository
     record |= about_runs(figure, found)
@@ -27,32 +28,26 @@ def publish(name, figure, cfg, found):
     if record["rows"]:
         print(markdown(HEADER, map(claim_cells, record["rows"]), left=3), flush=True)
     if figure.panels:  # last, so that an error leaves the old picture beside the old numbers
-        draw_figure(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)
+        figure.page(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)
         record["png"] = f"{cfg.scale}/{name}.png"
-    store(name, record, cfg)
+    path = Path(cfg.results_dir, f"{cfg.scale}.json")
+    figures = read_record(path, RESULTS)["figures"] if path.exists() else {}
+    figures[name] = record
+    figures = {key: figures[key] for key in FIGURES if key in figures}
+    about = {"scale": cfg.units.what, "units": units_in_words(cfg.units)}
+    write_record(path, RESULTS, about | {"figures": figures})
 
 
 def about_runs(figure, found):
-    """What a figure's record says of its runs: losses, commits, how many are timed, and their hours."""
+    """What we note of a figure's runs: losses, commits, how many are timed, and their hours."""
     losses, made = {}, {}
     for job in figure.jobs:
         for seed in found.seeds(job):
-            name = found.folder(job, seed).name  # some Jobs are one run
+            name = found.name(job, seed)  # some Jobs are one run
             losses[name], made[name] = found.loss(job, seed), found.record(job, seed)
     commits = sorted({run["commit"] or "unknown" for run in made.values()})
     seconds = [run["seconds"] for run in made.values() if run["seconds"] is not None]
     return {"runs": losses, "commits": commits, "timed": len(seconds), "hours": round(math.fsum(seconds) / 3600, 2)}
-
-
-def store(name, record, cfg):
-    """Write a figure's record into the results of the scale."""
-    path = Path(cfg.results_dir, f"{cfg.scale}.json")
-    figures = {}
-    if path.exists():
-        figures = read_json(path, "results of paper.reproduce", {"figures": dict})["figures"]
-    figures[name] = record
-    figures = {key: figures[key] for key in FIGURES if key in figures}
-    write_json(path, {"scale": cfg.units.what, "units": units_in_words(cfg.units), "figures": figures})
 
 
 # -- results/<scale>/README.md
@@ -69,35 +64,23 @@ def section(name, record):
         parts.append(markdown(record["table"][0], record["table"][1:]))
     if record["rows"]:
         parts.append(markdown(HEADER, map(claim_cells, record["rows"]), left=3))
-    parts.append(f"<sub>{how_made(record)}</sub>")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, f"<sub>{how_made(record)}</sub>"])
 
 
 def how_made(record):
     """Sentences on the runs of a figure and the commits that made them and it."""
-    said = []
+    text, drawn = "", record["environment"]
     if record["runs"]:
-        commits = ", ".join(commit[:10] for commit in record["commits"])  # "unknown" comes last
-        said.append(f"{len(record['runs'])} runs, by commit {commits}.")
+        text += f"{len(record['runs'])} runs, by commit {', '.join(commit[:10] for commit in record['commits'])}. "
     if record["timed"]:
-        said.append(f"{record['timed']} of them are timed: {record['hours']:.1f} hours of training.")
-    drawn = record["environment"]
-    changed = [line for line in (drawn["changed_files"] or "").splitlines() if " results/" not in line]
-    with_changes = " with changes" if changed else ""
-    said.append(f"Drawn by commit {(drawn['commit'] or 'unknown')[:10]}{with_changes}, on {drawn['machine']}.")
-    return " ".join(said)
-
-
-def decided(figures):
-    """The section of the claims that several seeds confirm or contradict, each once; [] if there are none."""
-    rows, cells = tested(figures), []
-    for verdict in (CONFIRMED, CONTRADICTED):
-        cells += [claim_cells(row) for row in rows if row["verdict"] == verdict]
-    return ["## Decided claims", markdown(HEADER, cells, left=3)] if cells else []
+        text += f"{record['timed']} of them are timed: {record['hours']:.1f} hours of training. "
+    has_changes = any(" results/" not in line for line in (drawn["changed_files"] or "").splitlines())
+    commit = (drawn["commit"] or "unknown")[:10] + (" with changes" if has_changes else "")
+    return f"{text}Drawn by commit {commit}, on {drawn['machine']}."
 
 
 def report_text(results, scale):
-    """results/<scale>/README.md, from what results/<scale>.json holds."""
+    """The text of results/<scale>/README.md, from what results/<scale>.json holds."""
     figures = {name: record for name, record in results["figures"].items() if name in FIGURES}
     parts = [
         f"# The paper's figures and tables at scale `{scale}`",
@@ -110,7 +93,11 @@ def report_text(results, scale):
         "paper's number. They are not corrected for how many they are, and many share runs. * marks a run on another "
         "processor than vanilla's.",
     ]
-    parts += decided(figures)
+    # the claims that several seeds decide, each once
+    rows = tested(figures)
+    cells = [claim_cells(row) for way in (CONFIRMED, CONTRADICTED) for row in rows if row["verdict"] == way]
+    if cells:
+        parts += ["## Decided claims", markdown(HEADER, cells, left=3)]
     parts += [section(name, record) for name, record in figures.items()]
     return "\n\n".join(parts) + "\n"
 
@@ -118,7 +105,6 @@ def report_text(results, scale):
 def write_report(cfg):
     """Write results/<scale>/README.md."""
     path = Path(cfg.results_dir, cfg.scale, "README.md")
-    what = f"what a figure at scale={cfg.scale} writes"
-    results = read_json(Path(cfg.results_dir, f"{cfg.scale}.json"), what, {"figures": dict})
+    results = read_record(Path(cfg.results_dir, f"{cfg.scale}.json"), RESULTS)
     write_text(path, report_text(results, cfg.scale))
     print(f"wrote {path}: {len(results['figures'])} figures and tables")

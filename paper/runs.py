@@ -1,42 +1,36 @@
 """Runs in the paper's units, and what these units are at each scale.
 
-A Job says "ResFormer, 82M, length 64,000"; a Scale says that this is a model of 738k parameters at length 1,024 on two
+A Job says "ResFormer, 82M, length 64,000". A Scale says that this is a model of 738k parameters at length 1,024 on two
 cores. Read next: found.py.
 """
 
 import ast
 import dataclasses
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
 PAPER_LR = 6e-4
-# word in a claim's brackets -> (field of a Job, its type)
-UNITS = {"size": ("size", str), "length": ("length", int), "rate": ("lr", float), "warmup": ("warmup", int)}
-UNIT = re.compile(rf"\[({'|'.join(UNITS)}) ([^\]]+)\]")  # of the paper, in a claim's words
-INSPECTED = "inspected"  # the size of the model of Figures 1, 2, 18, 19 and 21: Scale.inspected says which it is
-ONE_RATE = "one"  # the rate of Figure 14, the same for all modes: Scale.one_rate says which it is
+INSPECTED = "inspected"  # the size of the model in Figures 1, 2, 18, 19 and 21: Scale.inspected says which it is
+ONE_RATE = "one"  # Figure 14's rate, the same for all modes: Scale.one_rate says which it is
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training run in the paper's units. lr: None = the one that a Scale has for the mode, ONE_RATE = the one that it
-    has for all modes; change: what else differs, as settings of train.py, `name=value` with commas; values are numbers,
-    True or False."""
+    """A training run in the paper's units."""
 
     mode: str = "vanilla"
     size: str = "82M"
     length: int = 2048
-    lr: float | Literal["one"] | None = None
+    lr: float | Literal["one"] | None = None  # None: the rate that the scale has for the mode
     warmup: int = 120
     arch: str = "llama"
-    change: str = ""
+    change: str = ""  # what else differs: settings of train.py as `name=value,name=value`
 
     @property
     def name(self):
-        """The name of its folder, without the seed: size, length, mode, and what else is not the paper's default."""
+        """The name of its folder without the seed: size, length, mode, and what is not the paper's default."""
         parts = [self.size, str(self.length), self.mode]
         if self.lr not in (None, PAPER_LR):
             parts.append(f"lr{self.lr:g}")
@@ -50,112 +44,91 @@ class Job:
 
     @property
     def baseline(self):
-        """The vanilla run of the same settings. If lr is None, vanilla has its own rate, else the same."""
+        """The vanilla run with the same settings. If lr is None, vanilla has its own rate."""
         return dataclasses.replace(self, mode="vanilla")
 
 
-# At scale night: the rates in the paper's units, where they are not NIGHT_LR. A mode that has none at its size has
-# 82M's.
-NIGHT_LR = 3e-4
+# -- scale night
+
+
+NIGHT_LR = 3e-4  # in the paper's units
+# The modes that have another rate, by size. A mode without one at its size has 82M's.
 NIGHT_RATES = {
     ("82M", "svformer"): 6e-4,
-    ("2M", "vanilla"): 1.2e-3,
-    ("2M", "resformer"): 6e-4,
-    ("2M", "svformer"): 6e-4,
-    ("180M", "vanilla"): 1.5e-4,
-    ("180M", "resformer"): 1.5e-4,
-    ("180M", "svformer"): 3e-4,
-    ("468M", "vanilla"): 1.5e-4,
-    ("468M", "resformer"): 1.5e-4,
-    ("468M", "svformer"): 3e-4,
-    ("180M", "resformer_lambda"): 1.5e-4,  # vanilla's and ResFormer's; no other was tried
-    ("468M", "resformer_lambda"): 1.5e-4,
-}
-# At scale night: Figure 14's rate. Vanilla overtakes SVFormer there, but not at either mode's best rate.
+    ("2M", "vanilla"): 1.2e-3, ("2M", "resformer"): 6e-4, ("2M", "svformer"): 6e-4,
+    ("180M", "vanilla"): 1.5e-4, ("180M", "resformer"): 1.5e-4, ("180M", "svformer"): 3e-4,
+    ("468M", "vanilla"): 1.5e-4, ("468M", "resformer"): 1.5e-4, ("468M", "svformer"): 3e-4,
+    # vanilla's and ResFormer's; we tried no other
+    ("180M", "resformer_lambda"): 1.5e-4, ("468M", "resformer_lambda"): 1.5e-4,
+}  # fmt: skip
+# Figure 14's rate: vanilla overtakes SVFormer there, but not at either mode's best rate.
 NIGHT_ONE_RATE = 1.5e-4
-# At scale night: (size, mode) -> the rates at which length 2,048 has three seeds; the other rates have one
-NIGHT_SEEDS = {
-    ("82M", "vanilla"): (0.75e-4, NIGHT_LR, 6e-4),
-    ("82M", "resformer"): (0.75e-4, NIGHT_LR, 6e-4),
-    ("82M", "svformer"): (0.75e-4, NIGHT_LR, 6e-4),
-    ("82M", "resformer_lambda"): (NIGHT_LR,),
-    ("82M", "resformer_lambda_1"): (NIGHT_LR,),
-    ("82M", "resformer_plus"): (NIGHT_LR,),
-    ("82M", "neutreno"): (NIGHT_LR,),
-    ("82M", "denseformer"): (NIGHT_LR,),
-    ("82M", "resformer_sparse"): (NIGHT_LR,),
-    ("82M", "resformer_learned"): (NIGHT_LR,),
-    ("82M", "scaled"): (NIGHT_LR,),
-    ("82M", "cross"): (NIGHT_LR,),
-    ("2M", "vanilla"): (6e-4, 1.2e-3),
-    ("2M", "resformer"): (6e-4,),
-    ("2M", "svformer"): (6e-4,),
-    ("2M", "resformer_lambda"): (6e-4,),
-    ("2M", "resformer_plus"): (6e-4,),
-    ("2M", "neutreno"): (6e-4,),
-    ("2M", "denseformer"): (6e-4,),
-    ("180M", "vanilla"): (1.5e-4,),
-    ("180M", "resformer"): (1.5e-4,),
-    ("468M", "vanilla"): (1.5e-4,),
-    ("468M", "resformer"): (1.5e-4,),
-    ("180M", "resformer_lambda"): (1.5e-4,),
-    ("468M", "resformer_lambda"): (1.5e-4,),
-    ("468M", "svformer"): (3e-4,),
+# The modes that have three seeds at length 2,048, by size and rate. All others have one, because a run takes up to
+# 45 minutes.
+THREE_SEEDS = {
+    ("82M", 0.75e-4): "vanilla resformer svformer",
+    ("82M", 3e-4): "vanilla resformer svformer resformer_lambda resformer_lambda_1 resformer_plus neutreno denseformer "
+    "resformer_sparse resformer_learned scaled cross",
+    ("82M", 6e-4): "vanilla resformer svformer",
+    ("2M", 6e-4): "vanilla resformer svformer resformer_lambda resformer_plus neutreno denseformer",
+    ("2M", 1.2e-3): "vanilla",
+    ("180M", 1.5e-4): "vanilla resformer resformer_lambda",
+    ("468M", 1.5e-4): "vanilla resformer resformer_lambda",
+    ("468M", 3e-4): "svformer",
 }
-# At scale night: the change to the model that is inspected. Without it no sink forms in as many steps.
-WITH_BOS = "bos=True"
-# At scale night: the change at which plain ResFormer leads most clearly; three seeds at one rate
-DEEP = "n_layer=12"
+WITH_BOS = "bos=True"  # the inspected model's change: without it no sink forms in so few steps
+DEEP = "n_layer=12"  # the change with which plain ResFormer leads most clearly
 
 
 def n_seeds_at_night(job):
-    """The number of seeds of a Job at scale night: several where a verdict is about it, else one."""
-    is_plain = job == Job(job.mode, job.size, lr=job.lr)
-    if is_plain and job.lr in NIGHT_SEEDS.get((job.size, job.mode), ()):
-        return 3
+    """How many seeds a Job has at scale night: three where we judge a claim by it."""
+    if job == Job(job.mode, job.size, lr=job.lr):
+        return 3 if job.mode in THREE_SEEDS.get((job.size, job.lr), "").split() else 1
     is_deep = job.change == DEEP and job.lr == 1.5e-4
     return 3 if is_deep or job.change == WITH_BOS else 1
 
 
 def left_out_at_night(job):
-    """Whether scale night does without a Job. Its models have too few heads for gqa8, and gqa4 is mqa there. The
-    combinations with GQA4, the rate 1e-4 and GPT-2 would each be one seed, at rates that were not tuned."""
+    """Whether scale night does without a Job. Its models have too few heads for gqa8, and gqa4 would be mqa. GQA4's
+    combinations, the rate 1e-4 and GPT-2 would each be one seed at a rate that nobody tuned."""
     is_gqa4_or_8 = job.mode in ("gqa8", "gqa4", "svformer_gqa4", "cla2_gqa4")
     return is_gqa4_or_8 or job.lr == 1e-4 or job.arch == "gpt2"
 
 
+# -- scales
+
+
 @dataclass(frozen=True)
 class Scale:
-    """What the paper's units are: sizes -> (layers, heads, width), lengths -> (tokens, sequences a step, micro-batch).
-    A learning rate of the paper's times `lr_factor` is ours; warmups: the paper's steps of warmup -> ours."""
+    """What the paper's units are here."""
 
     what: str
-    sizes: dict
-    lengths: dict
+    sizes: dict  # the paper's size -> layers, heads, width
+    lengths: dict  # the paper's length -> tokens, sequences a step, micro-batch
     steps: int
-    lr_factor: float
-    warmups: dict
-    gpus: int  # ranks of a run; 0 = no GPU
+    lr_factor: float  # our rate is the paper's times this
+    warmups: dict  # the paper's steps of warmup -> ours
+    gpus: int  # ranks of a run; 0: no GPU
     data_dir: str
     prepare: str  # the command that makes the data, without --out_dir
-    window: int  # steps of the moving average of training losses, at most a tenth of all (claims.critical_point)
-    evals: int  # evaluations of a 468M run (Figure 6); other runs are evaluated every `steps`
-    chunks: int  # of an analysis
-    n_seeds: Callable = lambda job: 1  # of a Job with what `here` decides
-    settings: dict = field(default_factory=dict)  # of train.py, in place of those computed here
+    window: int  # steps in the moving average of training losses, at most a tenth of all (claims.critical_point)
+    evals: int  # evaluations of a 468M run (Figure 6); other runs are evaluated at their end
+    chunks: int  # of text in an analysis
+    n_seeds: Callable = lambda job: 1
+    settings: dict = field(default_factory=dict)  # of train.py, in place of those that train_settings computes
     micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
-    tokens: float = 20e9  # of the data
-    vocab: int = 50277  # of its tokenizer
-    every: int = 1  # steps whose mean stands for them in figures and records
+    tokens: float = 20e9  # of data
+    vocab: int = 50277
+    every: int = 1  # steps that one loss of a figure or a record averages
     lr: float = PAPER_LR  # the usual rate, in the paper's units
-    tuned: dict = field(default_factory=dict)  # (size, mode) -> its rate where it is another
-    one_rate: float | None = None  # of all modes in Figure 14; None = lr
+    tuned: dict = field(default_factory=dict)  # (size, mode) -> another rate
+    one_rate: float = PAPER_LR  # every mode's in Figure 14
     of_length: dict = field(default_factory=dict)  # length -> settings of train.py that differ there
-    inspected: dict = field(default_factory=lambda: {"size": "468M"})  # the model whose attention is looked into
+    inspected: dict = field(default_factory=lambda: {"size": "468M"})  # the model whose attention Figure 1 looks into
     figures: tuple[str, ...] = ()  # the only ones that it is for; () = any
-    without: tuple[str, ...] = ()  # figures of the paper that `all` leaves out
-    core_speed: float = 0.0  # FLOP/s of one core, validation included, for the hours of a plan; 0 = not measured
-    leaves_out: Callable = lambda job: False  # whether it does without a Job, as a figure names it
+    without: tuple[str, ...] = ()  # figures that `all` leaves out
+    core_speed: float = 0.0  # FLOP/s of a core, for a plan's hours; 0 = not measured
+    leaves_out: Callable = lambda job: False
 
     def has(self, job):
         """Whether this scale makes a Job."""
@@ -163,21 +136,15 @@ class Scale:
         has_plan = job.length in self.lengths and job.warmup in self.warmups
         return has_size and has_plan and not self.leaves_out(job)
 
-    def change_in_words(self, job):
-        """What else differs in the model that is inspected, or ""."""
-        if job.size == INSPECTED and self.here(job).change == WITH_BOS:
-            return "trained with end-of-text first"
-        return ""
-
     def here(self, job):
-        """The Job with what this scale decides: its learning rate, and which model is inspected."""
+        """The Job with what this scale decides: which model is inspected, and the learning rate."""
         if job.size == INSPECTED:
             job = dataclasses.replace(job, **self.inspected)
         if job.lr is None:
-            of_base = self.tuned.get(("82M", job.mode), self.lr)
-            job = dataclasses.replace(job, lr=self.tuned.get((job.size, job.mode), of_base))
+            of_82m = self.tuned.get(("82M", job.mode), self.lr)
+            job = dataclasses.replace(job, lr=self.tuned.get((job.size, job.mode), of_82m))
         if job.lr == ONE_RATE:
-            job = dataclasses.replace(job, lr=self.one_rate or self.lr)
+            job = dataclasses.replace(job, lr=self.one_rate)
         return job
 
 
@@ -190,11 +157,12 @@ PAPER_SIZES = {
 }
 SLIMPAJAMA = "python prepare.py slimpajama --tokenizer_file=tokenizer.json"
 PYSOURCE = "python prepare.py pysource --tokenizer=bpe:2048 --tokens=12e6"
-PYSOURCE_ALL = "python prepare.py pysource --tokenizer=bpe:2048"
-# by name, so that packages that are installed later do not change the text
-PACKAGES = (
-    "datasets,fontTools,fsspec,huggingface_hub,matplotlib,mpmath,networkx,numpy,pandas,PIL,pyarrow,sympy,torch,torchgen"
+# We name night's packages, so that the text stays the same when somebody installs another package.
+PYSOURCE_NIGHT = (
+    "python prepare.py pysource --tokenizer=bpe:2048 --packages=datasets,fontTools,fsspec,huggingface_hub,"
+    "matplotlib,mpmath,networkx,numpy,pandas,PIL,pyarrow,sympy,torch,torchgen"
 )
+PYSOURCE_GPU = "python prepare.py pysource --tokenizer=bpe:16384 --tokens=42e6 --val_tokens=200000"
 ON_CORES = {"eval_tokens": 8192, "dtype": "float32", "compile": False, "device": "cpu"}
 SCALES = {
     "paper": Scale(
@@ -219,8 +187,7 @@ SCALES = {
         {"82M": (8, 8, 512)},
         {2048: (2048, 64, 32)},
         steps=400, lr_factor=1.0, warmups={120: 40}, gpus=1, inspected={"size": "82M"},
-        data_dir="data/gpu", tokens=42e6, vocab=16384,
-        prepare="python prepare.py pysource --tokenizer=bpe:16384 --tokens=42e6 --val_tokens=200000",
+        data_dir="data/gpu", prepare=PYSOURCE_GPU, tokens=42e6, vocab=16384,
         window=20, evals=1, chunks=40, settings={"eval_every": 200, "eval_tokens": 65536, "save_every": 200},
         figures=("gpu", "fig2", "fig19", "fig20", "fig21", "tab5"),
     ),
@@ -238,7 +205,7 @@ SCALES = {
         # no 64000: at length 1,024 models learn too little in 6,000 steps to be compared
         {512: (32, 64, 64), 2048: (128, 16, 16), 8192: (256, 8, 8), 32000: (512, 4, 4)},
         steps=6000, lr_factor=10.0, warmups={120: 100}, gpus=0,
-        data_dir="data/night", prepare=f"{PYSOURCE_ALL} --packages={PACKAGES}", tokens=50e6, vocab=2048,
+        data_dir="data/night", prepare=PYSOURCE_NIGHT, tokens=50e6, vocab=2048,
         window=300, every=20, evals=5, chunks=200, core_speed=180e9,
         n_seeds=n_seeds_at_night, leaves_out=left_out_at_night,
         lr=NIGHT_LR, tuned=NIGHT_RATES, one_rate=NIGHT_ONE_RATE,
@@ -257,8 +224,6 @@ def train_settings(job, scale, seed, folder):
     job = scale.here(job)
     block, batch, micro = scale.lengths[job.length]
     n_layer, n_head, n_embd = scale.sizes[job.size]
-    saves = 10 if scale.gpus else 2
-    evals = scale.evals if job.size == "468M" else 1
     values = {
         "value_mode": job.mode,
         "arch": job.arch,
@@ -271,16 +236,15 @@ def train_settings(job, scale, seed, folder):
         "max_steps": scale.steps,
         "warmup_steps": scale.warmups[job.warmup],
         "learning_rate": float(f"{job.lr * scale.lr_factor:.6g}"),
-        "eval_every": scale.steps // evals,
-        "save_every": max(1, scale.steps // saves),
+        "eval_every": scale.steps // (scale.evals if job.size == "468M" else 1),
+        "save_every": max(1, scale.steps // (10 if scale.gpus else 2)),
         "log_every": max(1, scale.steps // 10),
         "keep": 1,
         "data_dir": scale.data_dir,
         "seed": seed,
         "out_dir": str(folder),
     }
-    values |= scale.settings
-    values |= scale.of_length.get(job.length, {})
+    values |= scale.settings | scale.of_length.get(job.length, {})
     for change in filter(None, job.change.split(",")):
         name, value = change.split("=")
         values[name] = ast.literal_eval(value)

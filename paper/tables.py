@@ -1,7 +1,6 @@
-"""Tables as rows of texts, the header first: the paper's five, ours beside its numbers, and those of modes, rates,
-critical points and regimes. The first argument of each is a found.Found.
+"""Tables as rows of texts, the header first: the paper's five, ours beside its numbers, and those of our own figures.
 
-Read next: panels.py.
+The first argument of each is a found.Found. Read next: panels.py.
 """
 
 import math
@@ -11,14 +10,16 @@ from pathlib import Path
 import numpy as np
 
 import plot
-from data import Tokenizer
-from oldconfig import UserError
-from oldfiles import read_json
+from configurator import UserError
+from data import Tokenizer, load_manifest
+from describe import count_parameters
 from paper import claims
-from paper.claims import LABELS, critical, gap_in_words, gaps_to_vanilla
+from paper.claims import LABELS, critical
 from paper.runs import SCALES, Job, train_settings
+from prepare import PAPER_MIXTURE
 from report import mean_interval, plus_minus, with_interval
 from tasks import TABLE1
+from train import TrainConfig
 
 # Numbers that the paper prints: Tables 1 (accuracies) and 5 (validation losses); domains and tasks in its order.
 PAPER_ACCURACIES = {
@@ -45,41 +46,47 @@ def size_and_loss(mode):
 
 
 def beside(ours, paper):
-    """A cell: our number, and the paper's, a text or None, in brackets."""
-    text = "-" if ours is None else f"{ours:.4f}"
+    """A cell: the mean of our numbers, and the paper's number, a text or None, in brackets."""
+    text = f"{np.mean(ours):.4f}" if ours else "-"
     return text if paper is None else f"{text} ({paper})"
 
 
 def settings_row(ours, paper):
-    """Cells of settings, whole numbers with commas: ours, and the paper's in brackets."""
-    return [f"{with_commas(our)} ({with_commas(its)})" for our, its in zip(ours, paper, strict=True)]
+    """Cells of settings: ours, and the paper's in brackets."""
+    cells = []
+    for pair in zip(ours, paper, strict=True):
+        cells.append("{} ({})".format(*(f"{x:,}" if isinstance(x, int) else x for x in pair)))
+    return cells
 
 
-def with_commas(x):
-    return f"{x:,}" if isinstance(x, int) else str(x)
+def interval(values, sign=False):
+    """A cell: mean and 95 % interval over seeds."""
+    return with_interval(*mean_interval(values), sign)
 
 
-def accuracy_cell(values, paper):
-    """The mean of accuracies, "-" if there is none, and the paper's in brackets."""
-    return beside(np.mean(values) if values else None, f"{paper:.3f}")
+def gap_in_words(found, job):
+    """A cell: a Job's losses minus vanilla's, with a * if one of them was on another processor."""
+    words = interval(found.gaps(job), sign=True)
+    for seed in found.common_seeds(job, job.baseline):
+        if found.record(job, seed)["processor"] != found.record(job.baseline, seed)["processor"]:
+            return f"{words} *"
+    return words
+
+
+# -- the paper's tables
 
 
 def table1(found):
-    """Accuracies, the paper's in brackets; Avg is over the tasks that both models of a length can be scored on."""
+    """Accuracies, the paper's in brackets. Avg is over the tasks that both models of a length can be scored on."""
     yield ["", *TABLE1, "Avg"]
     for (mode, length), paper in PAPER_ACCURACIES.items():
-        accuracies, common = [], TABLE1
-        for seed in found.seeds(Job(mode, length=length)):
-            by_mode, tasks = claims.task_accuracies(found, length, seed)
-            if tasks:  # else nothing is scored with this seed
-                accuracies.append(by_mode[mode])
-                common = [task for task in common if task in tasks]
-        if not accuracies:
+        scored, common = claims.accuracies(found, length)
+        ours = [tasks for (name, _), tasks in scored.items() if name == mode]
+        if not ours:
             raise UserError(f"no task is scored at length {length:,}; without the hub, set --eval_dir")
-        cells = []
-        for task, theirs in zip(TABLE1, paper[:-1], strict=True):
-            cells.append(accuracy_cell([of[task] for of in accuracies if task in of], theirs))
-        cells.append(accuracy_cell([of[task] for of in accuracies for task in common], paper[-1]))
+        *theirs, average = (f"{accuracy:.3f}" for accuracy in paper)
+        cells = [beside([of[task] for of in ours if task in of], x) for task, x in zip(TABLE1, theirs, strict=True)]
+        cells.append(beside([of[task] for of in ours for task in common], average))
         if len(common) < len(TABLE1):
             cells[-1] += f" of {len(common)}"
         yield [found.in_words(f"{LABELS[mode]}, length [length {length}]"), *cells]
@@ -87,10 +94,8 @@ def table1(found):
 
 def table2(found):
     """Shares of the domains, as prepared here and in the paper."""
-    from prepare import PAPER_MIXTURE  # here, so that the names of figures are known without it
-
     yield ["domain", "share here", "training tokens here", "share in the paper", "tokens in the paper"]
-    manifest = read_json(Path(found.scale.data_dir) / "manifest.json", "a manifest of prepare.py")
+    manifest = load_manifest(found.scale.data_dir, verify=False)
     for domain in dict.fromkeys([*PAPER_MIXTURE, *manifest["mixture"]]):
         row = [domain, "-", "-", "-", "-"]
         if domain in manifest["mixture"]:
@@ -101,8 +106,7 @@ def table2(found):
 
 
 def table3(found):
-    """Batches by length, the paper's in brackets. Its 32 steps of accumulation are a slip: the paper's other numbers
-    give 4."""
+    """Batches by length, the paper's in brackets. Its 32 steps of accumulation are a slip: its other numbers give 4."""
     yield ["length", "tokens", "sequences per step", "per GPU", "accumulation", "tokens per step"]
     for length, (tokens, batch, micro) in found.scale.lengths.items():
         _, sequences, each = SCALES["paper"].lengths[length]
@@ -111,9 +115,7 @@ def table3(found):
 
 
 def table4(found):
-    """Shapes and recipe by size, the paper's in brackets; the paper does not give the shape of its 320M."""
-    from describe import count_parameters  # imports torch
-
+    """Shapes and recipe by size, the paper's in brackets. The paper does not give the shape of its 320M."""
     vocab = Tokenizer.load(Path(found.scale.data_dir) / "tokenizer.json").n_vocab
     columns = []
     for size in found.scale.sizes:
@@ -128,10 +130,7 @@ def table4(found):
 
 
 def recipe(scale, size, vocab):
-    """A model's ModelConfig, and what Table 4 says of it: shape, vocabulary, learning rate, warmup, steps, tokens of a
-    step."""
-    from train import TrainConfig  # imports torch
-
+    """A model's ModelConfig, and what Table 4 says of it."""
     cfg = TrainConfig(**train_settings(Job(size=size), scale, 0, ""))
     model = cfg.model_config(vocab)
     shape = [model.n_layer, model.n_head, model.n_embd, model.n_hidden, vocab]
@@ -140,17 +139,18 @@ def recipe(scale, size, vocab):
 
 def table5(found):
     """Validation losses by domain, means over seeds; the paper's in brackets where the domain is one of its own."""
-    asked = [(Job(*key), paper) for key, paper in PAPER_LOSSES.items() if found.scale.has(Job(*key))]
-    for i, (job, paper) in enumerate(asked):
-        runs = [found.run(job, seed) for seed in found.seeds(job)]
-        domains = list(runs[0].domains)
+    jobs = {Job(*key): paper for key, paper in PAPER_LOSSES.items() if found.scale.has(Job(*key))}
+    for i, (job, paper) in enumerate(jobs.items()):
+        domains = [found.record(job, seed)["domains"] for seed in found.seeds(job)]
         if i == 0:
-            yield ["", *domains, "Avg"]
+            yield ["", *domains[0], "Avg"]
         *of_domains, average = (f"{loss:.4f}" for loss in paper)
         theirs = dict(zip(DOMAINS, of_domains, strict=True))
-        cells = [beside(np.mean([run.domains[name] for run in runs]), theirs.get(name)) for name in domains]
-        mean = np.mean(found.losses(job))
-        yield [found.in_words(f"{LABELS[job.mode]}, [size {job.size}]"), *cells, beside(mean, average)]
+        cells = [beside([losses[name] for losses in domains], theirs.get(name)) for name in domains[0]]
+        yield [found.in_words(f"{LABELS[job.mode]}, [size {job.size}]"), *cells, beside(found.losses(job), average)]
+
+
+# -- tables of our own figures
 
 
 def critical_table(found, lines):
@@ -160,14 +160,10 @@ def critical_table(found, lines):
     for label, job in lines:
         points = [critical(found, job, seed) for seed in found.common_seeds(job, job.baseline)]
         crossed = [step for step, extrapolated in points if step > 0 and not extrapolated]
+        extrapolated = sum(extrapolated and step < math.inf for step, extrapolated in points)
+        never, not_yet = (sum(step == at for step, _ in points) for at in (0, math.inf))
         when = plus_minus(*mean_interval(crossed), digits=0)
-        counts = [
-            len(crossed),
-            sum(extrapolated and step < math.inf for step, extrapolated in points),
-            sum(step == 0 for step, _ in points),
-            sum(step == math.inf for step, _ in points),
-        ]
-        yield [label, when, *map(str, counts)]
+        yield [label, when, *map(str, (len(crossed), extrapolated, never, not_yet))]
 
 
 def rates_table(found, grids):
@@ -176,13 +172,12 @@ def rates_table(found, grids):
     yield ["parameters", "mode", "best rate", "loss there, ± 95 %", "seeds", *gaps]
     for (_, mode), jobs in grids.items():
         best, base = claims.best_pair(found, jobs)
-        cells = [with_interval(*mean_interval(found.losses(best))), str(len(found.seeds(best)))]
-        at_base = replace(best, lr=base.lr)
-        for values in (claims.gaps_at_best(found, jobs), gaps_to_vanilla(found, at_base)):
-            cells.append("-" if mode == "vanilla" else with_interval(*mean_interval(values), sign=True))
         rate = f"{best.lr * found.scale.lr_factor:.2g}"
         if len(jobs) > 2 and best in (jobs[0], jobs[-1]):
             rate += " (end of the grid)"
+        cells = [interval(found.losses(best)), str(len(found.seeds(best))), "-", "-"]
+        if mode != "vanilla":
+            cells[2:] = (interval(found.gaps(job, base), sign=True) for job in (best, replace(best, lr=base.lr)))
         yield [plot.short_count(found.parameters(best)), LABELS[mode], rate, *cells]
 
 
@@ -200,45 +195,37 @@ def regime_table(found, lines):
     gaps = ["both at the lower rate", "both at the higher", "each at its better one ± 95 %"]
     yield ["what differs", "mode", "rates", "vanilla's loss", *gaps]
     for (label, mode), jobs in regime_rows(found, lines).items():
-        _, base = claims.best_pair(found, jobs)
+        best, base = claims.best_pair(found, jobs)
         rates = " and ".join(found.unit("rate", job) for job in jobs)
         if len(jobs) == 1 and found.rate_in_words(jobs[0]):
             rates += f", vanilla {found.unit('rate', base)}"
-        cells = ["-", "-"]
-        if len(jobs) > 1:
-            cells = [gap_in_words(found, job) for job in jobs]
-        best = mean_interval(claims.gaps_at_best(found, jobs))
-        losses = with_interval(*mean_interval(found.losses(base)))
-        yield [label, LABELS[mode], rates, losses, *cells, with_interval(*best, sign=True)]
+        at_both = [gap_in_words(found, job) for job in jobs] if len(jobs) > 1 else ["-", "-"]
+        gap = interval(found.gaps(best, base), sign=True)
+        yield [label, LABELS[mode], rates, interval(found.losses(base)), *at_both, gap]
 
 
 def concentration_table(found, jobs):
     """How concentrated the attention of modes is, and their losses. The first token's quantities are extremes over
     layers."""
     quantities = {
-        "entropy in the deeper half (nats)": claims.deep_entropy,
-        "first token's greatest importance": claims.most_importance,
-        "its shortest value": claims.least_value,
-        "its longest hidden state": claims.most_hidden,
+        "entropy in the deeper half (nats)": claims.DEEP_ENTROPY,
+        "first token's greatest importance": claims.MOST_IMPORTANCE,
+        "its shortest value": claims.LEAST_VALUE,
+        "its longest hidden state": claims.MOST_HIDDEN,
     }
     yield ["mode", "validation loss ± 95 %", *quantities]
     for job in jobs:
-        cells = [LABELS[job.mode], with_interval(*mean_interval(found.losses(job)))]
+        cells = [interval(found.losses(job))]
         for quantity in quantities.values():
-            values = [quantity(job, found, seed) for seed in found.seeds(job)]
-            cells.append(with_interval(*mean_interval(values)))
-        yield cells
+            cells.append(interval([quantity(job, found, seed) for seed in found.seeds(job)]))
+        yield [LABELS[job.mode], *cells]
 
 
 def modes_table(found, jobs):
     """Validation losses of runs, the lowest first."""
     yield ["mode", "validation loss ± 95 %", "minus vanilla's ± 95 %", "seeds", "parameters", "KV bytes per token"]
-    rows = []
-    for job in jobs:
-        seeds = found.seeds(job)
-        start = found.run(job, seeds[0]).start
-        losses = mean_interval(found.losses(job))
+    for job in sorted(jobs, key=lambda job: (np.mean(found.losses(job)), job.mode)):
+        start = found.start(job)
         gap = "-" if job == job.baseline else gap_in_words(found, job)
-        cells = [f"`{job.mode}`", with_interval(*losses), gap, str(len(seeds))]
-        rows.append((losses[0], [*cells, f"{start['parameters']:,}", f"{start['kv_bytes_per_token']:,}"]))
-    yield from (cells for _, cells in sorted(rows))
+        cells = [interval(found.losses(job)), gap, str(len(found.seeds(job)))]
+        yield [f"`{job.mode}`", *cells, f"{start['parameters']:,}", f"{start['kv_bytes_per_token']:,}"]

@@ -305,7 +305,7 @@ def case_branches():
         model = new_model(cfg, dtype).eval()
         positions = torch.tensor([[0, 1, 2, 2, 3, 3, 4, 4]]).to("cuda")
         branches = torch.tensor([[0, 0, 1, 2, 1, 2, 1, 2]]).to("cuda")
-        x = model.hidden(torch.zeros_like(positions), scoring.PrefixTree(positions, branches, 5))
+        x = model.hidden(torch.zeros_like(positions), scoring.PrefixTree(positions, branches))
         assert x.is_cuda and x.dtype == dtype
 
     for key, cfg, dtype in configs():

@@ -130,7 +130,7 @@ def test_pages():
 
 
 def test_tables_are_current():
-    result = finished([sys.executable, "docs/tables.py", "--check"], cwd=ROOT)
+    result = finished([sys.executable, "-m", "docs.tables", "--check"], cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert TEXTS["docs/modes.md"].count("\n| `") == len(TABLE)
     used = [name for text in TEXTS.values() for _, name, _ in tables.PLACE.findall(text)]

@@ -111,7 +111,7 @@ def test_continuations_in_one_row_equal_each_alone(mode, attn):
     """A row with a prefix of 5 tokens and two continuations, as evaluation scores it."""
     model, idx = tiny(mode, attn=attn), tokens((1, 10))
     positions, branches = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 5, 6], [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]])[:, None]
-    together = model.hidden(idx, PrefixTree(positions, branches, 8))[0]
+    together = model.hidden(idx, PrefixTree(positions, branches))[0]
     for alone in ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 8, 9]):
         same(together[alone], model.hidden(idx[:, alone])[0])
 
