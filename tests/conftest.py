@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))
 
-import oldfiles as files  # noqa: E402
 from configurator import run  # noqa: E402
 from model import GPT  # noqa: E402
-from oldconfig import command_line, run_main  # noqa: E402
 from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode  # noqa: E402
 
 # The rows of the table, and combinations of its axes that no row uses: the frame has to carry them all.
@@ -201,16 +198,12 @@ def script(*words, cwd=None, env=None, **kw):
 def in_process(module, *words, cwd=None):
     """`python <module>.py …` in this process: what `script` returns, without the seconds to import torch."""
     out, err, code = io.StringIO(), io.StringIO(), 0
-    settings = typing.get_type_hints(module.main)["cfg"]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.chdir(cwd or os.getcwd()):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", [module.__file__, *map(str, words)])
             try:
-                if "run_main" in vars(module):  # the old way, until each room has moved
-                    run_main(module.main, command_line(settings, module.__doc__))
-                else:
-                    run(module.main, module.__doc__)
+                run(module.main, module.__doc__)
             except SystemExit as e:
                 code = e.code
     for number, handler in handlers.items():
@@ -228,15 +221,6 @@ def refused(result, *fragments):
 
 
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared is not there")
-
-
-def change(file, without="", **changes):
-    """Change keys of a JSON file, or take one out; with a right checksum if it had one."""
-    value = json.loads(file.read_text())
-    is_sealed = "sha256" in value
-    value.update(changes)
-    value.pop(without, None)
-    file.write_text(json.dumps(files.sealed(value) if is_sealed else value))
 
 
 def byte_tokenizer(pattern=r"[\s\S]"):

@@ -327,8 +327,8 @@ if __name__ == "__main__":
     import sample
     import scoring
     import train
+    from configurator import UserError
     from model import GPT
-    from oldconfig import UserError
 
     ALL = "--all" in sys.argv  # conftest comes after our own files, for it sets the path
     from conftest import COMPILED, MODES, config, fewest_layers, fits

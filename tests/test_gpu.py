@@ -14,7 +14,7 @@ from conftest import ROOT, finished, in_process, refused
 import runtime
 import sample
 import train
-from oldconfig import UserError
+from configurator import UserError
 
 # planted all at once: file, right words, wrong words, what is said
 FAULTS = {
