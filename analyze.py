@@ -23,15 +23,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import checkpoint
+from common import checkpoint
+from common.data import EOT, Corpus, Tokenizer, raw_bits
+from common.files import write_atomic, write_record
+from common.layers import attend, attend_across, repeat_heads, to_fp32
+from common.plan import count_parameters
+from common.ranks import enough_memory, environment, only_process, pick_dtype
+from common.report import markdown, plus_minus, progress
 from configurator import UserError, check_fields, load_settings, run, setting
-from data import EOT, Corpus, Tokenizer, raw_bits
-from describe import count_parameters
-from files import write_atomic, write_record
-from layers import attend, attend_across, repeat_heads, to_fp32
 from model import GPT, join_scores
-from report import markdown, plus_minus, progress
-from runtime import enough_memory, environment, only_process, pick_dtype
 from train import TrainConfig
 
 NUMBERS = "analyze.py's numbers"  # the kind of analysis.json

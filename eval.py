@@ -23,15 +23,15 @@ from typing import Literal
 import numpy as np
 import torch
 
-import checkpoint
-from checkpoint import load_tokenizer, trained_on, trained_with_bos
+from common import checkpoint
+from common.checkpoint import load_tokenizer, trained_on, trained_with_bos
+from common.data import Corpus, Tokenizer
+from common.files import hold, read_record, write_record, write_text
+from common.ranks import Distributed, enough_memory, environment, weights_dtype
+from common.report import markdown, plus_minus, progress, side_by_side, table_row
+from common.scoring import domain_losses, requests_of, rows_of, score
+from common.tasks import GROUPS, TABLE1, TASKS, per_document, questions, task_record
 from configurator import UserError, check_fields, run, setting
-from data import Corpus, Tokenizer
-from files import hold, read_record, write_record, write_text
-from report import markdown, plus_minus, progress, side_by_side, table_row
-from runtime import Distributed, enough_memory, environment, weights_dtype
-from scoring import domain_losses, requests_of, rows_of, score
-from tasks import GROUPS, TABLE1, TASKS, per_document, questions, task_record
 
 RESULTS = "eval.py's results"
 

@@ -18,18 +18,21 @@ from typing import Literal
 
 import torch
 
-import checkpoint
+from common import checkpoint
+from common.data import Corpus
+from common.files import hold, read_record, write_json, write_text, writing
+from common.hf import OURS, is_hf_folder, is_plain_llama, llama_config, named_tensors, tokenizer_json
+from common.tokenizer import EOT
 from configurator import UserError, check_fields, need, run, setting
-from data import Corpus
-from files import hold, read_record, write_json, write_text, writing
-from hf import OURS, is_hf_folder, is_plain_llama, llama_config, named_tensors, tokenizer_json
-from tokenizer import EOT
 from train import ENVIRONMENT
 from value_modes import TABLE
 
 HERE = Path(__file__).parent
 # The wrapper for transformers, and all that it imports of ours. It lands in one flat folder.
-CODE = ("configurator.py", "value_modes.py", "layers.py", "loss.py", "model.py", "modeling_nanoresformer.py")
+CODE = (
+    "configurator.py", "value_modes.py", "model.py",
+    "common/layers.py", "common/loss.py", "common/modeling_nanoresformer.py",
+)  # fmt: skip
 CLASSES = {
     "AutoConfig": "modeling_nanoresformer.NanoResFormerConfig",
     "AutoModelForCausalLM": "modeling_nanoresformer.NanoResFormerForCausalLM",

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from configurator import need, run
-from layers import (
+from common.layers import (
     MLP,
     DepthAverage,
     Linear,
@@ -34,7 +33,8 @@ from layers import (
     repeat_heads,
     to_fp32,
 )  # fmt: skip
-from loss import chunked_cross_entropy
+from common.loss import chunked_cross_entropy
+from configurator import need, run
 from value_modes import plan_layers, stored_tensors
 
 
@@ -448,4 +448,4 @@ class KVCache:
 
 if __name__ == "__main__":
     # need, not import: transformers refuses an exported model.py that imports what does not come with it
-    run(need("describe").main, __doc__, skip_unknown=True)
+    run(need("common.plan").main, __doc__, skip_unknown=True)

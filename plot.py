@@ -19,10 +19,10 @@ from typing import Literal
 
 import numpy as np
 
+from common.files import read_record, read_record_lines, reading, write_atomic
+from common.report import markdown, mean_std, plus_minus
+from common.tasks import TASKS
 from configurator import UserError, check_fields, need, run, setting
-from files import read_record, read_record_lines, reading, write_atomic
-from report import markdown, mean_std, plus_minus
-from tasks import TASKS
 from value_modes import row_and_number
 
 GROWTH = 1.15  # a point averages the losses over the last 1 - 1/1.15 = 13 % of the tokens so far

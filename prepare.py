@@ -41,11 +41,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from common.data import MANIFEST
+from common.files import hold, read_record, reading, record_line, sha256, unsealed, write_atomic, write_record, writing
+from common.report import progress
+from common.tokenizer import EOT, PATTERN, Tokenizer, gpt2_spec, make_spec, neox_spec
 from configurator import UserError, check_fields, need, run, setting
-from data import MANIFEST
-from files import hold, read_record, reading, record_line, sha256, unsealed, write_atomic, write_record, writing
-from report import progress
-from tokenizer import EOT, PATTERN, Tokenizer, gpt2_spec, make_spec, neox_spec
 
 PART = "prepare.py's part"
 SETTINGS = "prepare.py's settings"

@@ -15,11 +15,11 @@ from typing import Literal
 
 import torch
 
-import checkpoint
+from common import checkpoint
+from common.layers import to_fp32
+from common.ranks import clock, enough_memory, only_process, weights_dtype
 from configurator import UserError, check_fields, run, setting
-from layers import to_fp32
 from model import KVCache
-from runtime import clock, enough_memory, only_process, weights_dtype
 
 CHECK_EVERY = 16  # steps. Looking whether all rows have ended makes a GPU wait
 

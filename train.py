@@ -23,16 +23,25 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import checkpoint
-from checkpoint import RUN
+from common import checkpoint
+from common.checkpoint import RUN
+from common.data import Corpus
+from common.files import hold, read_record, write_record
+from common.plan import count_parameters, flops_per_token
+from common.ranks import (
+    Distributed,
+    enough_memory,
+    environment,
+    first_line,
+    need_flash_attn,
+    peak_flops,
+    pick_dtype,
+    whole,
+)
+from common.report import Metrics
+from common.scoring import domain_losses
 from configurator import UserError, check_fields, run, setting
-from data import Corpus
-from describe import count_parameters, flops_per_token
-from files import hold, read_record, write_record
 from model import GPT
-from report import Metrics
-from runtime import Distributed, enough_memory, environment, first_line, need_flash_attn, peak_flops, pick_dtype, whole
-from scoring import domain_losses
 from value_modes import ModelConfig, ValueMode, get_mode, kv_floats_per_token
 
 ENVIRONMENT = "train.py's environment"  # the kind of record in env.json

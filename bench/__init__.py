@@ -14,12 +14,12 @@ from typing import Literal
 
 import torch
 
+from common.files import write_json
+from common.hf import to_llama
+from common.ranks import environment
+from common.report import markdown
 from configurator import UserError, check_fields, setting
-from files import write_json
-from hf import to_llama
 from model import GPT
-from report import markdown
-from runtime import environment
 from value_modes import ModelConfig
 
 SHAPES = {

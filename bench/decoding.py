@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 import bench
+from common.ranks import clock, only_process
 from configurator import run, setting
-from runtime import clock, only_process
 from sample import generate
 
 PEERS = {"dynamic": f"{bench.LLAMA}, dynamic", "static": f"{bench.LLAMA}, static"}

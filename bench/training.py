@@ -19,9 +19,9 @@ from typing import Literal
 import torch
 
 import bench
+from common.plan import count_parameters, flops_per_token
+from common.ranks import clock, only_process, peak_bytes, peak_flops
 from configurator import run, setting
-from describe import count_parameters, flops_per_token
-from runtime import clock, only_process, peak_bytes, peak_flops
 from train import adamw
 
 PEERS = {"llama": bench.LLAMA, "llama_no_mask": bench.NO_MASK}

@@ -16,17 +16,17 @@ from pathlib import Path
 from bench import LLAMA
 from bench.decoding import decoding_table
 from bench.training import training_table
+from common.files import read_record, write_text
+from common.plan import mode_table
+from common.report import markdown
 from configurator import run, setting
-from describe import mode_table
 from examples import vit
-from files import read_record, write_text
 from paper.claims import LABELS, best_pair, best_rate, tally
 from paper.figures import GRIDS, RATES, TUNED
 from paper.found import Found, read_kept
 from paper.results import RESULTS
 from paper.runs import NIGHT_LR, SCALES, SEEDS, Job
 from paper.tables import gap_in_words, interval
-from report import markdown
 from value_modes import TABLE, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent

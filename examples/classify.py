@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from common.files import reading
 from configurator import UserError, need
-from files import reading
 from train import adamw, learning_rate
 
 IMAGE_FILES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")

@@ -20,13 +20,13 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common.files import write_json
+from common.layers import MLP, Linear
+from common.ranks import environment, only_process
+from common.report import markdown, mean_std, plus_minus, progress
 from configurator import UserError, check_fields, run, setting
 from examples.classify import read_digits, read_folder, steps_per_epoch, test, train
-from files import write_json
-from layers import MLP, Linear
 from model import GPT
-from report import markdown, mean_std, plus_minus, progress
-from runtime import environment, only_process
 from value_modes import ModelConfig, get_mode
 
 MODES = ("vanilla", "neutreno", "resformer", "svformer")

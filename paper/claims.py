@@ -15,10 +15,10 @@ from itertools import combinations
 import numpy as np
 
 import plot
+from common.report import mean_interval, with_interval
+from common.tasks import TABLE1
 from paper.found import NoSeed, NotHere
 from paper.runs import INSPECTED, ONE_RATE, Job
-from report import mean_interval, with_interval
-from tasks import TABLE1
 
 LABELS = {
     "vanilla": "Transformer", "resformer": "ResFormer", "svformer": "SVFormer", "neutreno": "NeuTRENO",

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 import plot
-from checkpoint import RUN
+from common.checkpoint import RUN
+from common.files import read_record, read_record_lines, reading, record_line, write_text
 from configurator import UserError
-from files import read_record, read_record_lines, reading, record_line, write_text
 from paper.runs import INSPECTED, SEEDS, WITH_BOS, Job
 from train import ENVIRONMENT, MAY_DIFFER, METRICS
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 
 import plot
+from common.report import mean_interval
 from configurator import UserError
 from paper.claims import LABELS, PAPER_ENTROPY, best_pair, critical, mean_losses, semi_log
 from paper.found import INITIAL, means_of
 from paper.tables import regime_rows, size_and_loss
 from plot import COLORS, HEADLINE, LEVEL, ZERO, count_range, legend, page, short_count, style_of, styles_of
-from report import mean_interval
 
 CUT = 0.45  # nats above the lowest loss: higher ones leave a panel of losses against rates
 SEED = {"marker": "o", "linestyle": "", "color": "0.65", "markersize": 4, "markeredgewidth": 0}

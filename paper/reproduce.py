@@ -23,18 +23,18 @@ from typing import Literal
 import torch
 
 import plot
+from common.data import Corpus, Tokenizer
+from common.files import hold
+from common.plan import count_parameters, flops_per_token
+from common.ranks import PEAK_FLOPS
+from common.report import markdown
+from common.tasks import TABLE1
 from configurator import UserError, check_fields, need, run, setting
-from data import Corpus, Tokenizer
-from describe import count_parameters, flops_per_token
-from files import hold
 from paper import panels
 from paper.figures import FIGURES, PAPER
 from paper.found import INITIAL, Found, difference, fresh_analysis, make_record, read_kept, write_kept
 from paper.results import publish, write_report
 from paper.runs import SCALES, SEEDS, train_settings
-from report import markdown
-from runtime import PEAK_FLOPS
-from tasks import TABLE1
 from train import TrainConfig
 
 MFU = 0.4  # we compute GPU-hours with this share of an A100's bf16 peak

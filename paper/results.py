@@ -6,12 +6,12 @@ Read next: reproduce.py.
 import math
 from pathlib import Path
 
-from files import read_record, write_record, write_text
+from common.files import read_record, write_record, write_text
+from common.ranks import environment
+from common.report import markdown
 from paper.claims import CONFIRMED, CONTRADICTED, HEADER, claim_cells, claim_rows, tally, tested
 from paper.figures import FIGURES
 from paper.runs import units_in_words
-from report import markdown
-from runtime import environment
 
 RESULTS = "results of paper.reproduce"
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 
 import plot
+from common.data import Tokenizer, load_manifest
+from common.plan import count_parameters
+from common.report import mean_interval, plus_minus, with_interval
+from common.tasks import TABLE1
 from configurator import UserError
-from data import Tokenizer, load_manifest
-from describe import count_parameters
 from paper import claims
 from paper.claims import LABELS, critical
 from paper.runs import SCALES, Job, train_settings
 from prepare import PAPER_MIXTURE
-from report import mean_interval, plus_minus, with_interval
-from tasks import TABLE1
 from train import TrainConfig
 
 # Numbers that the paper prints: Tables 1 (accuracies) and 5 (validation losses); domains and tasks in its order.

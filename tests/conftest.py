@@ -225,7 +225,7 @@ needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared is not 
 
 def byte_tokenizer(pattern=r"[\s\S]"):
     """One token per byte, and end-of-text as 256. Another pattern encodes alike, but is another tokenizer."""
-    from data import Tokenizer
+    from common.data import Tokenizer
 
     ranks = [[base64.b64encode(bytes([i])).decode(), i] for i in range(256)]
     special = {"<|endoftext|>": 256}
@@ -234,8 +234,8 @@ def byte_tokenizer(pattern=r"[\s\S]"):
 
 def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
     """A data folder as prepare.py makes it, of letters in a learnable order; sizes: {domain: train tokens}."""
-    from data import MANIFEST
-    from files import sha256, write_record
+    from common.data import MANIFEST
+    from common.files import sha256, write_record
 
     tokenizer, splits, rng = tokenizer or byte_tokenizer(), {"train": {}, "val": {}}, np.random.default_rng(seed)
     sizes = sizes or {"prose": 30_000, "code": 20_000}
@@ -260,7 +260,7 @@ SHARDS = [f"model-{i + 1:05}-of-00003.safetensors" for i in range(3)]
 
 def hf_folder(folder, model, shards=False, extra=None, **changes):
     """Write our model as a Hugging Face folder, in one file or three; a change to None takes a field out."""
-    from hf import FIELDS, named_tensors
+    from common.hf import FIELDS, named_tensors
 
     folder.mkdir(exist_ok=True)
     c = {theirs: getattr(model.cfg, ours) for ours, theirs in FIELDS.items()}

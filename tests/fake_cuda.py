@@ -177,7 +177,7 @@ def new_model(cfg, dtype=None, **settings):
 
 def new_world(device):
     with patch.object(torch.Tensor, "item", lambda self: 0.0):
-        return runtime.Distributed(device, fixed_lengths=True)
+        return ranks.Distributed(device, fixed_lengths=True)
 
 
 # ---- cases
@@ -189,8 +189,8 @@ def case_device():
     def make(device):
         world = new_world(device)
         assert world.kind == "cuda" and world.device.index == 0, world.device
-        assert runtime.peak_flops(world.device, torch.bfloat16) == 989e12
-        assert runtime.pick_dtype("auto", "cuda") == runtime.weights_dtype("auto", "cuda") == torch.bfloat16
+        assert ranks.peak_flops(world.device, torch.bfloat16) == 989e12
+        assert ranks.pick_dtype("auto", "cuda") == ranks.weights_dtype("auto", "cuda") == torch.bfloat16
 
     def before_ampere():
         q = torch.empty(1, 4, 2, 8, dtype=torch.float16, device="cuda")
@@ -198,10 +198,10 @@ def case_device():
         with patch.object(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(major=7)):
             assert not layers.takes_groups(q, None)
         with patch.object(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False):
-            assert runtime.pick_dtype("auto", "cuda") == torch.float16
-            assert runtime.weights_dtype("auto", "cuda") == torch.float32
+            assert ranks.pick_dtype("auto", "cuda") == torch.float16
+            assert ranks.weights_dtype("auto", "cuda") == torch.float32
             try:
-                runtime.pick_dtype("bfloat16", "cuda")
+                ranks.pick_dtype("bfloat16", "cuda")
             except UserError as e:
                 assert "does not compute in bfloat16" in str(e)
             else:
@@ -209,7 +209,7 @@ def case_device():
 
     def kernels(fixed, override, wanted):
         with patch.dict(os.environ, {"CUDNN_ATTENTION": override} if override else {}):
-            runtime.choose_kernels(fixed, say=False)
+            ranks.choose_kernels(fixed, say=False)
         assert torch.backends.cuda.cudnn_sdp_enabled() == wanted
 
     for device in ("auto", "cuda", "cuda:0"):
@@ -320,13 +320,11 @@ if __name__ == "__main__":
     import torch.nn.functional as F
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    import layers
-    import loss as loss_file
     import model as model_file
-    import runtime
     import sample
-    import scoring
     import train
+    from common import layers, ranks, scoring
+    from common import loss as loss_file
     from configurator import UserError
     from model import GPT
 

@@ -26,13 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import analyze
-import checkpoint
 import train
 from analyze import Averages, Recorder, importance, parts_of, received, uniform_entropy
+from common import checkpoint
+from common.data import Corpus
+from common.files import read_record
+from common.layers import attend
 from configurator import UserError
-from data import Corpus
-from files import read_record
-from layers import attend
 from model import GPT
 from value_modes import Residual, ValueMode
 

@@ -10,8 +10,8 @@ from conftest import ROOT, finished, in_process, refused
 
 import bench
 from bench import decoding, training
+from common.plan import flops_per_token
 from configurator import load_settings
-from describe import flops_per_token
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=257)
 TRAIN = ["--compile=off", "--block_size=32", "--micro_batch=2", "--seconds=0"]

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from conftest import SHARED, byte_tokenizer, in_process, make_data, needs_shared, refused
 
-import data
 import prepare
-import scoring
+from common import data, scoring
+from common.data import MANIFEST, Corpus
+from common.files import read_record, write_record
+from common.tokenizer import EOT, PATTERN, Tokenizer, gpt2_spec, neox_spec
 from configurator import UserError
-from data import MANIFEST, Corpus
-from files import read_record, write_record
-from tokenizer import EOT, PATTERN, Tokenizer, gpt2_spec, neox_spec
 
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as OpenAI published it
 SPACES = "\n|\r\n|\t|\x0b|\x0c|\x1c|\x85|\u00a0|\u1680|\u2003|\u2028|\u200b|\u3000".split("|")

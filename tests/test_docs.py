@@ -15,10 +15,10 @@ import typing
 import pytest
 from conftest import ROOT, finished, in_process
 
+from common.report import mean_std, with_interval
 from configurator import UserError, load_settings
 from docs import tables
 from paper.found import read_kept
-from report import mean_std, with_interval
 from value_modes import TABLE, ModelConfig
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results/README.md"]
@@ -184,7 +184,13 @@ def test_the_patch_makes_a_mode(tmp_path):
     patch = next(block for language, block in blocks if language == "diff")
     plan = next(block for _, block in blocks if block.startswith("resformer_linear: "))
     (tmp_path / "tests").mkdir()
-    for path in (*ROOT.glob("*.py"), ROOT / "tests/conftest.py", ROOT / "tests/test_modes.py"):
+    (tmp_path / "common").mkdir()
+    for path in (
+        *ROOT.glob("*.py"),
+        *ROOT.glob("common/*.py"),
+        ROOT / "tests/conftest.py",
+        ROOT / "tests/test_modes.py",
+    ):
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
     (tmp_path / "tests/test_own.py").write_text(OWN_MODE)
     subprocess.run(["git", "apply", "-"], input=patch, cwd=tmp_path, text=True, check=True)

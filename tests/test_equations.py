@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import tiny, tokens, widths
 
-from layers import Rope
+from common.layers import Rope
 from value_modes import TABLE, VALUE_MODES
 
 EXACT = dict(rtol=0, atol=1e-10)

@@ -12,18 +12,16 @@ import torch
 from conftest import COVER, byte_tokenizer, in_process, make_data, refused, script, tiny
 from test_train import torchrun
 
-import checkpoint
 import eval as e
-import scoring
-import tasks
 import train
+from common import checkpoint, scoring, tasks
+from common.data import Corpus
+from common.ranks import Distributed
+from common.report import side_by_side
+from common.scoring import Request
+from common.tasks import Question
 from configurator import UserError
-from data import Corpus
 from model import GPT
-from report import side_by_side
-from runtime import Distributed
-from scoring import Request
-from tasks import Question
 from value_modes import ModelConfig
 
 ARC = {"id": "x", "question": "What is wet?", "choices": {"text": ["sand", "rain", "dust"], "label": ["A", "B", "C"]}}

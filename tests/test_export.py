@@ -30,23 +30,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import analyze
-import checkpoint
 import eval as evaluate
 import export
-import hf
 import prepare
 import sample
-import tasks
 import train
+from common import checkpoint, hf, tasks
+from common.layers import Rope
+from common.tokenizer import Tokenizer
 from configurator import UserError
-from layers import Rope
-from tokenizer import Tokenizer
 from value_modes import kv_floats_per_token
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from modeling_nanoresformer import NanoResFormerConfig, NanoResFormerForCausalLM  # noqa: E402
+from common.modeling_nanoresformer import NanoResFormerConfig, NanoResFormerForCausalLM  # noqa: E402
 
 SHAPE = dict(n_layer=4, n_head=4, n_embd=32, block_size=96, batch_tokens=192, micro_batch=2, warmup_steps=1)
 SHAPE |= dict(max_steps=2, eval_every=2, eval_tokens=192, dtype="float32", learning_rate=1e-2)

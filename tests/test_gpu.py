@@ -11,15 +11,15 @@ import pytest
 import torch
 from conftest import ROOT, finished, in_process, refused
 
-import runtime
 import sample
 import train
+from common import ranks
 from configurator import UserError
 
 # planted all at once: file, right words, wrong words, what is said
 FAULTS = {
     "a device without an index": (
-        "runtime.py",
+        "common/ranks.py",
         'f"cuda:{local_rank}"',
         "device",
         "a torch.device with a specified index",
@@ -59,8 +59,9 @@ def library(tmp_path_factory):
 def found(library, tmp_path_factory):
     """What a run over a copy of our files with all faults prints."""
     copy = tmp_path_factory.mktemp("copy")
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, copy)
+    (copy / "common").mkdir()
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("common/*.py")):
+        shutil.copy(path, copy / path.relative_to(ROOT))
     for file, right, wrong, _ in FAULTS.values():
         source = (copy / file).read_text()
         assert source.count(right) == 1, (file, right)
@@ -100,7 +101,7 @@ def test_too_little_memory(monkeypatch):
 def test_flash_attn_that_cannot_be_used(package, says, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", package and SimpleNamespace(__version__=package))
     with pytest.raises(UserError, match=says):
-        runtime.need_flash_attn()
+        ranks.need_flash_attn()
 
 
 @pytest.mark.parametrize("way", ["train", "sample"])
@@ -120,10 +121,10 @@ def test_too_little_memory_is_not_taken_for_a_compiler_that_fails(way, monkeypat
 
 
 def test_a_copy_without_git_names_its_commit(monkeypatch, tmp_path):
-    monkeypatch.setattr(runtime, "__file__", str(tmp_path / "runtime.py"))
-    assert runtime.environment()["commit"] is None
+    monkeypatch.setattr(ranks, "__file__", str(tmp_path / "common/ranks.py"))
+    assert ranks.environment()["commit"] is None
     (tmp_path / "COMMIT").write_text("0123abc\n")
-    assert runtime.environment()["commit"] == "0123abc"
+    assert ranks.environment()["commit"] == "0123abc"
 
 
 @pytest.mark.parametrize(
@@ -147,5 +148,5 @@ def test_a_copy_without_git_names_its_commit(monkeypatch, tmp_path):
 )
 def test_peaks_by_name(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert runtime.peak_flops(torch.device("cuda:0"), torch.bfloat16) == peak
-    assert runtime.peak_flops(torch.device("cuda:0"), torch.float32) is None
+    assert ranks.peak_flops(torch.device("cuda:0"), torch.bfloat16) == peak
+    assert ranks.peak_flops(torch.device("cuda:0"), torch.float32) is None

@@ -11,14 +11,13 @@ from unittest import mock
 import pytest
 from conftest import SHARED, in_process, needs_shared
 
-import checkpoint
 import eval as evaluate
 import export
 import prepare
-import tasks
 import train
-from hf import HFTokenizer
-from scoring import encode_pair
+from common import checkpoint, tasks
+from common.hf import HFTokenizer
+from common.scoring import encode_pair
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "LMEVAL_LOG_LEVEL": "ERROR"}
 with mock.patch.dict(os.environ, OFFLINE):  # read as they are imported

@@ -24,14 +24,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import checkpoint
-import describe
 import value_modes
+from common import checkpoint, plan
+from common.hf import hf_parts, load_hf
+from common.layers import DepthAverage
+from common.loss import LinearCrossEntropy
 from configurator import run
 from eval import PrefixTree
-from hf import hf_parts, load_hf
-from layers import DepthAverage
-from loss import LinearCrossEntropy
 from model import GPT, Attention, KVCache
 from train import adamw, learning_rate
 from value_modes import TABLE, VALUE_MODES, ModelConfig, Residual, ValueMode, get_mode, mode_with, plan_layers
@@ -186,7 +185,7 @@ def ddp_worker(rank, folder):
         for p, right in zip(model.parameters(), whole.parameters(), strict=True):
             same(p.grad, right.grad, mode, rtol=1e-6, atol=1e-9)
     torch.distributed.barrier()
-    os._exit(0)  # as runtime.Distributed.close does, and says why
+    os._exit(0)  # as ranks.Distributed.close does, and says why
 
 
 def test_two_ranks_have_the_gradients_of_one(tmp_path):
@@ -675,14 +674,14 @@ def shape(size, **kw):
 @pytest.mark.parametrize("size", SIZES)
 def test_parameters_and_flops_of_the_papers_sizes(size):
     cfg = shape(size)
-    assert describe.count_parameters(cfg) == SIZES[size][-1]
+    assert plan.count_parameters(cfg) == SIZES[size][-1]
     d, ffn, V = cfg.n_embd, 7 * cfg.n_embd // 2, 50277
     multiply = cfg.n_layer * (4 * d * d + 3 * d * ffn) + d * V
-    assert describe.flops_per_token(cfg) == 6 * multiply + 12 * cfg.n_layer * d * 2048
+    assert plan.flops_per_token(cfg) == 6 * multiply + 12 * cfg.n_layer * d * 2048
 
 
 def test_parameters_in_the_papers_text():
-    count, d = describe.count_parameters, 512
+    count, d = plan.count_parameters, 512
     assert count(ModelConfig(value_mode="svformer")) == 80_066_048
     assert count(ModelConfig(arch="gpt2")) == 77_752_320
     # SVFormer drops weights and bias of V in 7 of 8 layers
@@ -692,7 +691,7 @@ def test_parameters_in_the_papers_text():
 @pytest.mark.parametrize("mode,more", [("cross", 7 / 8), ("probs", 7 / 8), ("scores", 7 / 16)])
 def test_attention_that_costs_more_is_counted(mode, more):
     """Of the 12 L C T for attention: seven layers do it twice, or only the half that is q k^T."""
-    flops = describe.flops_per_token(ModelConfig(value_mode=mode)) - describe.flops_per_token(ModelConfig())
+    flops = plan.flops_per_token(ModelConfig(value_mode=mode)) - plan.flops_per_token(ModelConfig())
     assert flops == 12 * 8 * 512 * 2048 * more
 
 
@@ -901,11 +900,11 @@ PRINTED = {
 
 @pytest.mark.parametrize("mode", PRINTED)
 def test_the_plan_says_what_a_mode_does(mode):
-    assert PRINTED[mode] in describe.describe(config(mode))
+    assert PRINTED[mode] in plan.describe(config(mode))
 
 
 def test_the_table_leaves_out_rows_that_do_not_fit():
-    table = describe.mode_table(config(n_layer=2))
+    table = plan.mode_table(config(n_layer=2))
     assert "| `gqa8` |" in table and "| `value_embed_gated2` |" not in table
 
 
@@ -917,7 +916,7 @@ def test_a_mode_of_a_config_file_is_printed_with_its_own_name(tmp_path, monkeypa
         "max_steps = 5\n"  # a run's setting, which a plan ignores
     )
     monkeypatch.setattr(sys, "argv", ["model.py", str(mine)])
-    run(describe.main, "", skip_unknown=True)
+    run(plan.main, "", skip_unknown=True)
     out = capsys.readouterr().out
     assert out.startswith("third_into_last\n") and out.count("layer 2") == 1
     assert "layer  7  q own         k own         v own         v: 0.5 own + 0.5 layer 2\n" in out

@@ -19,10 +19,10 @@ from matplotlib.figure import Figure as Paper
 
 import plot
 from analyze import AnalyzeConfig
+from common.files import read_record, read_record_lines, record_line
+from common.plan import count_parameters
 from configurator import UserError, load_settings
-from describe import count_parameters
 from eval import EvalConfig
-from files import read_record, read_record_lines, record_line
 from paper import claims, figures, found, panels, reproduce, results, tables
 from paper.claims import Claim, claim_cells, claim_row, claim_rows
 from paper.figures import FIGURES, PAPER, Figure, Panel

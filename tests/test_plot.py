@@ -8,8 +8,8 @@ from conftest import in_process, refused, script
 from matplotlib.figure import Figure
 
 import plot
+from common.files import record_line, write_record
 from configurator import UserError, load_settings
-from files import record_line, write_record
 from value_modes import TABLE
 
 

@@ -13,9 +13,9 @@ import pytest
 from conftest import ROOT, finished, in_process, refused, script
 
 import prepare
+from common.data import load_manifest
+from common.tokenizer import Tokenizer
 from configurator import UserError
-from data import load_manifest
-from tokenizer import Tokenizer
 
 zstandard = pytest.importorskip("zstandard")
 pytest.importorskip("rustbpe")

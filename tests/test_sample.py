@@ -19,8 +19,8 @@ from conftest import (
     widths,
 )
 
-import checkpoint
 import sample
+from common import checkpoint
 from model import GPT, KVCache
 from sample import generate, next_logits, sample_token
 from value_modes import kv_floats_per_token

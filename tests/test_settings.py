@@ -12,10 +12,10 @@ import torch
 from conftest import ROOT, in_process, refused
 from safetensors.torch import save_file
 
-import files
 import train
+from common import files
+from common.plan import count_parameters
 from configurator import UserError, check_fields, load_settings, need, setting
-from describe import count_parameters
 from train import TrainConfig
 from value_modes import VALUE_MODES, ValueMode, get_mode
 

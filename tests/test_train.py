@@ -23,14 +23,13 @@ import torch.nn.functional as F
 from conftest import COVER, MODES, ROOT, byte_tokenizer, config, finished, in_process, make_data, refused
 from safetensors.torch import load_file
 
-import checkpoint
 import configurator
-import files
 import train
-from data import Corpus
+from common import checkpoint, files
+from common.data import Corpus
+from common.ranks import Distributed
+from common.report import METRICS
 from model import GPT
-from report import METRICS
-from runtime import Distributed
 from train import TrainConfig, learning_rate
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_tokens=128, micro_batch=8, warmup_steps=5, seed=1)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from common.files import read_record, reading, write_record
 from configurator import need
-from files import read_record, reading, write_record
 
 EOT = "<|endoftext|>"
 VOCABULARY = "prepare.py's vocabulary"

@@ -21,9 +21,9 @@ from typing import Annotated
 
 import numpy as np
 
+from common.files import reading, sha256, unsealed
+from common.tokenizer import EOT, Tokenizer, byte_letters  # noqa: F401 (for those who import them from here)
 from configurator import UserError
-from files import reading, sha256, unsealed
-from tokenizer import EOT, Tokenizer, byte_letters  # noqa: F401 (for those who import them from here)
 
 MANIFEST = "prepare.py's manifest"
 COUNT = Annotated[int, (0, math.inf)]  # for the schemas in checkpoint.py, eval.py and hf.py, until these are gone

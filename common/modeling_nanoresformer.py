@@ -15,7 +15,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from layers import Rope
+from common.layers import Rope
 from model import GPT
 from value_modes import ModelConfig, stored_tensors
 

@@ -10,8 +10,8 @@ import statistics
 import sys
 from pathlib import Path
 
+from common.files import append, read_record_lines, record_line, write_text
 from configurator import UserError, need
-from files import append, read_record_lines, record_line, write_text
 
 METRICS = "train.py's metrics"  # the kind of record in each line of metrics.jsonl
 

@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from common.data import Tokenizer
+from common.files import read_record, reading, sealed, sha256, unsealed, write_atomic
+from common.hf import HFTokenizer, hf_config, hf_files, is_hf_folder, load_hf, made_by_us, parts_of
 from configurator import UserError
-from data import Tokenizer
-from files import read_record, reading, sealed, sha256, unsealed, write_atomic
-from hf import HFTokenizer, hf_config, hf_files, is_hf_folder, load_hf, made_by_us, parts_of
 from model import GPT
 from value_modes import ModelConfig
 

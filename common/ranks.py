@@ -244,7 +244,7 @@ def processor_name():
 
 def environment():
     """What a reader needs to repeat a run: commit, versions, processor, command."""
-    here, script = Path(__file__).parent, Path(sys.argv[0])
+    here, script = Path(__file__).parent.parent, Path(sys.argv[0])
 
     def git(*words):
         try:

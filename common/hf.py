@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from common.files import reading
+from common.layers import Rope
+from common.tokenizer import byte_letters
 from configurator import UserError, need
-from files import reading
-from layers import Rope
 from model import GPT
-from tokenizer import byte_letters
 from value_modes import ModelConfig, ValueMode
 
 OURS = "nanoresformer"  # model_type of what plain Llama cannot express, see modeling_nanoresformer.py

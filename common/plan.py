@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import nn
 
+from common.report import markdown
 from configurator import setting
 from model import GPT, MixingWeights
-from report import markdown
 from value_modes import TABLE, ModelConfig, kv_floats_per_token, plan_layers
 
 

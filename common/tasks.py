@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.files import sha256
+from common.report import mean_error
 from configurator import UserError, need
-from files import sha256
-from report import mean_error
 
 
 class Question(NamedTuple):

@@ -1,0 +1,1 @@
+"""What the stages share and nobody studies. Imports run downwards: nothing here imports a stage."""
