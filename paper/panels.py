@@ -325,7 +325,7 @@ def page_of_panels(path, figure, found):
         for ax in axes.flat[len(panels) :]:
             ax.set_axis_off()
         for ax, panel in zip(axes.flat, panels, strict=False):
-            ax.set_title(heading(panel, found), loc="left")
+            ax.set_title(heading(panel, found), loc="left", fontsize=9)
             panel.draw(ax, panel, found)
 
 
