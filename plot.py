@@ -383,7 +383,7 @@ def read_eval(folder):
     """{"mode", "step", "results": {task: its record}} of the last checkpoint in a run's eval.json."""
     path, kind, results = Path(folder, "eval.json"), "eval.py's results", {}
     with reading(path, kind):
-        found = read_record(path, kind)["checkpoints"]
+        found = read_record(path, kind)
         last = max(found.values(), key=lambda checkpoint: checkpoint["step"] or 0)
         for name, record in sorted(last["results"].items()):  # "piqa", in fp32, stands before "piqa dtype=bfloat16"
             results.setdefault(name.partition(" dtype=")[0], record)

@@ -8,7 +8,6 @@
 Read before: model.py, for the KVCache.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -97,8 +96,6 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
 
     # one pass over the prompts, padded on the left, fills the cache and gives the first new token of each row
     length = max(lengths) + max(limits) - 1
-    if compile and device.type == "cuda":  # kernels read rows of the mask 16 bytes at a time
-        length = math.ceil(length / 128) * 128
     padded = torch.tensor([[0] * (max(lengths) - len(ids)) + ids for ids in prompts], device=device)  # (B, T)
     cache = KVCache(model.cfg, lengths, length, device, model.head.weight.dtype)
     new = [sample_token(next_logits(model, padded, cache), generator, **sampling)]  # (B, 1) each

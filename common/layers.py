@@ -108,6 +108,8 @@ def attend(q, k, v, kernel="sdpa", scale=None, mask=None):
         mask = torch.full((T, S), -math.inf, device=q.device).triu(S - T + 1)
     if mask is not None:
         mask = mask.to(q.dtype)
+        if mask.is_cuda and mask.stride(-2) % 8:  # fused kernels read the rows of a mask 16 bytes at a time
+            mask = F.pad(mask, (0, -S % 8))[..., :S]
     if kernel == "eager":
         k, v = repeat_heads(k, q.size(1)), repeat_heads(v, q.size(1))  # (B, H, S, …)
         scores = to_fp32(q @ k.mT) * (scale or q.size(-1) ** -0.5)  # (B, H, T, S)

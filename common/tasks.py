@@ -95,8 +95,6 @@ TASKS = {
 TABLE1 = ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "piqa")
 GROUPS = {"table1": TABLE1, "table5": ("loss",), "all": ("loss", *TASKS)}
 
-EVALUATED = {"mode": str, "step": int | None, "results": dict[str, dict]}
-EVALUATIONS = {"checkpoints": dict[str, EVALUATED]}  # plot.py still reads eval.json with this
 
 # Fixed, because a dataset on the hub can change.
 REVISIONS = {

@@ -120,7 +120,7 @@ class Failures:
             function(*args)
         except Exception as e:
             ours = [
-                f for f in traceback.extract_tb(e.__traceback__) if Path(f.filename).parent in (ROOT, ROOT / "bench")
+                f for f in traceback.extract_tb(e.__traceback__) if Path(f.filename).parent in (ROOT, ROOT / "common")
             ]
             where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
             self.found.setdefault(f"{where} {type(e).__name__}: {str(e)[:200]}", []).append(key)
@@ -234,21 +234,39 @@ def case_train():
 
         return patch.object(torch.Tensor, name, read)
 
-    def step(cfg, dtype, attn, **settings):
-        model = new_model(cfg, attn=attn, **settings)
-        optimizer = train.adamw(model, 1e-3, 0.1, (0.9, 0.95), "cuda")
-        optimizer.register_step_post_hook(lambda *of: events.append("launched"))
-        scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-        settings = SimpleNamespace(grad_clip=1.0, shard="none")
-        run = train.Run(settings, WORLD, None, model, optimizer, scaler, dtype, 2, 2, False)
-        idx = torch.zeros(2, cfg.block_size, dtype=torch.int64)
-        batches = ((*WORLD.to_device(WORLD.pin_memory((idx, idx.clone()))), 0.0) for _ in range(2))
+    def step(shape, dtype, attn, **settings):
+        """One step of train.train, with stand-ins for the data, the files and the moves to the GPU."""
+        how = dict(recompute=False, half_stream=False) | settings
+        cfg = SimpleNamespace(
+            dtype=str(dtype).removeprefix("torch."), attn=attn, verify=False, data_dir="", seed=0, mixture={},
+            block_size=shape.block_size, batch_tokens=4 * shape.block_size, shard="none", init_from="", resume="never",
+            learning_rate=1e-3, final_lr=0.1, warmup_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0,
+            bos=False, compile=False, max_steps=1, eval_every=2, save_every=2, keep=1, out_dir="", **how,
+            split_batch=lambda n_ranks: (2, 2), model_config=lambda vocab: shape,
+        )  # fmt: skip
+        zeros = np.zeros((2, shape.block_size), np.int64)
+        corpus = SimpleNamespace(batch=lambda *rows: (zeros, zeros), tokenizer=SimpleNamespace(n_vocab=0, hash=""))
+        models, nothing = [], SimpleNamespace(step=lambda record: None, evaluation=lambda *of: None, close=lambda: None)
+
+        def made(shape, seed, attn, **how):
+            models.append(new_model(shape, attn=attn, **how))
+            models[0].to = lambda device: None
+            return models[0]
+
+        def adamw(*of, real=train.adamw):
+            optimizer = real(*of)
+            optimizer.register_step_post_hook(lambda *of: events.append("launched"))
+            return optimizer
+
+        stand_ins = dict(Corpus=lambda *of: corpus, GPT=made, adamw=adamw, start=lambda *of: (0, nothing))
+        stand_ins |= dict(validate=lambda *of: {"val_mean": 1.0}, checkpoint_to_resume=lambda cfg: None)
+        stand_ins |= dict(Stop=lambda: SimpleNamespace(asked=False), checkpoint=SimpleNamespace(save=lambda *of: None))
         events.clear()
-        with seen("cpu"), seen("item", lambda t: 1.0), seen("tolist", lambda t: [1.0] * t.numel()):
-            with seen("__bool__", lambda t: True):
-                train.train_step(run, model, 0, batches)
-        assert events == ["launched", "sync"] + ["sync"] * scaler.is_enabled(), events
-        for name, p in model.named_parameters():
+        with patch.multiple(train, **stand_ins), seen("__bool__", lambda t: True), seen("cpu"):
+            with seen("item", lambda t: 1.0), seen("tolist", lambda t: [1.0] * t.numel()):
+                train.train(cfg, WORLD)
+        assert events == ["launched", "sync"] + ["sync"] * (dtype == torch.float16), events
+        for name, p in models[0].named_parameters():
             assert p.grad is None or (p.grad.is_cuda and p.grad.dtype == torch.float32), name
 
     def loss_arguments():
@@ -265,7 +283,7 @@ def case_train():
 
     failures.attempt("loss", loss_arguments)
     WORLD = new_world("cuda:0")
-    WORLD.pin_memory = lambda arrays: arrays
+    WORLD.to_device = lambda arrays: [torch.zeros(a.shape, dtype=torch.int64, device="cuda") for a in arrays]
     for key, cfg, dtype in configs():
         failures.attempt(key, step, cfg, dtype, "sdpa")
         if ALL or dtype == torch.float16 or key[0] == "vanilla":
@@ -317,6 +335,7 @@ CASES = {"device": case_device, "train": case_train, "decode": case_decode, "bra
 if __name__ == "__main__":
     torch = load()
     sys.path[:0] = [str(ROOT), str(HERE)]
+    import numpy as np
     import torch.nn.functional as F
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import ROOT, finished, in_process, refused
 
-import sample
 import train
 from common import ranks
 from configurator import UserError
@@ -25,13 +24,23 @@ FAULTS = {
         "a torch.device with a specified index",
     ),
     "a causal mask on the CPU": (
-        "model.py",
+        "common/layers.py",
         "-math.inf, device=q.device)",
         "-math.inf)",
         "cuda:0 and cpu!",
     ),
-    "token tables in fp32": ("model.py", "w * other.to(own.dtype)", "w * other", "torch.bfloat16, torch.float32"),
-    "a cache's slots on the CPU": ("sample.py", "self.length, device=store.device)", "self.length)", "sample.py:"),
+    "token tables in fp32": (
+        "model.py",
+        "weight * source.to(own.dtype)",
+        "weight * source",
+        "torch.bfloat16, torch.float32",
+    ),
+    "a cache's padding on the CPU": (
+        "model.py",
+        "torch.tensor(lengths, device=device)",
+        "torch.tensor(lengths)",
+        "model.py:",
+    ),
     "a result read too early": (
         "train.py",
         "total += loss.detach()",
@@ -95,29 +104,28 @@ def test_too_little_memory(monkeypatch):
     refused(in_process(train, "--device=cpu"), "too little memory", "--micro_batch", "--recompute", "--shard=zero2")
 
 
-@pytest.mark.parametrize(
-    "package,says", [(None, "flash_attn is not installed"), ("3.0.0", "is version 3.0.0; run `pip")]
-)
+@pytest.mark.parametrize("package,says", [(None, "pip install flash-attn"), ("3.0.0", "is version 3.0.0; run `pip")])
 def test_flash_attn_that_cannot_be_used(package, says, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", package and SimpleNamespace(__version__=package))
     with pytest.raises(UserError, match=says):
-        ranks.need_flash_attn()
+        ranks.need_flash_attn("cuda", torch.bfloat16)
 
 
-@pytest.mark.parametrize("way", ["train", "sample"])
-def test_too_little_memory_is_not_taken_for_a_compiler_that_fails(way, monkeypatch):
+def test_flash_attn_needs_a_gpu():
+    with pytest.raises(UserError, match="needs a GPU"):
+        ranks.need_flash_attn("cpu", torch.bfloat16)
+
+
+def test_too_little_memory_is_not_taken_for_a_compiler_that_fails(monkeypatch):
     def full(*of, **how):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    monkeypatch.setattr(torch, "compile", lambda model, **how: full)
+    cfg = SimpleNamespace(split_batch=lambda n_ranks: (1, 1), block_size=4)
+    world = SimpleNamespace(size=1, device="cpu")
+    model = SimpleNamespace(zero_grad=lambda set_to_none: None)
     with pytest.raises(torch.OutOfMemoryError):
-        if way == "train":
-            monkeypatch.setattr(train, "compiled_parts", lambda run: full)
-            cfg, world = SimpleNamespace(compile=True, block_size=4), SimpleNamespace(kind="cuda", device="cpu")
-            run = SimpleNamespace(cfg=cfg, world=world, micro_batch=1, autocast=contextlib.nullcontext())
-            train.compiled(run, print)
-        else:
-            monkeypatch.setattr(torch, "compile", lambda *of, **how: full)
-            sample.compile_decoding(None, None, SimpleNamespace(tensors={}))
+        train.compiled(model, cfg, world, contextlib.nullcontext, False, print)
 
 
 def test_a_copy_without_git_names_its_commit(monkeypatch, tmp_path):

@@ -232,7 +232,7 @@ def test_bad_calls(words, says):
 
 def make_eval(folder, mode, results, **earlier):
     checkpoints = earlier | {"last": {"mode": mode, "step": 8 if earlier else None, "results": results}}
-    write_record(folder / "eval.json", "eval.py's results", {"checkpoints": checkpoints})
+    write_record(folder / "eval.json", "eval.py's results", checkpoints)
     return folder
 
 
