@@ -176,7 +176,7 @@ def loss_record(entry, model, cfg, world):
     with progress(f"{entry.label}, loss", len(parts), "batch", world.rank == 0) as bar:
         for d, first, last in parts:
             x, y = corpus.val_batch(corpus.domains[d], first, last)
-            _, loss = model(*world.to_device(world.pin_memory((x, y))))
+            _, loss = model(*world.to_device((x, y)))
             sums[d] += [loss.item() * y.size, y.size, n_bytes[y].sum()]
             bar.update(1)
     sums = world.sum(sums).numpy()

@@ -265,13 +265,15 @@ def naive(model, mode, idx, queries_per_key=1):
 # ---- the comparison
 
 
-def check(mode, n_kv_head=0, **kw):
+def check(mode, n_kv_head=0, gradients=True, **kw):
     """A model and its equation agree, in logits and gradients (a V_1 that is detached gives the same logits)."""
     model, idx = tiny(mode, n_kv_head=n_kv_head, **kw), tokens((11,))
     group = QUERIES_PER_KEY.get(mode, 8 // (n_kv_head or 8))
     logits, right = model(idx[None])[0][0], naive(model, mode, idx, group)
     assert right.dtype == torch.float64 and right.std() > 0.1  # the comparison is of something
     torch.testing.assert_close(logits, right, **EXACT)
+    if not gradients:  # they take most of the time
+        return
     toward = torch.randn(right.shape, dtype=right.dtype, generator=torch.Generator().manual_seed(1))
     params = list(model.parameters())
     for a, b in zip(*(torch.autograd.grad((y * toward).sum(), params) for y in (logits, right)), strict=True):
@@ -297,7 +299,7 @@ def test_mode_equals_its_equation(mode, n_kv_head):
 @pytest.mark.parametrize("mode", [name for name in VALUE_MODES if name in EQUATIONS])
 def test_mode_equals_its_equation_at_other_depths(mode, n_layer):
     """8 layers, where the paper's anchors and the first and last 3 layers lie apart, and an odd number."""
-    check(mode, n_layer=n_layer)
+    check(mode, gradients=False, n_layer=n_layer)
 
 
 @pytest.mark.parametrize("n_kv_head", [8, 2])
