@@ -186,13 +186,11 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
 
 
 def prune(run, keep):
-    """Delete all checkpoints of a run but the last `keep` and the best; none if `keep` is 0. Then delete what a kill has
-    left: half-written files, and states without weights."""
+    """Delete all checkpoints of a run but the last `keep` and the best; none if `keep` is 0. Then delete what a kill
+    has left: half-written files, and states without weights."""
     files = list(steps(run).values())
     kept = {best(run), *files[-keep:]} if keep else set(files)
-    for path in set(files) - kept:
-        path.unlink()
-    for path in Path(run).glob(".step_*.tmp"):
+    for path in {*files, *Path(run).glob(".step_*.tmp")} - kept:
         path.unlink()
     for path in Path(run).glob("step_*.state.safetensors"):
         if not path.with_name(path.name.replace(".state", "")).exists():
