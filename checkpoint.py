@@ -199,8 +199,6 @@ def prune(run, keep):
 
 def resume(path, model, optimizer, scaler, tokenizer_hash):
     """Restore model, optimizer, scaler and random generators as `save` found them; returns the header."""
-    if is_hf_file(path):
-        raise UserError(f"{path} has no training state to resume; start from its weights with --init_from")
     header = read_header(path)
     check_same_model(header, model, tokenizer_hash, path)
     with reading(path, WEIGHTS):

@@ -167,10 +167,11 @@ def checkpoint_to_resume(cfg):
     if cfg.resume == "never" or (cfg.resume == "auto" and not files):
         return None
     path = checkpoint.find(cfg.out_dir if cfg.resume == "auto" else cfg.resume)
+    if checkpoint.is_hf_file(path):
+        raise UserError(f"{path} has no training state to resume; start from its weights with --init_from")
     if files and path.resolve() != files[-1].resolve():
-        raise UserError(
-            f"{cfg.out_dir} already holds {files[-1].name}, and {path} is another one; set another --out_dir"
-        )
+        there = f"{cfg.out_dir} already holds {files[-1].name}"
+        raise UserError(f"{there}, and {path} is another one; set another --out_dir")
     return path
 
 
