@@ -8,6 +8,7 @@ can do anything, so only use config files that you trust.
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -50,10 +51,8 @@ def cast(value, hint):
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for arg in args:
-            try:
+            with contextlib.suppress(TypeError):
                 return cast(value, arg)
-            except TypeError:
-                continue
     elif origin is typing.Literal:
         if any(type(value) is type(arg) and value == arg for arg in args):
             return value
@@ -88,11 +87,12 @@ def check(cls, name, value, where=""):
     except TypeError:
         raise UserError(f"{where}{name} takes {type_name(hints[name])}, not {reprlib.repr(value)}") from None
     metadata = cls.__dataclass_fields__[name].metadata
+    least, most = metadata.get("least"), metadata.get("most")
     for number in value if isinstance(value, tuple) else (value,):
-        if metadata.get("least") is not None and number is not None and number < metadata["least"]:
-            raise UserError(f"{where}{name}={number} must be at least {metadata['least']}")
-        if metadata.get("most") is not None and number is not None and number > metadata["most"]:
-            raise UserError(f"{where}{name}={number} must be at most {metadata['most']}")
+        if least is not None and number is not None and number < least:
+            raise UserError(f"{where}{name}={number} must be at least {least}")
+        if most is not None and number is not None and number > most:
+            raise UserError(f"{where}{name}={number} must be at most {most}")
     return value
 
 
@@ -151,13 +151,11 @@ def load_settings(cls, words, usage="", skip_unknown=False):
         elif word.startswith("--"):
             name, equals, text = word[2:].partition("=")
             name = name.replace("-", "_")
-            follows = words and not words[0].startswith("--")
-            if hints.get(name) is bool:
-                follows = follows and words[0].lower() in WORDS
-            if not equals and follows and name in hints:
-                text = words.pop(0)
-            elif not equals:
-                text = "true"
+            if not equals:  # the value is the next word, or true
+                takes_next = words and not words[0].startswith("--") and name in hints
+                if hints.get(name) is bool:
+                    takes_next = takes_next and words[0].lower() in WORDS
+                text = words.pop(0) if takes_next else "true"
             values[name] = check(cls, name, parse(text, hints.get(name, str)), word)
         elif word.endswith(".py"):
             for name, value in read_config(word, hints).items():
@@ -177,24 +175,17 @@ def need(module, package=""):
     try:
         return importlib.import_module(module)
     except ImportError as e:
-        raise UserError(
-            f"{module} cannot be imported ({e}); run `pip install {package or module.split('.')[0]}`"
-        ) from None
-
-
-def fail(message):
-    """End with one line on stderr and exit code 2. Under torchrun each rank that fails says which one it is."""
-    rank = os.environ.get("RANK", "0")
-    print("" if rank == "0" else f"rank {rank}: ", "error: ", " ".join(str(message).split()), sep="", file=sys.stderr)
-    sys.exit(2)
+        package = package or module.split(".")[0]
+        raise UserError(f"{module} cannot be imported ({e}); run `pip install {package}`") from None
 
 
 def run(main, usage, skip_unknown=False):
-    """Call a script's `main(cfg)` with the settings of the command line. Bad input ends with one sentence."""
+    """Call a script's `main(cfg)` with the settings of the command line. Bad input ends with one sentence on stderr and
+    exit code 2. Under torchrun each rank that fails says which one it is."""
     try:
-        main(load_settings(typing.get_type_hints(main)["cfg"], sys.argv[1:], usage, skip_unknown))
+        return main(load_settings(typing.get_type_hints(main)["cfg"], sys.argv[1:], usage, skip_unknown))
     except UserError as e:
-        fail(e)
+        message = e
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
@@ -202,4 +193,7 @@ def run(main, usage, skip_unknown=False):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as e:  # a full disk, a folder without permission
-        fail(f"{e.filename or 'a file'} cannot be read or written: {e.strerror or e}")
+        message = f"{e.filename or 'a file'} cannot be read or written: {e.strerror or e}"
+    rank = os.environ.get("RANK", "0")
+    print("" if rank == "0" else f"rank {rank}: ", "error: ", " ".join(str(message).split()), sep="", file=sys.stderr)
+    sys.exit(2)

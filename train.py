@@ -59,7 +59,7 @@ class TrainConfig:
     out_dir: str = setting("", "folder of the run; empty = out/<value_mode>", group="Run")
     resume: str = setting("never", "never, auto (the last checkpoint in out_dir, if any), or a checkpoint's path")
     init_from: str = setting("", "run, checkpoint or folder of export.py whose weights to start from, where they fit")
-    seed: int = setting(42, "of the weights and of the order of the data", least=0)
+    seed: int = setting(42, "random seed for weights and data order", least=0)
 
     data_dir: str = setting("data/slimpajama", "folder made by prepare.py", group="Data")
     mixture: dict[str, float] = setting(
@@ -89,8 +89,8 @@ class TrainConfig:
     learning_rate: float = setting(6e-4, "peak of the schedule", least=0, most=1e6)
     final_lr: float = setting(0.1, "end of the cosine, as a share of the peak", least=0)
     weight_decay: float = setting(0.1, "of matrices, embeddings included; vectors and scalars have none", least=0)
-    beta1: float = setting(0.9, "of AdamW", least=0, most=0.999999)
-    beta2: float = setting(0.95, "of AdamW", least=0, most=0.999999)
+    beta1: float = setting(0.9, "AdamW's first-moment decay", least=0, most=0.999999)
+    beta2: float = setting(0.95, "AdamW's second-moment decay", least=0, most=0.999999)
     grad_clip: float = setting(1.0, "norm that gradients are clipped to; 0 = no clipping", least=0)
 
     eval_every: int = setting(1000, "steps between evaluations; one more at the end", least=1, group="Records")
@@ -101,7 +101,7 @@ class TrainConfig:
     log: Literal["none", "wandb"] = setting("none", "wandb: send the metrics to Weights & Biases too")
 
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of autocast; auto = bf16 if fast")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "autocast's dtype; auto = bf16 if fast")
     compile: bool | None = setting(None, "torch.compile; none = on GPUs only")
     attn: Literal["sdpa", "flash", "eager"] = setting("sdpa", "attention kernel: torch's, flash-attn's, or plain")
     half_stream: bool = setting(False, "residual stream in half precision too: faster on GPUs, rounds more")
@@ -177,10 +177,11 @@ def checkpoint_to_resume(cfg):
     if cfg.resume == "never" or (cfg.resume == "auto" and not files):
         return None
     path = checkpoint.find(cfg.out_dir if cfg.resume == "auto" else cfg.resume)
+    if checkpoint.is_hf_file(path):
+        raise UserError(f"{path} has no training state to resume; start from its weights with --init_from")
     if files and path.resolve() != files[-1].resolve():
-        raise UserError(
-            f"{cfg.out_dir} already holds {files[-1].name}, and {path} is another one; set another --out_dir"
-        )
+        there = f"{cfg.out_dir} already holds {files[-1].name}"
+        raise UserError(f"{there}, and {path} is another one; set another --out_dir")
     return path
 
 

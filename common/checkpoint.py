@@ -190,9 +190,7 @@ def prune(run, keep):
     has left: half-written files, and states without weights."""
     files = list(steps(run).values())
     kept = {best(run), *files[-keep:]} if keep else set(files)
-    for path in set(files) - kept:
-        path.unlink()
-    for path in Path(run).glob(".step_*.tmp"):
+    for path in {*files, *Path(run).glob(".step_*.tmp")} - kept:
         path.unlink()
     for path in Path(run).glob("step_*.state.safetensors"):
         if not path.with_name(path.name.replace(".state", "")).exists():
@@ -201,8 +199,6 @@ def prune(run, keep):
 
 def resume(path, model, optimizer, scaler, tokenizer_hash):
     """Restore model, optimizer, scaler and random generators as `save` found them; returns the header."""
-    if is_hf_file(path):
-        raise UserError(f"{path} has no training state to resume; start from its weights with --init_from")
     header = read_header(path)
     check_same_model(header, model, tokenizer_hash, path)
     with reading(path, WEIGHTS):

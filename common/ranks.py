@@ -213,9 +213,8 @@ def peak_flops(device, dtype):
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)  # such as "NVIDIA A100-SXM4-80GB"
-    return next(
-        (peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b(?! (Laptop|Ti|D|SUPER)\b)", name)), None
-    )
+    fits = [peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b(?! (Laptop|Ti|D|SUPER)\b)", name)]
+    return fits[0] if fits else None
 
 
 def clock(device):
