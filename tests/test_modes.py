@@ -536,12 +536,12 @@ def test_learnable_plus_shares_its_scale_over_layers():
     assert [round(w[1], 2) for w in deep[1:]] == [0.01, 0.03, 0.09, 0.25, 0.69, 1.86, 5.06]
 
 
-@pytest.mark.parametrize("learn,lam,start", [("sigmoid", (1.0, 3.0), 1.5), ("head", None, 0.5)])
-def test_gates_start_where_their_authors_say(learn, lam, start):
-    """nanochat's 3 sigmoid(0) = 1.5; x-transformers' even mix."""
+@pytest.mark.parametrize("learn,lam,start,spread", [("sigmoid", (1.0, 3.0), 1.5, 0.0), ("head", None, 0.5, 0.2)])
+def test_gates_start_where_their_authors_say(learn, lam, start, spread):
+    """nanochat's 3 sigmoid(0) = 1.5 for every token; x-transformers' even mix, about."""
     model = GPT(config(mode_with(learn=learn, lam=lam), n_embd=64))
     _, source = model.blocks[2].attn.gates["0"](torch.randn(2, 5, 64))
-    assert (source - start).abs().max() < 0.2 and source.shape == (2, 8, 5, 1)
+    assert (source - start).abs().max() <= spread and source.shape == (2, 8, 5, 1)
 
 
 def test_one_table_starts_from_0_and_others_do_not():
