@@ -13,9 +13,10 @@ import numpy as np
 import plot
 from common.checkpoint import RUN
 from common.files import read_record, read_record_lines, reading, record_line, write_text
+from common.report import METRICS
 from configurator import UserError
 from paper.runs import INSPECTED, SEEDS, WITH_BOS, Job
-from train import ENVIRONMENT, MAY_DIFFER, METRICS
+from train import ENVIRONMENT, MAY_DIFFER
 
 RECORD = "a run's record"
 INITIAL = "init-468M"  # folder of the analysis of a model before training

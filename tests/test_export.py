@@ -35,7 +35,7 @@ import export
 import prepare
 import sample
 import train
-from common import checkpoint, hf, tasks
+from common import checkpoint, hf, scoring
 from common.layers import Rope
 from common.tokenizer import Tokenizer
 from configurator import UserError
@@ -550,8 +550,8 @@ def test_llamas_tokenizer_puts_a_token_before_each_text(tmp_path):
     tokenizer = hf.HFTokenizer(tmp_path)
     assert (tokenizer.prefix, tokenizer.encode("The cat"), tokenizer.hash) == ([0], [3, 4], None)
     assert tokenizer.encode("<s>", allow_eot=True) == [0] != tokenizer.encode("<s>")
-    assert tasks.encode_pair(tokenizer, "The", " cat") == ([0, 3], [4])
-    assert tasks.encode_pair(tokenizer, "", "The") == ([0], [3])
+    assert scoring.encode_pair(tokenizer, "The", " cat") == ([0, 3], [4])
+    assert scoring.encode_pair(tokenizer, "", "The") == ([0], [3])
     assert tokenizer.decode([4]) == "cat" and tokenizer.decode([0, 3, 4]) == tokenizer.decode([0, 3]) + " cat"
     (tmp_path / "tokenizer.json").write_bytes((tmp_path / "tokenizer.json").read_bytes()[:-100])
     with pytest.raises(UserError, match="tokenizer.json is damaged or not the tokenizer of a Hugging Face model"):
@@ -585,7 +585,6 @@ def test_sample_and_analyze_make_the_same_of_a_folder_and_its_run(runs, data, mo
     assert entropy[0] == pytest.approx(entropy[1], abs=1e-5)
 
 
-@pytest.mark.xfail(reason="eval.py does not know the new ranks yet: take this mark out when it does", strict=True)
 @pytest.mark.parametrize("mode", ["vanilla", "svformer"])
 def test_eval_scores_a_folder_as_its_run(runs, data, tmp_path, mode):
     rows = [dict(goal=f"g{i}", sol1="ab", sol2="bcd", label=i % 2) for i in range(20)]

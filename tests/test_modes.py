@@ -29,8 +29,8 @@ from common import checkpoint, plan
 from common.hf import hf_parts, load_hf
 from common.layers import DepthAverage
 from common.loss import LinearCrossEntropy
+from common.scoring import PrefixTree
 from configurator import run
-from eval import PrefixTree
 from model import GPT, Attention, KVCache
 from train import adamw, learning_rate
 from value_modes import TABLE, VALUE_MODES, ModelConfig, Residual, ValueMode, get_mode, mode_with, plan_layers
@@ -649,7 +649,7 @@ def test_loss_never_holds_all_logits(monkeypatch):
         return linear(*args)
 
     monkeypatch.setattr(F, "linear", watched)
-    monkeypatch.setattr("loss.MOST_LOGITS", 2**12)
+    monkeypatch.setattr("common.loss.MOST_LOGITS", 2**12)
     loss_of(model, idx)
     assert [size[0] for size in sizes if size[-1] == 61] == [67, 67, 66]  # 68 rows would be too many
 

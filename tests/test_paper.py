@@ -21,6 +21,7 @@ import plot
 from analyze import AnalyzeConfig
 from common.files import read_record, read_record_lines, record_line
 from common.plan import count_parameters
+from common.report import METRICS
 from configurator import UserError, load_settings
 from eval import EvalConfig
 from paper import claims, figures, found, panels, reproduce, results, tables
@@ -30,7 +31,7 @@ from paper.found import Found, NoSeed, read_kept
 from paper.reproduce import ReproduceConfig, make_plans
 from paper.runs import SCALES, SEEDS, Job, train_settings, units_in_words
 from prepare import PrepareConfig
-from train import METRICS, TrainConfig
+from train import TrainConfig
 from value_modes import TABLE
 
 N = {"2M": 1_623_856, "82M": 81_901_056, "180M": 179_874_048, "320M": 331_064_320, "468M": 467_921_920}
