@@ -1,0 +1,77 @@
+"""Nothing grows by itself: the size of each file and folder, and what README promises.
+
+A change that grows a file edits this table, in a line of its own, with a reason. The numbers are today's sizes, rounded
+up to the next ten. We want them lower.
+"""
+
+import ast
+import functools
+
+import pytest
+from conftest import ROOT
+
+BUDGETS = {  # lines
+    "model.py": 460, "value_modes.py": 560, "train.py": 440, "prepare.py": 670, "eval.py": 300, "sample.py": 180,
+    "analyze.py": 540, "plot.py": 510, "export.py": 240, "configurator.py": 210, "common": 2600, "paper": 2480,
+    "bench": 500, "examples": 350, "docs": 150, "config": 60, "tests": 7500,
+}  # fmt: skip
+ROOT_FILES = {name for name in BUDGETS if name.endswith(".py")}
+
+
+def lines(path):
+    files = path.rglob("*.py") if path.is_dir() else [path]
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_size(name):
+    assert lines(ROOT / name) <= BUDGETS[name], f"{name} has grown: take something away, or edit the table"
+
+
+def test_the_table_has_every_file_and_folder():
+    assert {path.name for path in ROOT.glob("*.py")} == ROOT_FILES
+    folders = {path.parent.name for path in ROOT.glob("*/*.py") if not path.parent.name.startswith(".")}
+    assert folders == set(BUDGETS) - ROOT_FILES
+
+
+@functools.cache
+def imports_of(path):
+    """The files of ours that a file imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        found |= {ROOT / f"{name.replace('.', '/')}.py" for name in names}
+    return {file for file in found if file.exists()}
+
+
+def reached(path):
+    """All files of ours that a file imports, directly or not."""
+    found, new = set(), {path}
+    while new:
+        found |= new
+        new = set().union(*map(imports_of, new)) - found
+    return found - {path}
+
+
+FILES = [*ROOT.glob("*.py"), *ROOT.glob("common/*.py")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_file_imports_itself_through_others(path):
+    assert not [file for file in imports_of(path) if path in reached(file)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_run_downwards(path):
+    """Stages import common/, common/ imports model.py, value_modes.py and configurator.py at most, nothing a wing."""
+    allowed = {ROOT / name for name in ("model.py", "value_modes.py", "configurator.py")} | set(
+        ROOT.glob("common/*.py")
+    )
+    for file in imports_of(path):
+        is_wing = file.parent not in (ROOT, ROOT / "common")
+        assert not is_wing, f"{file} is a wing"
+        assert path.parent == ROOT or file in allowed, f"{file} is above common/"
