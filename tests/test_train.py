@@ -476,8 +476,9 @@ def train_all(configs):
     world, save = Distributed("cpu", fixed_lengths=True), checkpoint.save
 
     def checked(out_dir, step, model, *about):
-        held = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters() if hasattr(p, "to_local"))
-        assert held < 1.1 * sum(4 * p.numel() for p in model.parameters()) / world.size
+        held = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+        share = sum(4 * p.numel() for p in model.parameters()) / (1 if cfg.shard == "none" else world.size)
+        assert sum(p.untyped_storage().nbytes() for p in held) < 1.1 * share
         return save(out_dir, step, model, *about)
 
     checkpoint.save = checked
