@@ -66,10 +66,12 @@ class MixingWeights(nn.Module):
 
     def __init__(self, residual, index, plan):
         super().__init__()
+        # how many sources the residual has in each layer that has it
         counts = {n: len(m.sources) for n, layer in enumerate(plan) for m in layer.mixes if m.index == index}
         has_none = residual.is_gated or residual.map == "cross"
         self.starts = {} if has_none else {n: residual.starts(count) for n, count in counts.items()}
         self.learn = "fixed" if has_none else residual.learn
+        # the parameters; what they mean is in forward
         starts, n_layers = list(self.starts.values()), len(self.starts)
         if self.learn in ("scalar", "unit"):
             self.scalars = nn.ParameterList(torch.tensor(start) for start in starts)
@@ -304,6 +306,7 @@ class GPT(nn.Module):
     def __init__(self, cfg, seed=0, attn="sdpa", init=True, recompute=False, half_stream=False):
         super().__init__()
         self.cfg, self.recompute, self.half_stream = cfg, recompute, half_stream
+        # what comes in: token ids, their positions, and the values of token tables where the mode has some
         plan = plan_layers(cfg)
         self.embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         if cfg.arch == "gpt2":
@@ -316,6 +319,7 @@ class GPT(nn.Module):
         for t in range(len(starts_from_0)):
             self.tables.append(nn.Embedding(cfg.vocab_size, cfg.n_kv_head * cfg.head_dim))
             self.tables[t].std = 0.0 if starts_from_0[f"table {t}"] else cfg.n_embd**-0.5
+        # the layers, and what mixes them. Mixing weights are here, because some of them are shared by all layers
         self.mixing = nn.ModuleList(MixingWeights(r, j, plan) for j, r in enumerate(cfg.value_mode.residuals))
         self.blocks = nn.ModuleList(Block(cfg, n, layer, attn) for n, layer in enumerate(plan))
         self.dense = DepthAverage(cfg.n_layer, *cfg.value_mode.dense) if cfg.value_mode.dense else None
@@ -355,11 +359,13 @@ class GPT(nn.Module):
         B, T = idx.shape
         assert cache or T <= self.cfg.block_size, f"{T} tokens do not fit block_size={self.cfg.block_size}"
         positions = cache.positions(T) if cache else slice(T)  # a slice, or (B, T)
+        # the residual stream begins with the embeddings
         x = self.embed(idx)
         if self.half_stream and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if self.positions:
             x = x + self.positions.weight[positions].to(x.dtype)
+        # rotary angles are computed once for all layers
         angles = self.rope(positions) if self.rope else None
         projected = {}  # the values of token tables, (B, T, G * D) -> (B, G, T, D)
         for t, table in enumerate(self.tables):
@@ -389,6 +395,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None):
         """Token ids (B, T) -> (logits (B, T, V), None); with targets (B, T), below 0 = ignored, -> (None, loss): the
         mean cross-entropy in nats, whose logits never exist all at once."""
+        # logits only where they are asked for: with targets the loss makes them, a chunk at a time
         x = self.hidden(idx, cache)
         if targets is None:
             return self.head(x), None
@@ -406,9 +413,11 @@ class KVCache:
     def __init__(self, cfg, lengths, length, device=None, dtype=None):
         self.length, self.end, self.is_static, self.mask = length, 0, False, None  # end: slots that are filled
         self.next = torch.zeros(1, dtype=torch.int64, device=device)  # the same as a tensor, which a graph can count up
+        # padding is on the left, so a row's positions are its slots minus its padding
         self.padding = max(lengths) - torch.tensor(lengths, device=device)[:, None]  # (B, 1)
         self.is_padded = min(lengths) < max(lengths)
         self.last = cfg.block_size - 1
+        # a tensor for each K and V that a layer owns, and none for what it borrows: SVFormer's cache is nearly half
         self.tensors = {}
         for place, heads in stored_tensors(cfg).items():
             self.tensors[place] = torch.zeros(len(lengths), heads, length, cfg.head_dim, device=device, dtype=dtype)

@@ -141,6 +141,7 @@ class TrainConfig:
 def learning_rate(step, peak, end, warmup, steps):
     """Rate of step 0, 1, …: linear from 1e-7 to `peak` over `warmup` steps, then a cosine to `end` at `steps`.
     Source: the authors' train.py."""
+    # a small rate first, because AdamW's second moments are still noise
     if step < warmup:
         return LR_START + (peak - LR_START) * step / warmup
     share_done = min(1, (step - warmup) / max(1, steps - warmup))
@@ -149,6 +150,7 @@ def learning_rate(step, peak, end, warmup, steps):
 
 def adamw(model, lr, weight_decay, betas, device_type):
     """AdamW that decays matrices, embeddings and head included, and no vectors: norms, biases, mixing weights."""
+    # by shape: what multiplies is decayed, what scales or shifts is not. So learned mixing weights stay free
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -171,6 +173,7 @@ class Stop:
 
 def checkpoint_to_resume(cfg):
     """The weights file that the run continues from, or None. What would overwrite another run is refused."""
+    # a folder holds one run: a new one may not begin beside it
     files = list(checkpoint.steps(cfg.out_dir).values())
     if cfg.resume == "never" and files:
         raise UserError(f"{cfg.out_dir} already holds a run; --resume=auto continues it, or set another --out_dir")
@@ -191,6 +194,7 @@ def settings_of(cfg, corpus, path):
     path: the checkpoint that the run continues from, or None. What decides the first weights, the data or its order may
     not change; in a finished run nothing that changes results may.
     """
+    # what the run has now, as a file has it
     new = dataclasses.asdict(cfg)
     new["value_mode_name"] = new["value_mode"].pop("name")
     new["data"] = corpus.hash
@@ -217,6 +221,7 @@ def compiled(model, cfg, world, autocast, is_sharded, say):
         for block in model.blocks:
             block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
     net = model if is_sharded else torch.compile(model, dynamic=False, fullgraph=True)
+    # compile on zeros of the shape of training, so that the first step of the run takes as long as the others
     try:
         idx = torch.zeros(micro_batch, cfg.block_size, dtype=torch.int64, device=world.device)
         with autocast():
@@ -240,6 +245,7 @@ def compiled(model, cfg, world, autocast, is_sharded, say):
 def validate(model, corpus, cfg, world, autocast, is_sharded):
     """Validation on the first whole windows within eval_tokens of each domain, at least one, or on all text; the same
     whatever the number of ranks. Returns what `domain_losses` does, and "lam", see GPT.mixing_weights."""
+    # the parts are the same on any number of ranks, and each rank takes every n-th
     most = max(1, cfg.eval_tokens // cfg.block_size) if cfg.eval_tokens else None
     parts = corpus.val_parts(cfg.micro_batch, most)
     n_bytes = corpus.tokenizer.token_bytes()
@@ -252,6 +258,7 @@ def validate(model, corpus, cfg, world, autocast, is_sharded):
             loss = model(*world.to_device((x, y)))[1]
         if i < len(parts):  # past them a rank only computes along: all ranks gather a sharded model, or none
             sums[d] += [loss.item() * y.size, y.size, n_bytes[y].sum()]
+    # sums of nats and tokens, not means of batches: so the result is the same however the parts were cut
     result = domain_losses(corpus, world.sum(sums).numpy())
     if is_sharded:
         model.unshard()
@@ -273,11 +280,13 @@ def check_finite(step, what, value):
 def start(cfg, world, corpus, model, optimizer, scaler, dtype, path, note):
     """Continue from checkpoint `path`, if there is one, and write down what runs. Returns (the steps that are done, the
     Metrics, or None if nothing is left to do)."""
+    # what may not change is refused before anything is read
     done = 0
     config, changed = settings_of(cfg, corpus, path)
     if path:
         done = checkpoint.resume(path, model, optimizer, scaler, corpus.tokenizer.hash)["step"]
         note = f"note: changed since the run was last started: {changed}" if changed else ""
+    # a rank that reads another folder would train another model, and nobody would notice
     if len(set(world.gather((done, corpus.hash, corpus.val_hash)))) > 1:
         raise UserError(f"the ranks see different files in {cfg.data_dir} or {cfg.out_dir}; put them on a shared disk")
     if world.rank == 0:
@@ -286,11 +295,13 @@ def start(cfg, world, corpus, model, optimizer, scaler, dtype, path, note):
         if world.rank == 0:
             print(f"{cfg.out_dir} is already finished, at step {done}")
         return done, None
+    # files first: whoever looks into the folder from now on finds what made it
     metrics = Metrics(cfg, world, done)
     if world.rank == 0:
         write_record(Path(cfg.out_dir, "config.json"), RUN, config)
         write_record(Path(cfg.out_dir, "env.json"), ENVIRONMENT, environment())
         corpus.tokenizer.save(Path(cfg.out_dir, "tokenizer.json"))
+    # then a record of the start, and a line on the screen
     shape, micro_batch, accumulation = model.cfg, *cfg.split_batch(world.size)
     record = {
         "event": "start",
@@ -393,6 +404,7 @@ def train(cfg, world):
         norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf))
         scaler.step(optimizer)
         scaler.update()
+        # the mean over the ranks, as each of them sees it; a step that failed is not saved
         total, norm = (world.sum(torch.stack((total, norm))) / world.size).tolist()
         check_finite(n, "loss", total)
         if not scaler.is_enabled():  # a scaler skips a step whose gradients overflow
@@ -406,12 +418,14 @@ def train(cfg, world):
         record |= {"tokens": n * cfg.batch_tokens, "input_s": input_s, "seconds": seconds}
         rate = record["tokens_per_s"] = cfg.batch_tokens / seconds
         metrics.step(record | {"mfu": rate * flops / (peak * world.size) if peak else None})
+        # all ranks stop at the same step, although the signal reaches them at different times
         is_stopped, val_loss = world.sum([stop.asked]).item() > 0, None
         if n % cfg.eval_every == 0 or n == cfg.max_steps:
             result = validate(model, corpus, cfg, world, autocast, is_sharded)
             val_loss = result["val_mean"]
             check_finite(n, "validation loss", val_loss)
             metrics.evaluation(n, result)
+        # what is evaluated is saved too, so that the best checkpoint is there
         if n % cfg.save_every == 0 or is_stopped or val_loss is not None:
             is_main, vocabulary = world.rank == 0, corpus.tokenizer.hash
             checkpoint.save(cfg.out_dir, n, model, vocabulary, val_loss, optimizer, scaler, cfg.keep, is_main)

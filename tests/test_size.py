@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 BUDGETS = {  # lines
-    "model.py": 460, "value_modes.py": 560, "train.py": 440, "prepare.py": 670, "eval.py": 300, "sample.py": 180,
+    "model.py": 470, "value_modes.py": 560, "train.py": 450, "prepare.py": 670, "eval.py": 300, "sample.py": 180,
     "analyze.py": 540, "plot.py": 510, "export.py": 240, "configurator.py": 210, "common": 2600, "paper": 2480,
     "bench": 500, "examples": 350, "docs": 150, "config": 60, "tests": 7500,
 }  # fmt: skip
