@@ -9,7 +9,7 @@ from pathlib import Path
 from common.files import read_record, write_record, write_text
 from common.ranks import environment
 from common.report import markdown
-from paper.claims import CONFIRMED, CONTRADICTED, HEADER, claim_cells, claim_rows, tally, tested
+from paper.claims import HEADER, claim_cells, claim_rows, tally
 from paper.figures import FIGURES
 from paper.runs import units_in_words
 
@@ -93,11 +93,6 @@ def report_text(results, scale):
         "paper's number. They are not corrected for how many they are, and many share runs. * marks a run on another "
         "processor than vanilla's.",
     ]
-    # the claims that several seeds decide, each once
-    rows = tested(figures)
-    cells = [claim_cells(row) for way in (CONFIRMED, CONTRADICTED) for row in rows if row["verdict"] == way]
-    if cells:
-        parts += ["## Decided claims", markdown(HEADER, cells, left=3)]
     parts += [section(name, record) for name, record in figures.items()]
     return "\n\n".join(parts) + "\n"
 
