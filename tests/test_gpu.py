@@ -100,7 +100,7 @@ def test_too_little_memory(monkeypatch):
     def start(*of):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr(train, "start", start)
+    monkeypatch.setattr(train, "train", start)
     refused(in_process(train, "--device=cpu"), "too little memory", "--micro_batch", "--recompute", "--shard=zero2")
 
 

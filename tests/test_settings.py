@@ -162,7 +162,13 @@ def test_packages(tmp_path, monkeypatch):
 # ---- files
 
 
-HOLDER = "import sys, time, files\nwith files.hold(sys.argv[1]):\n    print('held', flush=True)\n    time.sleep(600)"
+HOLDER = """
+import sys, time
+from common import files
+with files.hold(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
 
 
 def test_a_folder_has_one_holder(tmp_path):
