@@ -8,8 +8,8 @@ the paper's V_1 is projected[0]["v"]. A_n is layer n's causal softmax(q k^T / sq
 attention before the output projection. Modes as data, and the table of them, are in value_modes.py.
 Paper: https://arxiv.org/abs/2410.17897.
 
-The idea is in Attention.forward. Before it: the weights of residuals, and gates. After it: Block, GPT, the KV cache.
-What every Llama has (rotary positions, attention kernels, MLP) is in layers.py, the loss in loss.py. Next: train.py.
+The idea is in Attention.forward. Before it: the weights of residuals. After it: Block, GPT, the KV cache. What every
+Llama has (rotary positions, attention kernels, MLP) and output gates are in layers.py, the loss in loss.py. Next: train.py.
 """
 
 import math
@@ -23,6 +23,7 @@ from common.layers import (
     MLP,
     DepthAverage,
     Linear,
+    OutputGate,
     Rope,
     apply_rope,
     attend,
@@ -131,33 +132,6 @@ class Gate(nn.Module):
         activation = {"sigmoid": torch.sigmoid, "relu": torch.relu}[self.residual.learn]
         own, factor = self.residual.starts(1)
         return own, factor * activation(z)
-
-
-class OutputGate(nn.Module):
-    """What is done to y = U_n (B, H, T, D) before the output projection. x: the layer's normed input (B, T, C).
-    v: V' of the same tokens (B, G, T, D).
-
-    "exclusive":  y - tanh(a) (y·u) u, u = v / |v|, a from 0 for each query head     Exclusive self-attention
-    "gate":       sigmoid(W x) y, a number for each channel                          gated attention (Qwen)
-    "gate_heads": the same with a number for each query head
-    """
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.n_head, self.kind = cfg.n_head, cfg.value_mode.output
-        if self.kind == "exclusive":
-            self.strength = nn.Parameter(torch.zeros(cfg.n_head))
-        else:
-            per_head = {"gate": cfg.head_dim, "gate_heads": 1}[self.kind]
-            self.w = Linear(cfg.n_embd, {"gate": cfg.n_head * per_head})
-
-    def forward(self, y, v, x):
-        if self.kind == "exclusive":
-            unit = repeat_heads(F.normalize(to_fp32(v), dim=-1).to(y.dtype), self.n_head)  # (B, H, T, D)
-            along = (y * unit).sum(dim=-1, keepdim=True) * unit
-            return y - self.strength.tanh().to(y.dtype)[:, None, None] * along
-        gate = self.w(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, H, T, D or 1)
-        return gate.sigmoid() * y
 
 
 class Attention(nn.Module):

@@ -118,7 +118,7 @@ class ValueMode:
     heads_from_layer_0: fraction of the value heads that each layer above 0 takes from layer 0. These are the last
         heads; the layer computes the others itself.
     kv_group: query heads that share a key and value head (GQA), at most n_head; 0 = all (MQA).
-    output: what happens to U_n before the output projection: nothing ("plain"), or what model.OutputGate says.
+    output: what happens to U_n before the output projection: nothing ("plain"), or what layers.OutputGate says.
     cut_first: layer 0 has no skip around its attention (its MLP has one).
     dense: (dilation, period) of DenseFormer's depth-weighted average of the residual stream, or None.
     name: what we call it on screen and in files; "" = the table's row that equals it, or custom_….
@@ -158,14 +158,13 @@ class ValueMode:
         return 0 if t == "v" and owner != n and self.borrow_v == "first" else owner
 
     def with_lam(self, value):
-        """This mode with `value` as the weight of the sources, in its last residual with a settable one; None if no
-        residual has one."""
-        residuals = list(self.residuals)
-        for j in reversed(range(len(residuals))):
-            if residuals[j].lam and residuals[j].learn != "softmax":
-                residuals[j] = dataclasses.replace(residuals[j], lam=(residuals[j].lam[0], value))
-                return dataclasses.replace(self, residuals=tuple(residuals))
-        return None
+        """This mode with `value` as the weight of the sources, in its last residual that has such a weight."""
+        settable = [j for j, r in enumerate(self.residuals) if r.lam and r.learn != "softmax"]
+        if not settable:
+            raise UserError(f"{self.name} does not take a number: no residual of it has a weight that can be set")
+        residuals, last = list(self.residuals), settable[-1]
+        residuals[last] = dataclasses.replace(residuals[last], lam=(residuals[last].lam[0], value))
+        return dataclasses.replace(self, residuals=tuple(residuals))
 
 
 def mode_with(**fields):
@@ -202,8 +201,7 @@ def problems_of_residual(r):
         (is_number and r.source < 0, f"source={r.source}: a layer's number, counted from 0"),
         (not is_slice, f"layers={r.layers!r} is not a slice of layers, as '-3:' or '::2'"),
         (r.map != "own" and not is_v, f"map={r.map!r} is for values: of must be 'v', not {r.of!r}"),
-        (is_token and not is_v, f"a table of values has no {r.of}: of must be 'v'"),
-        (is_token and r.map == "cross", "a table of values has no keys: map cannot be 'cross'"),
+        (is_token and (not is_v or r.map == "cross"), "a token table has values alone: of must be 'v', map not 'cross'"),
         (not is_token and r.tables != "each", f"tables={r.tables!r} is for source='token'"),
         (r.map == "cross" and not is_plain, "the softmax sets the weights of map='cross': leave out lam and learn"),
         (r.source == "all" and not of_many, f"{learns} weighs one source against the layer's own: not source='all'"),
@@ -359,14 +357,14 @@ def get_mode(mode):
     if mode in VALUE_MODES:
         return VALUE_MODES[mode]
     row, number = row_and_number(mode)
-    found = VALUE_MODES[row].with_lam(float(number)) if number else None
-    if found is None:
+    if not number:
         near = difflib.get_close_matches(mode, VALUE_MODES, 1, 0.4)
-        why = f"{row} does not take a number; " if number else f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown value_mode {mode!r}; {why}known: {', '.join(VALUE_MODES)}")
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"unknown value_mode {mode!r}; {hint}known: {', '.join(VALUE_MODES)}")
+    found = VALUE_MODES[row].with_lam(float(number))
     if found == VALUE_MODES[row]:
         return VALUE_MODES[row]
-    number = repr(float(number)).removesuffix(".0").replace("e+", "e")
+    number = repr(float(number)).removesuffix(".0").replace("e+", "e")  # 0.50 and 0.5 have one name
     return dataclasses.replace(found, name=f"{row}_{number}")
 
 
@@ -404,21 +402,20 @@ class ModelConfig:
     def __post_init__(self):
         check_fields(self)
         self.fill("value_mode", get_mode(self.value_mode))
-        H, mode = self.n_head, self.value_mode
+        H, mode, is_llama = self.n_head, self.value_mode, self.arch == "llama"
         group = min(mode.kv_group or H, H)  # query heads to a key head
         G = self.n_kv_head or H // group
+        scaling, value_heads, is_odd = self.rope_scaling, mode.heads_from_layer_0 * G, self.n_embd % H
+        is_ordered = len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2]
+        # what 0 stands for
+        self.fill("n_kv_head", G)
+        self.fill("n_hidden", self.n_hidden or (7 * self.n_embd // 2 if is_llama else 4 * self.n_embd))
+        refuse([(not self.head_dim and is_odd, f"n_embd={self.n_embd} must be a multiple of n_head={H}")])
+        self.fill("head_dim", self.head_dim or self.n_embd // H)
         refuse([
             (H % group, f"value_mode has {group} query heads to a key head: n_head={H} is not a multiple of it"),
             (mode.kv_group != 1 and G != H // group, f"n_kv_head={G}, but value_mode makes it {H // group}"),
             (H % G, f"n_head={H} must be a multiple of n_kv_head={G}"),
-            (not self.head_dim and self.n_embd % H, f"n_embd={self.n_embd} must be a multiple of n_head={H}"),
-        ])  # fmt: skip
-        self.fill("n_kv_head", G)
-        self.fill("head_dim", self.head_dim or self.n_embd // H)
-        self.fill("n_hidden", self.n_hidden or (4 * self.n_embd if self.arch == "gpt2" else 7 * self.n_embd // 2))
-        is_llama, scaling, value_heads = self.arch == "llama", self.rope_scaling, mode.heads_from_layer_0 * G
-        is_ordered = len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2]
-        refuse([
             (is_llama and self.head_dim % 2, f"heads are {self.head_dim} wide: RoPE rotates pairs, so it must be even"),
             (scaling and not is_ordered, f"rope_scaling={scaling}: factor, low < high, original, all positive"),
             (scaling and not is_llama, f"rope_scaling is for arch='llama': {self.arch} learns its positions"),
