@@ -8,8 +8,8 @@ the paper's V_1 is projected[0]["v"]. A_n is layer n's causal softmax(q k^T / sq
 attention before the output projection. Modes as data, and the table of them, are in value_modes.py.
 Paper: https://arxiv.org/abs/2410.17897.
 
-The idea is in Attention.forward. Before it: the weights of residuals. After it: Block, GPT, the KV cache. What every
-Llama has (rotary positions, attention kernels, MLP) and output gates are in layers.py, the loss in loss.py. Next: train.py.
+The idea is in Attention.forward. Before it: the weights of residuals. After it: Block, GPT, the KV cache. The rest of
+a Llama (rotary positions, attention kernels, MLP) is in layers.py, the loss in loss.py. Next: train.py.
 """
 
 import math
@@ -32,8 +32,7 @@ from common.layers import (
     new_norm,
     normal,
     repeat_heads,
-    to_fp32,
-)  # fmt: skip
+)
 from common.loss import chunked_cross_entropy
 from configurator import need, run
 from value_modes import plan_layers, stored_tensors
@@ -109,16 +108,12 @@ class MixingWeights(nn.Module):
 
 class Gate(nn.Module):
     """Weights that depend on the token: a layer's normed input x (B, T, C) -> (own, source), each a number or
-    (B, G, T, 1). Heads are key and value heads.
-
-    "head":    (g, 1 - g), g = sigmoid(W x + b) for each head                        x-transformers
-    "sigmoid": (l_own, l sigmoid(W x[..., :12])) for each head, from W = 0           modded-nanogpt, nanochat
-    "relu":    (l_own, l relu(W x)) for each head                                    SATFormer
-    """
+    (B, G, T, 1). Heads are key and value heads."""
 
     def __init__(self, cfg, residual):
         super().__init__()
         self.residual = residual
+        # "sigmoid" reads the first 12 channels alone, and starts from W = 0
         self.n_in = min(12, cfg.n_embd) if residual.learn == "sigmoid" else cfg.n_embd
         std = 0.0 if residual.learn == "sigmoid" else None
         self.w = Linear(self.n_in, {"gate": cfg.n_kv_head}, bias=residual.learn == "head", std=std)
@@ -126,9 +121,11 @@ class Gate(nn.Module):
     def forward(self, x):
         z = self.w(x[..., : self.n_in])  # (B, T, G)
         z = z.transpose(1, 2).unsqueeze(-1)  # (B, G, T, 1)
+        # "head" (x-transformers): (g, 1 - g), g = sigmoid(W x + b)
         if self.residual.learn == "head":
             g = z.sigmoid()
             return g, 1 - g
+        # "sigmoid" (modded-nanogpt, nanochat): (l_own, l sigmoid(W x)); "relu" (SATFormer): (l_own, l relu(W x))
         activation = {"sigmoid": torch.sigmoid, "relu": torch.relu}[self.residual.learn]
         own, factor = self.residual.starts(1)
         return own, factor * activation(z)
@@ -203,11 +200,11 @@ class Attention(nn.Module):
                 added = [repeat_heads(projected[i]["v"], self.n_head) for i in m.sources]
             else:
                 assert m.residual.of == "probs", f"{m.residual} is nowhere computed: add it here"
-                added = [
-                    attend(used[i]["q"], used[i]["k"], now["v"], self.kernel, mask=mask) for i in m.sources
-                ]  # A_i V'
+                pairs = [(used[i]["q"], used[i]["k"]) for i in m.sources]
+                added = [attend(q, k, now["v"], self.kernel, mask=mask) for q, k in pairs]  # A_i V'
             u = weighted_sum(w, u, added)
-        if self.output_gate:  # a gate reads x alone, "exclusive" also V' of these tokens, which is then the layer's own
+        # a gate reads x alone, "exclusive" also V' of these tokens, which is then the layer's own
+        if self.output_gate:
             u = self.output_gate(u, mixed.get("v"), x)
 
         # 6. Join the heads: (B, H, T, D) -> (B, T, H * D) -> (B, T, C).
@@ -216,38 +213,42 @@ class Attention(nn.Module):
     def project(self, x, angles):
         """The tensors that this layer owns, from one product: {t: (B, heads of t, T, D)}, q and k rotated."""
         B, T, _ = x.shape
+        # one product, then a view for each tensor
         y = self.proj(x).view(B, T, -1, self.head_dim)  # (B, T, heads * D) -> (B, T, heads, D)
         parts = y.split([width // self.head_dim for width in self.proj.parts.values()], dim=2)
         own = dict(zip(self.proj.parts, parts, strict=True))  # (B, T, heads of t, D) each
-        if self.values_are_keys:  # before rope
+        if self.values_are_keys:
             own["v"] = F.rms_norm(own["k"], (self.head_dim,), eps=self.norm_eps).to(y.dtype)  # else fp32 in autocast
+        # rotary positions turn queries and keys, but no values
         for t in ("q", "k"):
             if t in own:
                 own[t] = apply_rope(own[t], angles)
-        # Only now (B, heads, T, D), as a view: attention's output and gradient then have the layout that `out` reads
+        # only now (B, heads, T, D), as a view: attention's output and gradient then have the layout that `out` reads
         return {t: part.transpose(1, 2) for t, part in own.items()}
 
     def softmax(self, now, mixes, used, mask):
         """U_n (B, H, T, D) of q, k, v `now`, with the residuals that act under the softmax."""
         q, k, v = now["q"], now["k"], now["v"]
+        # "cross" (Eq 2): keys and values of other layers beside this layer's own
         across = [i for m, _ in mixes if m.residual.map == "cross" for i in m.sources]
-        if across:  # Eq 2: keys and values of other layers beside this layer's own
+        if across:
             keys, values = [k, *(used[i]["k"] for i in across)], [v, *(used[i]["v"] for i in across)]
             return attend_across(q, keys, values, self.kernel, mask)
+        # "scores": w_n q k^T + w_i q_i k_i^T = [w_n q; w_i q_i] [k; k_i]^T, so they add up in one wider product
         for m, w in mixes:
             assert m.residual.of == "scores", f"add {m.residual} to Attention.softmax"
-            # w_n q k^T + w_i q_i k_i^T = [w_n q; w_i q_i] [k; k_i]^T: scores add up in one wider product
             q, k = join_scores(q, k, w, [used[i] for i in m.sources])
         wider = q.size(-1) - self.head_dim
         if not wider:
             return attend(q, k, v, self.kernel, mask=mask)
-        v = F.pad(v, (0, wider))  # fused kernels want one width for q, k and v
+        # fused kernels want one width for q, k and v
+        v = F.pad(v, (0, wider))
         return attend(q, k, v, self.kernel, self.head_dim**-0.5, mask)[..., : self.head_dim]
 
 
 class Block(nn.Module):
-    """One layer: x (B, T, C) -> x (B, T, C), and what later layers read of it: projected (its input "hidden" may be
-    among that) and used. If a block handed on all of its tensors, they would stay in memory until the last layer."""
+    """One layer: x (B, T, C) -> x (B, T, C), and what later layers read of it: projected, its input "hidden" among
+    them, and used."""
 
     def __init__(self, cfg, n, plan, kernel):
         super().__init__()
@@ -258,17 +259,17 @@ class Block(nn.Module):
         self.input_mixes = [m for m in plan.mixes if m.residual.place == "input"]
 
     def forward(self, x, angles, weights, projected, used, cache=None):
+        # what the layer reads: the stream, into which residuals of "hidden" mix earlier layers' inputs
         h = x
         for m in self.input_mixes:
             h = weighted_sum(weights[m.index], h, [projected[i]["hidden"] for i in m.sources])
+        # attention and the MLP add to the stream
         y, own, now = self.attn(self.norm1(h), angles, weights, projected, used, cache)
         h = y.to(h.dtype) if self.is_cut else h + y  # under autocast y alone is bf16
+        h = h + self.mlp(self.norm2(h))
+        # if a block handed on all of its tensors, they would stay in memory until the last layer
         own["hidden"] = x
-        return (
-            h + self.mlp(self.norm2(h)),
-            {t: own[t] for t in self.keep_projected},
-            {t: now[t] for t in self.keep_used},
-        )
+        return h, {t: own[t] for t in self.keep_projected}, {t: now[t] for t in self.keep_used}
 
 
 class GPT(nn.Module):
@@ -322,9 +323,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def mixing_weights(self):
-        """[residual][layer] -> (w_own, w_source, …) as numbers; None if the layer lacks the residual, a Gate computes
-        the weights, or map="cross" needs none."""
+        """[residual][layer] -> (w_own, w_source, …) as numbers."""
         found = [{n: [float(w) for w in of_layer] for n, of_layer in weights().items()} for weights in self.mixing]
+        # None where the layer lacks the residual, a Gate computes the weights, or map="cross" needs none
         return [[of_residual.get(n) for n in range(self.cfg.n_layer)] for of_residual in found]
 
     def hidden(self, idx, cache=None):
@@ -355,7 +356,7 @@ class GPT(nn.Module):
         used, stream = {}, [x]  # stream: x by depth, for DenseFormer
         weights = [mixing() for mixing in self.mixing]  # [residual] -> {layer: its weights}
         for n, block in enumerate(self.blocks):
-            # copies of the dicts: a graph that is never backpropagated must not hold what later layers add to them
+            # copies, because a graph that is never backpropagated must not hold what later layers add to these dicts
             inputs = (x, angles, [w.get(n) for w in weights], dict(projected), dict(used), cache)
             if self.recompute and torch.is_grad_enabled():
                 x, projected[n], used[n] = checkpoint(block, *inputs, use_reentrant=False)

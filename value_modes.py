@@ -201,7 +201,7 @@ def problems_of_residual(r):
         (is_number and r.source < 0, f"source={r.source}: a layer's number, counted from 0"),
         (not is_slice, f"layers={r.layers!r} is not a slice of layers, as '-3:' or '::2'"),
         (r.map != "own" and not is_v, f"map={r.map!r} is for values: of must be 'v', not {r.of!r}"),
-        (is_token and (not is_v or r.map == "cross"), "a token table has values alone: of must be 'v', map not 'cross'"),
+        (is_token and (not is_v or r.map == "cross"), "a token table has only values: of must be 'v', map not 'cross'"),
         (not is_token and r.tables != "each", f"tables={r.tables!r} is for source='token'"),
         (r.map == "cross" and not is_plain, "the softmax sets the weights of map='cross': leave out lam and learn"),
         (r.source == "all" and not of_many, f"{learns} weighs one source against the layer's own: not source='all'"),
@@ -439,12 +439,8 @@ def problems_of_layers(cfg):
     yield outside, f"value_mode names layers {outside}, but there are only 0..{n_layer - 1}"
     plan = plan_layers(cfg)
     for index, r in enumerate(mode.residuals):
-        asked = pick_layers(r.layers or ":", n_layer)
-        idle = [n for n in asked if index not in [mix.index for mix in plan[n].mixes]]
-        # of a tuple each layer must have it, of a slice any one
-        is_idle = idle and (idle == asked or (r.layers and isinstance(r.layers, tuple)))
-        yield not asked, f"{r}: its layers are none of 0..{n_layer - 1}"
-        yield is_idle, f"{r} does nothing in layer {max(idle, default=0)}: no source, or what it reads is borrowed"
+        acts = any(mix.index == index for layer in plan for mix in layer.mixes)
+        yield not acts, f"{r} acts in no layer of 0..{n_layer - 1}: none has a source and tensors of its own to mix"
     for n, layer in enumerate(plan):
         yield not layer.heads, f"layer {n} would own none of q, k, v: its attention would read nothing of its input"
 # fmt: on
