@@ -61,7 +61,8 @@ class MixingWeights(nn.Module):
     """The weights of one residual in all layers: forward() -> {layer: (w_own, one for each source)}.
 
     starts: the same dict, of fixed weights or of what learned ones start from. It is empty where a Gate computes the
-    weights, or map="cross" needs none. Learned ones are vectors, because AdamW decays matrices (see train.adamw).
+    weights, or map="cross" needs none. Learned ones are vectors, which AdamW does not decay: train.adamw decays
+    matrices (embeddings and head too), and no norm, bias or other vector.
     """
 
     def __init__(self, residual, index, plan):
@@ -72,19 +73,19 @@ class MixingWeights(nn.Module):
         self.starts = {} if has_none else {n: residual.starts(count) for n, count in counts.items()}
         self.learn = "fixed" if has_none else residual.learn
         # the parameters; what they mean is in forward
-        starts, n_layers = list(self.starts.values()), len(self.starts)
+        starts, n_mixed = list(self.starts.values()), len(self.starts)  # n_mixed: layers that have the residual
         if self.learn in ("scalar", "unit"):
             self.scalars = nn.ParameterList(torch.tensor(start) for start in starts)
         if self.learn == "sources":  # the own weight is not learned
             self.scalars = nn.ParameterList(torch.tensor(start[1:]) for start in starts)
         if self.learn == "unit":
-            self.scale = nn.Parameter(torch.ones(n_layers))
+            self.scale = nn.Parameter(torch.ones(n_mixed))
         if self.learn == "lerp":
             self.share = nn.Parameter(torch.tensor([source for _, source in starts]))
         if self.learn == "softmax":  # Learnable-Plus: all layers share logits and scale
             own, slope = residual.lam or (0.5, 0.0)
-            self.own = nn.Parameter(torch.full((n_layers,), own))
-            self.logits = nn.Parameter(slope * torch.arange(n_layers))
+            self.own = nn.Parameter(torch.full((n_mixed,), own))
+            self.logits = nn.Parameter(slope * torch.arange(n_mixed))
             self.scale = nn.Parameter(torch.tensor([float(len(plan))]))
 
     def forward(self):
@@ -108,7 +109,7 @@ class MixingWeights(nn.Module):
 
 class Gate(nn.Module):
     """Weights that depend on the token: a layer's normed input x (B, T, C) -> (own, source), each a number or
-    (B, G, T, 1). Heads are key and value heads."""
+    (B, G, T, 1). Heads are key and value heads. A new gate: a branch here, its name in Residual.learn and is_gated."""
 
     def __init__(self, cfg, residual):
         super().__init__()
@@ -136,8 +137,8 @@ class Attention(nn.Module):
     and DenseFormer's average in GPT.hidden.)
 
     projected[i]: layer i's projections of this call's tokens, {"q", "k" or "v": (B, heads, T, D)}; the paper's V_1 is
-    projected[0]["v"]. used[i]: what layer i's softmax used, after mixing, borrowing and the KV cache, so with a cache
-    for all tokens so far. V_1 of older tokens is not needed: we mix token by token, and the cache stores mixed values.
+    projected[0]["v"]. used[i]: what layer i's softmax used, after mixing and borrowing; with a KV cache of all tokens
+    so far. Mixing needs no V_1 of older tokens: we mix token by token, and the cache stores mixed values.
     Both are arguments and results, not attributes, so that recompute and torch.compile see what depends on what.
     """
 
@@ -169,7 +170,8 @@ class Attention(nn.Module):
         mixed = dict(own)
 
         # 2. Mix before the softmax. ResFormer (Eq 7, arxiv.org/abs/2410.17897): V' = l_n V_n + l_1 V_1.
-        #    V_1 is not detached: its gradients reach layer 0. The same line mixes queries and keys (Fig 9).
+        #    V_1 is not detached: its gradients reach layer 0. The same line mixes queries and keys (Fig 9). A layer
+        #    mixes what it owns: one that borrows keys still mixes its values.
         for m, w in self.at("before", weights, x):
             of = m.residual.of
             mixed[of] = weighted_sum(w, mixed[of], [projected[i][of] for i in m.sources])
@@ -194,8 +196,8 @@ class Attention(nn.Module):
         # 5. Mix after the softmax. NeuTRENO (Eq 8): U_n = A_n V' + l (V_1 - V').
         for m, w in self.at("after", weights, x):
             if m.residual.map == "delta":
-                v_n = {"mixed": mixed, "projected": own}[m.residual.subtract]["v"]
-                added = [repeat_heads(projected[i]["v"] - v_n, self.n_head) for i in m.sources]  # (B, H, T, D) each
+                v = {"mixed": mixed, "projected": own}[m.residual.subtract]["v"]  # V', or V_n
+                added = [repeat_heads(projected[i]["v"] - v, self.n_head) for i in m.sources]  # (B, H, T, D) each
             elif m.residual.map == "identity":  # U_n = A_n V' + l V_1 (Fig 10); with all layers' values Eq 6
                 added = [repeat_heads(projected[i]["v"], self.n_head) for i in m.sources]
             else:
@@ -203,7 +205,7 @@ class Attention(nn.Module):
                 pairs = [(used[i]["q"], used[i]["k"]) for i in m.sources]
                 added = [attend(q, k, now["v"], self.kernel, mask=mask) for q, k in pairs]  # A_i V'
             u = weighted_sum(w, u, added)
-        # a gate reads x alone, "exclusive" also V' of these tokens, which is then the layer's own
+        # gates read x alone. "exclusive" reads V' too; no mode has it in a layer that borrows its values
         if self.output_gate:
             u = self.output_gate(u, mixed.get("v"), x)
 
@@ -369,7 +371,8 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None):
         """Token ids (B, T) -> (logits (B, T, V), None); with targets (B, T), below 0 = ignored, -> (None, loss): the
-        mean cross-entropy in nats, whose logits never exist all at once."""
+        mean cross-entropy in nats. Its (B, T, V) logits never exist all at once, and its 1/n waits for the backward,
+        because in fp16 a softmax divided by 65,536 targets would underflow (see loss.py)."""
         # logits only where they are asked for: with targets the loss makes them, a chunk at a time
         x = self.hidden(idx, cache)
         if targets is None:
@@ -392,13 +395,14 @@ class KVCache:
         self.padding = max(lengths) - torch.tensor(lengths, device=device)[:, None]  # (B, 1)
         self.is_padded = min(lengths) < max(lengths)
         self.last = cfg.block_size - 1
-        # a tensor for each K and V that a layer owns, and none for what it borrows: SVFormer's cache is nearly half
+        # a tensor for each K and V that a layer owns, none for what it borrows: SVFormer's is nearly half of vanilla's
         self.tensors = {}
         for place, heads in stored_tensors(cfg).items():
             self.tensors[place] = torch.zeros(len(lengths), heads, length, cfg.head_dim, device=device, dtype=dtype)
 
     def positions(self, T):
-        """Where the next T tokens stand in their rows: a slice, or (B, T). Sets `mask`, what they see."""
+        """Where the next T tokens stand in their rows: a slice, or (B, T). Sets `slots`, where they are stored, and
+        `mask`, what they see. Prompts of 3 and 1 tokens: slots 0 1 2, positions 0 1 2 and - - 0."""
         self.slots = self.next + torch.arange(T, device=self.next.device)  # (T,)
         if not self.is_padded and not self.is_static:
             return slice(self.end, self.end + T)

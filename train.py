@@ -181,11 +181,10 @@ def checkpoint_to_resume(cfg):
 
 
 def settings_of(cfg, corpus, path):
-    """(config.json as it should be now, the settings that changed since the run was last started, in words).
+    """(config.json as it should be now, a note of the settings that changed since the run was last started, or "").
 
     path: the checkpoint that the run continues from, or None. What decides the first weights, the data or its order may
-    not change; in a finished run nothing that changes results may.
-    """
+    not change."""
     # what the run has now, as a file has it
     new = dataclasses.asdict(cfg)
     new["value_mode_name"] = new["value_mode"].pop("name")
@@ -199,11 +198,12 @@ def settings_of(cfg, corpus, path):
     new["init_from"] = cfg.init_from or old.get("init_from", "")  # a resumed run need not name it again
     changed = [k for k in new if k in old and old[k] != new[k] and k not in MAY_DIFFER]
     words = ", ".join(f"{k} (was {str(old[k])[:40] or 'empty'})" for k in changed)
+    # in a finished run nothing that changes results may
     is_finished = checkpoint.read_header(path)["step"] >= cfg.max_steps
     if MUST_STAY.intersection(changed) or (changed and is_finished):
         remedy = "use them, or start anew in another --out_dir"
         raise UserError(f"{old_path.parent} was started with other settings: {words}; {remedy}")
-    return new, words
+    return new, f"note: changed since the run was last started: {words}" if words else ""
 
 
 def compiled(model, cfg, world, autocast, is_sharded, say):
@@ -240,7 +240,8 @@ def compiled(model, cfg, world, autocast, is_sharded, say):
 def validate(model, corpus, cfg, world, autocast, is_sharded):
     """Validation on the first whole windows within eval_tokens of each domain, at least one, or on all text; the same
     whatever the number of ranks. Returns what `domain_losses` does, and "lam", see GPT.mixing_weights."""
-    # the parts are the same on any number of ranks, and each rank takes every n-th
+    # the parts are the same on any number of ranks, and each rank takes every n-th. All ranks make equally many forward
+    # passes, because each of them gathers a sharded model's weights together
     most = max(1, cfg.eval_tokens // cfg.block_size) if cfg.eval_tokens else None
     parts = corpus.val_parts(cfg.micro_batch, most)
     n_bytes = corpus.tokenizer.token_bytes()
@@ -249,9 +250,10 @@ def validate(model, corpus, cfg, world, autocast, is_sharded):
     for i in range(world.rank, n_rounds * world.size, world.size):
         d, first, last = parts[i % len(parts)]
         x, y = corpus.val_batch(corpus.domains[d], first, last)
-        with autocast(), torch.compiler.set_stance("force_eager"):  # a sharded model's blocks are compiled in place
+        # parts have many shapes, and a sharded model's blocks are compiled in place, for training's shape
+        with autocast(), torch.compiler.set_stance("force_eager"):
             loss = model(*world.to_device((x, y)))[1]
-        if i < len(parts):  # past them a rank only computes along: all ranks gather a sharded model, or none
+        if i < len(parts):
             sums[d] += [loss.item() * y.size, y.size, n_bytes[y].sum()]
     # sums of nats and tokens, not means of batches: so the result is the same however the parts were cut
     result = domain_losses(corpus, world.sum(sums).numpy())
@@ -274,32 +276,25 @@ def check_finite(step, what, value):
         raise UserError(f"step {step}: the {what} is {value}; {remedy}")
 
 
-def start(cfg, world, corpus, model, optimizer, scaler, dtype, path, note):
-    """Continue from checkpoint `path`, if there is one, and write down what runs. Returns (the steps that are done, the
-    Metrics, or None if nothing is left to do)."""
-    # what may not change is refused before anything is read
-    done = 0
-    config, changed = settings_of(cfg, corpus, path)
-    if path:
-        done = checkpoint.resume(path, model, optimizer, scaler, corpus.tokenizer.hash)["step"]
-        note = f"note: changed since the run was last started: {changed}" if changed else ""
-    # a rank that reads another folder would train another model, and nobody would notice
+def start(cfg, world, corpus, shape, dtype, config, done, note):
+    """Write down what runs from step `done` on, and say so. Returns the Metrics, or None if nothing is left to do."""
+    # a rank that reads another folder would train another model. This waits for all ranks, too
     if len(set(world.gather((done, corpus.hash, corpus.val_hash)))) > 1:
         raise UserError(f"the ranks see different files in {cfg.data_dir} or {cfg.out_dir}; put them on a shared disk")
     if world.rank == 0:
-        checkpoint.prune(cfg.out_dir, keep=0)  # only what a kill has left
+        checkpoint.prune(cfg.out_dir, keep=0)  # keeps all checkpoints, and deletes what a kill has left of one
     if done >= cfg.max_steps:
         if world.rank == 0:
             print(f"{cfg.out_dir} is already finished, at step {done}")
-        return done, None
-    # files first: whoever looks into the folder from now on finds what made it
+        return None
+    # the records go on after step `done`; the folder says from now on what made it
     metrics = Metrics(cfg, world, done)
     if world.rank == 0:
         write_record(Path(cfg.out_dir, "config.json"), RUN, config)
         write_record(Path(cfg.out_dir, "env.json"), ENVIRONMENT, ranks.environment())
         corpus.tokenizer.save(Path(cfg.out_dir, "tokenizer.json"))
     # then a record of the start, and a line on the screen
-    shape, micro_batch, accumulation = model.cfg, *cfg.split_batch(world.size)
+    micro_batch, accumulation = cfg.split_batch(world.size)
     record = {
         "event": "start",
         "step": done,
@@ -326,7 +321,7 @@ def start(cfg, world, corpus, model, optimizer, scaler, dtype, path, note):
         f"{cfg.batch_tokens:,} tokens = {world.size} x {accumulation} x {micro_batch} x {cfg.block_size}, "
         f"{record['dtype']} on {world.kind}"
     )
-    return done, metrics
+    return metrics
 
 
 def train(cfg, world):
@@ -344,7 +339,8 @@ def train(cfg, world):
     torch.manual_seed(cfg.seed)
     shape = cfg.model_config(corpus.tokenizer.n_vocab)
     model = GPT(shape, cfg.seed, cfg.attn, recompute=cfg.recompute, half_stream=cfg.half_stream)
-    path, note = checkpoint_to_resume(cfg), ""
+    path = checkpoint_to_resume(cfg)
+    config, note = settings_of(cfg, corpus, path)  # refuses what may not change before any weights are read
     if cfg.init_from and not path:
         note = checkpoint.start_from(checkpoint.find(cfg.init_from), model, corpus.tokenizer.hash)
     # whole on the device (one process, or DDP), or divided among the ranks (FSDP2)
@@ -353,10 +349,12 @@ def train(cfg, world):
         world.shard(model, keep_gathered=cfg.shard == "zero2")
     else:
         model.to(world.device)
-    # ---- optimizer, and a loss scaler for fp16; a checkpoint sets their state, if the run goes on from one
+    # ---- optimizer, and a loss scaler for fp16
     optimizer = adamw(model, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
     scaler = torch.amp.GradScaler(world.kind, enabled=dtype == torch.float16)
-    done, metrics = start(cfg, world, corpus, model, optimizer, scaler, dtype, path, note)
+    # ---- a checkpoint sets all of it as it was after its step: weights, optimizer, scaler, random generators
+    done = checkpoint.resume(path, model, optimizer, scaler, corpus.tokenizer.hash)["step"] if path else 0
+    metrics = start(cfg, world, corpus, shape, dtype, config, done, note)
     if metrics is None:
         return
 
@@ -365,7 +363,8 @@ def train(cfg, world):
 
     # ---- net is the same model, compiled and under DDP: it computes the loss. We clip, evaluate and save the model
     net = model
-    if world.kind == "cuda" if cfg.compile is None else cfg.compile:
+    wants_compile = world.kind == "cuda" if cfg.compile is None else cfg.compile
+    if wants_compile:
         net = compiled(model, cfg, world, autocast, is_sharded, metrics.say)
     # DDP after compiling: one graph, and all its gradients in DDP's buckets
     if world.size > 1 and not is_sharded:
@@ -381,7 +380,7 @@ def train(cfg, world):
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # gradients of this rank's micro-batches add up; those of the ranks are averaged once, in the last backward
+        # gradients of this rank's micro-batches add up
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=world.device)
         for i in range(accumulation):
@@ -389,28 +388,28 @@ def train(cfg, world):
             asked, first = time.perf_counter(), (world.rank * accumulation + i) * micro_batch
             x, y = world.to_device(corpus.batch(step, n_sequences, first, first + micro_batch))  # (micro_batch, T)
             input_s += time.perf_counter() - asked
-            # the ranks average gradients in the last backward; zero3 has no room to keep whole ones until then
-            is_last = i == accumulation - 1
+            # the ranks average their sums in the last backward; with zero3 in each, for want of room for whole sums
+            averages = i == accumulation - 1 or cfg.shard == "zero3"
             if is_sharded:
-                model.set_requires_gradient_sync(is_last or cfg.shard == "zero3")
-                model.set_reshard_after_backward(is_last or cfg.shard == "zero3")
+                model.set_requires_gradient_sync(averages)
+                model.set_reshard_after_backward(averages)
             elif world.size > 1:
-                net.require_backward_grad_sync = is_last  # DDP reads this in the forward
+                net.require_backward_grad_sync = averages  # DDP reads this in the forward
             # forward and backward; the step's loss is the mean of its micro-batches
             with autocast():
                 loss = net(x, y)[1]
             scaler.scale(loss / accumulation).backward()
             total += loss.detach()
 
-        # clip and step. We read results only when all of it is launched, so a GPU never waits for the next launch
+        # clip and step; a scaler skips a step whose gradients overflow, and scales less from then on
         scaler.unscale_(optimizer)
         norm = ranks.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf))
         scaler.step(optimizer)
         scaler.update()
-        # the mean over the ranks, as each of them sees it; a step that failed is not saved
+        # means over the ranks (the norm is the same on all). Only now a GPU is waited for: all of the step is launched
         total, norm = (world.sum(torch.stack((total, norm))) / world.size).tolist()
+        # a step that failed is not saved
         check_finite(n, "loss", total)
-        # a scaler skips a step whose gradients overflow, and scales less from then on
         if not scaler.is_enabled():
             check_finite(n, "gradient norm", norm)
         elif scaler.get_scale() < 2**-10:

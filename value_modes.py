@@ -33,6 +33,7 @@ class Residual:
          "identity" adds after attention, at the same position:     U_n = l_own A_n V' + sum_i l_i V_i         (Eq 6)
          "delta" adds a difference after attention (NeuTRENO):      U_n = l_own A_n V' + sum_i l_i (V_i - V')  (Eq 8)
          "cross" attends to both layers under one softmax:          U_n = softmax(Q_n [K_n; K_i]^T) [V_n; V_i] (Eq 2)
+         A new map: its name here, its place and what it reads below, and its line in model.Attention.
     subtract: what "delta" subtracts: the "mixed" V', or V_n as "projected".
     lam: the weights (l_own, sum of all l_i); None = the plain mean of the layer's own tensor and its sources.
     learn: "fixed" weights, or learned ones that start from lam:
@@ -40,8 +41,8 @@ class Residual:
          "sources"  one for each source; l_own stays lam[0]
          "lerp"     (1 - l, l)
          "unit"     s (a, b) / sqrt(a^2 + b^2), from s = 1
-         "softmax"  (Learnable-Plus) a_n and s softmax_n(b), from a_n = lam[0], s = n_layer, b_n = lam[1] n.
-                    Here lam[1] is a slope, not a weight. None = (0.5, 0).
+         "softmax"  (Learnable-Plus) a_n and s softmax_n(b), from a_n = lam[0], s = n_layer, and b = lam[1] (0, 1, 2, …)
+                    over the layers that have it. Here lam[1] is a slope, not a weight. None = (0.5, 0).
          "head", "sigmoid", "relu": a model.Gate computes them for each token
     layers: the layers that have it, see `pick_layers`; () = each layer that has a source. A layer that borrows every
         tensor that the residual would change is left without the residual.
@@ -343,8 +344,8 @@ class ModelConfig:
     head_dim: int = setting(0, "width of a head; 0 = n_embd / n_head", least=0, most=2**12)
     n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", least=0, most=2**18)
     arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
-    rope_theta: float = setting(10000.0, "base of the rotary angles, see model.Rope", least=1)
-    rope_scaling: tuple[float, ...] = setting((), "Llama 3.1's factor, low, high, original, see model.Rope; () = none")
+    rope_theta: float = setting(10000.0, "base of the rotary angles, see layers.Rope", least=1)
+    rope_scaling: tuple[float, ...] = setting((), "Llama 3.1's factor, low, high, original, see layers.Rope; () = none")
     norm_eps: float = setting(1e-5, "added to the mean square by the norms", least=0, most=1)
     init_std: float = setting(0.02, "spread of the initial weights", least=0, most=100)
     value_mode: str | ValueMode = setting("vanilla", "a row of `python model.py table`, or a ValueMode")
@@ -458,7 +459,8 @@ def sources_of(r, plan):
     """{layer: what residual r reads there}, for the layers that have it. Numbers of layers, or of r's token tables."""
     owners = [[layer.owner[t] for t in r.reads] for layer in plan]
     layers = pick_layers(r.layers or ":", len(plan))
-    if r.reads:  # a layer that borrows all of them has nothing of its own to mix
+    # owners[n]: who owns what r reads, as layer n sees it. A layer that borrows all of it has nothing of its own to mix
+    if r.reads:
         layers = [n for n in layers if n in owners[n]]
     count = len(layers)
     if r.source == "token":
@@ -473,7 +475,8 @@ def sources_of(r, plan):
     for n in layers:
         asked = {"all": range(n), "first": [0], "prev": [n - 1]}.get(r.source, [r.source])
         below = [i for i in asked if 0 <= i < n]
-        if r.reads:  # layers that share what is read count once: the lowest stands for all of them
+        # layers that share what is read count once, as the lowest of them: 0 1 2 3 become 0 2 in cla2
+        if r.reads:
             below = sorted({owners.index(owners[i]) for i in below})
         if below:
             found[n] = below
