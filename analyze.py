@@ -38,11 +38,7 @@ NUMBERS = "analyze.py's numbers"  # the kind of analysis.json
 BLOCK = 2**24  # attention probabilities at a time, so that no memory grows with the length's square
 POSITIONS = 256  # analysis.npz keeps the first so many positions
 
-# Thresholds of the flags in analysis.json.
-SINK = 0.3  # a sink gets more than this share of the attention of the queries that see it (arXiv 2410.10781)
-DRAIN = 0.5  # value drain: the first token's values are shorter than this times those of other tokens (the paper's A.2)
-PEAK = 3.0  # hidden peak: the first token's hidden state is longer than this times those of other tokens (A.2)
-MASSIVE = (100.0, 1000.0)  # an activation above the first, and above the second times the median (arXiv 2402.17762)
+SINK = 0.3  # a sink gets more than this share of a head's attention (arXiv 2410.10781)
 
 
 @dataclass(frozen=True)
@@ -320,10 +316,6 @@ class Recorder:
         """Before a block, and before the final norm."""
         x = to_fp32(args[0])  # (B, T, C)
         self.states.add(n, measure_vectors(x), "hidden_")
-        size = x.abs().flatten(1)
-        top, median = size.amax(dim=1), size.median(dim=1).values
-        is_massive = (top > MASSIVE[0]) & (top > MASSIVE[1] * median)
-        self.states.add(n, {"activation_max": top, "activation_median": median, "massive": is_massive})
 
     def layer(self, n, attn, args, output):
         """After the attention of a layer."""
@@ -425,21 +417,6 @@ def read_chunks(subject, cfg):
 # -- results
 
 
-def find_flags(layers, states, L, T):
-    """What passes the thresholds at the top of this file: sinks' positions and value drains by layer; hidden peaks, and
-    the share of chunks with a massive activation, by state."""
-    seen_by = T - np.arange(T // 2)  # queries that see a position; too few see the later ones to judge them
-    shares = [layers.mean("importance", n)[: T // 2] * T / seen_by for n in range(L)]
-    first, rest = ([layers.mean(f"value_norm_{part}", n) for n in range(L)] for part in ("first", "rest"))
-    peak, others = ([states.mean(f"hidden_norm_{part}", n) for n in range(L + 1)] for part in ("first", "rest"))
-    return {
-        "sinks": [np.flatnonzero(share > SINK).tolist() for share in shares],
-        "value_drains": [a < DRAIN * b for a, b in zip(first, rest, strict=True)],
-        "hidden_peaks": [a > PEAK * b for a, b in zip(peak, others, strict=True)],
-        "massive": [states.mean("massive", n) for n in range(L + 1)],
-    }
-
-
 def summarize(recorder, L, T):
     """(the measured part of analysis.json, the arrays of analysis.npz: a row for each layer or state)."""
     layers, arrays = recorder.layers.tables(L)
@@ -449,8 +426,6 @@ def summarize(recorder, L, T):
     above = rounded([x - level for x in layers["entropy"]["mean"]])
     layers["entropy_minus_uniform"] = {"mean": above, "std": layers["entropy"]["std"]}
     numbers = {"entropy_uniform": level, "layers": layers, "states": states, "normed": normed}
-    numbers["flags"] = find_flags(recorder.layers, recorder.states, L, T)
-    numbers["thresholds"] = {"sink": SINK, "drain": DRAIN, "peak": PEAK, "massive": MASSIVE}
     arrays |= of_states
     return numbers, {name: x if "spectrum" in name else x[:, :POSITIONS] for name, x in arrays.items()}
 
@@ -469,16 +444,14 @@ COLUMNS = (
 
 def layer_table(numbers):
     """A Markdown table of the main numbers by layer, counted from 1 as in the paper."""
-    found, flags, rows = numbers["layers"] | numbers["states"], numbers["flags"], []
+    found, rows = numbers["layers"] | numbers["states"], []
     for n in range(len(found["entropy"]["mean"])):
         row = [n + 1]
         for _, name, over in COLUMNS:
             divisor = found[over]["mean"][n] if over else 1
             row.append(plus_minus(found[name]["mean"][n] / divisor if divisor else None))
-        words = [f"sinks at {flags['sinks'][n][:3]}"] * bool(flags["sinks"][n])
-        words += ["value drain"] * flags["value_drains"][n] + ["hidden peak"] * flags["hidden_peaks"][n]
-        rows.append([*row, ", ".join(words)])
-    return markdown(["layer", *(heading for heading, _, _ in COLUMNS), "flags"], rows)
+        rows.append(row)
+    return markdown(["layer", *(heading for heading, _, _ in COLUMNS)], rows)
 
 
 def analyze(subject, cfg, device):

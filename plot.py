@@ -4,7 +4,7 @@
     python plot.py loss out/demo/vanilla out/demo/svformer        training loss, and validation loss as markers
     python plot.py compare out/demo/*                             a Markdown table, and the picture of `relative`
     python plot.py eval out/demo/vanilla out/demo/svformer        accuracies with errors and chance, loss by domain
-    python plot.py analysis out/demo/vanilla out/demo/svformer    attention concentration, sinks and drains by layer
+    python plot.py analysis out/demo/vanilla out/demo/svformer    attention concentration by layer
 
 Name runs by their folders. Runs of one value_mode that differ only in their seed become one line, their mean, with a
 band of one standard deviation (n - 1) on each side. paper/ draws the paper's figures with the functions of this file.

@@ -176,12 +176,7 @@ def naive(model, mode, idx, sink):
     calls, P, found = watched(model, idx, [*model.blocks, model.norm]), dict(model.named_parameters()), {}
     states = [args[0] for _, args, _ in calls]
     for n, x in enumerate(states):
-        size = x.abs().flatten()
-        found |= vectors("hidden", n, x[0]) | {
-            ("activation_max", n): size.max(),
-            ("activation_median", n): size.median(),
-        }
-        found["massive", n] = 0.0
+        found |= vectors("hidden", n, x[0])
     found |= vectors("normed", 0, calls[-1][2][0])
     gpt2, T, H, D = model.cfg.arch == "gpt2", idx.size(1), model.cfg.n_head, model.cfg.head_dim
     G, V, values, k_before = model.cfg.n_kv_head, {}, [], None  # V[n] is projected, values[n] used
@@ -257,7 +252,7 @@ def test_every_mode_has_numbers_and_a_row_for_each_layer(mode):
     json.dumps(numbers, allow_nan=False)
     head, _, *rows = analyze.layer_table(numbers).splitlines()
     assert [row.split()[1] for row in rows] == ["1", "2", "3", "4"]
-    assert {row.count("|") for row in (head, *rows)} == {10} and len(arrays) == 7
+    assert {row.count("|") for row in (head, *rows)} == {9} and len(arrays) == 7
 
 
 def test_one_percent_is_a_rank():
@@ -301,39 +296,6 @@ def test_eigenvalues_are_exact_from_single_precision():
     """A ratio of 10^10, which fp32 products would bury."""
     x = torch.diag_embed(torch.tensor([[1.0, 1e-5]]))
     np.testing.assert_allclose(analyze.spectrum(x @ torch.tensor([[0.6, 0.8], [-0.8, 0.6]]))[0, 1], 0.5e-10, rtol=0.1)
-
-
-def test_flags_at_their_thresholds_and_in_the_table():
-    """T = 8: the share of position j is of the 8 - j queries that see it, and half of the positions are judged."""
-    recorder = recorded(tiny(n_layer=2), tokens((2, 8)))
-    for n, share in enumerate([[0.31, 0.29, 0.31, 0.29], [0.29, 0.31, 0.29, 0.31]]):
-        seen = torch.tensor(share + [0.9] * 4) * torch.arange(8, 0, -1) / 8
-        recorder.layers.sums["importance"][n] = (1, seen.double(), seen.double())
-    for averages, name, numbers in (
-        (recorder.layers, "value_norm_first", (0.99, 1.01)),
-        (recorder.layers, "value_norm_rest", (2.0, 2.0)),
-        (recorder.states, "hidden_norm_first", (6.1, 5.9, 6.1)),
-        (recorder.states, "hidden_norm_rest", (2.0, 2.0, 2.0)),
-        (recorder.states, "massive", (0.0, 0.25, 1.0)),
-    ):
-        averages.sums[name] = {n: (1, torch.tensor(x).double(), torch.tensor(x)) for n, x in enumerate(numbers)}
-    numbers, _ = analyze.summarize(recorder, 2, 8)
-    flags = dict(sinks=[[0, 2], [1, 3]], value_drains=[True, False], hidden_peaks=[True, False, True])
-    assert numbers["flags"] == flags | dict(massive=[0.0, 0.25, 1.0])
-    one, two = analyze.layer_table(numbers).splitlines()[2:]
-    assert one.endswith("| sinks at [0, 2], value drain, hidden peak |") and two.endswith("| sinks at [1, 3] |")
-    assert [float(cell) for cell in one.split("|")[5:7]] == pytest.approx([0.99 / 2, 6.1 / 2])
-
-
-def test_massive_activations():
-    """Above 100, and above 1000 times the median of their sizes."""
-    for top, rest, massive in ((99, 0.01, 0), (101, 0.1, 1), (101, 0.102, 0), (-101, 0.1, 1), (150, -0.1, 1)):
-        x = torch.full((1, 6, 5), float(rest)).double()
-        x[0, 4, 2] = top
-        recorder = Recorder(tiny(n_layer=1))
-        recorder.state(0, None, (x,))
-        found = [recorder.states.mean(name, 0) for name in ("massive", "activation_max", "activation_median")]
-        assert found == pytest.approx([massive, abs(top), abs(rest)]), (top, rest)
 
 
 # ---- chunks
