@@ -251,66 +251,56 @@ def rounded(numbers):
 
 
 class Averages:
-    """Means and standard deviations over chunks of named quantities, by layer or state."""
+    """Means over chunks of named quantities, by layer or state."""
 
     def __init__(self):
-        self.sums = {}  # {name: {layer: (number of chunks, sum, sum of squares)}}
+        self.sums = {}  # {name: {layer: (number of chunks, sum over them)}}
 
     def add(self, n, found, prefix=""):
         """found: {name: (B, …)} of B chunks. Sums are float64 on the CPU, so they stay exact over many chunks."""
         for name, x in found.items():
-            x = x.cpu().double()
             layers = self.sums.setdefault(prefix + name, {})
-            count, total, squares = layers.get(n, (0, 0, 0))
-            layers[n] = count + len(x), total + x.sum(dim=0), squares + x.square().sum(dim=0)
+            count, total = layers.get(n, (0, 0))
+            layers[n] = count + len(x), total + x.cpu().double().sum(dim=0)
 
     def mean(self, name, n):
         """A float or a numpy array; None if layer n does not have it."""
         if n not in self.sums[name]:
             return None
-        count, total, _ = self.sums[name][n]
+        count, total = self.sums[name][n]
         return (total / count).numpy() if total.ndim else (total / count).item()
 
-    def std(self, name, n):
-        """Standard deviation over chunks (n - 1) of a number; None below two chunks."""
-        count, total, squares = self.sums[name].get(n, (0, 0, 0))
-        if count < 2:
-            return None
-        return math.sqrt(max(0.0, (squares - total**2 / count).item() / (count - 1)))  # rounding may take it below 0
-
     def tables(self, L):
-        """What goes into the files. {name: {"mean": a number for each of L layers, "std": over chunks}}, and
-        {name: mean by position or eigenvalue, (L, …)} with NaN where a layer does not have it."""
+        """What goes into the files: {name: {"mean": a number for each of L layers}}, and {name: mean by position or
+        eigenvalue, (L, …)} with NaN where a layer does not have it."""
         numbers, arrays = {}, {}
         for name, layers in self.sums.items():
-            widths = [total.numel() for _, total, _ in layers.values() if total.ndim]
             means = [self.mean(name, n) for n in range(L)]
+            widths = [len(means[n]) for n in layers if isinstance(means[n], np.ndarray)]
             if not widths:
-                stds = [self.std(name, n) for n in range(L)]
-                numbers[name] = {"mean": rounded(means), "std": rounded(stds)}
+                numbers[name] = {"mean": rounded(means)}
                 continue
+            # a row is shorter where a layer owns fewer value heads
             arrays[name] = np.full((L, max(widths)), np.nan, np.float32)
             for n in layers:
-                arrays[name][n, : len(means[n])] = means[n]  # shorter where a layer owns fewer value heads
+                arrays[name][n, : len(means[n])] = means[n]
         return numbers, arrays
 
 
 class Recorder:
     """Measures a model while it runs, by hooks on its blocks.
 
-    Layers are 0 … L-1, states 0 … L: layer n reads state n, and the last layer leaves state L; `normed` is state L
-    after the final norm. In a layer we measure token importance, keys, the values that its softmax uses ("value": mixed
+    Layers are 0 … L-1, states 0 … L: layer n reads state n, and the last layer leaves state L. In a layer we measure token importance, keys, the values that its softmax uses ("value": mixed
     or borrowed) and those that it projects ("raw_value"), eq4 and eq6.
     """
 
     def __init__(self, model):
-        self.layers, self.states, self.normed = Averages(), Averages(), Averages()
+        self.layers, self.states = Averages(), Averages()
         self.before = None  # k and v of the layer before, and v_sum, the sum of the values of all layers so far
         for n, block in enumerate(model.blocks):
             block.register_forward_pre_hook(functools.partial(self.state, n))
             block.attn.register_forward_hook(functools.partial(self.layer, n))
         model.norm.register_forward_pre_hook(functools.partial(self.state, len(model.blocks)))
-        model.norm.register_forward_hook(self.last)
 
     def state(self, n, block, args):
         """Before a block, and before the final norm."""
@@ -332,10 +322,6 @@ class Recorder:
             self.layers.add(n, cosine_to_cross(used, self.before, n, attn.kernel))
             v_sum = v_sum + self.before["v_sum"]
         self.before = {"k": used["k"], "v": used["v"], "v_sum": v_sum}
-
-    def last(self, norm, args, x):
-        """After the final norm."""
-        self.normed.add(0, measure_vectors(to_fp32(x)), "normed_")
 
 
 # -- models and their text
@@ -421,12 +407,10 @@ def summarize(recorder, L, T):
     """(the measured part of analysis.json, the arrays of analysis.npz: a row for each layer or state)."""
     layers, arrays = recorder.layers.tables(L)
     states, of_states = recorder.states.tables(L + 1)
-    normed, _ = recorder.normed.tables(1)
     level = uniform_entropy(T)
-    above = rounded([x - level for x in layers["entropy"]["mean"]])
-    layers["entropy_minus_uniform"] = {"mean": above, "std": layers["entropy"]["std"]}
-    numbers = {"entropy_uniform": level, "layers": layers, "states": states, "normed": normed}
+    layers["entropy_minus_uniform"] = {"mean": rounded([x - level for x in layers["entropy"]["mean"]])}
     arrays |= of_states
+    numbers = {"entropy_uniform": level, "layers": layers, "states": states}
     return numbers, {name: x if "spectrum" in name else x[:, :POSITIONS] for name, x in arrays.items()}
 
 
