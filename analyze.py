@@ -37,6 +37,14 @@ from train import TrainConfig
 NUMBERS = "analyze.py's numbers"  # the kind of analysis.json
 BLOCK = 2**24  # attention probabilities at a time, so that no memory grows with the length's square
 POSITIONS = 256  # analysis.npz keeps the first so many positions
+SHOWN = (
+    "entropy",
+    "entropy_minus_uniform",
+    "first",
+    "value_norm_first",
+    "value_norm_rest",
+    "hidden_similarity",
+)  # printed
 
 SINK = 0.3  # a sink gets more than this share of a head's attention (arXiv 2410.10781)
 
@@ -52,10 +60,8 @@ class AnalyzeConfig:
     out_dir: str = setting("", "folder of the results; empty = the run's own, out/init-<name> with --init")
 
     data_dir: str = setting("", "prepared data with validation text; empty = the run's own data", group="Text")
-    verify: bool = setting(True, "compare the sha256 of the data with the manifest at the start")
     chunks: int = setting(1000, "chunks to average over, divided among the domains as the mixture is", least=1)
     length: int = setting(0, "tokens per chunk; 0 = the model's block_size", least=0)
-    first_token: int = setting(-1, "id that each chunk starts with; -1 = end-of-text, or Hugging Face's bos", least=-1)
     seed: int = setting(42, "random seed for the choice of chunks")
 
     batch_tokens: int = setting(8192, "tokens per forward pass", least=1, group="Machine")
@@ -64,12 +70,8 @@ class AnalyzeConfig:
 
     def __post_init__(self):
         check_fields(self)
-        if self.length == 1:
-            raise UserError("length=1 leaves nothing to attend to; it must be at least 2, or 0 for the block_size")
         if self.runs and self.init:
             raise UserError("runs and --init exclude each other: name either runs or config files")
-        if self.out_dir and len(self.runs) > 1:
-            raise UserError(f"out_dir={self.out_dir} is one folder for {len(self.runs)} runs; leave it empty")
 
 
 # -- where attention goes
@@ -375,12 +377,11 @@ def read_chunks(subject, cfg):
     """(at most cfg.chunks, T) token ids: the first token, then T - 1 of validation text."""
     shape, tokenizer = subject.model.cfg, subject.tokenizer
     T = cfg.length or shape.block_size
-    if T > shape.block_size:
-        limit = f"block_size={shape.block_size} of {subject.folder}"
-        raise UserError(f"length={T} is more than {limit}; set --length={shape.block_size} or less")
+    if not 2 <= T <= shape.block_size:
+        raise UserError(f"length={T} must be 2 to {shape.block_size}, the block_size of {subject.folder}")
     is_ours = tokenizer.hash is not None
     # Another tokenizer may need more of our tokens for its T - 1: we read three times as many, and cut afterwards.
-    corpus = Corpus(subject.data_dir, T - 1 if is_ours else 3 * (T - 1), mixture=subject.mixture, verify=cfg.verify)
+    corpus = Corpus(subject.data_dir, T - 1 if is_ours else 3 * (T - 1), mixture=subject.mixture)
     if is_ours and corpus.tokenizer.hash != tokenizer.hash:
         raise UserError(f"{subject.data_dir} was made with another tokenizer than {subject.folder}; name its own data")
     windows = choose_windows(corpus, cfg.chunks, cfg.seed)
@@ -390,13 +391,8 @@ def read_chunks(subject, cfg):
         rows = [ids[: T - 1] for ids in map(tokenizer.encode, texts) if len(ids) >= T - 1]
     if not rows:
         raise UserError(f"the validation text of {subject.data_dir} has no chunk of {T} tokens; set a smaller --length")
-    if len(rows) < cfg.chunks:
-        print(f"note: {subject.data_dir} has only {len(rows)} of {cfg.chunks} chunks for {subject.folder}")
-    idx = np.full((len(rows), T), tokenizer.eot if cfg.first_token < 0 else cfg.first_token, np.int64)
+    idx = np.full((len(rows), T), tokenizer.eot, np.int64)
     idx[:, 1:] = rows
-    if idx.max() >= shape.vocab_size:
-        what = f"{subject.folder} has {shape.vocab_size} token ids, but its chunks hold {idx.max()}"
-        raise UserError(f"{what}: first_token={idx[0, 0]} or the tokenizer is not its own")
     return torch.from_numpy(idx)
 
 
@@ -414,28 +410,13 @@ def summarize(recorder, L, T):
     return numbers, {name: x if "spectrum" in name else x[:, :POSITIONS] for name, x in arrays.items()}
 
 
-# Columns of the table that we print: heading, a quantity, and by which other one it is divided.
-COLUMNS = (
-    ("entropy", "entropy", None),
-    ("above uniform", "entropy_minus_uniform", None),
-    ("importance of the first token", "first", None),
-    ("norm of its value, relative to other tokens", "value_norm_first", "value_norm_rest"),
-    ("norm of its hidden state, relative to other tokens", "hidden_norm_first", "hidden_norm_rest"),
-    ("token similarity", "hidden_similarity", None),
-    ("effective rank of values", "value_rank", None),
-)
-
-
 def layer_table(numbers):
-    """A Markdown table of the main numbers by layer, counted from 1 as in the paper."""
-    found, rows = numbers["layers"] | numbers["states"], []
+    """A Markdown table of the quantities in SHOWN by layer, counted from 1 as in the paper."""
+    found = numbers["layers"] | numbers["states"]
+    rows = []
     for n in range(len(found["entropy"]["mean"])):
-        row = [n + 1]
-        for _, name, over in COLUMNS:
-            divisor = found[over]["mean"][n] if over else 1
-            row.append(plus_minus(found[name]["mean"][n] / divisor if divisor else None))
-        rows.append(row)
-    return markdown(["layer", *(heading for heading, _, _ in COLUMNS)], rows)
+        rows.append([n + 1, *(plus_minus(found[name]["mean"][n]) for name in SHOWN)])
+    return markdown(["layer", *SHOWN], rows)
 
 
 def analyze(subject, cfg, device):
@@ -455,9 +436,7 @@ def analyze(subject, cfg, device):
         "parameters": count_parameters(model.cfg),
         "config": dataclasses.asdict(model.cfg),
         "chunks": N,
-        "chunks_asked": cfg.chunks,
         "length": T,
-        "first_token": idx[0, 0].item(),
         "dtype": cfg.dtype,
         "device": device.type,
         "environment": environment(),
@@ -466,7 +445,9 @@ def analyze(subject, cfg, device):
     np.savez_compressed(archive, **arrays)
     write_atomic(out / "analysis.npz", lambda temporary: temporary.write_bytes(archive.getvalue()))
     write_record(out / "analysis.json", NUMBERS, about | measured)
-    print(f"{subject.folder} ({about['mode']}): {N} chunks of {T} tokens; wrote {out}/analysis.json and .npz")
+    print(
+        f"{subject.folder} ({about['mode']}): {N} of {cfg.chunks} chunks, {T} tokens each; wrote {out}/analysis.json and .npz"
+    )
     print(layer_table(measured) + "\n", flush=True)
 
 
@@ -476,10 +457,9 @@ def main(cfg: AnalyzeConfig):
     if cfg.init:
         analyze(open_initial(cfg, device), cfg, device)
         return
-    names = cfg.runs or ("",)
-    paths = [checkpoint.find_finished(name) for name in names]  # of a run's folder, which must be finished, the last
-    if len({path.parent.resolve() for path in paths}) < len(paths):
-        raise UserError(f"two of {', '.join(names)} are in one folder, which has one analysis.json; name one of them")
+    paths = [checkpoint.find_finished(name) for name in cfg.runs or ("",)]
+    if len({cfg.out_dir or path.parent.resolve() for path in paths}) < len(paths):
+        raise UserError("several of these models would write into one folder; name one of them, without --out_dir")
     for path in paths:
         analyze(open_run(path, cfg, device), cfg, device)
 
