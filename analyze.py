@@ -5,13 +5,10 @@
     python analyze.py path/to/Llama-3.1-8B --length=2048 --data_dir=data/demo     Llama or Mistral, Hugging Face layout
 
 A chunk is the end-of-text token, as before a first document, then consecutive tokens of validation text. We write
-analysis.json (numbers by layer) and analysis.npz (by token position, and spectra) into the run's folder, and print
-the main ones. Each quantity is defined at the function that measures it. Paper: https://arxiv.org/abs/2410.17897.
-
-Read model.py first. `python plot.py analysis` draws the results.
+analysis.json (numbers by layer) and analysis.npz (by token position, and spectra) into the run's folder, print the main
+ones, and `python plot.py analysis` draws them. Each is defined at the function that measures it. Read model.py first.
 """
 
-import dataclasses
 import functools
 import io
 import math
@@ -36,17 +33,8 @@ from train import TrainConfig
 
 NUMBERS = "analyze.py's numbers"  # the kind of analysis.json
 BLOCK = 2**24  # attention probabilities at a time, so that no memory grows with the length's square
-POSITIONS = 256  # analysis.npz keeps the first so many positions
-SHOWN = (
-    "entropy",
-    "entropy_minus_uniform",
-    "first",
-    "value_norm_first",
-    "value_norm_rest",
-    "hidden_similarity",
-)  # printed
-
 SINK = 0.3  # a sink gets more than this share of a head's attention (arXiv 2410.10781)
+SHOWN = ("entropy", "entropy_minus_uniform", "first", "value_norm_first", "value_norm_rest", "value_rank")  # printed
 
 
 @dataclass(frozen=True)
@@ -99,9 +87,11 @@ def received(q, keys, scale):
     """
     B, H, T, _ = q.shape
     keys = [repeat_heads(to_fp32(k), H) for k in keys]  # (B, H, T, D)
-    rows = max(1, BLOCK // (B * H * T * len(keys)))  # queries whose probabilities exist at a time
+    # the probabilities of so many queries exist at a time
+    rows = max(1, BLOCK // (B * H * T * len(keys)))
     total = torch.zeros(B, H, T, dtype=to_fp32(q).dtype, device=q.device)
     for first in range(0, T, rows):
+        # no query sees a later token, so the block ends where its last query stands
         last = min(T, first + rows)
         later = torch.ones(last - first, last, dtype=torch.bool, device=q.device).triu(first + 1)
         block = to_fp32(q[:, :, first:last]) * scale
@@ -116,6 +106,7 @@ def softmaxes(mixes, used):
 
     What a residual adds after attention (identity, delta) is not in A_n, but its own weight scales A_n.
     """
+    # what changes the softmax itself: keys of other layers under it, or scores of several layers added up
     q, k, others = used["q"], used["k"], []
     for residual, weights, sources in mixes:
         if residual.map == "cross":
@@ -123,6 +114,7 @@ def softmaxes(mixes, used):
         elif residual.of == "scores":
             q, k = join_scores(q, k, weights, sources)
     parts = [(1.0, q, [k, *others])]
+    # what changes its output: its own weight, and softmaxes of other layers
     for residual, weights, sources in mixes:
         if residual.of == "probs" or residual.map in ("identity", "delta"):
             own, *of_sources = [float(w) for w in weights]
@@ -135,7 +127,8 @@ def softmaxes(mixes, used):
 def importance(mixes, used):
     """Token importance of each head: the share of a layer's attention that goes to each position, (B, H, T)."""
     parts = softmaxes(mixes, used)
-    if all(weight == 0 for weight, _, _ in parts):  # a layer that ignores its attention still has one
+    # a layer that ignores its attention still has one
+    if all(weight == 0 for weight, _, _ in parts):
         parts = [(1.0, q, keys) for _, q, keys in parts]
     scale = used["v"].size(-1) ** -0.5
     total = sum(weight * received(q, keys, scale) for weight, q, keys in parts)
@@ -162,15 +155,12 @@ def uniform_entropy(T):
 
 
 def measure_importance(heads):
-    """{name: (B, …)} of token importance by head (B, H, T).
-
-    a' is its mean over heads. We measure the entropy of a' (Eq 11 of https://arxiv.org/abs/2410.17897, as the authors'
-    code has it: as printed it is a constant), a' of the first token, the largest a' (Figure 21), and the share of heads
-    in which the first token is a sink.
-    """
+    """{name: (B, …)} of token importance by head (B, H, T), a' is its mean over heads: the entropy of a' (Eq 11 of
+    https://arxiv.org/abs/2410.17897, as the authors' code has it: as printed it is a constant), a' of the first token,
+    the largest a' (Figure 21), and the share of heads in which the first token is a sink."""
     a = heads.mean(dim=1)  # (B, T)
     found = {"importance": a, "entropy": entropy(a), "first": a[:, 0]}
-    found["sink_heads"] = (heads[:, :, 0] > SINK).double().mean(dim=1)
+    found["sink_heads"] = (heads[:, :, 0] > SINK).float().mean(dim=1)
     largest = a.sort(dim=1, descending=True).values
     T = a.size(1)
     for name, rank in {"top_1": 1, "top_2": 2, "top_3": 3, "top_10": 10, "top_1%": math.ceil(0.01 * T)}.items():
@@ -187,16 +177,6 @@ def join_heads(t):
     return to_fp32(t).transpose(1, 2).flatten(2)
 
 
-def similarity(x):
-    """Mean cosine similarity of two different tokens (Eq 13 of https://arxiv.org/abs/2410.17897), x (B, T, E) -> (B,).
-
-    (|sum of unit vectors|^2 - T) / (T (T - 1)) needs no T x T products.
-    """
-    unit = F.normalize(x, dim=-1)
-    T = x.size(1)
-    return (unit.sum(dim=1).square().sum(dim=-1) - unit.square().sum(dim=(1, 2))) / (T * (T - 1))
-
-
 def spectrum(x):
     """Eigenvalues of (1/T) sum_i x_i x_i^T (Eq 12 of https://arxiv.org/abs/2410.17897, not centred), largest first.
 
@@ -211,12 +191,15 @@ def spectrum(x):
 
 
 def measure_vectors(x):
-    """{name: (B, …)} of x (B, T, E): norms |x_t| by position, of the first token and of the others, and similarity."""
+    """{name: (B, …)} of x (B, T, E): norms |x_t| by position, of the first token and of the others, and similarity: the
+    mean cosine of two different tokens (Eq 13 of https://arxiv.org/abs/2410.17897)."""
     norms = x.norm(dim=-1)
     if not norms.isfinite().all():
         raise UserError("the model computes NaN or infinity: its weights are damaged, or --dtype is too narrow")
-    found = {"norm": norms, "norm_first": norms[:, 0], "norm_rest": norms[:, 1:].mean(dim=1)}
-    return found | {"similarity": similarity(x)}
+    # (|sum of unit vectors|^2 - T) / (T (T - 1)) needs no T x T products
+    T, unit = x.size(1), F.normalize(x, dim=-1)
+    cosines = (unit.sum(dim=1).square().sum(dim=-1) - unit.square().sum(dim=(1, 2))) / (T * (T - 1))
+    return {"norm": norms, "norm_first": norms[:, 0], "norm_rest": norms[:, 1:].mean(dim=1), "similarity": cosines}
 
 
 def measure_values(v):
@@ -247,81 +230,59 @@ def cosine_to_cross(used, before, n, kernel):
 # -- a forward pass
 
 
-def rounded(numbers):
-    """Numbers in seven digits; None stays."""
-    return [None if x is None else float(f"{x:.7g}") for x in numbers]
-
-
-class Averages:
-    """Means over chunks of named quantities, by layer or state."""
-
-    def __init__(self):
-        self.sums = {}  # {name: {layer: (number of chunks, sum over them)}}
-
-    def add(self, n, found, prefix=""):
-        """found: {name: (B, …)} of B chunks. Sums are float64 on the CPU, so they stay exact over many chunks."""
-        for name, x in found.items():
-            layers = self.sums.setdefault(prefix + name, {})
-            count, total = layers.get(n, (0, 0))
-            layers[n] = count + len(x), total + x.cpu().double().sum(dim=0)
-
-    def mean(self, name, n):
-        """A float or a numpy array; None if layer n does not have it."""
-        if n not in self.sums[name]:
-            return None
-        count, total = self.sums[name][n]
-        return (total / count).numpy() if total.ndim else (total / count).item()
-
-    def tables(self, L):
-        """What goes into the files: {name: {"mean": a number for each of L layers}}, and {name: mean by position or
-        eigenvalue, (L, …)} with NaN where a layer does not have it."""
-        numbers, arrays = {}, {}
-        for name, layers in self.sums.items():
-            means = [self.mean(name, n) for n in range(L)]
-            widths = [len(means[n]) for n in layers if isinstance(means[n], np.ndarray)]
-            if not widths:
-                numbers[name] = {"mean": rounded(means)}
-                continue
-            # a row is shorter where a layer owns fewer value heads
-            arrays[name] = np.full((L, max(widths)), np.nan, np.float32)
-            for n in layers:
-                arrays[name][n, : len(means[n])] = means[n]
-        return numbers, arrays
-
-
 class Recorder:
-    """Measures a model while it runs, by hooks on its blocks.
+    """Measures a model while it runs, by hooks on its blocks, and adds up what it measures.
 
-    Layers are 0 … L-1, states 0 … L: layer n reads state n, and the last layer leaves state L. In a layer we measure token importance, keys, the values that its softmax uses ("value": mixed
-    or borrowed) and those that it projects ("raw_value"), eq4 and eq6.
+    Layers are 0 … L-1, states 0 … L: layer n reads state n, and the last layer leaves state L. In a layer we measure
+    token importance, keys, the values that its softmax uses ("value": mixed or borrowed) and those that it projects
+    ("raw_value"), eq4 and eq6. Names of what we measure in a state begin with "hidden_".
     """
 
     def __init__(self, model):
-        self.layers, self.states = Averages(), Averages()
+        self.chunks = 0
+        self.sums = {}  # {name: {layer or state: sum over chunks, a number or (width,)}}
         self.before = None  # k and v of the layer before, and v_sum, the sum of the values of all layers so far
         for n, block in enumerate(model.blocks):
             block.register_forward_pre_hook(functools.partial(self.state, n))
             block.attn.register_forward_hook(functools.partial(self.layer, n))
         model.norm.register_forward_pre_hook(functools.partial(self.state, len(model.blocks)))
 
+    def add(self, n, found, prefix=""):
+        """found: {name: (B, …)} of B chunks. Sums are float64 on the CPU, so they stay exact over many chunks."""
+        for name, x in found.items():
+            sums = self.sums.setdefault(prefix + name, {})
+            sums[n] = sums.get(n, 0) + x.cpu().double().sum(dim=0)
+
+    def mean(self, name, n):
+        """Mean over the chunks, a float or a numpy array; None if layer n does not have it."""
+        if n not in self.sums[name]:
+            return None
+        mean = self.sums[name][n] / self.chunks
+        return mean.numpy() if mean.ndim else mean.item()
+
     def state(self, n, block, args):
         """Before a block, and before the final norm."""
-        x = to_fp32(args[0])  # (B, T, C)
-        self.states.add(n, measure_vectors(x), "hidden_")
+        x = args[0]  # (B, T, C)
+        self.chunks += len(x) if n == 0 else 0
+        self.add(n, measure_vectors(to_fp32(x)), "hidden_")
 
     def layer(self, n, attn, args, output):
         """After the attention of a layer."""
         mixes, projected, used = parts_of(attn, args, output)
-        self.layers.add(n, measure_importance(importance(mixes, used)))
-        self.layers.add(n, measure_vectors(join_heads(used["k"])), "key_")
+        self.add(n, measure_importance(importance(mixes, used)))
+        self.add(n, measure_vectors(join_heads(used["k"])), "key_")
+
+        # A spectrum takes long, so values that are used as they were projected are measured once.
         values = measure_values(used["v"])
-        self.layers.add(n, values, "value_")
+        self.add(n, values, "value_")
         if "v" in projected:
             is_mixed = projected["v"] is not used["v"]
-            self.layers.add(n, measure_values(projected["v"]) if is_mixed else values, "raw_value_")
+            self.add(n, measure_values(projected["v"]) if is_mixed else values, "raw_value_")
+
+        # Eq 6 needs the sum over all layers before, so we carry it along.
         v_sum = used["v"]
         if n:
-            self.layers.add(n, cosine_to_cross(used, self.before, n, attn.kernel))
+            self.add(n, cosine_to_cross(used, self.before, n, attn.kernel))
             v_sum = v_sum + self.before["v_sum"]
         self.before = {"k": used["k"], "v": used["v"], "v_sum": v_sum}
 
@@ -338,20 +299,20 @@ class Subject:
     data_dir: str
     mixture: dict | None  # None: the data's own
     tokenizer: object  # a data.Tokenizer, or an hf.HFTokenizer, which has no hash if it reads the data's text
-    step: int | None = None
-    checkpoint: str | None = None
+    step: int | None  # None: a Hugging Face folder does not say
 
 
 def open_run(path, cfg, device):
     """The Subject of a weights file, in a run's folder or in a Hugging Face folder."""
     data_dir, mixture = checkpoint.trained_on(path.parent, cfg.data_dir, "the prepared data by --data_dir")
     model = checkpoint.load(path, device=device, dtype=pick_dtype(cfg.dtype, device.type))
-    step = checkpoint.read_header(path)["step"]
-    return Subject(model, path.parent, data_dir, mixture, checkpoint.load_tokenizer(path), step, path.name)
+    tokenizer, step = checkpoint.load_tokenizer(path), checkpoint.read_header(path)["step"]
+    return Subject(model, path.parent, data_dir, mixture, tokenizer, step)
 
 
 def open_initial(cfg, device):
     """The Subject of a config of train.py: the model before its first step."""
+    # the settings that train.py would have, so the model is the one that it would start from
     words = [*cfg.init, *([f"--data_dir={cfg.data_dir}"] if cfg.data_dir else [])]
     trained = load_settings(TrainConfig, words)
     tokenizer = Tokenizer.load(Path(trained.data_dir) / "tokenizer.json")
@@ -369,6 +330,7 @@ def choose_windows(corpus, n, seed):
     for domain, quota in zip(corpus.domains, np.diff(bounds), strict=True):
         order = np.argsort(raw_bits(seed, "analysis", domain, n=corpus.windows("val", domain)), kind="stable")
         found += [(domain, int(window)) for window in order[:quota]]
+    # each batch has text of all domains
     order = np.argsort(raw_bits(seed, "analysis", n=len(found)), kind="stable")
     return [found[i] for i in order]
 
@@ -379,8 +341,8 @@ def read_chunks(subject, cfg):
     T = cfg.length or shape.block_size
     if not 2 <= T <= shape.block_size:
         raise UserError(f"length={T} must be 2 to {shape.block_size}, the block_size of {subject.folder}")
+    # a public model reads our text in its own tokens: three times as many of ours will do for its T - 1
     is_ours = tokenizer.hash is not None
-    # Another tokenizer may need more of our tokens for its T - 1: we read three times as many, and cut afterwards.
     corpus = Corpus(subject.data_dir, T - 1 if is_ours else 3 * (T - 1), mixture=subject.mixture)
     if is_ours and corpus.tokenizer.hash != tokenizer.hash:
         raise UserError(f"{subject.data_dir} was made with another tokenizer than {subject.folder}; name its own data")
@@ -399,28 +361,35 @@ def read_chunks(subject, cfg):
 # -- results
 
 
+def rounded(numbers):
+    """Numbers in seven digits; None stays."""
+    return [None if x is None else float(f"{x:.7g}") for x in numbers]
+
+
 def summarize(recorder, L, T):
     """(the measured part of analysis.json, the arrays of analysis.npz: a row for each layer or state)."""
-    layers, arrays = recorder.layers.tables(L)
-    states, of_states = recorder.states.tables(L + 1)
+    layers, states, arrays = {}, {}, {}
+    for name in recorder.sums:
+        is_state = name.startswith("hidden_")
+        table, rows = (states, L + 1) if is_state else (layers, L)
+        means = [recorder.mean(name, n) for n in range(rows)]
+        widths = [len(mean) for mean in means if isinstance(mean, np.ndarray)]
+        if not widths:
+            table[name] = {"mean": rounded(means)}
+            continue
+        # A layer without the quantity has NaN. A spectrum is shorter where a layer owns fewer value heads.
+        rows = np.full((len(means), max(widths)), np.nan, np.float32)
+        for row, mean in zip(rows, means, strict=True):
+            if mean is not None:
+                row[: len(mean)] = mean
+        arrays[name] = rows
     level = uniform_entropy(T)
     layers["entropy_minus_uniform"] = {"mean": rounded([x - level for x in layers["entropy"]["mean"]])}
-    arrays |= of_states
-    numbers = {"entropy_uniform": level, "layers": layers, "states": states}
-    return numbers, {name: x if "spectrum" in name else x[:, :POSITIONS] for name, x in arrays.items()}
-
-
-def layer_table(numbers):
-    """A Markdown table of the quantities in SHOWN by layer, counted from 1 as in the paper."""
-    found = numbers["layers"] | numbers["states"]
-    rows = []
-    for n in range(len(found["entropy"]["mean"])):
-        rows.append([n + 1, *(plus_minus(found[name]["mean"][n]) for name in SHOWN)])
-    return markdown(["layer", *SHOWN], rows)
+    return {"entropy_uniform": level, "layers": layers, "states": states}, arrays
 
 
 def analyze(subject, cfg, device):
-    """Measure a Subject, write analysis.json and analysis.npz, print the table."""
+    """Measure a Subject, write analysis.json and analysis.npz, print some numbers by layer."""
     idx, model, out = read_chunks(subject, cfg), subject.model, Path(cfg.out_dir or subject.folder)
     N, T = idx.shape
     recorder = Recorder(model)
@@ -428,27 +397,20 @@ def analyze(subject, cfg, device):
         for rows in idx.split(max(1, cfg.batch_tokens // T)):
             model.hidden(rows.to(device))
             bar.update(rows.numel())
-    measured, arrays = summarize(recorder, model.cfg.n_layer, T)
-    about = {
-        "mode": model.cfg.value_mode.name,
-        "step": subject.step,
-        "checkpoint": subject.checkpoint,
-        "parameters": count_parameters(model.cfg),
-        "config": dataclasses.asdict(model.cfg),
-        "chunks": N,
-        "length": T,
-        "dtype": cfg.dtype,
-        "device": device.type,
-        "environment": environment(),
-    }
+
+    numbers, arrays = summarize(recorder, model.cfg.n_layer, T)
+    about = {"mode": model.cfg.value_mode.name, "step": subject.step, "parameters": count_parameters(model.cfg)}
+    about |= {"chunks": N, "length": T, "dtype": cfg.dtype, "device": device.type, "environment": environment()}
     archive = io.BytesIO()  # numpy would add .npz to the name of a temporary file
     np.savez_compressed(archive, **arrays)
     write_atomic(out / "analysis.npz", lambda temporary: temporary.write_bytes(archive.getvalue()))
-    write_record(out / "analysis.json", NUMBERS, about | measured)
-    print(
-        f"{subject.folder} ({about['mode']}): {N} of {cfg.chunks} chunks, {T} tokens each; wrote {out}/analysis.json and .npz"
-    )
-    print(layer_table(measured) + "\n", flush=True)
+    write_record(out / "analysis.json", NUMBERS, about | numbers)
+
+    # Layers count from 1, as in the paper.
+    print(f"{subject.folder} ({about['mode']}): {N} of {cfg.chunks} chunks of {T} tokens; wrote {out}/analysis.json")
+    columns = [numbers["layers"][name]["mean"] for name in SHOWN]
+    rows = [[n, *map(plus_minus, row)] for n, row in enumerate(zip(*columns, strict=True), start=1)]
+    print(markdown(["layer", *SHOWN], rows), flush=True)
 
 
 @enough_memory("set a smaller --batch_tokens")
