@@ -1,9 +1,8 @@
-"""Pictures and tables of runs, from their metrics.jsonl and from what eval.py and analyze.py write beside it.
+"""Pictures and tables of runs, from their metrics.jsonl and from what analyze.py writes beside it.
 
     python plot.py relative out/demo/vanilla out/demo/svformer    training loss minus the baseline's, by seed
     python plot.py loss out/demo/vanilla out/demo/svformer        training loss, and validation loss as markers
     python plot.py compare out/demo/*                             a Markdown table, and the picture of `relative`
-    python plot.py eval out/demo/vanilla out/demo/svformer        accuracies with errors and chance, loss by domain
     python plot.py analysis out/demo/vanilla out/demo/svformer    attention concentration by layer
 
 Name runs by their folders. Runs of one value_mode that differ only in their seed become one line, their mean, with a
@@ -15,13 +14,11 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from common.files import read_record, read_record_lines, reading, write_atomic
 from common.report import markdown, mean_std, plus_minus
-from common.tasks import TASKS
 from configurator import UserError, check_fields, need, run, setting
 from value_modes import row_and_number
 
@@ -35,7 +32,6 @@ class PlotConfig:
 
     words: tuple[str, ...] = setting((), "what to draw, see above, then the runs", positional=True)
     baseline: str = setting("vanilla", "value_mode that we compare the others with")
-    metric: Literal["acc", "acc_norm"] = setting("acc", "eval: the accuracy to draw, see eval.py")
     out_file: str = setting("", "PNG to write; empty = <what is drawn>.png in the folder that holds the first run")
 
     def __post_init__(self):
@@ -370,7 +366,7 @@ def compare(path, cfg, groups):
     relative(path, cfg, groups)
 
 
-# -- what we draw of eval.py's and analyze.py's results
+# -- what we read and draw of eval.py's and analyze.py's results
 
 
 def short_names(modes):
@@ -388,54 +384,6 @@ def read_eval(folder):
         for name, record in sorted(last["results"].items()):  # "piqa", in fp32, stands before "piqa dtype=bfloat16"
             results.setdefault(name.partition(" dtype=")[0], record)
         return {"mode": last["mode"], "step": last["step"], "results": results}
-
-
-def marks(ax, runs, styles, xlabel):
-    """A mark for each run in each row. runs: {label: {row: (number, its error or None, chance or None)}}."""
-    rows = list(dict.fromkeys(row for numbers in runs.values() for row in numbers))
-    gap = min(0.16, 0.7 / len(runs))
-    for i, (label, numbers) in enumerate(runs.items()):
-        y = -np.array([rows.index(row) for row in numbers])
-        x, error, chance = np.array(list(numbers.values()), float).T  # None becomes NaN, which is not drawn
-        look = styles[label] | {"linestyle": ""}
-        ax.errorbar(x, y + gap * ((len(runs) - 1) / 2 - i), xerr=error, capsize=2, label=label, **look)
-        ax.vlines(chance, y - 0.42, y + 0.42, **LEVEL)
-    ax.set(xlabel=xlabel, yticks=-np.arange(len(rows)), yticklabels=rows, ylim=(0.6 - len(rows), 0.6))
-    ax.grid(axis="x", color="0.9", linewidth=0.6)
-
-
-def evaluation(path, cfg, names):
-    """Draw what eval.py found: tasks on the left and losses on the right, as far as there are any."""
-    found = {name: read_eval(name) for name in names}
-    labels = short_names({name: record["mode"] for name, record in found.items()})
-    scores, losses, data = {}, {}, set()
-    for name, record in found.items():
-        results = record["results"]
-        there = {task: results[task] for task in TASKS if cfg.metric in results.get(task, ())}
-        if there:
-            columns = (cfg.metric, f"{cfg.metric}_stderr", "chance")
-            scores[labels[name]] = {task: [score[key] for key in columns] for task, score in there.items()}
-        if "loss" in results:
-            of_domain = results["loss"]["val"] | {"mean": results["loss"]["val_mean"]}
-            losses[labels[name]] = {domain: (number, None, None) for domain, number in of_domain.items()}
-            data.add(results["loss"]["data"])
-    if len(data) > 1:
-        raise UserError("these losses are on different data; evaluate the runs on one --corpus, or draw them apart")
-    panels = {
-        f"{cfg.metric} ± standard error (dashed: chance)": scores,
-        "validation loss (nats per token)\none run each: the error is unknown": losses,
-    }
-    panels = {xlabel: runs for xlabel, runs in panels.items() if runs}
-    if not panels:
-        how = f"make one: `python eval.py {names[0]}`, without --limit"
-        raise UserError(f"{names[0]} has no result of a whole task; {how}")
-    styles = styles_of({labels[name]: record["mode"] for name, record in found.items()})
-    with page(path, (4.5 * len(panels), 4)) as fig:
-        axes = np.atleast_1d(fig.subplots(1, len(panels)))
-        for ax, (xlabel, runs) in zip(axes, panels.items(), strict=True):
-            marks(ax, runs, styles, xlabel)
-        steps = {record["step"] for record in found.values()}  # an exported folder has none
-        shared_legend(fig, f"step {count_range(steps, '{:,}'.format)}" if None not in steps else "")
 
 
 # What `analysis` draws: title, a part of analysis.json, its quantity there, and by which other one it is divided.
@@ -489,7 +437,7 @@ def analysis(path, cfg, names):
 
 
 FROM_METRICS = {"relative": relative, "loss": loss, "compare": compare}
-FROM_RESULTS = {"eval": evaluation, "analysis": analysis}
+FROM_RESULTS = {"analysis": analysis}
 
 
 def main(cfg: PlotConfig):

@@ -215,12 +215,11 @@ def test_damaged_metrics(tmp_path):
 
 
 @pytest.mark.parametrize("words, says", {
-    "": "say what to draw (relative, loss, compare, eval, analysis), then of which runs: `python plot.py relative",
+    "": "say what to draw (relative, loss, compare, analysis), then of which runs: `python plot.py relative",
     "relativ out/vanilla": "say what to draw",
     "loss": "then of which runs",
     "loss x --out_file=x.pdf": "must end in .png",
     "loss nowhere": "nowhere/metrics.jsonl is missing",
-    "eval nowhere": "nowhere/eval.json is missing",
     "analysis nowhere": "nowhere/analysis.json is missing",
 }.items())  # fmt: skip
 def test_bad_calls(words, says):
@@ -234,32 +233,6 @@ def make_eval(folder, mode, results, **earlier):
     checkpoints = earlier | {"last": {"mode": mode, "step": 8 if earlier else None, "results": results}}
     write_record(folder / "eval.json", "eval.py's results", checkpoints)
     return folder
-
-
-def test_accuracies_with_errors_and_chance_and_losses_by_domain(tmp_path, monkeypatch):
-    scores = {"acc": 0.3, "acc_stderr": 0.02, "acc_norm": 0.4, "acc_norm_stderr": 0.03, "chance": 0.25}
-    wino = {"acc": 0.5, "acc_stderr": None, "chance": 0.5}  # of one document, which has no error
-    loss = {"val": {"C4": 3.0, "Book": 4.0}, "val_mean": 3.5, "data": "d"}
-    first = {"mode": "vanilla", "step": 1, "results": {}}
-    a = make_eval(tmp_path / "a", "vanilla", {"winogrande": wino, "hellaswag": scores, "loss": loss}, first=first)
-    b = make_eval(tmp_path / "b", "resformer", {"hellaswag": scores | {"acc": 0.35}})  # an exported folder has no step
-    panels, marks = [], plot.marks
-    monkeypatch.setattr(plot, "marks", lambda ax, *given: (marks(ax, *given), panels.append(ax)))
-    assert in_process(plot, "eval", a, b).returncode == 0
-    left, right = panels
-    assert [t.get_text() for t in left.get_yticklabels()] == ["hellaswag", "winogrande"]  # in the paper's order
-    vanilla, resformer = [bar.lines for bar in left.containers]
-    assert vanilla[0].get_xdata().tolist() == [0.3, 0.5] and resformer[0].get_xdata().tolist() == [0.35]
-    assert vanilla[2][0].get_segments()[0][:, 0] == pytest.approx((0.28, 0.32))
-    assert {path.vertices[0, 0] for lines in left.collections for path in lines.get_paths()} >= {0.25, 0.5}
-    assert [t.get_text() for t in right.get_yticklabels()] == ["C4", "Book", "mean"]
-    assert right.containers[0].lines[0].get_xdata().tolist() == [3.0, 4.0, 3.5]
-    assert in_process(plot, "eval", b, "--metric=acc_norm").returncode == 0
-    assert panels[-1].containers[0].lines[0].get_xdata().tolist() == [0.4]
-    other = make_eval(tmp_path / "c", "cla2", {"loss": loss | {"data": "x"}})
-    refused(in_process(plot, "eval", a, other), "these losses are on different data")
-    few = make_eval(tmp_path / "d", "cla2", {"hellaswag limit=5": scores})
-    refused(in_process(plot, "eval", few), "no result of a whole task")
 
 
 def test_results_in_bf16_are_found_and_fp32_goes_first(tmp_path):
