@@ -13,34 +13,29 @@ from configurator import UserError, load_settings
 from value_modes import TABLE
 
 
-def make_run(
-    folder, mode, seed, losses, val=None, batch=512, max_steps=None, parameters=1000, rate=100.0, block_size=64,
-    domains=("a",), lr=1e-3, bos=False,
-):  # fmt: skip
-    """A run's metrics.jsonl; val: {step: validation loss}, by default one at the end, 0.1 higher in each further domain
-    than in the one before; returns the folder's name."""
+def make_run(folder, mode, seed, losses, val=None, batch=512, parameters=1000, rate=100.0, lr=1e-3, **changed):
+    """A run's metrics.jsonl; val: {step: validation loss}, by default one at the end; returns the folder's name."""
     n, kv = len(losses), 2048 if mode == "svformer" else 4096
-    start = {"event": "start", "step": 0, "value_mode": mode, "seed": seed, "parameters": parameters, "ranks": 1}
-    start |= {"kv_bytes_per_token": kv, "data": "d", "block_size": block_size, "dtype": "float32", "device": "cpu"}
-    records = [start | {"max_steps": max_steps or n, "bos": bos}]
+    start = {"event": "start", "step": 0, "value_mode": mode, "seed": seed, "parameters": parameters, "bos": False}
+    start |= {"kv_bytes_per_token": kv, "data": "d", "block_size": 64, "max_steps": n} | changed
+    records = [start]
     for i, loss in enumerate(losses, 1):
-        records.append({"step": i, "loss": float(loss), "lr": lr, "grad_norm": 1.0, "tokens": i * batch})
-        records[-1] |= {"seconds": 1.0, "tokens_per_s": rate if i > 1 else 1.0, "mfu": None}  # the first step is slow
+        records.append({"step": i, "loss": float(loss), "lr": lr, "tokens": i * batch})
+        records[-1]["tokens_per_s"] = rate if i > 1 else 1.0  # the first step is slow
     for step, mean in ({n: losses[-1]} if val is None else val).items():
-        of_domain = {domain: float(mean) + 0.1 * i for i, domain in enumerate(domains)}
-        records.append({"event": "eval", "step": step, "val": of_domain, "val_mean": float(mean)})
+        records.append({"event": "eval", "step": step, "val": {"a": float(mean)}, "val_mean": float(mean)})
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(record_line("train.py's metrics", r) for r in records))
     return str(folder)
 
 
 def drawn(monkeypatch, *words):
-    """{label: (x, y, points)} of the lines that plot.py draws."""
+    """{label: (x, y)} of the lines that `plot.py compare` draws."""
     seen, draw_line = {}, plot.draw_line
-    monkeypatch.setattr(plot, "draw_line", lambda ax, x, y, label, style, points=None: (
-        seen.update({label: (x, y, points)}), draw_line(ax, x, y, label, style, points)
+    monkeypatch.setattr(plot, "draw_line", lambda ax, x, y, label, style: (
+        seen.update({label: (x, y)}), draw_line(ax, x, y, label, style)
     ))  # fmt: skip
-    plot.main(load_settings(plot.PlotConfig, list(map(str, words))))
+    plot.main(load_settings(plot.PlotConfig, ["compare", *map(str, words)]))
     return seen
 
 
@@ -67,9 +62,9 @@ def test_short_counts():
 def test_same_bytes_whatever_the_users_matplotlibrc_says(tmp_path):
     runs = [make_run(tmp_path / mode, mode, 1, np.arange(40.0)[::-1]) for mode in ("vanilla", "resformer")]
     (tmp_path / "matplotlibrc").write_text("figure.facecolor: red\nsavefig.dpi: 20\nfont.size: 20\n")
-    in_process(plot, "relative", *runs, f"--out_file={tmp_path}/a.png")
+    in_process(plot, "compare", *runs, f"--out_file={tmp_path}/a.png")
     script(
-        "plot.py", "relative", *runs, f"--out_file={tmp_path}/b.png", env={"MATPLOTLIBRC": f"{tmp_path}/matplotlibrc"}
+        "plot.py", "compare", *runs, f"--out_file={tmp_path}/b.png", env={"MATPLOTLIBRC": f"{tmp_path}/matplotlibrc"}
     )
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
@@ -97,7 +92,7 @@ def test_the_first_losses_leave_the_axis_only_where_they_would_squash_the_rest()
     for first, is_inside in ((1e3, False), (3.5, True)):
         ax = Figure().subplots()
         plot.draw_line(ax, x, np.where(x < 5, first, 1.0)[None], "a", plot.style_of("resformer"))
-        plot.token_axis(ax, zero=True)
+        plot.token_axis(ax)
         low, high = ax.get_ylim()
         assert low < 0 and high > 1 and (high > first) == is_inside and ax.get_xlim() == (2.5, 100)
 
@@ -116,7 +111,7 @@ def test_relative_loss_is_paired_by_seed(tmp_path, monkeypatch):
     losses = {("resformer", 2): [6, 8, 7, 5], ("vanilla", 1): [4, 3, 2, 1]}
     losses |= {("resformer", 1): [3, 2, 2, 0], ("vanilla", 2): [9, 8, 7, 6]}
     runs = [make_run(tmp_path / f"{mode}{seed}", mode, seed, y) for (mode, seed), y in losses.items()]
-    x, y, _ = drawn(monkeypatch, "relative", *runs, f"--out_file={tmp_path}/deep/r.png")["resformer"]
+    x, y = drawn(monkeypatch, *runs, f"--out_file={tmp_path}/deep/r.png")["resformer"]
     assert x.tolist() == [512, 1024, 1536, 2048] and (tmp_path / "deep" / "r.png").exists()  # tokens
     np.testing.assert_allclose(y, [[-3, 0, 0, -1], [-1, -1, 0, -1]])  # seed 2, seed 1
 
@@ -126,18 +121,9 @@ def test_an_unfinished_run_is_compared_as_far_as_it_goes(tmp_path, monkeypatch, 
     short = make_run(tmp_path / "r", "resformer", 1, np.arange(12.0) + 3, val={}, max_steps=30)
     with open(short + "/metrics.jsonl", "a") as f:
         f.write('{"step": 13, "lo')  # it still runs, and its last line is half written
-    x, y, _ = drawn(monkeypatch, "relative", base, short)["resformer"]
+    x, y = drawn(monkeypatch, base, short)["resformer"]
     np.testing.assert_allclose(y, [[3] * len(x)])
-    assert x[-1] == 11.5 * 512 and "r is not finished: step 12/30\n" in capsys.readouterr().out
-
-
-def test_loss_has_validation_losses_as_points(tmp_path, monkeypatch):
-    runs = [make_run(tmp_path / f"b{s}", "vanilla", s, np.arange(6.0) * s, {3: s, 6: 2.0 * s}) for s in (1, 2)]
-    runs.append(make_run(tmp_path / "r", "resformer", 1, np.ones(6), val={}))  # killed in its last evaluation
-    seen = drawn(monkeypatch, "loss", *runs)
-    np.testing.assert_allclose(seen["vanilla"][1], [[0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 10]])
-    np.testing.assert_allclose(seen["vanilla"][2], [[3 * 512, 6 * 512], [1.5, 3]])
-    assert seen["resformer"][2][0].size == 0
+    assert x[-1] == 11.5 * 512 and "| 0 of 1 finished |" in capsys.readouterr().out
 
 
 def table(text):
@@ -162,22 +148,21 @@ def test_compare(tmp_path, monkeypatch):
     assert rows[2] == ["svformer", "900", "-", "-", "2,500", "2,048", "0 of 1 finished"]  # 1.0 at step 12 is no result
 
 
-def test_what_is_not_a_run_is_left_out(tmp_path):
-    """`plot.py compare out/demo/*` meets the tables and pictures beside the runs."""
+def test_files_beside_the_runs_are_left_out(tmp_path):
+    """`plot.py compare out/demo/*` meets the pictures beside the runs."""
     for mode in ("vanilla", "resformer"):
         make_run(tmp_path / mode, mode, 1, np.full(20, 4.0))
-    (tmp_path / "notes").mkdir()
-    result = in_process(plot, "compare", *sorted(tmp_path.iterdir()))
-    assert result.returncode == 0 and result.stdout.count("notes is left out: it has no metrics.jsonl") == 1
-    assert (tmp_path / "compare.png").exists()  # beside the runs
-    refused(in_process(plot, "loss", tmp_path / "notes"), "none of", "is a run")
+    assert in_process(plot, "compare", *sorted(tmp_path.iterdir())).returncode == 0
+    assert in_process(plot, "compare", *sorted(tmp_path.iterdir())).returncode == 0
+    refused(in_process(plot, "compare", tmp_path / "compare.png"), "none of", "is a run")
 
 
 @pytest.mark.parametrize("says, mode, seed, changed", [
-    (r"new \(resformer\) needs a vanilla run with its seed, 2; .* --value_mode=vanilla", "resformer", 2, {}),
-    ("new had 9 steps of 64 tokens.* of data d, .*base had 9 steps of 512 tokens", "svformer", 1, {"batch": 64}),
-    ("new had 99 steps of 512", "svformer", 1, {"max_steps": 99}),
-    ("new had 9 steps of 512 tokens, 64 at a time with end-of-text first", "svformer", 1, {"bos": True}),
+    ("new needs a vanilla run with its seed, 2; name it too", "resformer", 2, {}),
+    ("new had length 64, 9 steps of 64 tokens, .*base had length 64, 9 steps of 512", "svformer", 1, {"batch": 64}),
+    ("new had length 64, 99 steps of 512", "svformer", 1, {"max_steps": 99}),
+    ("new had length 64, end-of-text first, 9 steps", "svformer", 1, {"bos": True}),
+    ("new had length 64, 9 steps of 512 tokens on other data", "svformer", 1, {"data": "e"}),
     ("new are both vanilla, but do not differ in the seed alone", "vanilla", 1, {}),
     ("new are both vanilla, but do not differ in the seed alone", "vanilla", 3, {"lr": 2e-3}),
     ("new are both vanilla, but do not differ in the seed alone", "vanilla", 3, {"parameters": 7}),
@@ -200,26 +185,12 @@ def test_the_last_start_of_a_resumed_run_counts(tmp_path):
     assert run.finished and run.final_loss == 1.5 and run.val == {10: 2.0, 12: 1.5}
 
 
-def test_damaged_metrics(tmp_path):
-    path = tmp_path / "r" / "metrics.jsonl"
-    make_run(tmp_path / "r", "vanilla", 1, np.ones(5))
-    lines = path.read_text().splitlines(keepends=True)
-    for damaged, says in (
-        (lines[:3] + lines[4:], "metrics.jsonl is damaged or not train.py's metrics (ValueError: steps are missing"),
-        (lines[:3] + lines[2:], "steps are missing, or come twice"),
-        (lines[:2] + [lines[2].replace("1.0", "1.5")], "it was altered"),
-        (lines[:1], "has no steps yet; wait"),
-    ):
-        path.write_text("".join(damaged))
-        refused(in_process(plot, "loss", tmp_path / "r"), says)
-
-
 @pytest.mark.parametrize("words, says", {
-    "": "say what to draw (relative, loss, compare, analysis), then of which runs: `python plot.py relative",
-    "relativ out/vanilla": "say what to draw",
-    "loss": "then of which runs",
-    "loss x --out_file=x.pdf": "must end in .png",
-    "loss nowhere": "nowhere/metrics.jsonl is missing",
+    "": "say compare or analysis, then name runs: `python plot.py compare",
+    "loss out/vanilla": "say compare or analysis",
+    "compare": "then name runs",
+    "compare x --out_file=x.pdf": "must end in .png",
+    "compare nowhere": "nowhere/metrics.jsonl is missing",
     "analysis nowhere": "nowhere/analysis.json is missing",
 }.items())  # fmt: skip
 def test_bad_calls(words, says):
@@ -229,44 +200,33 @@ def test_bad_calls(words, says):
 # ---- what eval.py and analyze.py found
 
 
-def make_eval(folder, mode, results, **earlier):
-    checkpoints = earlier | {"last": {"mode": mode, "step": 8 if earlier else None, "results": results}}
-    write_record(folder / "eval.json", "eval.py's results", checkpoints)
-    return folder
-
-
-def test_results_in_bf16_are_found_and_fp32_goes_first(tmp_path):
+def test_results_are_the_last_checkpoints_and_fp32_goes_first(tmp_path):
     found = {"piqa dtype=bfloat16": {"acc": 0.7}, "piqa": {"acc": 0.5}, "arc_easy dtype=bfloat16": {"acc": 0.6}}
-    results = plot.read_eval(make_eval(tmp_path / "run", "vanilla", found))["results"]
-    assert results == {"piqa": {"acc": 0.5}, "arc_easy": {"acc": 0.6}}
+    every = {"b": {"mode": "m", "step": 8, "results": found}, "a": {"mode": "m", "step": 1, "results": {}}}
+    write_record(tmp_path / "eval.json", "eval.py's results", every)
+    assert plot.read_eval(tmp_path)["results"] == {"piqa": {"acc": 0.5}, "arc_easy": {"acc": 0.6}}
 
 
-def make_analysis(folder, mode, level, **settings):
-    """What analyze.py leaves of a model of two layers, whose quantities are level, level + 1. settings: of its run."""
+def make_analysis(folder, mode, level):
+    """What analyze.py leaves of a model of two layers, whose quantities are level, level + 1."""
     layers = {key: {"mean": [level, level + 1]} for key in ("entropy_minus_uniform", "first", "value_rank")}
     layers |= {"value_norm_first": {"mean": [level, 2 * level]}, "value_norm_rest": {"mean": [2.0, 4.0]}}
     states = {"hidden_norm_first": {"mean": [level] * 3}, "hidden_norm_rest": {"mean": [1.0, 2.0, 4.0]}}
     states |= {"hidden_similarity": {"mean": [0.0, 0.5, level]}}
     found = {"mode": mode, "parameters": 7, "length": 64, "layers": layers, "states": states}
     write_record(folder / "analysis.json", "analyze.py's numbers", found)
-    if settings:
-        write_record(folder / "config.json", "train.py's settings", settings | {"out_dir": folder.name})
-        (folder / "metrics.jsonl").touch()
-    return folder.name
 
 
-def test_analyses_are_lines_over_layers_and_seeds_of_one_run_a_band(tmp_path, monkeypatch):
+def test_analyses_are_lines_over_layers_named_by_mode_where_that_is_clear(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = [make_analysis(tmp_path / f"v{s}", "vanilla", float(s), rate=1, seed=s) for s in (1, 2, 6)]
-    names += [make_analysis(tmp_path / name, "svformer", 4.0, rate=rate) for name, rate in (("s", 1), ("fast", 2))]
-    names += [make_analysis(tmp_path / name, "vanilla", 1.0) for name in ("Llama-8B", "Llama-1B")]
+    for name, mode, level in (("a", "vanilla", 1.0), ("s", "svformer", 4.0), ("Llama-8B", "vanilla", 1.0)):
+        make_analysis(tmp_path / name, mode, level)
     panels, draw = {}, plot.layer_panel
     monkeypatch.setattr(plot, "layer_panel", lambda *given: (draw(*given), panels.update({given[3]: given})))
-    result = in_process(plot, "analysis", *names)
+    result = in_process(plot, "analysis", "a", "s", "Llama-8B")
     assert result.returncode == 0 and (tmp_path / "analysis.png").exists() and len(panels) == 6, result.stderr
     _, lines, _, _, first = panels["entropy minus uniform attention's (nats)"]
-    assert first == 1 and list(lines) == ["v1", "s", "fast", "Llama-8B", "Llama-1B"]
-    assert lines["v1"].tolist() == [[1, 2], [2, 3], [6, 7]]
-    assert panels["norm of the first token's value\nrelative to other tokens"][1]["s"].tolist() == [[2, 2]]
+    assert first == 1 and list(lines) == ["a", "svformer", "Llama-8B"] and lines["a"].tolist() == [[1, 2]]
+    assert panels["norm of the first token's value\nrelative to other tokens"][1]["svformer"].tolist() == [[2, 2]]
     _, lines, _, _, first = panels["norm of the first token's state\nrelative to other tokens"]
-    assert first == 0 and lines["s"].tolist() == [[4, 2, 1]]
+    assert first == 0 and lines["svformer"].tolist() == [[4, 2, 1]]
