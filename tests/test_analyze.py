@@ -163,11 +163,8 @@ def spectra(name, n, v):
     values = np.linalg.eigvalsh((v.T @ v / len(v)).numpy())[::-1]
     share = values[values > 1e-12 * values[0]] / values.sum()
     rank = math.exp(-sum(p * math.log(p) for p in share))
-    return vectors(name, n, v) | {
-        (f"{name}_spectrum", n): values,
-        (f"{name}_largest", n): values[0],
-        (f"{name}_rank", n): rank,
-    }
+    found = {"spectrum": values, "largest": values[0], "rank": rank}
+    return vectors(name, n, v) | {(f"{name}_{key}", n): value for key, value in found.items()}
 
 
 @torch.no_grad()
@@ -238,18 +235,9 @@ def test_a_pass_equals_the_definitions(monkeypatch, T, sink, mode, shape):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_has_numbers_and_a_row_for_each_layer(mode):
-    """A layer that projects its values has a raw_value, and value is another where they are mixed."""
-    model, idx = tiny(mode), tokens((2, 9))
-    recorder = recorded(model, idx)
-    for n, call in enumerate(watched(tiny(mode), idx)):
-        _, projected, used = parts_of(*call)
-        raw, value = (recorder.mean(f"{name}_largest", n) for name in ("raw_value", "value"))
-        assert (raw is not None) == ("v" in projected) and value is not None
-        assert raw is None or (raw == value) == torch.equal(projected["v"], used["v"])
-    numbers, arrays = analyze.summarize(recorder, 4, 9)
+def test_every_mode_has_finite_numbers(mode):
+    numbers, _ = analyze.summarize(recorded(tiny(mode), tokens((2, 9))), 4, 9)
     json.dumps(numbers, allow_nan=False)
-    assert len(arrays) == 7
 
 
 def test_one_percent_is_a_rank():
@@ -262,13 +250,6 @@ def test_a_layer_with_fewer_value_heads_has_a_shorter_row():
     _, arrays = analyze.summarize(recorded(tiny("skipv1"), tokens((2, 32))), 4, 32)  # of 8 heads of 4, half are own
     missing = np.isnan(arrays["raw_value_spectrum"])
     assert not missing[0].any() and not missing[1:, :16].any() and missing[1:, 16:].all()
-
-
-def test_means_over_uneven_batches():
-    model, idx = tiny(), tokens((7, 9))
-    whole, parts = recorded(model, idx), recorded(model, idx[:1], idx[1:5], idx[5:])
-    for name in whole.sums:
-        np.testing.assert_allclose(parts.mean(name, 1), whole.mean(name, 1), rtol=1e-9)
 
 
 # ---- closed forms, and what is planted is found
@@ -315,18 +296,14 @@ def places(data_dir, idx):
     return [where[tuple(row[1:].tolist())] for row in idx]
 
 
-@pytest.mark.parametrize(
-    "mixture",  # of the last the shares add up to 1 - 1e-16
-    ({}, {"maths": 3, "prose": 1}, {"code": 1, "prose": 0}, {"prose": 0.1, "code": 0.1, "maths": 0.6}),
-)
+@pytest.mark.parametrize("mixture", [{}, {"maths": 3, "prose": 1}, {"prose": 0.1, "code": 0.1, "maths": 0.6}])
 def test_chunks_are_drawn_as_the_mixture_says(three, mixture):
-    share = mixture or THREE
-    for n in (1, 4, 40):
-        found = places(three, chunks(three, n, 33, mixture=mixture))
-        assert len(found) == len(set(found)) == n
-        for domain in THREE:
-            count = [d for d, _ in found].count(domain)
-            assert abs(count - n * share.get(domain, 0) / sum(share.values())) < (1 if n < 40 else 1e-9)
+    """Of the last mixture the shares add up to 1 - 1e-16."""
+    found, share = places(three, chunks(three, 40, 33, mixture=mixture)), mixture or THREE
+    assert len(set(found)) == 40
+    for domain in THREE:
+        wanted = 40 * share.get(domain, 0) / sum(share.values())
+        assert [d for d, _ in found].count(domain) == pytest.approx(wanted, abs=1e-9)
 
 
 def test_chunks_follow_from_the_seed(three):
@@ -367,17 +344,6 @@ def test_chunks_in_another_models_tokens(three):
         assert wanted.startswith("".join("ab" if i == 250 else chr(i) for i in row[1:].tolist()))
 
 
-def test_texts_that_are_too_short_in_another_models_tokens(three):
-    """A token a word: only the text around the end of a document has two."""
-    tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 5}, unk_token="?"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    found = chunks(three, 300, 3, tokenizer=Read(words)).tolist()
-    assert 0 < len(found) < 100 and found == [[3, 5, 5]] * len(found)
-    with pytest.raises(UserError, match="has no chunk of 9 tokens; set a smaller --length"):
-        chunks(three, 100, 9, tokenizer=Read(words))
-
-
 # ---- the script
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=32, block_size=64)
@@ -387,10 +353,8 @@ SHAPE = dict(n_layer=2, n_head=2, n_embd=32, block_size=64)
 def runs(tmp_path_factory):
     """A folder with data and runs: a was trained, b is another model in a's place."""
     folder = tmp_path_factory.mktemp("runs")
-    words = (
-        "--batch_tokens=256 --micro_batch=4 --max_steps=8 --warmup_steps=2 --learning_rate=5e-3 --save_every=4".split()
-    )
-    words += [f"--{k}={v}" for k, v in SHAPE.items()] + ["--dtype=float32", "--device=cpu"]
+    words = "--batch_tokens=256 --micro_batch=4 --max_steps=8 --warmup_steps=2 --save_every=4 --device=cpu".split()
+    words += ["--learning_rate=5e-3", "--dtype=float32", *(f"--{k}={v}" for k, v in SHAPE.items())]
     words += [f"--data_dir={make_data(folder / 'data')}", "--mixture={'prose': 1, 'code': 3}"]
     assert in_process(train, f"--out_dir={folder / 'a'}", *words).returncode == 0
     shutil.copytree(folder / "a", folder / "b")
@@ -414,7 +378,7 @@ def written(folder, *words):
 
 @pytest.mark.parametrize("name, mode", (("a", "vanilla"), ("b", "svformer")))
 def test_what_is_written_and_printed_is_what_was_measured(runs, name, mode):
-    result = call(runs / "a", runs / "b", "--chunks=7", "--seed=3", "--batch_tokens=100")  # a chunk at a time
+    result = call(runs / "a", runs / "b", "--chunks=7", "--seed=3", "--batch_tokens=200")  # 3, 3 and 1 chunks
     assert result.returncode == 0, result.stderr
     found, arrays = written(runs / name)
     model, idx = checkpoint.load(runs / name), chunks(runs / "data", 7, 64, 3, {"prose": 1, "code": 3})
@@ -427,31 +391,24 @@ def test_what_is_written_and_printed_is_what_was_measured(runs, name, mode):
     for of, array in arrays.items():
         np.testing.assert_allclose(array, others[of], rtol=1e-3, atol=1e-6)
     assert (found["mode"], found["step"]) == (mode, 8)
-    assert (found["chunks"], found["length"], found["dtype"]) == (7, 64, "float32")
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
     entropy, above = (found["layers"][of]["mean"][1] for of in ("entropy", "entropy_minus_uniform"))
     assert above == pytest.approx(entropy - uniform_entropy(64), abs=1e-6)
     assert f"{name} ({mode}): 7 of 7 chunks of 64 tokens" in result.stdout and f"| 2 | {entropy:.4f} |" in result.stdout
-    assert (found["layers"]["raw_value_norm_first"]["mean"][1] is None) == (mode == "svformer")  # it borrows
-    assert np.isnan(arrays["raw_value_norm"][1]).all() == (mode == "svformer")
+    assert np.isnan(arrays["raw_value_norm"][1]).all() == (mode == "svformer")  # it borrows
 
 
-def test_settings_change_what_they_should(runs, tmp_path):
-    words = (runs / "a", "--chunks=5", "--length=24")
-    a, arrays = written(tmp_path, *words)
-    again, others = written(tmp_path, *words)
-    assert a | {"environment": 0} == again | {"environment": 0}
-    assert all(np.array_equal(arrays[k], others[k]) for k in arrays)
-    assert written(tmp_path, *words, "--seed=1")[0]["layers"]["entropy"] != a["layers"]["entropy"]
-    found, _ = written(tmp_path, *words, "--dtype=bfloat16")
-    assert found["layers"]["entropy"] != a["layers"]["entropy"]
-    assert found["layers"]["entropy"]["mean"] == pytest.approx(a["layers"]["entropy"]["mean"], abs=0.01)
+def test_bfloat16_is_close_and_chunks_follow_from_the_seed(runs, tmp_path):
+    def entropy(*words):
+        return written(tmp_path, runs / "a", "--chunks=5", "--length=24", *words)[0]["layers"]["entropy"]["mean"]
+
+    a, half = entropy(), entropy("--dtype=bfloat16")
+    assert entropy() == a != entropy("--seed=1")
+    assert half != a and half == pytest.approx(a, abs=0.01)
 
 
 def test_few_chunks(runs, tmp_path):
     """We say if there are fewer than asked."""
-    found, _ = written(tmp_path, runs / "a", "--chunks=1")
-    assert (found["chunks"], found["length"]) == (1, 64)
     result = call(runs / "a", "--chunks=100", f"--out_dir={tmp_path}")
     assert "72 of 100 chunks" in result.stdout  # 25 of prose, 2999 // 63 of code
     found, _ = written(tmp_path, runs / "a", "--chunks=100", f"--data_dir={runs / 'data'}")
@@ -479,29 +436,23 @@ def test_a_hugging_face_folder(runs, tmp_path):
     other_tokenizer().save(str(folder / "tokenizer.json"))
     assert call(folder, data_dir, "--chunks=6").returncode == 0
     found, _ = written(folder)
-    assert (found["mode"], found["step"]) == ("vanilla", None)
-    assert (found["chunks"], found["length"]) == (6, 33)
+    assert (found["mode"], found["step"], found["chunks"], found["length"]) == ("vanilla", None, 6, 33)
     recorder = recorded(model, chunks(runs / "data", 6, 33, 42, tokenizer=Read(other_tokenizer())))
-    for name in ("entropy", "first", "value_rank"):
-        assert found["layers"][name]["mean"] == pytest.approx([recorder.mean(name, n) for n in (0, 1)], rel=1e-5)
+    assert found["layers"]["entropy"]["mean"] == pytest.approx([recorder.mean("entropy", n) for n in (0, 1)], rel=1e-5)
     refused(call(folder), "does not say what it was trained on", "--data_dir")
 
 
 def test_bad_calls(runs, tmp_path):
     a, b, steps = runs / "a", runs / "b", [*(runs / "a").glob("step_*[0-9].safetensors")]
     other = make_data(tmp_path / "other", tokenizer=byte_tokenizer("(?s:..?)"))
-    stopped = tmp_path / "stopped"
-    shutil.copytree(a, stopped)
+    stopped = shutil.copytree(a, tmp_path / "stopped")
     (stopped / "step_00000008.safetensors").unlink()
-    refused(call(cwd=tmp_path), "no run is below out/ yet")
     for words, *says in (
         ((a, "--init=config/tiny.py"), "runs and --init exclude each other"),
         ((a, "--length=1"), "length=1 must be 2 to 64, the block_size"),
         ((a, "--length=65"), "length=65 must be 2 to 64, the block_size"),
         ((a, b, f"--out_dir={tmp_path}"), "several of these models would write into one folder"),
         ((a, *steps), "several of these models would write into one folder"),
-        ((runs / "none",), "none holds no checkpoint"),
-        (("--init=none.py",), "none.py: no such config file"),
         ((a, f"--data_dir={tmp_path / 'nowhere'}"), "nowhere", "--data_dir"),
         ((a, f"--data_dir={other}"), "another tokenizer", str(other)),
         ((stopped,), "is at step 4 of 8"),
@@ -509,11 +460,10 @@ def test_bad_calls(runs, tmp_path):
         refused(call(*words), *says)
 
 
-@pytest.mark.parametrize("where", ("embed", "blocks.1.attn.proj"))
-def test_a_model_that_is_not_finite(runs, tmp_path, where):
+def test_a_model_that_is_not_finite(runs, tmp_path):
     byte_tokenizer().save(tmp_path / "tokenizer.json")
     model = checkpoint.load(runs / "a")
-    model.get_submodule(where).weight.data.fill_(3e38)  # finite itself
+    model.embed.weight.data.fill_(3e38)  # finite itself
     checkpoint.save(tmp_path, 1, model, byte_tokenizer().hash)
     refused(call(tmp_path, f"--data_dir={runs / 'data'}", "--chunks=2"), "NaN")
     assert not list(tmp_path.glob("analysis.*"))
