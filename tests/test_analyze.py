@@ -8,19 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
-    COVER,
-    MODES,
-    byte_tokenizer,
-    config,
-    hf_folder,
-    in_process,
-    make_data,
-    refused,
-    tiny,
-    tokens,
-    widths,
-)
+from conftest import COVER, byte_tokenizer, config, hf_folder, in_process, make_data, refused, tiny, tokens, widths
 from test_equations import EXACT, VALUES, A, cross, linear, norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,7 +22,7 @@ from common.files import read_record
 from common.layers import attend
 from configurator import UserError
 from model import GPT
-from value_modes import Residual, ValueMode
+from value_modes import TABLE, Residual, ValueMode
 
 COMBINED = {  # more than one residual that changes A_n: no row has that
     "probs_then_identity": ValueMode((Residual(of="probs"), Residual(map="identity", lam=(0.5, 1.0)))),
@@ -234,7 +222,7 @@ def test_a_pass_equals_the_definitions(monkeypatch, T, sink, mode, shape):
         np.testing.assert_allclose(value, wanted, rtol=1e-9, atol=1e-10, err_msg=str(key))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", TABLE)
 def test_every_mode_has_finite_numbers(mode):
     numbers, _ = analyze.summarize(recorded(tiny(mode), tokens((2, 9))), 4, 9)
     json.dumps(numbers, allow_nan=False)
