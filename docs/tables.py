@@ -1,4 +1,4 @@
-"""The tables of numbers in docs/ and results/README.md, made from results/ and from the table of modes.
+"""The tables of numbers in docs/, made from results/ and from the table of modes.
 
     python -m docs.tables            write them into the pages
     python -m docs.tables --check    end with code 1, and name the pages that differ from the results
@@ -16,17 +16,14 @@ from pathlib import Path
 from bench import LLAMA
 from bench.decoding import decoding_table
 from bench.training import training_table
-from common.files import read_record, write_text
+from common.files import write_text
 from common.plan import mode_table
-from common.report import markdown
 from configurator import run, setting
 from examples import vit
-from paper.claims import LABELS, best_pair, best_rate, tally
-from paper.figures import GRIDS, RATES, TUNED
 from paper.found import Found, read_kept
-from paper.results import RESULTS
+from paper.results import compact
 from paper.runs import NIGHT_LR, SCALES, SEEDS, Job
-from paper.tables import gap_in_words, interval
+from paper.tables import gap_in_words
 from value_modes import TABLE, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,35 +42,6 @@ def recorded():
     """The records of scale night."""
     kept = read_kept(ROOT / "results/night/runs.jsonl")
     return Found(kept, NIGHT, lambda job: SEEDS[: NIGHT.n_seeds(NIGHT.here(job))])
-
-
-def grid_table(size):
-    """Vanilla's losses at each rate, and those of other modes minus vanilla's: means over seeds with their 95 %
-    intervals. A mode's best rate is bold. The last column has each mode, and vanilla, at its best."""
-    found, rows = recorded(), []
-    for mode in TUNED:
-        jobs = GRIDS[size, mode]
-        best = best_rate(found, jobs)
-        if mode == "vanilla":
-            cells = [interval(found.losses(job)) for job in (*jobs, best)]
-        else:
-            pairs = [(job, job.baseline) for job in jobs] + [best_pair(found, jobs)]
-            cells = [interval(found.gaps(*pair), sign=True) for pair in pairs]
-        at = jobs.index(best)
-        cells[at] = f"**{cells[at]}**"
-        rows.append([LABELS[mode] + (", minus that" if mode != "vanilla" else ""), *cells])
-    rates = [f"{lr * NIGHT.lr_factor:.3g}" for lr in RATES[size]]
-    return markdown(["rate", *rates, "each at its best"], rows)
-
-
-def weights_table(*modes):
-    """What modes with learned weights have learned: the weights of V_n and V_1 at the end, by seed and layer."""
-    found, rows = recorded(), []
-    for mode in modes:
-        for seed in found.seeds(Job(mode)):
-            (layers,) = found.record(Job(mode), seed)["lam"]
-            rows.append([LABELS[mode], str(seed), *(f"{own:.2f} + {first:.2f}" for own, first in layers[1:])])
-    return markdown(["V_n + V_1", "seed", *(f"layer {n}" for n in range(2, len(rows[0])))], rows)
 
 
 def training(name):
@@ -115,9 +83,6 @@ MAKERS = {
     "modes-other": lambda: group_of_modes("resformer_lerp", "resformer_zero"),
     "modes-successors": lambda: group_of_modes("resformer_zero"),
     "vit": digits_table,
-    "claims-night": lambda: tally(read_record(ROOT / "results/night.json", RESULTS)["figures"]),
-    "night-grid": lambda: grid_table("82M"),
-    "night-weights": lambda: weights_table("resformer_learned", "resformer_plus"),
     "training-tiny": lambda: training("x1_tiny"),
     "training-82M": lambda: training("x2_82m"),
     "decoding-vanilla": lambda: decoding("x2_82m", "x1_tiny", name="vanilla"),
@@ -127,12 +92,12 @@ MAKERS = {
 
 def with_tables(text):
     """The text of a page with its tables as the results have them."""
-    return PLACE.sub(lambda place: f"{place[1]}\n{MAKERS[place[2]]()}\n\n{place[3]}", text)
+    return PLACE.sub(lambda place: f"{place[1]}\n{compact(MAKERS[place[2]]())}\n\n{place[3]}", text)
 
 
 def main(cfg: TablesConfig):
     changed = []
-    for page in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("results/README.md")]):
+    for page in sorted(ROOT.glob("docs/*.md")):
         before = page.read_text(encoding="utf-8")
         after = with_tables(before)
         if after != before:
