@@ -135,7 +135,7 @@ FIGURES = {
         "Entropy of token importance by layer: low is concentrated. Uniform causal attention itself favours early "
         "tokens, so a model can lie above it. Before training the paper's curve lies at 7.194–7.204; our 468M, by "
         "`python analyze.py --init=config/size_468m.py --length=2048`, has 7.2007.",
-        (Panel(panels.layers, "trained", INSPECTED_FOUR, "entropy", ENTROPY),),
+        (Panel(panels.layers, "", INSPECTED_FOUR, "entropy", ENTROPY),),
         (claims.more_entropy("resformer", INSPECTED), claims.more_entropy("svformer", INSPECTED)),
     ),
     "fig2": Figure(

@@ -199,13 +199,16 @@ class Found:
 
     # the paper's units in words, as they are here
 
+    def rate(self, job):
+        """A Job's peak learning rate."""
+        return f"{self.scale.here(job).lr * self.scale.lr_factor:.4g}"
+
     def units(self, job):
         """A Job's size, length, rate and steps of warmup here, as texts."""
-        here = self.scale.here(job)
         return SimpleNamespace(
             size=plot.short_count(self.parameters(job)),
             length=f"{self.scale.lengths[job.length][0]:,}",
-            rate=f"{here.lr * self.scale.lr_factor:.4g}",
+            rate=self.rate(job),
             warmup=f"{self.scale.warmups[job.warmup]:,}",
         )
 
@@ -218,17 +221,19 @@ class Found:
         return [(self.in_words(label, job), job) for label, job in lines if self.scale.has(job)]
 
     def differs(self, job):
-        """How a Job differs from the base of its figure, in words: "5.07M", "length 512", "rate 0.006"."""
-        units = self.units(job.baseline)
-        names = {
-            units.size: job.size not in ("82M", INSPECTED),
-            f"length {units.length}": job.length != 2048,
-            f"rate {self.units(job).rate}": job.lr is not None,
-            f"{units.warmup} warmup steps": job.warmup != 120,
-            job.arch: job.arch != "llama",
-            job.change: job.change != "",
-        }
-        return " ".join(name for name, differs in names.items() if differs)
+        """How a Job differs from the base, in words: `5.07M`, `length 512`, `rate 0.006`."""
+        parts = []
+        if job.size not in ("82M", INSPECTED):
+            parts.append(plot.short_count(self.parameters(job.baseline)))
+        if job.length != 2048:
+            parts.append(f"length {self.scale.lengths[job.length][0]:,}")
+        if job.lr is not None:
+            parts.append(f"rate {self.rate(job)}")
+        if job.warmup != 120:
+            parts.append(f"{self.scale.warmups[job.warmup]:,} warmup steps")
+        if job.arch != "llama":
+            parts.append(job.arch)
+        return " ".join([*parts, job.change]).strip()
 
     def names_of(self, a, b):
         """Two Jobs as `resformer − vanilla 5.07M`; how both differ is said once. b may be None."""
@@ -244,5 +249,5 @@ class Found:
 
     def rate_in_words(self, job):
         """`, rate 0.006` if a Job has another rate than its baseline, else nothing."""
-        rate, other = self.units(job).rate, self.units(job.baseline).rate
-        return "" if rate == other else f", rate {rate}"
+        rate = self.rate(job)
+        return "" if rate == self.rate(job.baseline) else f", rate {rate}"

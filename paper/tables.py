@@ -182,9 +182,9 @@ def gaps_table(found, lines):
             at_each, gap = [interval(found.losses(job)) for job in jobs], "-"
         elif len(jobs) == 1:
             at_each = ["-"]  # vanilla may have another rate, so this would not be what the column says
-        rates = "; ".join(found.units(job).rate for job in jobs)
-        own = f"{found.units(base).rate}: {interval(found.losses(base))}"
-        yield [label, LABELS[mode], rates, "; ".join(at_each), found.units(best).rate, own, gap]
+        rates = "; ".join(found.rate(job) for job in jobs)
+        own = f"{found.rate(base)}: {interval(found.losses(base))}"
+        yield [label, LABELS[mode], rates, "; ".join(at_each), found.rate(best), own, gap]
 
 
 def weights_table(found, modes):
