@@ -7,6 +7,7 @@ A page holds each table between `<!-- table: NAME -->` and `<!-- end -->`. To ad
 page, and a function that returns the table into MAKERS below, under that NAME.
 """
 
+import functools
 import json
 import re
 import sys
@@ -63,10 +64,16 @@ def digits_table():
     return vit.table(found["runs"], found["settings"]["value_mode"])
 
 
+@functools.cache
+def rows_of_modes():
+    """The table of all modes at the paper's 82M shape: its lines. It makes each of 70 models, so we make it once."""
+    return mode_table(ModelConfig()).splitlines()
+
+
 def group_of_modes(first, after=None):
     """The rows from one mode to the one before `after`, at the paper's 82M shape, and what our small models lost or
     gained, both at vanilla's best rate; "-" if we did not train that."""
-    header, line, *rows = mode_table(ModelConfig()).splitlines()
+    header, line, *rows = rows_of_modes()
     found, modes = recorded(), list(TABLE)
     lines = [f"{header} our loss minus vanilla's |", f"{line}---:|"]
     for i in range(modes.index(first), modes.index(after) if after else len(modes)):

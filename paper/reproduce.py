@@ -157,7 +157,7 @@ def show_plan(plans, cfg):
     print(markdown(["run", "state", "parameters", "tokens", f"{unit}-hours"], rows))
     if cfg.dry_run:
         print(*map(shlex.join, commands(plans, cfg)), "", sep="\n")
-    takes = f"; training takes {sum(hours):,.1f} {unit}-hours at {how}" if speed else ""
+    takes = f"; training takes {sum(hours):,.1f} {unit}-hours at {how}, without analyses" if speed else ""
     print(f"{len(plans)} runs, {sum(plan.done for plan in plans)} of them done{takes}", flush=True)
 
 
