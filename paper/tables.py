@@ -4,7 +4,6 @@ The first argument of each is a found.Found. Read next: panels.py.
 """
 
 import math
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from common.tasks import TABLE1
 from configurator import UserError
 from paper import claims
 from paper.claims import LABELS, critical
-from paper.found import NoSeed
 from paper.runs import SCALES, Job, train_settings
 from prepare import PAPER_MIXTURE
 from train import TrainConfig
@@ -47,7 +45,7 @@ def size_and_loss(mode):
 
 def beside(ours, paper):
     """A cell: the mean of our numbers, and the paper's number, a text or None, in brackets."""
-    text = f"{np.mean(ours):.4f}"
+    text = "-" if np.isnan(ours).any() else f"{np.mean(ours):.4f}"
     return text if paper is None else f"{text} ({paper})"
 
 
@@ -78,16 +76,16 @@ def gap_in_words(found, job):
 
 
 def table1(found):
-    """Accuracies, means over seeds, the paper's in brackets."""
+    """Accuracies, means over seeds, the paper's in brackets; a task that a model could not be scored on has none."""
     yield ["", *TABLE1, "Avg"]
     for (mode, length), paper in PAPER_ACCURACIES.items():
-        job, rows = Job(mode, length=length), []
-        for seed in found.seeds(job):
-            with suppress(NoSeed):  # tasks are scored with some seeds only
-                rows.append(claims.accuracies(job, found, seed))
-        if not rows:
-            raise UserError(f"not all tasks are scored at length {length:,}; without the hub, set --eval_dir")
-        means = [*np.mean(rows, axis=0), np.mean(rows)]
+        job = Job(mode, length=length)
+        rows = np.stack([claims.accuracies(job, found, seed) for seed in found.seeds(job)])  # (seeds, tasks)
+        rows = rows[~np.isnan(rows).all(axis=1)]
+        if not len(rows):
+            raise UserError(f"no task is scored at length {length:,}; without the hub, set --eval_dir")
+        means = rows.mean(axis=0)
+        means = [*means, means.mean()]  # no average where a task is missing
         cells = [beside(mean, f"{accuracy:.3f}") for mean, accuracy in zip(means, paper, strict=True)]
         yield [found.in_words(f"{LABELS[mode]}, length {{0.length}}", job), *cells]
 
