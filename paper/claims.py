@@ -82,6 +82,7 @@ def claim_row(claim, found, seeds):
         with suppress(NoSeed):  # a run or a score of this claim has fewer seeds
             value = claim.value(found, seed)
             values[seed] = None if value is None or not math.isfinite(value) else float(value)
+    # seeds pair two runs on the same batches, so their noise cancels in each value before we average
     known = [value for value in values.values() if value is not None]
     mean, interval = mean_interval(known)
     row = {"what": found.names_of(claim.a, claim.b) + claim.what, "paper": claim.paper, "seeds": list(values)}
@@ -216,6 +217,7 @@ def critical_point(x, y, window):
     """
     if y[-max(3, len(x) // 10) :].mean() < 0:
         return math.inf
+    # the loss of one step is noisy, so we look where its moving average crosses
     weights = np.ones(window) / window
     middle, means = (np.convolve(part, weights, "valid") for part in (x, y))
     rises = np.flatnonzero((means[:-1] < 0) & (means[1:] >= 0))

@@ -62,6 +62,7 @@ def make_record(folder, asked, every):
     made = read_record(folder / "config.json", RUN)
     made["value_mode"] = made["value_mode_name"]
     environment = read_record(folder / "env.json", ENVIRONMENT)
+    # a folder may hold a run with other settings, made by hand or for another scale
     wrong = difference(made, asked)
     if wrong:
         raise UserError(f"{folder} has {wrong}; remove it, or set another --out_dir")

@@ -132,6 +132,7 @@ def tokens(ax, panel, found):
     """Validation losses along training."""
     lines = found.labels(panel.lines)
     styles = styles_of({label: job.mode for label, job in lines})
+    # seeds of a run were evaluated at the same steps, so their losses align
     for label, job in lines:
         x, y = plot.align([found.validation(job, seed) for seed in found.seeds(job)])
         plot.draw_line(ax, x, y, label, styles[label], points=(x, y.mean(0)))
@@ -173,6 +174,7 @@ def gaps(ax, panel, found):
     rows.sort(key=lambda row: -row[0])
     for y, (mean, interval, label, mode, seeds) in enumerate(rows):
         color = style_of(mode)["color"] if label != mode or mode in plot.HEADLINE else "0.35"
+        # a few modes are so much worse that they would squeeze all others into a finger's width
         if mean > CLIP:
             ax.text(CLIP, y, f"{mean:+.2f} →", ha="right", va="center", fontsize=7, color=color)
             continue
@@ -223,6 +225,7 @@ def heat(axes, panel, found):
         image = ax.imshow(values, norm=norm, extent=extent, aspect="auto", interpolation="nearest", origin="lower")
         ax.yaxis.get_major_locator().set_params(integer=True)
         ax.set_title(f"{label}: {panel.label}", fontsize=8, loc="left")
+    # four ticks are enough for a logarithmic bar, and more would overlap
     places = np.geomspace(norm.vmin, norm.vmax, 4)
     bar = ax.figure.colorbar(image, ax=list(axes), location="bottom", aspect=40, ticks=places, format="{x:.3g}")
     bar.ax.minorticks_off()

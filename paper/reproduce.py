@@ -262,6 +262,7 @@ def make_all(plans, cfg):
     records, errors = {plan.folder.name: plan.record for plan in plans if plan.record}, {}
     check_data(records, cfg)
     plans = [plan for plan in plans if not plan.record]
+    # models this small cannot use two cores well, so without GPUs each core has a run of its own
     cores = os.cpu_count() or 1
     at_once = cfg.jobs or (1 if cfg.units.gpus else cores)
     threads = str(max(1, cores // at_once)) if at_once > 1 else ""
@@ -300,6 +301,7 @@ def main(cfg: ReproduceConfig):
     with hold(cfg.out_dir) if cfg.run else contextlib.nullcontext():
         records, failed = make_all(plans, cfg)
     found = Found(records, cfg.units, cfg.seeds_of, cfg.out_dir, failed)
+    # a figure that lacks a run is skipped with a note, so that the others are still drawn
     missing = {}
     for name, figure in cfg.figures.items():
         with noted(missing, name):

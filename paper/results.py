@@ -30,6 +30,7 @@ def publish(name, figure, cfg, found):
     if figure.panels:  # last, so that an error leaves the old picture beside the old numbers
         figure.page(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)
         record["png"] = f"{cfg.scale}/{name}.png"
+    # other figures of this scale keep their records, in the order of figures.py
     path = Path(cfg.results_dir, f"{cfg.scale}.json")
     figures = read_record(path, RESULTS)["figures"] if path.exists() else {}
     figures[name] = record

@@ -140,6 +140,7 @@ def table5(found):
     jobs = {Job(*key): paper for key, paper in PAPER_LOSSES.items() if found.scale.has(Job(*key))}
     for i, (job, paper) in enumerate(jobs.items()):
         domains = [found.record(job, seed)["domains"] for seed in found.seeds(job)]
+        # the domains are known only from a run, because each data set has its own
         if i == 0:
             yield ["", *domains[0], "Avg"]
         *of_domains, average = (f"{loss:.4f}" for loss in paper)
@@ -173,6 +174,7 @@ def gaps_table(found, lines):
     own. A row of vanilla itself has its losses."""
     yield ["", "mode", "rates", "both at that rate", "best rate", "vanilla's best: loss", "each at its best"]
     for (label, mode), jobs in by_rate(found, lines).items():
+        # each side is tuned on its own: a mode at a rate that is too high for vanilla alone would seem to gain
         best, base = claims.best_pair(found, jobs)
         gap = interval(found.gaps(best, base), sign=True)
         at_each = [gap_in_words(found, job) for job in jobs]

@@ -216,12 +216,6 @@ def test_a_figure_names_all_runs_that_it_needs_and_no_more(name, scale, made):
     assert made.scored == {job for job, parts in needs.items() if "scores" in parts}
 
 
-def test_labels_and_titles_say_what_is_drawn(made):
-    assert [label for label, _ in made.labels(figures.SV_RATES)] == ["rate 0.0005", "rate 0.0015", "rate 0.003"]
-    title = axes_of(FIGURES["fig7"], made)[0].get_legend().get_title().get_text()
-    assert title.startswith("by length\n81.9M parameters, length 128–1,024")
-
-
 def test_relative_panels(made):
     """Each line is the run's loss minus vanilla's with its seed and all its settings, averaged over growing windows."""
     for ax, panel in zip(axes_of(FIGURES["fig15"], made)[:3], FIGURES["fig15"].panels, strict=False):
@@ -423,9 +417,8 @@ def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
         if name == "train":
             assert given == TrainConfig(**plans[given.out_dir].values, resume="auto")
         assert (command != "python") == (scale == "paper" and name == "train")
-        assert name == "prepare" or ("--device=cpu" in words) == (
-            cfg.units.gpus == 0
-        )  # even where a GPU would be picked
+        if name != "prepare":  # at a scale of cores even where a GPU would be picked
+            assert ("--device=cpu" in words) == (cfg.units.gpus == 0)
     assert made["train"] == plans.keys() and made["prepare"] == {cfg.units.data_dir}
     assert made["analyze"] == {name for name, plan in plans.items() if "analysis" in plan.needs}
     assert made["eval"] == {name for name, plan in plans.items() if "scores" in plan.needs}
