@@ -44,7 +44,7 @@ import numpy as np
 from common.data import MANIFEST
 from common.files import hold, read_record, reading, record_line, sha256, unsealed, write_atomic, write_record, writing
 from common.report import progress
-from common.tokenizer import EOT, PATTERN, Tokenizer, gpt2_spec, make_spec, neox_spec
+from common.tokenizer import EOT, PATTERN, Tokenizer, make_spec, public_spec
 from configurator import UserError, check_fields, need, run, setting
 
 PART = "prepare.py's part"
@@ -54,6 +54,7 @@ MAY_DIFFER = ("out_dir", "input_dir", "skip_bad", "workers")  # settings that a 
 PIECE_BYTES = 2**16  # of a .txt file that make a document
 SUFFIXES = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
 OWN_DOMAIN = ("torch", "sympy", "numpy", "networkx", "pandas", "matplotlib")
+PUBLIC = {"gpt2": "openai-community/gpt2", "neox": "EleutherAI/gpt-neox-20b"}  # tokenizer: where its file is
 LEFT_OUT = {"_vendor", "_vendored"}
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 # Table 2 of the paper, https://arxiv.org/abs/2410.17897
@@ -74,7 +75,7 @@ class PrepareConfig:
     tokenizer: str = setting(
         "", "bpe:<vocabulary size>, gpt2 or neox; if empty bpe:4096, or neox for slimpajama", group="Tokenizer"
     )
-    tokenizer_file: str = setting("", "neox: a tokenizer.json; gpt2: a folder with encoder.json")
+    tokenizer_file: str = setting("", "gpt2's or neox's tokenizer.json; downloaded if empty")
     bpe_bytes: int = setting(16_000_000, "bytes of train text that bpe is trained on", least=0)
     tokens: int | None = setting(
         None, "train tokens over all domains, 0 for all there is; 20e9 for slimpajama", least=0, group="Amounts"
@@ -322,18 +323,12 @@ def train_texts(cfg, inputs):
 
 def make_tokenizer(cfg, inputs):
     """The Tokenizer that cfg.tokenizer names, loaded or trained."""
-    path = cfg.tokenizer_file
-    if cfg.tokenizer == "neox":
+    if cfg.tokenizer in PUBLIC:
+        path = cfg.tokenizer_file
         if not path:
-            with explained("download neox", "pass --tokenizer_file=<GPT-NeoX's tokenizer.json>"):
-                path = need("huggingface_hub").hf_hub_download("EleutherAI/gpt-neox-20b", "tokenizer.json")
-        return Tokenizer(neox_spec(path))
-    if cfg.tokenizer == "gpt2":
-        if path:
-            return Tokenizer(gpt2_spec(path))
-        with explained("download gpt2", "pass --tokenizer_file=<a folder with encoder.json>"):
-            ranks = list(need("tiktoken_ext.openai_public").gpt2()["mergeable_ranks"].items())
-        return Tokenizer(make_spec("gpt2", PATTERN, ranks, {EOT: len(ranks)}))
+            with explained(f"download {cfg.tokenizer}", "pass --tokenizer_file=<its tokenizer.json>"):
+                path = need("huggingface_hub").hf_hub_download(PUBLIC[cfg.tokenizer], "tokenizer.json")
+        return Tokenizer(public_spec(cfg.tokenizer, path))
     n_vocab = int(cfg.tokenizer.removeprefix("bpe:"))
     bpe = need("rustbpe").Tokenizer()
     print(f"training {cfg.tokenizer} on at most {cfg.bpe_bytes:,} bytes of text", flush=True)

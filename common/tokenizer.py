@@ -110,27 +110,11 @@ def make_spec(name, pattern, ranks, special, normalize=None):
     return dict(name=name, pattern=pattern, ranks=ranks, special=special, normalize=normalize, n_vocab=n_vocab)
 
 
-def check_vocabulary(ranks, special):
-    """Raise ValueError if we cannot use a vocabulary that somebody else made. ranks: [(bytes, id)]."""
-    ids = [i for _, i in [*ranks, *special.items()]]
-    if not all(type(i) is int for i in ids) or len(set(ids)) < len(ids):
-        raise ValueError("two tokens have the same id, or an id is no whole number")
-    if min(ids) < 0 or max(ids) >= 2**16:
-        raise ValueError(f"ids are uint16, at most 65,535, and the largest is {max(ids):,}")
-    in_utf8 = {bytes([b]) for b in range(256) if b not in (0xC0, 0xC1) and b < 0xF5}
-    if not in_utf8 <= {b for b, _ in ranks}:
-        raise ValueError("some bytes of UTF-8 have no token")
+def public_spec(name, path):
+    """Spec of a byte-level tokenizer.json in Hugging Face's form, such as GPT-2's or GPT-NeoX's.
 
-
-def vocabulary_bytes(vocab):
-    """A byte-level vocabulary {token: id} -> [(bytes, id)] by rising id. KeyError for a letter that spells no byte."""
-    letters = {letter: b for b, letter in byte_letters().items()}
-    by_id = sorted(vocab.items(), key=lambda item: item[1])
-    return [(bytes(letters[c] for c in token), i) for token, i in by_id]
-
-
-def neox_spec(path):
-    """Spec of a GPT-NeoX style tokenizer.json, whose added tokens are special ones and runs of 2 to n spaces."""
+    Its added tokens are special ones and, in GPT-NeoX's, runs of 2 to n spaces.
+    """
     with reading(path, "a byte-level tokenizer.json like GPT-NeoX's, which --tokenizer_file takes"):
         about = json.loads(Path(path).read_bytes())
         vocab, before, normalizer = about["model"]["vocab"], about["pre_tokenizer"], about["normalizer"]
@@ -138,6 +122,14 @@ def neox_spec(path):
         merged = [vocab["".join(merge)] for merge in merges]
         special = {token["content"]: token["id"] for token in about["added_tokens"] if token["special"]}
         runs = sorted((token["content"], token["id"]) for token in about["added_tokens"] if not token["special"])
+
+        # Byte-level vocabularies spell each byte as a printable letter. tiktoken looks up a whole piece before it
+        # merges. So an added run of spaces, listed last, hides the vocabulary's own entry for that run.
+        byte_of = {letter: b for b, letter in byte_letters().items()}
+        plain = sorted((i, token) for token, i in vocab.items() if token not in special)
+        ranks = [(bytes(byte_of[letter] for letter in token), i) for i, token in plain]
+        ranks += [(run.encode(), i) for run, i in runs]
+
         is_known = (
             before["type"] == "ByteLevel"
             and not before["add_prefix_space"]
@@ -145,28 +137,17 @@ def neox_spec(path):
             and EOT in special
             and [run for run, _ in runs] == [" " * n for n in range(2, len(runs) + 2)]
             and merged == sorted(merged)  # tiktoken merges the pair with the lowest id first
+            and sum(len(b) == 1 for b, _ in ranks) >= 243  # UTF-8 never has the other 13 bytes
         )
         if not is_known:
             raise ValueError("it cuts or merges text in another way")
-        # tiktoken looks up a whole piece before it merges. So an added run of spaces, listed last, hides the
-        # vocabulary's own entry for that run.
-        ranks = vocabulary_bytes({token: i for token, i in vocab.items() if token not in special})
-        ranks += [(run.encode(), i) for run, i in runs]
-        check_vocabulary(ranks, special)
+        ids = sorted([i for _, i in ranks] + list(special.values()))
+        if ids != list(range(len(ids))) or len(ids) > 2**16:
+            raise ValueError("its ids should be 0 to at most 65,535 (uint16), each of them once")
+
     pattern = PATTERN
     if runs:
         # Text has to be cut at the runs before anything else. So the pattern starts with runs of spaces, and other
         # whitespace ends where a run begins.
         pattern = f" {{2,{len(runs) + 1}}}|" + WORDS + r"|(?:(?!  )\s(?!\S)){1,99999}|\s"
-    return make_spec("neox", pattern, ranks, special, "NFC" if normalizer else None)
-
-
-def gpt2_spec(folder):
-    """Spec of GPT-2's tokenizer, from a folder with OpenAI's encoder.json."""
-    path = Path(folder, "encoder.json")
-    with reading(path, "GPT-2's byte-level vocabulary, whose folder --tokenizer_file takes"):
-        vocab = json.loads(path.read_bytes())
-        del vocab[EOT]
-        ranks = vocabulary_bytes(vocab)
-        check_vocabulary(ranks, {EOT: len(ranks)})
-    return make_spec("gpt2", PATTERN, ranks, {EOT: len(ranks)})
+    return make_spec(name, pattern, ranks, special, "NFC" if normalizer else None)
