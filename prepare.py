@@ -50,7 +50,7 @@ from configurator import UserError, check_fields, need, run, setting
 PART = "prepare.py's part"
 SETTINGS = "prepare.py's settings"
 BATCH_BYTES = 2**20  # of text that a worker gets at a time. What is held out depends on it where --tokens ends the work
-MAY_DIFFER = ("out_dir", "input_dir", "skip_bad", "workers")  # settings that a run that goes on may change
+MAY_DIFFER = ("out_dir", "input_dir", "workers")  # settings that a run that goes on may change
 PIECE_BYTES = 2**16  # of a .txt file that make a document
 SUFFIXES = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
 OWN_DOMAIN = ("torch", "sympy", "numpy", "networkx", "pandas", "matplotlib")
@@ -88,7 +88,6 @@ class PrepareConfig:
         {}, "domain: weight; splits `tokens`, drops other domains; if empty the shares of the text"
     )
     seed: int = setting(0, "random seed for the order of the input files", group="Work")
-    skip_bad: bool = setting(False, "count unreadable documents instead of stopping at the first")
     workers: int = setting(0, "processes, 0 for one per core", least=0)
 
     def __post_init__(self):
@@ -310,8 +309,7 @@ def train_texts(cfg, inputs):
     placement, n_bytes = Placement(cfg), 0
     train = [source for source in inputs if source.split == "train"]
     batches = read_batches(cfg, train, (0, 0), lambda split: n_bytes >= cfg.bpe_bytes)
-    for items, bad in in_workers(cfg, None, read_batch, ((batch[-1],) for batch in batches)):
-        placement.skip(bad)
+    for items in in_workers(cfg, None, read_batch, ((batch[-1],) for batch in batches)):
         for docs in items:
             if placement.is_held_out(docs):
                 continue
@@ -404,19 +402,18 @@ def in_workers(cfg, spec, function, calls):
 
 
 def read_batch(batch):
-    """The documents [(domain, text)] of each readable item of a batch, and what is wrong with the other items."""
-    items, bad = [], []
+    """The documents of a batch: a list [(domain, text), …] for each item. Raises UserError for an unreadable item."""
+    items = []
     for source, number, raw in batch:
         try:
             docs = to_documents(source, raw, _cfg)
         except (ValueError, RecursionError) as e:
-            kind = "line" if ".jsonl" in source.name else "item"
-            bad.append(f"{source.path or source.name}, {kind} {number + 1}: {e}")
-            continue
+            place = f"{source.path or source.name}, {'line' if '.jsonl' in source.name else 'item'} {number + 1}"
+            raise UserError(f"{place}: {e}; repair it, delete {_cfg.out_dir} and start over") from None
         docs = [(domain, text) for domain, text in docs if not _cfg.mixture or domain in _cfg.mixture]
         if docs:
             items.append(docs)
-    return items, bad
+    return items
 
 
 def encode_batch(start, after, split, batch, full):
@@ -424,14 +421,14 @@ def encode_batch(start, after, split, batch, full):
 
     full: domains that need no more text. We do not encode theirs.
     """
-    items, bad = read_batch(batch)
+    items = read_batch(batch)
     arrays = [np.empty(0, "<u2")]
     for docs in items:
         for i, (domain, text) in enumerate(docs):
             ids = arrays[0] if domain in full else _tokenizer.encode_document(text)
             arrays.append(ids)
             docs[i] = domain, len(ids), len(text.encode())
-    about = dict(start=start, after=after, split=split, items=items, bad=bad)
+    about = dict(start=start, after=after, split=split, items=items)
     return about, np.concatenate(arrays)
 
 
@@ -449,7 +446,6 @@ class Placement:
         self.cfg = cfg
         self.items = Counter()  # {domain: its train items so far, with those held out}
         self.splits = {"train": {}, "val": {}}  # {split: {domain: its file, tokens, documents and bytes of text}}
-        self.skipped = 0  # unreadable documents
 
     def is_full(self, split, domain):
         """Whether a domain's budget in a split is reached; without a mixture all domains share that of train."""
@@ -469,13 +465,6 @@ class Placement:
         """The domains whose documents in a split of the input are not needed any more, not even to be held out."""
         splits = {split, "val"} if self.cfg.val_fraction > 0 else {split}
         return [domain for domain in self.cfg.mixture if all(self.is_full(s, domain) for s in splits)]
-
-    def skip(self, bad):
-        """Count unreadable items, or raise UserError for the first."""
-        if bad and not self.cfg.skip_bad:
-            restart = f"repair it, delete {self.cfg.out_dir} and start over"
-            raise UserError(f"{bad[0]}; run again with --skip_bad to go on without it, or {restart}")
-        self.skipped += len(bad)
 
     def is_held_out(self, docs):
         """Whether a train item is for validation: the second of its domain, then one in 1 / val_fraction. A domain's
@@ -521,7 +510,7 @@ def make_parts(cfg, inputs, tokenizer, placement):
     """Yield all parts in order, each as (what it holds, its token ids): those that exist are read, the others made.
 
     A part holds the split, the places in the input where it starts and ends, its items [[(domain, tokens, bytes of
-    text), …], …], and what is wrong with unreadable ones. Its name is its start, so each part leads to the next one.
+    text), …], …]. Its name is its start, so each part leads to the next one.
     """
 
     def path_of(start):
@@ -563,7 +552,6 @@ def write_corpus(cfg, inputs, tokenizer):
     with progress("prepare", cfg.tokens or math.inf, "tok") as bar:
         for part, ids in make_parts(cfg, inputs, tokenizer, placement):
             if not placement.is_done(part["split"]):  # otherwise it was read ahead
-                placement.skip(part["bad"])
                 bar.update(join(out, placement, part, ids))
     return placement
 
@@ -595,8 +583,7 @@ def write_manifest(cfg, settings, placement, tokenizer):
     out, train = Path(cfg.out_dir), placement.splits["train"]
     if not train:
         of_mixture = f" of {', '.join(cfg.mixture)}" if cfg.mixture else ""
-        skipped = f"{placement.skipped} unreadable documents were left out"
-        raise UserError(f"the input has no train text{of_mixture}; {skipped}")
+        raise UserError(f"the input has no train text{of_mixture}")
     for files in placement.splits.values():
         for file in files.values():
             with open(out / file["file"], "rb+") as f:
@@ -609,7 +596,6 @@ def write_manifest(cfg, settings, placement, tokenizer):
         "settings": settings,
         "tokenizer": dict(name=tokenizer.name, hash=tokenizer.hash, n_vocab=tokenizer.n_vocab, eot=tokenizer.eot),
         "mixture": {domain: weight / total for domain, weight in weights.items()},
-        "skipped": placement.skipped,
         "splits": placement.splits,
     }
     write_record(out / "manifest.json", MANIFEST, manifest)
@@ -629,8 +615,6 @@ def print_result(cfg, placement):
     for domain in sorted(train.keys() - val.keys()):
         how = "set --val_fraction above 0" if cfg.val_fraction == 0 else "give it more than one item of text"
         print(f"note: no validation text of domain {domain}, without which train.py does not start; {how}")
-    if placement.skipped:
-        print(f"note: {placement.skipped} unreadable documents were left out")
     print(f"{cfg.out_dir} is ready")
 
 

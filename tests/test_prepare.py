@@ -84,7 +84,7 @@ def corpus(tmp_path_factory):
 def test_files_become_documents(corpus):
     folder, out = corpus
     manifest = load_manifest(out)
-    assert manifest["tokenizer"]["n_vocab"] == 300 and manifest["skipped"] == 0
+    assert manifest["tokenizer"]["n_vocab"] == 300
     train = manifest["splits"]["train"]
     size = sum(about["tokens"] for about in train.values())
     assert manifest["mixture"] == pytest.approx({d: train[d]["tokens"] / size for d in ("code", "text", "web")})
@@ -187,16 +187,18 @@ def test_full_disk_loses_nothing(corpus, tmp_path):
     assert contents(tmp_path / "out") == contents(out)
 
 
-def test_corrupt_line(tmp_path):
+@pytest.mark.parametrize("line", ['{"text": "torn', '{"body": 1}', "[]", "[" * 100_000])
+def test_unreadable_line(tmp_path, line):
     good = [json.dumps({"text": t}) for t in sentences(50)]
-    lines = [*good[:20], '{"text": "torn', *good[20:], '{"body": 1}', "[]", '{"text": "half a pair \\ud800"}']
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
-    words = files(tmp_path / "in", tmp_path / "out")
-    refused(call(*words), "a.jsonl, line 21:", "--skip_bad")
-    assert "3 unreadable" in make(*words, "--skip_bad")
-    manifest = load_manifest(tmp_path / "out")
-    assert manifest["skipped"] == 3 and sum(s["text"]["documents"] for s in manifest["splits"].values()) == 51
+    write_lines(tmp_path / "in" / "a.jsonl", [])
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join([*good[:20], line, *good[20:]]))
+    refused(call(*files(tmp_path / "in", tmp_path / "out")), "a.jsonl, line 21:", "repair it")
+
+
+def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
+    rows = [{"text": t} for t in sentences(50)] + [{"text": "half a pair \ud800"}]
+    write_lines(tmp_path / "in" / "a.jsonl", rows)
+    make(*files(tmp_path / "in", tmp_path / "out"))
     assert "half a pair \ufffd" in decoded(tmp_path / "out", "train", "text")
 
 
@@ -308,7 +310,7 @@ def test_reader_stays_near_the_writer():
             ahead += 1
             yield ([(prepare.Input("a.txt", 9, "train", "text", None), 0, b"text %d" % i)],)
 
-    for i, (items, _) in enumerate(prepare.in_workers(cfg, None, prepare.read_batch, calls())):
+    for i, items in enumerate(prepare.in_workers(cfg, None, prepare.read_batch, calls())):
         most, ahead = max(most, ahead), ahead - 1
         assert items == [[("text", f"text {i}")]]
     assert i == 49 and most <= 3
@@ -374,4 +376,4 @@ def test_damaged_compressed_file_is_not_a_corrupt_line(tmp_path):
     file.parent.mkdir()
     for damaged in (packed[: len(packed) // 2], packed[:-1], b"not zstandard" + packed):
         file.write_bytes(damaged)
-        refused(call(*files(file.parent, tmp_path / "out", "--skip_bad")), "cannot read", "a.jsonl.zst")
+        refused(call(*files(file.parent, tmp_path / "out")), "cannot read", "a.jsonl.zst")
