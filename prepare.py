@@ -15,11 +15,10 @@ Read next: tokenizer.py, and data.py for the layout of the result and its reader
 """
 
 import ast
-import contextlib
+import functools
 import gc
 import hashlib
 import io
-import itertools
 import json
 import math
 import multiprocessing
@@ -42,7 +41,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from common.data import MANIFEST
-from common.files import hold, read_record, reading, record_line, sha256, unsealed, write_atomic, write_record, writing
+from common.files import hold, read_record, reading, sha256, write_atomic, write_record, writing
 from common.report import progress
 from common.tokenizer import EOT, PATTERN, Tokenizer, make_spec, public_spec
 from configurator import UserError, check_fields, need, run, setting
@@ -51,6 +50,7 @@ PART = "prepare.py's part"
 SETTINGS = "prepare.py's settings"
 BATCH_BYTES = 2**20  # of text that a worker gets at a time. What is held out depends on it where --tokens ends the work
 MAY_DIFFER = ("out_dir", "input_dir", "workers")  # settings that a run that goes on may change
+READ_REMEDY = "get it again; for a data set on the hub run again, or pass --input_dir=<folder with a copy>"
 PIECE_BYTES = 2**16  # of a .txt file that make a document
 SUFFIXES = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
 OWN_DOMAIN = ("torch", "sympy", "numpy", "networkx", "pandas", "matplotlib")
@@ -196,18 +196,6 @@ def find_inputs(cfg):
     return sorted(inputs, key=order)
 
 
-@contextlib.contextmanager
-def explained(action, remedy):
-    """Turn any error into one sentence, because what reaches the network or decodes files raises anything."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as e:
-        why = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-        raise UserError(f"cannot {action} ({why}); {remedy}") from None
-
-
 def read_input(source, cfg):
     """Yield the raw items of an Input: a path (.py), rows (dict), JSON lines or pieces of text (bytes)."""
     if source.path is None:
@@ -232,13 +220,10 @@ def read_input(source, cfg):
             yield from file
 
 
-def raw_items(source, cfg, skip):
-    """Yield (number, raw item, its rough size in bytes) of an Input from item number `skip` on."""
-    remedy = "get it again, or remove it and start over"
-    if source.path is None:
-        remedy = "run again to go on, or download the data and pass --input_dir=<folder>"
-    with explained(f"read {source.path or source.name}", remedy):
-        for number, raw in enumerate(itertools.islice(read_input(source, cfg), skip, None), skip):
+def raw_items(source, cfg):
+    """Yield (number, raw item, its rough size in bytes) of an Input."""
+    with reading(source.path or source.name, "a text file, or a data set within reach", READ_REMEDY):
+        for number, raw in enumerate(read_input(source, cfg)):
             text = raw.get(cfg.text_field) if isinstance(raw, dict) else raw
             yield number, raw, len(text) if isinstance(text, (str, bytes)) else source.size
 
@@ -308,8 +293,8 @@ def train_texts(cfg, inputs):
     """Yield the first bpe_bytes of the text that will be train text."""
     placement, n_bytes = Placement(cfg), 0
     train = [source for source in inputs if source.split == "train"]
-    batches = read_batches(cfg, train, (0, 0), lambda split: n_bytes >= cfg.bpe_bytes)
-    for items in in_workers(cfg, None, read_batch, ((batch[-1],) for batch in batches)):
+    batches = read_batches(cfg, train, lambda: n_bytes >= cfg.bpe_bytes)
+    for items in in_workers(cfg, None, read_batch, ((batch,) for batch in batches)):
         for docs in items:
             if placement.is_held_out(docs):
                 continue
@@ -324,7 +309,8 @@ def make_tokenizer(cfg, inputs):
     if cfg.tokenizer in PUBLIC:
         path = cfg.tokenizer_file
         if not path:
-            with explained(f"download {cfg.tokenizer}", "pass --tokenizer_file=<its tokenizer.json>"):
+            remedy = "run again, or pass --tokenizer_file=<its tokenizer.json>"
+            with reading(f"{cfg.tokenizer}'s vocabulary", "a file within reach", remedy):
                 path = need("huggingface_hub").hf_hub_download(PUBLIC[cfg.tokenizer], "tokenizer.json")
         return Tokenizer(public_spec(cfg.tokenizer, path))
     n_vocab = int(cfg.tokenizer.removeprefix("bpe:"))
@@ -340,30 +326,23 @@ def make_tokenizer(cfg, inputs):
 # ------------------------------------------------------------------- batches: read in this process, encoded in workers
 
 
-def read_batches(cfg, inputs, start, is_done):
-    """Yield batches (start, after, split, [(Input, item number, raw item)]) of BATCH_BYTES. start and after are places
-    in the input, (input, item). Each batch starts where the one before has ended.
+def read_batches(cfg, inputs, is_done):
+    """Yield batches of the inputs, [(Input, item number, raw item)], each with BATCH_BYTES of text.
 
-    is_done(split): whether the split has enough tokens. We ask it while results come in, so reading stops soon after.
+    is_done(): whether there are enough tokens. Results come in while we read, so we ask before each item.
     """
-    first, skip = start
-    for split in ("val", "train"):
-        batch, size = [], 0
-        for i in range(first, len(inputs)):
-            if inputs[i].split != split or is_done(split):
-                continue
-            for number, raw, n_bytes in raw_items(inputs[i], cfg, skip if i == first else 0):
-                if is_done(split):
-                    break
-                batch.append((inputs[i], number, raw))
-                size += n_bytes
-                after = (i, number + 1)
-                if size >= BATCH_BYTES:
-                    yield start, after, split, batch
-                    start, batch, size = after, [], 0
-        if batch:
-            yield start, after, split, batch
-            start = after
+    batch, size = [], 0
+    for source in inputs:
+        for number, raw, n_bytes in raw_items(source, cfg):
+            if is_done():
+                return
+            batch.append((source, number, raw))
+            size += n_bytes
+            if size >= BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def start_worker(cfg, spec):
@@ -416,20 +395,37 @@ def read_batch(batch):
     return items
 
 
-def encode_batch(start, after, split, batch, full):
-    """The part that a batch becomes: what it holds (see `make_parts`), and its token ids, (tokens,) uint16.
+def make_part(path, split, batch, full):
+    """What a part holds, see `make_parts`. If a run before has not made it, we encode the batch and write it.
 
     full: domains that need no more text. We do not encode theirs.
     """
-    items = read_batch(batch)
-    arrays = [np.empty(0, "<u2")]
+    if path.exists():
+        return read_part(path)
+    items, arrays = read_batch(batch), [np.empty(0, "<u2")]
     for docs in items:
         for i, (domain, text) in enumerate(docs):
             ids = arrays[0] if domain in full else _tokenizer.encode_document(text)
             arrays.append(ids)
             docs[i] = domain, len(ids), len(text.encode())
-    about = dict(start=start, after=after, split=split, items=items)
-    return about, np.concatenate(arrays)
+    ids = np.concatenate(arrays)
+    write_part(path, split, items, ids)
+    return split, items, ids
+
+
+def read_part(path):
+    with reading(path, PART), np.load(path) as part:
+        return *json.loads(part["about"].item()), part["ids"]
+
+
+def write_part(path, split, items, ids):
+    """An .npz file, because it has a checksum of all that it holds."""
+
+    def write(temporary):
+        with open(temporary, "wb") as file:
+            np.savez(file, about=json.dumps([split, items]), ids=ids)
+
+    write_atomic(path, write)
 
 
 # --------------------------------------------------------------------------------- parts and their join, in one process
@@ -445,7 +441,7 @@ class Placement:
     def __init__(self, cfg):
         self.cfg = cfg
         self.items = Counter()  # {domain: its train items so far, with those held out}
-        self.splits = {"train": {}, "val": {}}  # {split: {domain: its file, tokens, documents and bytes of text}}
+        self.splits = {"val": {}, "train": {}}  # {split: {domain: its file, tokens, documents and bytes of text}}
 
     def is_full(self, split, domain):
         """Whether a domain's budget in a split is reached; without a mixture all domains share that of train."""
@@ -490,57 +486,32 @@ class Placement:
             yield about["file"]
 
 
-def read_part(path):
-    """(what a part holds, its token ids). A part is a line, which is a record, and then the ids."""
-    with reading(path, PART):
-        line, content = path.read_bytes().split(b"\n", 1)
-        about = unsealed(PART, json.loads(line))
-        if hashlib.sha256(content).hexdigest() != about["sha256"]:
-            raise ValueError("its token ids were altered")
-        return about, np.frombuffer(content, "<u2")
-
-
-def write_part(path, about, ids):
-    content = ids.tobytes()
-    line = record_line(PART, about | {"sha256": hashlib.sha256(content).hexdigest()})
-    write_atomic(path, lambda temporary: temporary.write_bytes(line.encode() + content))
-
-
 def make_parts(cfg, inputs, tokenizer, placement):
-    """Yield all parts in order, each as (what it holds, its token ids): those that exist are read, the others made.
+    """Yield all parts in order. A part is what a batch becomes: its split, its items [[(domain, tokens, bytes of
+    text), …], …], and their token ids, (tokens,) uint16. Its file is named after its split and number."""
 
-    A part holds the split, the places in the input where it starts and ends, its items [[(domain, tokens, bytes of
-    text), …], …]. Its name is its start, so each part leads to the next one.
-    """
+    def calls():
+        for split in placement.splits:
+            of_split = [source for source in inputs if source.split == split]
+            batches = read_batches(cfg, of_split, functools.partial(placement.is_done, split))
+            for number, batch in enumerate(batches):
+                yield Path(cfg.out_dir, "parts", f"{split}-{number:09}"), split, batch, placement.full(split)
 
-    def path_of(start):
-        return Path(cfg.out_dir, "parts", "{:06}-{:09}".format(*start))
-
-    start = (0, 0)
-    while path_of(start).exists():
-        about, ids = read_part(path_of(start))
-        yield about, ids
-        start = about["after"]
-    batches = read_batches(cfg, inputs, start, placement.is_done)
-    calls = ((*batch, placement.full(batch[2])) for batch in batches)
-    for about, ids in in_workers(cfg, tokenizer.spec, encode_batch, calls):
-        write_part(path_of(about["start"]), about, ids)
-        yield about, ids
+    return in_workers(cfg, tokenizer.spec, make_part, calls())
 
 
-def join(out, placement, part, ids):
-    """Add a part's documents to the token files. Returns how many tokens were added."""
-    found, start = defaultdict(list), 0
-    for docs in part["items"]:
-        for (_, n, _), file in zip(docs, placement.place(part["split"], docs), strict=True):
-            found[file].append(ids[start : start + n])
+def join(out, placement, split, items, ids):
+    """Add a part's documents to the token files."""
+    found, start = defaultdict(bytearray), 0
+    for docs in items:
+        for (_, n, _), file in zip(docs, placement.place(split, docs), strict=True):
+            found[file] += ids[start : start + n].tobytes()
             start += n
     found.pop(None, None)
-    for file, arrays in found.items():
+    for file, content in found.items():
         (out / file).parent.mkdir(exist_ok=True)
         with writing(out / file), open(out / file, "ab") as f:
-            f.write(np.concatenate(arrays))
-    return sum(len(ids) for arrays in found.values() for ids in arrays)
+            f.write(content)
 
 
 def write_corpus(cfg, inputs, tokenizer):
@@ -550,9 +521,10 @@ def write_corpus(cfg, inputs, tokenizer):
     for split in placement.splits:
         shutil.rmtree(out / split, ignore_errors=True)
     with progress("prepare", cfg.tokens or math.inf, "tok") as bar:
-        for part, ids in make_parts(cfg, inputs, tokenizer, placement):
-            if not placement.is_done(part["split"]):  # otherwise it was read ahead
-                bar.update(join(out, placement, part, ids))
+        for split, items, ids in make_parts(cfg, inputs, tokenizer, placement):
+            if not placement.is_done(split):  # otherwise it was read ahead
+                join(out, placement, split, items, ids)
+                bar.update(len(ids))
     return placement
 
 
@@ -563,6 +535,7 @@ def check_output(cfg, inputs):
     settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_DIFFER}
     listing = json.dumps([[source.name, source.size] for source in inputs])
     settings["input files"] = hashlib.sha256(listing.encode()).hexdigest()[:16]
+    settings["bytes in a batch"] = BATCH_BYTES
     settings = json.loads(json.dumps(settings))  # as a file has them: lists in place of tuples
     for path, kind in ((out / "manifest.json", MANIFEST), (out / "parts/settings.json", SETTINGS)):
         if path.exists():

@@ -108,7 +108,7 @@ def test_who_is_held_out_and_where_budgets_end(corpus, tmp_path):
     right, size, n_items = {}, Counter(), Counter()
     budget = {("train", "web"): 6000, ("train", "code"): 3000, ("val", "web"): 1500, ("val", "code"): 1500}
     for source in prepare.find_inputs(cfg):
-        for _, raw, _ in prepare.raw_items(source, cfg, 0):
+        for _, raw, _ in prepare.raw_items(source, cfg):
             for domain, text in prepare.to_documents(source, raw, cfg):
                 if domain == "text":
                     continue
@@ -126,21 +126,20 @@ DRIVER = """
 import os, signal, sys
 import prepare
 from configurator import load_settings
-prepare.BATCH_BYTES, k = 5_000, int(sys.argv[1])
-fsync = os.fsync
-def dying(fd):
+prepare.BATCH_BYTES, k, join = 5_000, int(sys.argv[1]), prepare.join
+def dying(*args):
     global k
     k -= 1
     if k == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    fsync(fd)
-os.fsync = dying
+    join(*args)
+prepare.join = dying
 prepare.main(load_settings(prepare.PrepareConfig, sys.argv[2:]))
 """
 
 
-def test_kill_at_any_moment(corpus, tmp_path):
-    """Killed before its k-th fsync, at the beginning, in the middle, near the end: what is left is used again, and
+def test_kill_at_any_moment(corpus, tmp_path, monkeypatch):
+    """Killed before the k-th part is joined, while workers write the next ones: what is left is used again, and
     three workers make the bytes that one makes without a kill, budgets included."""
 
     def run(name, workers, k=10**6):  # a run ends when its last worker has closed its stderr: none stays behind
@@ -151,14 +150,16 @@ def test_kill_at_any_moment(corpus, tmp_path):
     out, before = tmp_path / "out", {}
     for k in (1, 4, 6, 14):
         assert run("out", 3, k) == -signal.SIGKILL
-        parts = {path.name: path.stat().st_mtime_ns for path in out.glob("parts/0*")}
+        parts = {path.name: path.stat().st_mtime_ns for path in out.glob("parts/[tv]*-*")}
         assert before.items() <= parts.items()  # no part is made twice
         before = parts
     assert len(before) > 10
+    refused(call(*files(corpus[0], out, *BUDGETS)), "other data (bytes in a batch 5000 there, 1048576 now)")
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 5_000)
     refused(call(*files(corpus[0], out, *BUDGETS, "--seed=5")), "other data (seed 0 there, 5 now;")
-    last = max(out.glob("parts/0*"))
+    last = max(out.glob("parts/[tv]*-*"))
     content = last.read_bytes()
-    last.write_bytes(content[:-1])
+    last.write_bytes(content[:-2000] + b"\0" + content[-1999:])
     refused(call(*files(corpus[0], out, *BUDGETS)), last.name, "is damaged")
     last.write_bytes(content)
     assert run("out", 3) == 0
@@ -244,7 +245,7 @@ def test_hub_stream_gives_the_same_documents(tmp_path, monkeypatch):
         cfg = prepare.PrepareConfig("slimpajama", **{name: folder})
         found[name] = {"train": [], "val": []}
         for source in prepare.find_inputs(cfg):
-            for _, raw, _ in prepare.raw_items(source, cfg, 0):
+            for _, raw, _ in prepare.raw_items(source, cfg):
                 found[name][source.split] += prepare.to_documents(source, raw, cfg)
     for split, documents in found["hub_id"].items():
         assert sorted(documents) == sorted(found["input_dir"][split]) and len(documents) > 50
@@ -269,7 +270,7 @@ def test_parquet(tmp_path):
     found = decoded(tmp_path / "out", "train", "text") + decoded(tmp_path / "out", "val", "text")
     assert sorted(found) == sorted(sentences(150))
     (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1 torn")
-    refused(call(*files(tmp_path / "in", tmp_path / "x")), "cannot read", "a.parquet")
+    refused(call(*files(tmp_path / "in", tmp_path / "x")), "a.parquet is damaged")
 
 
 def test_refusals(tmp_path, monkeypatch):
@@ -376,4 +377,4 @@ def test_damaged_compressed_file_is_not_a_corrupt_line(tmp_path):
     file.parent.mkdir()
     for damaged in (packed[: len(packed) // 2], packed[:-1], b"not zstandard" + packed):
         file.write_bytes(damaged)
-        refused(call(*files(file.parent, tmp_path / "out")), "cannot read", "a.jsonl.zst")
+        refused(call(*files(file.parent, tmp_path / "out")), "a.jsonl.zst is damaged")
