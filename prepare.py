@@ -105,14 +105,12 @@ class PrepareConfig:
             raise UserError(f"mixture takes weights above 0, not {self.mixture}")
         total = sum(self.mixture.values())
         self.mixture = {domain: weight / total for domain, weight in self.mixture.items()}
-        if not re.fullmatch(r"bpe:\d+|gpt2|neox", self.tokenizer):
-            raise UserError(f"unknown tokenizer {self.tokenizer!r}; there are bpe:<vocabulary size>, gpt2 and neox")
-        if self.tokenizer.startswith("bpe:") and not 257 <= int(self.tokenizer[4:]) <= 2**16:
-            raise UserError(f"{self.tokenizer}: a vocabulary has 257 (bytes, end-of-text) to 65,536 (uint16) tokens")
+        size = re.fullmatch(r"bpe:(\d+)", self.tokenizer)
+        if self.tokenizer not in PUBLIC and not (size and 257 <= int(size[1]) <= 2**16):
+            sizes = "257 (bytes, end-of-text) to 65,536 (ids are uint16)"
+            raise UserError(f"unknown tokenizer {self.tokenizer!r}; there are gpt2, neox and bpe:<size>, {sizes}")
         if self.tokenizer_file and self.tokenizer.startswith("bpe:"):
             raise UserError(f"{self.tokenizer} is trained here; with --tokenizer_file set --tokenizer=gpt2 or neox")
-        if self.packages and self.source != "pysource":
-            raise UserError(f"only pysource reads packages; leave out --packages with {self.source}")
         if self.input_dir and self.source == "pysource":
             raise UserError("pysource reads installed packages; to read --input_dir, name files or slimpajama first")
         if self.source == "files" and not self.input_dir:
@@ -529,44 +527,39 @@ def write_corpus(cfg, inputs, tokenizer):
 
 
 def check_output(cfg, inputs):
-    """What the data depends on: the settings, and a hash of the input's names and sizes. Raises UserError if out_dir
-    holds anything else than this data, whole or in parts."""
+    """What the data depends on: the settings, the input's names and sizes, and how we cut it into batches.
+    Raises UserError if out_dir holds other data, whole or in parts."""
     out = Path(cfg.out_dir)
     settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_DIFFER}
     listing = json.dumps([[source.name, source.size] for source in inputs])
     settings["input files"] = hashlib.sha256(listing.encode()).hexdigest()[:16]
     settings["bytes in a batch"] = BATCH_BYTES
     settings = json.loads(json.dumps(settings))  # as a file has them: lists in place of tuples
-    for path, kind in ((out / "manifest.json", MANIFEST), (out / "parts/settings.json", SETTINGS)):
-        if path.exists():
-            with reading(path, kind):
-                pairs = {name: (read_record(path, kind)["settings"][name], settings[name]) for name in settings}
-            differ = [f"{name} {before!r} there, {now!r} now" for name, (before, now) in pairs.items() if before != now]
-            if differ:
-                way_out = "choose another --out_dir, or delete that folder"
-                raise UserError(f"{out} holds other data ({'; '.join(differ)}); {way_out}")
-            return settings
-    if (out / "tokenizer.json").exists() or (out / "train").exists():
-        raise UserError(f"{out} holds files that prepare.py did not write; choose another --out_dir, or delete them")
+
+    remedy = "choose another --out_dir, or delete that folder"
+    if (out / "settings.json").exists():
+        before = read_record(out / "settings.json", SETTINGS)
+        changed = [name for name in settings if before.get(name) != settings[name]]
+        differ = [f"{name} {before.get(name)!r} there, {settings[name]!r} now" for name in changed]
+        if differ:
+            raise UserError(f"{out} holds other data ({'; '.join(differ)}); {remedy}")
+    elif any((out / name).exists() for name in ("train", "val", "tokenizer.json")):  # we would delete or replace these
+        raise UserError(f"{out} holds files that prepare.py did not write; {remedy}")
     return settings
 
 
-def write_manifest(cfg, settings, placement, tokenizer):
+def write_manifest(cfg, placement, tokenizer):
     """Describe what was written. The manifest comes last, because it says that everything is there."""
     out, train = Path(cfg.out_dir), placement.splits["train"]
     if not train:
-        of_mixture = f" of {', '.join(cfg.mixture)}" if cfg.mixture else ""
-        raise UserError(f"the input has no train text{of_mixture}")
+        raise UserError(f"the input has no train text{' of ' if cfg.mixture else ''}{', '.join(cfg.mixture)}")
     for files in placement.splits.values():
         for file in files.values():
-            with open(out / file["file"], "rb+") as f:
-                os.fsync(f.fileno())
             file["sha256"] = sha256(out / file["file"])
     weights = {domain: weight for domain, weight in cfg.mixture.items() if domain in train}
     weights = weights or {domain: file["tokens"] for domain, file in sorted(train.items())}
     total = sum(weights.values())
     manifest = {
-        "settings": settings,
         "tokenizer": dict(name=tokenizer.name, hash=tokenizer.hash, n_vocab=tokenizer.n_vocab, eot=tokenizer.eot),
         "mixture": {domain: weight / total for domain, weight in weights.items()},
         "splits": placement.splits,
@@ -575,7 +568,7 @@ def write_manifest(cfg, settings, placement, tokenizer):
 
 
 def print_result(cfg, placement):
-    """Say what was written, and what may surprise."""
+    """Print a summary, and where the input had too little."""
     train, val = placement.splits["train"], placement.splits["val"]
     for file in [*train.values(), *val.values()]:
         size = f"{file['tokens']:,} tokens, {file['documents']:,} documents, {file['bytes']:,} bytes of text"
@@ -586,8 +579,7 @@ def print_result(cfg, placement):
         elif cfg.tokens and not placement.is_full("train", domain):
             print(f"note: the input ended before {domain}'s {cfg.tokens * weight:,.0f} tokens")
     for domain in sorted(train.keys() - val.keys()):
-        how = "set --val_fraction above 0" if cfg.val_fraction == 0 else "give it more than one item of text"
-        print(f"note: no validation text of domain {domain}, without which train.py does not start; {how}")
+        print(f"note: no validation text of domain {domain}, without which train.py does not start")
     print(f"{cfg.out_dir} is ready")
 
 
@@ -602,12 +594,12 @@ def main(cfg: PrepareConfig):
         else:
             if not (out / "tokenizer.json").exists():
                 tokenizer = make_tokenizer(cfg, inputs)
-                write_record(out / "parts/settings.json", SETTINGS, {"settings": settings})
+                write_record(out / "settings.json", SETTINGS, settings)
                 tokenizer.save(out / "tokenizer.json")
             tokenizer = Tokenizer.load(out / "tokenizer.json")
             print(f"writing {out}; stop at any time, the same command goes on", flush=True)
             placement = write_corpus(cfg, inputs, tokenizer)
-            write_manifest(cfg, settings, placement, tokenizer)
+            write_manifest(cfg, placement, tokenizer)
             print_result(cfg, placement)
         shutil.rmtree(out / "parts", ignore_errors=True)
 

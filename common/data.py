@@ -3,7 +3,8 @@
 A data folder, as prepare.py makes it:
 
     manifest.json        what is in it: splits {split: {domain: {file, tokens, documents, bytes (of text), sha256}}},
-                         mixture {domain: weight in training, sum 1}, tokenizer, and how prepare.py was called
+                         mixture {domain: weight in training, sum 1}, tokenizer
+    settings.json        how prepare.py was called
     tokenizer.json       the vocabulary (see tokenizer.py)
     train/<domain>.bin   little-endian uint16 token ids, each document followed by the end-of-text id
     val/<domain>.bin     the same for held-out documents
