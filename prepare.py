@@ -14,7 +14,6 @@ end, so until then the folder takes up to twice the disk space of the result (80
 Read next: tokenizer.py, and data.py for the layout of the result and its reader.
 """
 
-import ast
 import functools
 import gc
 import hashlib
@@ -26,23 +25,20 @@ import os
 import re
 import shutil
 import signal
-import sys
-import sysconfig
 import threading
-import tokenize
-import warnings
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from common.data import MANIFEST
 from common.files import hold, read_record, reading, sha256, write_atomic, write_record, writing
 from common.report import progress
+from common.texts import find_inputs, raw_items, to_documents
 from common.tokenizer import EOT, PATTERN, Tokenizer, make_spec, public_spec
 from configurator import UserError, check_fields, need, run, setting
 
@@ -50,13 +46,7 @@ PART = "prepare.py's part"
 SETTINGS = "prepare.py's settings"
 BATCH_BYTES = 2**20  # of text that a worker gets at a time. What is held out depends on it where --tokens ends the work
 MAY_DIFFER = ("out_dir", "input_dir", "workers")  # settings that a run that goes on may change
-READ_REMEDY = "get it again; for a data set on the hub run again, or pass --input_dir=<folder with a copy>"
-PIECE_BYTES = 2**16  # of a .txt file that make a document
-SUFFIXES = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
-OWN_DOMAIN = ("torch", "sympy", "numpy", "networkx", "pandas", "matplotlib")
 PUBLIC = {"gpt2": "openai-community/gpt2", "neox": "EleutherAI/gpt-neox-20b"}  # tokenizer: where its file is
-LEFT_OUT = {"_vendor", "_vendored"}
-NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 # Table 2 of the paper, https://arxiv.org/abs/2410.17897
 PAPER_MIXTURE = dict(CommonCrawl=0.5, C4=0.2, Github=0.1, Book=0.05, ArXiv=0.05, Wikipedia=0.05, StackExchange=0.05)
 
@@ -115,173 +105,6 @@ class PrepareConfig:
             raise UserError("pysource reads installed packages; to read --input_dir, name files or slimpajama first")
         if self.source == "files" and not self.input_dir:
             raise UserError("files needs --input_dir=<folder with .txt, .jsonl, .jsonl.zst or .parquet files>")
-
-
-# ------------------------------------------------------------------------------------------------ inputs and documents
-
-
-class Input(NamedTuple):
-    """A file to read, or a split of a data set on the hub."""
-
-    name: str  # the same on every machine, with / between folders
-    size: int  # bytes, 0 if unknown
-    split: str  # train or val
-    domain: str | None  # None: each document names its own
-    path: Path | None  # None: on the hub
-
-
-def python_files(packages):
-    """Yield the Inputs of pysource: the standard library, then the installed packages, or those in `packages` only.
-
-    Duplicates are left out, because a copy in both splits would make the validation loss wrong.
-    """
-    roots = {Path(sysconfig.get_path("stdlib")): "stdlib"}
-    roots |= {Path(folder): "packages" for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))}
-    seen = {hashlib.sha256(b"").digest()}  # empty files are left out as well
-    for root, domain in roots.items():
-        left_out = LEFT_OUT | NOT_STDLIB if domain == "stdlib" else LEFT_OUT
-        for path in sorted(root.rglob("*.py")):
-            parts = path.relative_to(root).parts
-            # Files over 1 MB are generated tables.
-            if left_out.intersection(parts) or not path.is_file() or path.stat().st_size > 1_000_000:
-                continue
-            if packages and domain == "packages" and parts[0] not in packages:
-                continue
-            content = path.read_bytes()
-            digest = hashlib.sha256(content).digest()
-            if digest not in seen:
-                seen.add(digest)
-                own_domain = parts[0] if parts[0] in OWN_DOMAIN else domain
-                yield Input("/".join(parts), len(content), "train", own_domain, path)
-
-
-def text_files(cfg):
-    """Yield the Inputs of `files`, or of slimpajama from a folder."""
-    root = Path(cfg.input_dir)
-    paths = sorted(root.rglob("*"))
-    if root.is_file():
-        paths, root = [root], root.parent
-    for path in paths:
-        name = path.relative_to(root).as_posix()
-        if not name.endswith(SUFFIXES) or path.name.startswith(".") or not path.is_file():
-            continue
-        size = path.stat().st_size
-        if cfg.source == "files":
-            yield Input(name, size, "train", name.split("/")[0] if "/" in name else "text", path)
-        elif folder := re.search(r"(?:^|/)(train|val)", name):
-            yield Input(name, size, folder[1], None, path)
-
-
-def find_inputs(cfg):
-    """All Inputs: validation first, then in an order that the seed shuffles, so that any beginning is a fair sample.
-    UserError if there is no train text."""
-    if cfg.source == "slimpajama" and not cfg.input_dir:
-        name = f"{cfg.hub_id}@{cfg.revision}"
-        return [Input(f"{name}/validation", 0, "val", None, None), Input(f"{name}/train", 0, "train", None, None)]
-    inputs = list(python_files(cfg.packages) if cfg.source == "pysource" else text_files(cfg))
-    installed = {source.name.split("/")[0] for source in inputs if source.domain != "stdlib"}
-    for package in cfg.packages:
-        if package not in installed:
-            raise UserError(f"no package {package!r} is installed; --packages takes names of folders in site-packages")
-    if not any(source.split == "train" for source in inputs):
-        layout = "train/ and validation/ folders with " if cfg.source == "slimpajama" else ""
-        raise UserError(f"no texts in {cfg.input_dir}: there should be {layout}files {', '.join(SUFFIXES)}")
-
-    def order(source):
-        name = f"{cfg.seed}/{source.name}".encode("utf-8", "surrogateescape")
-        return source.split == "train", hashlib.sha256(name).digest()
-
-    return sorted(inputs, key=order)
-
-
-def read_input(source, cfg):
-    """Yield the raw items of an Input: a path (.py), rows (dict), JSON lines or pieces of text (bytes)."""
-    if source.path is None:
-        split = "validation" if source.split == "val" else "train"
-        load = need("datasets").load_dataset
-        yield from load(cfg.hub_id, split=split, streaming=True, revision=cfg.revision or None)
-    elif source.name.endswith(".py"):
-        yield source.path
-    elif source.name.endswith(".parquet"):
-        for rows in need("pyarrow.parquet").ParquetFile(source.path).iter_batches(64):
-            yield from rows.to_pylist()
-    elif source.name.endswith(".txt"):
-        with open(source.path, "rb") as file:
-            while lines := file.readlines(PIECE_BYTES):  # a piece ends with a line
-                yield b"".join(lines)
-    elif source.name.endswith(".zst"):
-        # pyarrow notices a file that was cut short; the package zstandard takes it for whole.
-        with need("pyarrow").input_stream(source.path, compression="zstd") as stream:
-            yield from io.BufferedReader(stream, 2**17)
-    else:
-        with open(source.path, "rb") as file:
-            yield from file
-
-
-def raw_items(source, cfg):
-    """Yield (number, raw item, its rough size in bytes) of an Input."""
-    with reading(source.path or source.name, "a text file, or a data set within reach", READ_REMEDY):
-        for number, raw in enumerate(read_input(source, cfg)):
-            text = raw.get(cfg.text_field) if isinstance(raw, dict) else raw
-            yield number, raw, len(text) if isinstance(text, (str, bytes)) else source.size
-
-
-def split_docstrings(source):
-    """(code without its docstrings, the docstrings) of Python source; (source, "") if it does not parse."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return source, ""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    documented = [node for node in ast.walk(tree) if isinstance(node, kinds) and ast.get_docstring(node) is not None]
-    documented.sort(key=lambda node: node.body[0].lineno)
-    # We cut lines of bytes, because ast counts columns in bytes, and from the end, so that earlier numbers stay right.
-    lines = source.encode().splitlines(keepends=True)
-    for node in reversed(documented):
-        doc = node.body[0]
-        first, last = doc.lineno - 1, doc.end_lineno - 1
-        before, after = lines[first][: doc.col_offset], lines[last][doc.end_col_offset :]
-        is_only_statement = len(node.body) == 1 and not isinstance(node, ast.Module)
-        is_alone = not (before + after).strip()
-        lines[first : last + 1] = [] if is_alone and not is_only_statement else [before + b"..." + after]
-    prose = "\n\n".join(ast.get_docstring(node) for node in documented)
-    return b"".join(lines).decode(), prose
-
-
-def python_documents(path, domain):
-    """[(domain, code), ("prose", docstrings)] of a Python file, without empty ones; [] if it cannot be decoded."""
-    try:
-        with tokenize.open(path) as file:
-            code, prose = split_docstrings(file.read())
-    except (SyntaxError, UnicodeDecodeError, LookupError):  # an unknown encoding, or another one than the file says
-        return []
-    return [(name, text) for name, text in ((domain, code), ("prose", prose)) if text.strip()]
-
-
-def to_documents(source, raw, cfg):
-    """The documents [(domain, text)] of a raw item. Raises ValueError that says what is wrong with it."""
-    if isinstance(raw, Path):
-        return python_documents(raw, source.domain)
-    if source.name.endswith(".txt"):
-        return [(source.domain, raw.decode("utf-8-sig"))]
-    if isinstance(raw, bytes):
-        if not raw.strip():
-            return []
-        raw = json.loads(raw)
-    if not isinstance(raw, dict):
-        raise ValueError("it is no JSON object")
-    text, domain = raw.get(cfg.text_field), source.domain
-    if not isinstance(text, str):
-        raise ValueError(f"no text in field {cfg.text_field!r}, only {list(raw)}; name another with --text_field")
-    if domain is None:
-        try:
-            domain = raw["meta"]["redpajama_set_name"].removeprefix("RedPajama")
-        except (KeyError, TypeError, AttributeError):
-            raise ValueError("no meta.redpajama_set_name as in SlimPajama; for other texts use `files`") from None
-    # JSON may hold half a surrogate pair, which is no text: it becomes U+FFFD.
-    return [(domain, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))] if text else []
 
 
 # --------------------------------------------------------------------------------------------------------- tokenizers
@@ -394,46 +217,33 @@ def read_batch(batch):
 
 
 def make_part(path, split, batch, full):
-    """What a part holds, see `make_parts`. If a run before has not made it, we encode the batch and write it.
+    """What a part holds, see `make_parts`. We encode the batch only if no run before has written this part.
 
     full: domains that need no more text. We do not encode theirs.
     """
-    if path.exists():
-        return read_part(path)
-    items, arrays = read_batch(batch), [np.empty(0, "<u2")]
-    for docs in items:
-        for i, (domain, text) in enumerate(docs):
-            ids = arrays[0] if domain in full else _tokenizer.encode_document(text)
-            arrays.append(ids)
-            docs[i] = domain, len(ids), len(text.encode())
-    ids = np.concatenate(arrays)
-    write_part(path, split, items, ids)
-    return split, items, ids
-
-
-def read_part(path):
+    if not path.exists():
+        items, arrays = read_batch(batch), [np.empty(0, "<u2")]
+        for docs in items:
+            for i, (domain, text) in enumerate(docs):
+                ids = arrays[0] if domain in full else _tokenizer.encode_document(text)
+                arrays.append(ids)
+                docs[i] = domain, len(ids), len(text.encode())
+        # An .npz file has a checksum of all that it holds.
+        content = io.BytesIO()
+        np.savez(content, about=json.dumps([split, items]), ids=np.concatenate(arrays))
+        write_atomic(path, lambda temporary: temporary.write_bytes(content.getbuffer()))
     with reading(path, PART), np.load(path) as part:
         return *json.loads(part["about"].item()), part["ids"]
-
-
-def write_part(path, split, items, ids):
-    """An .npz file, because it has a checksum of all that it holds."""
-
-    def write(temporary):
-        with open(temporary, "wb") as file:
-            np.savez(file, about=json.dumps([split, items]), ids=ids)
-
-    write_atomic(path, write)
 
 
 # --------------------------------------------------------------------------------- parts and their join, in one process
 
 
 class Placement:
-    """Decides where each document goes, and counts what is there.
+    """Puts each document into its token file, and counts what is there.
 
-    A decision depends on the documents before it and on nothing else. So a new start decides the same again, and we
-    save no counters.
+    Where a document goes depends on the documents before it and on nothing else. So a new start decides the same again,
+    and we save no counters.
     """
 
     def __init__(self, cfg):
@@ -467,21 +277,28 @@ class Placement:
         self.items[domain] += 1
         return self.cfg.val_fraction > 0 and (self.items[domain] - 2) % round(1 / self.cfg.val_fraction) == 0
 
-    def place(self, split, docs):
-        """Yield the file that each document of an item goes to, or None if its budget is reached. Documents held out go
-        to val until its budget is reached, then to `split`. docs: [(domain, tokens, bytes of text)]."""
-        held_out = split == "train" and self.is_held_out(docs)
-        for domain, tokens, n_bytes in docs:
-            to = "val" if held_out and not self.is_full("val", domain) else split
-            if self.is_full(to, domain):
-                yield None
-                continue
-            new = dict(file=f"{to}/{domain}.bin", tokens=0, documents=0, bytes=0)
-            about = self.splits[to].setdefault(domain, new)
-            about["tokens"] += tokens
-            about["documents"] += 1
-            about["bytes"] += n_bytes
-            yield about["file"]
+    def add(self, split, items, ids):
+        """Append the documents of a part to the token files of train and val, until a file's budget is reached."""
+        found, start = defaultdict(bytearray), 0
+        for docs in items:
+            held_out = split == "train" and self.is_held_out(docs)
+            for domain, tokens, n_bytes in docs:
+                # What is held out when val has enough is for training.
+                to = "val" if held_out and not self.is_full("val", domain) else split
+                if not self.is_full(to, domain):
+                    new = dict(file=f"{to}/{domain}.bin", tokens=0, documents=0, bytes=0)
+                    about = self.splits[to].setdefault(domain, new)
+                    about["tokens"] += tokens
+                    about["documents"] += 1
+                    about["bytes"] += n_bytes
+                    found[about["file"]] += ids[start : start + tokens].tobytes()
+                start += tokens
+
+        for file, content in found.items():
+            path = Path(self.cfg.out_dir, file)
+            path.parent.mkdir(exist_ok=True)
+            with writing(path), open(path, "ab") as f:
+                f.write(content)
 
 
 def make_parts(cfg, inputs, tokenizer, placement):
@@ -498,30 +315,16 @@ def make_parts(cfg, inputs, tokenizer, placement):
     return in_workers(cfg, tokenizer.spec, make_part, calls())
 
 
-def join(out, placement, split, items, ids):
-    """Add a part's documents to the token files."""
-    found, start = defaultdict(bytearray), 0
-    for docs in items:
-        for (_, n, _), file in zip(docs, placement.place(split, docs), strict=True):
-            found[file] += ids[start : start + n].tobytes()
-            start += n
-    found.pop(None, None)
-    for file, content in found.items():
-        (out / file).parent.mkdir(exist_ok=True)
-        with writing(out / file), open(out / file, "ab") as f:
-            f.write(content)
-
-
 def write_corpus(cfg, inputs, tokenizer):
     """Make the token files. Returns the Placement, which says what they hold."""
-    out, placement = Path(cfg.out_dir), Placement(cfg)
-    # A join that was stopped begins again.
+    placement = Placement(cfg)
+    # What a stopped run has joined is joined again.
     for split in placement.splits:
-        shutil.rmtree(out / split, ignore_errors=True)
+        shutil.rmtree(Path(cfg.out_dir, split), ignore_errors=True)
     with progress("prepare", cfg.tokens or math.inf, "tok") as bar:
         for split, items, ids in make_parts(cfg, inputs, tokenizer, placement):
             if not placement.is_done(split):  # otherwise it was read ahead
-                join(out, placement, split, items, ids)
+                placement.add(split, items, ids)
                 bar.update(len(ids))
     return placement
 

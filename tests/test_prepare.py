@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT, finished, in_process, refused, script
 
 import prepare
+from common import texts
 from common.data import load_manifest
 from common.tokenizer import Tokenizer
 from configurator import UserError
@@ -107,9 +108,9 @@ def test_who_is_held_out_and_where_budgets_end(corpus, tmp_path):
     encode = Tokenizer.load(out / "tokenizer.json").encode
     right, size, n_items = {}, Counter(), Counter()
     budget = {("train", "web"): 6000, ("train", "code"): 3000, ("val", "web"): 1500, ("val", "code"): 1500}
-    for source in prepare.find_inputs(cfg):
-        for _, raw, _ in prepare.raw_items(source, cfg):
-            for domain, text in prepare.to_documents(source, raw, cfg):
+    for source in texts.find_inputs(cfg):
+        for _, raw, _ in texts.raw_items(source, cfg):
+            for domain, text in texts.to_documents(source, raw, cfg):
                 if domain == "text":
                     continue
                 held_out = n_items[domain] % 5 == 1
@@ -126,14 +127,14 @@ DRIVER = """
 import os, signal, sys
 import prepare
 from configurator import load_settings
-prepare.BATCH_BYTES, k, join = 5_000, int(sys.argv[1]), prepare.join
+prepare.BATCH_BYTES, k, add = 5_000, int(sys.argv[1]), prepare.Placement.add
 def dying(*args):
     global k
     k -= 1
     if k == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    join(*args)
-prepare.join = dying
+    add(*args)
+prepare.Placement.add = dying
 prepare.main(load_settings(prepare.PrepareConfig, sys.argv[2:]))
 """
 
@@ -157,11 +158,11 @@ def test_kill_at_any_moment(corpus, tmp_path, monkeypatch):
     refused(call(*files(corpus[0], out, *BUDGETS)), "other data (bytes in a batch 5000 there, 1048576 now)")
     monkeypatch.setattr(prepare, "BATCH_BYTES", 5_000)
     refused(call(*files(corpus[0], out, *BUDGETS, "--seed=5")), "other data (seed 0 there, 5 now;")
-    last = max(out.glob("parts/[tv]*-*"))
-    content = last.read_bytes()
-    last.write_bytes(content[:-2000] + b"\0" + content[-1999:])
-    refused(call(*files(corpus[0], out, *BUDGETS)), last.name, "is damaged")
-    last.write_bytes(content)
+    first = min(out.glob("parts/[tv]*-*"))
+    content = first.read_bytes()
+    first.write_bytes(content[:-2000] + b"\0" + content[-1999:])
+    refused(call(*files(corpus[0], out, *BUDGETS)), first.name, "is damaged")
+    first.write_bytes(content)
     assert run("out", 3) == 0
     assert contents(out) == contents(tmp_path / "whole")
 
@@ -244,9 +245,9 @@ def test_hub_stream_gives_the_same_documents(tmp_path, monkeypatch):
     for name in ("input_dir", "hub_id"):
         cfg = prepare.PrepareConfig("slimpajama", **{name: folder})
         found[name] = {"train": [], "val": []}
-        for source in prepare.find_inputs(cfg):
-            for _, raw, _ in prepare.raw_items(source, cfg):
-                found[name][source.split] += prepare.to_documents(source, raw, cfg)
+        for source in texts.find_inputs(cfg):
+            for _, raw, _ in texts.raw_items(source, cfg):
+                found[name][source.split] += texts.to_documents(source, raw, cfg)
     for split, documents in found["hub_id"].items():
         assert sorted(documents) == sorted(found["input_dir"][split]) and len(documents) > 50
 
@@ -307,7 +308,7 @@ def test_reader_stays_near_the_writer():
         nonlocal ahead
         for i in range(50):
             ahead += 1
-            yield ([(prepare.Input("a.txt", 9, "train", "text", None), 0, b"text %d" % i)],)
+            yield ([(texts.Input("a.txt", 9, "train", "text", None), 0, b"text %d" % i)],)
 
     for i, items in enumerate(prepare.in_workers(cfg, None, prepare.read_batch, calls())):
         most, ahead = max(most, ahead), ahead - 1
@@ -318,14 +319,14 @@ def test_reader_stays_near_the_writer():
 def test_docstrings_come_out_of_code(tmp_path):
     source = '"""Módule.\n\n   More."""\nimport os\n\nclass A:\n    "Class é."\n    x = 1\n\ndef f(): "1."; return 2\n'
     source += 'if x:\n    async def g():\n        """Only."""\ny = """no docstring"""\n'
-    code, prose = prepare.split_docstrings(source)
+    code, prose = texts.split_docstrings(source)
     assert prose == "Módule.\n\nMore.\n\nClass é.\n\n1.\n\nOnly."
     right = "import os\n\nclass A:\n    x = 1\n\ndef f(): ...; return 2\nif x:\n    async def g():\n        ...\n"
     assert code == right + 'y = """no docstring"""\n'
-    assert prepare.split_docstrings("def broken(") == ("def broken(", "")
-    assert prepare.split_docstrings('"""All."""') == ("", "All.")
+    assert texts.split_docstrings("def broken(") == ("def broken(", "")
+    assert texts.split_docstrings('"""All."""') == ("", "All.")
     (tmp_path / "a.py").write_text("# coding: rot13\n")  # no encoding of text: the file is left out
-    assert prepare.python_documents(tmp_path / "a.py", "code") == []
+    assert texts.python_documents(tmp_path / "a.py", "code") == []
 
 
 def test_pysource(tmp_path, monkeypatch):
@@ -345,12 +346,12 @@ def test_pysource(tmp_path, monkeypatch):
         (stdlib / name).write_text(text)
 
     def names(**settings):
-        return [i.name for i in prepare.find_inputs(prepare.PrepareConfig("pysource", **settings))]
+        return [i.name for i in texts.find_inputs(prepare.PrepareConfig("pysource", **settings))]
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare.sysconfig, "get_path", lambda name: str(stdlib))
+        patch.setattr(texts.sysconfig, "get_path", lambda name: str(stdlib))
         patch.setattr(sys, "path", [str(site)])
-        inputs = prepare.find_inputs(prepare.PrepareConfig("pysource"))
+        inputs = texts.find_inputs(prepare.PrepareConfig("pysource"))
         orders = {tuple(names(seed=seed)) for seed in range(9)}
         assert len(orders) > 1 and {tuple(sorted(order)) for order in orders} == {("a/x.py", "os.py", "torch/z.py")}
         assert sorted(names(packages=("b", "torch"))) == [
