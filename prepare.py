@@ -139,8 +139,6 @@ def make_tokenizer(cfg, inputs):
     print(f"training {cfg.tokenizer} on at most {cfg.bpe_bytes:,} bytes of text", flush=True)
     bpe.train_from_iterator(train_texts(cfg, inputs), n_vocab - 1, pattern=PATTERN)
     ranks = [(bytes(b), i) for b, i in sorted(bpe.get_mergeable_ranks(), key=lambda rank: rank[1])]
-    if len(ranks) + 1 < n_vocab:
-        print(f"note: so little text gives a vocabulary of {len(ranks) + 1:,} instead of {n_vocab:,}")
     return Tokenizer(make_spec(cfg.tokenizer, PATTERN, ranks, {EOT: len(ranks)}))
 
 
@@ -202,14 +200,10 @@ def in_workers(cfg, spec, function, calls):
 
 
 def read_batch(batch):
-    """The documents of a batch: a list [(domain, text), …] for each item. Raises UserError for an unreadable item."""
+    """The documents of a batch: a list [(domain, text), …] for each item that has some of the mixture's domains."""
     items = []
-    for source, number, raw in batch:
-        try:
-            docs = to_documents(source, raw, _cfg)
-        except (ValueError, RecursionError) as e:
-            place = f"{source.path or source.name}, {'line' if '.jsonl' in source.name else 'item'} {number + 1}"
-            raise UserError(f"{place}: {e}; repair it, delete {_cfg.out_dir} and start over") from None
+    for item in batch:
+        docs = to_documents(*item, _cfg)
         docs = [(domain, text) for domain, text in docs if not _cfg.mixture or domain in _cfg.mixture]
         if docs:
             items.append(docs)
@@ -372,17 +366,15 @@ def write_manifest(cfg, placement, tokenizer):
 
 def print_result(cfg, placement):
     """Print a summary, and where the input had too little."""
-    train, val = placement.splits["train"], placement.splits["val"]
-    for file in [*train.values(), *val.values()]:
-        size = f"{file['tokens']:,} tokens, {file['documents']:,} documents, {file['bytes']:,} bytes of text"
-        print(f"{file['file']}: {size}")
+    for files in placement.splits.values():
+        for file in files.values():
+            size = f"{file['tokens']:,} tokens, {file['documents']:,} documents, {file['bytes']:,} bytes of text"
+            print(f"{file['file']}: {size}")
     for domain, weight in cfg.mixture.items():
-        if domain not in train:
+        if domain not in placement.splits["train"]:
             print(f"note: no text of domain {domain}; the mixture goes without it")
         elif cfg.tokens and not placement.is_full("train", domain):
             print(f"note: the input ended before {domain}'s {cfg.tokens * weight:,.0f} tokens")
-    for domain in sorted(train.keys() - val.keys()):
-        print(f"note: no validation text of domain {domain}, without which train.py does not start")
     print(f"{cfg.out_dir} is ready")
 
 

@@ -167,25 +167,20 @@ def python_documents(path, domain):
     return [(name, text) for name, text in ((domain, code), ("prose", prose)) if text.strip()]
 
 
-def to_documents(source, raw, cfg):
-    """The documents [(domain, text)] of a raw item. Raises ValueError that says what is wrong with it."""
+def to_documents(source, number, raw, cfg):
+    """The documents [(domain, text)] of a raw item. Raises UserError if we cannot read it."""
     if isinstance(raw, Path):
         return python_documents(raw, source.domain)
-    if source.name.endswith(".txt"):
-        return [(source.domain, raw.decode("utf-8-sig"))]
-    if isinstance(raw, bytes):
-        if not raw.strip():
-            return []
-        raw = json.loads(raw)
-    if not isinstance(raw, dict):
-        raise ValueError("it is no JSON object")
-    text, domain = raw.get(cfg.text_field), source.domain
-    if not isinstance(text, str):
-        raise ValueError(f"no text in field {cfg.text_field!r}, only {list(raw)}; name another with --text_field")
-    if domain is None:
-        try:
-            domain = raw["meta"]["redpajama_set_name"].removeprefix("RedPajama")
-        except (KeyError, TypeError, AttributeError):
-            raise ValueError("no meta.redpajama_set_name as in SlimPajama; for other texts use `files`") from None
-    # JSON may hold half a surrogate pair, which is no text: it becomes U+FFFD.
-    return [(domain, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))] if text else []
+    place = f"{source.path or source.name}, {'line' if '.jsonl' in source.name else 'item'} {number + 1}"
+    what = f"UTF-8, or JSON with a text in {cfg.text_field!r} (see --text_field), in SlimPajama with its set in 'meta',"
+    with reading(place, what, f"repair it, delete {cfg.out_dir} and start over"):
+        if source.name.endswith(".txt"):
+            return [(source.domain, raw.decode("utf-8-sig"))]
+        if isinstance(raw, bytes):
+            if not raw.strip():
+                return []
+            raw = json.loads(raw)
+        domain = source.domain or raw["meta"]["redpajama_set_name"].removeprefix("RedPajama")
+        # JSON may hold half a surrogate pair, which is no text: it becomes U+FFFD.
+        text = raw[cfg.text_field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return [(domain, text)] if text else []
