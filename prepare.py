@@ -46,7 +46,10 @@ PART = "prepare.py's part"
 SETTINGS = "prepare.py's settings"
 BATCH_BYTES = 2**20  # of text that a worker gets at a time. What is held out depends on it where --tokens ends the work
 MAY_DIFFER = ("out_dir", "input_dir", "workers")  # settings that a run that goes on may change
-PUBLIC = {"gpt2": "openai-community/gpt2", "neox": "EleutherAI/gpt-neox-20b"}  # tokenizer: where its file is
+PUBLIC = {  # where a tokenizer's file is, and the hash of its vocabulary
+    "gpt2": ("openai-community/gpt2", "5a90c42525bd6047"),
+    "neox": ("EleutherAI/gpt-neox-20b", "99ee2de5ef94ce93"),
+}
 # Table 2 of the paper, https://arxiv.org/abs/2410.17897
 PAPER_MIXTURE = dict(CommonCrawl=0.5, C4=0.2, Github=0.1, Book=0.05, ArXiv=0.05, Wikipedia=0.05, StackExchange=0.05)
 
@@ -128,12 +131,18 @@ def train_texts(cfg, inputs):
 def make_tokenizer(cfg, inputs):
     """The Tokenizer that cfg.tokenizer names, loaded or trained."""
     if cfg.tokenizer in PUBLIC:
+        hub, right = PUBLIC[cfg.tokenizer]
         path = cfg.tokenizer_file
         if not path:
             remedy = "run again, or pass --tokenizer_file=<its tokenizer.json>"
             with reading(f"{cfg.tokenizer}'s vocabulary", "a file within reach", remedy):
-                path = need("huggingface_hub").hf_hub_download(PUBLIC[cfg.tokenizer], "tokenizer.json")
-        return Tokenizer(public_spec(cfg.tokenizer, path))
+                path = need("huggingface_hub").hf_hub_download(hub, "tokenizer.json")
+        tokenizer = Tokenizer(public_spec(cfg.tokenizer, path))
+        if not tokenizer.hash.startswith(right):
+            where = f"https://huggingface.co/{hub}/blob/main/tokenizer.json"
+            raise UserError(f"{path} has another vocabulary than {cfg.tokenizer}; get {where}")
+        return tokenizer
+
     n_vocab = int(cfg.tokenizer.removeprefix("bpe:"))
     bpe = need("rustbpe").Tokenizer()
     print(f"training {cfg.tokenizer} on at most {cfg.bpe_bytes:,} bytes of text", flush=True)
