@@ -18,6 +18,7 @@ import functools
 import gc
 import hashlib
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -26,7 +27,7 @@ import re
 import shutil
 import signal
 import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -189,23 +190,15 @@ def start_worker(cfg, spec):
 
 
 def in_workers(cfg, spec, function, calls):
-    """Yield function(*call) of each call, in order, computed by cfg.workers processes. Few are in memory at a time.
-
-    spec: of the workers' tokenizer, or None.
-    """
-    waiting = deque()
-    with ProcessPoolExecutor(cfg.workers, multiprocessing.get_context("spawn"), start_worker, (cfg, spec)) as pool:
+    """Yield function(*call) of each call, in order, computed by cfg.workers processes. A round of calls at a time, so
+    that memory does not grow with the input. spec: of the workers' tokenizer, or None."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(cfg.workers, context, start_worker, (cfg, spec)) as pool:
         try:
-            for call in calls:
-                waiting.append(pool.submit(function, *call))
-                if len(waiting) > 2 * cfg.workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+            while some := list(itertools.islice(calls, 4 * cfg.workers)):
+                yield from pool.map(function, *zip(*some, strict=True))  # map takes a list for each parameter
         except BrokenProcessPool:
             raise UserError("a worker died, perhaps for lack of memory; run again with fewer --workers") from None
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def read_batch(batch):
