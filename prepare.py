@@ -119,7 +119,7 @@ def train_texts(cfg, inputs):
     placement, n_bytes = Placement(cfg), 0
     train = [source for source in inputs if source.split == "train"]
     batches = read_batches(cfg, train, lambda: n_bytes >= cfg.bpe_bytes)
-    for items in in_workers(cfg, None, read_batch, ((batch,) for batch in batches)):
+    for items in in_workers(cfg, read_batch, ((batch,) for batch in batches)):
         for docs in items:
             if placement.is_held_out(docs):
                 continue
@@ -174,11 +174,7 @@ def read_batches(cfg, inputs, is_done):
         yield batch
 
 
-def start_worker(cfg, spec):
-    """Prepare a worker process. What it keeps is global, because a pool's initializer has no other place for it."""
-    global _cfg, _tokenizer
-    _cfg = cfg
-    _tokenizer = Tokenizer(spec) if spec else None
+def start_worker():
     gc.disable()  # a syntax tree has no cycles, and looking for them takes as long as parsing
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
 
@@ -189,39 +185,44 @@ def start_worker(cfg, spec):
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def in_workers(cfg, spec, function, calls):
-    """Yield function(*call) of each call, in order, computed by cfg.workers processes. A round of calls at a time, so
-    that memory does not grow with the input. spec: of the workers' tokenizer, or None."""
+def in_workers(cfg, function, calls):
+    """Yield function(cfg, *call) of each call, in order, computed by cfg.workers processes. A round of calls at a time,
+    so that memory does not grow with the input."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(cfg.workers, context, start_worker, (cfg, spec)) as pool:
+    with ProcessPoolExecutor(cfg.workers, context, start_worker) as pool:
         try:
             while some := list(itertools.islice(calls, 4 * cfg.workers)):
-                yield from pool.map(function, *zip(*some, strict=True))  # map takes a list for each parameter
+                # map takes a list for each parameter
+                yield from pool.map(functools.partial(function, cfg), *zip(*some, strict=True))
         except BrokenProcessPool:
             raise UserError("a worker died, perhaps for lack of memory; run again with fewer --workers") from None
 
 
-def read_batch(batch):
+def read_batch(cfg, batch):
     """The documents of a batch: a list [(domain, text), …] for each item that has some of the mixture's domains."""
     items = []
     for item in batch:
-        docs = to_documents(*item, _cfg)
-        docs = [(domain, text) for domain, text in docs if not _cfg.mixture or domain in _cfg.mixture]
+        docs = to_documents(*item, cfg)
+        docs = [(domain, text) for domain, text in docs if not cfg.mixture or domain in cfg.mixture]
         if docs:
             items.append(docs)
     return items
 
 
-def make_part(path, split, batch, full):
+load_tokenizer = functools.cache(Tokenizer.load)  # once for each worker
+
+
+def make_part(cfg, path, split, batch, full):
     """What a part holds, see `make_parts`. We encode the batch only if no run before has written this part.
 
     full: domains that need no more text. We do not encode theirs.
     """
     if not path.exists():
-        items, arrays = read_batch(batch), [np.empty(0, "<u2")]
+        tokenizer = load_tokenizer(Path(cfg.out_dir, "tokenizer.json"))
+        items, arrays = read_batch(cfg, batch), [np.empty(0, "<u2")]
         for docs in items:
             for i, (domain, text) in enumerate(docs):
-                ids = arrays[0] if domain in full else _tokenizer.encode_document(text)
+                ids = arrays[0] if domain in full else tokenizer.encode_document(text)
                 arrays.append(ids)
                 docs[i] = domain, len(ids), len(text.encode())
         # An .npz file has a checksum of all that it holds.
@@ -297,7 +298,7 @@ class Placement:
                 f.write(content)
 
 
-def make_parts(cfg, inputs, tokenizer, placement):
+def make_parts(cfg, inputs, placement):
     """Yield all parts in order. A part is what a batch becomes: its split, its items [[(domain, tokens, bytes of
     text), …], …], and their token ids, (tokens,) uint16. Its file is named after its split and number."""
 
@@ -308,17 +309,17 @@ def make_parts(cfg, inputs, tokenizer, placement):
             for number, batch in enumerate(batches):
                 yield Path(cfg.out_dir, "parts", f"{split}-{number:09}"), split, batch, placement.full(split)
 
-    return in_workers(cfg, tokenizer.spec, make_part, calls())
+    return in_workers(cfg, make_part, calls())
 
 
-def write_corpus(cfg, inputs, tokenizer):
+def write_corpus(cfg, inputs):
     """Make the token files. Returns the Placement, which says what they hold."""
     placement = Placement(cfg)
     # What a stopped run has joined is joined again.
     for split in placement.splits:
         shutil.rmtree(Path(cfg.out_dir, split), ignore_errors=True)
     with progress("prepare", cfg.tokens or math.inf, "tok") as bar:
-        for split, items, ids in make_parts(cfg, inputs, tokenizer, placement):
+        for split, items, ids in make_parts(cfg, inputs, placement):
             if not placement.is_done(split):  # otherwise it was read ahead
                 placement.add(split, items, ids)
                 bar.update(len(ids))
@@ -395,7 +396,7 @@ def main(cfg: PrepareConfig):
                 tokenizer.save(out / "tokenizer.json")
             tokenizer = Tokenizer.load(out / "tokenizer.json")
             print(f"writing {out}; stop at any time, the same command goes on", flush=True)
-            placement = write_corpus(cfg, inputs, tokenizer)
+            placement = write_corpus(cfg, inputs)
             write_manifest(cfg, placement, tokenizer)
             print_result(cfg, placement)
         shutil.rmtree(out / "parts", ignore_errors=True)

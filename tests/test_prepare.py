@@ -310,7 +310,7 @@ def test_reader_stays_near_the_writer():
             ahead += 1
             yield ([(texts.Input("a.txt", 9, "train", "text", None), 0, b"text %d" % i)],)
 
-    for i, items in enumerate(prepare.in_workers(cfg, None, prepare.read_batch, calls())):
+    for i, items in enumerate(prepare.in_workers(cfg, prepare.read_batch, calls())):
         most, ahead = max(most, ahead), ahead - 1
         assert items == [[("text", f"text {i}")]]
     assert i == 49 and most <= 4
