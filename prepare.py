@@ -11,7 +11,7 @@ because each batch of documents becomes a file of its own in out_dir/parts, whic
 the parts in order. A new start reads those that exist, instead of encoding their text again. They are deleted at the
 end, so until then the folder takes up to twice the disk space of the result (80 GB for 20B tokens).
 
-Read next: tokenizer.py, and data.py for the layout of the result and its reader.
+Read next: texts.py (what we read), tokenizer.py, data.py (the layout of the result, and its reader).
 """
 
 import functools
@@ -86,6 +86,8 @@ class PrepareConfig:
 
     def __post_init__(self):
         check_fields(self)
+
+        # What is left open depends on the source: SlimPajama is prepared as in the paper.
         is_slimpajama = self.source == "slimpajama"
         self.out_dir = self.out_dir or f"data/{self.source}"
         self.tokenizer = self.tokenizer or ("neox" if is_slimpajama else "bpe:4096")
@@ -93,12 +95,15 @@ class PrepareConfig:
             self.tokens = 20 * 10**9 if is_slimpajama else 0
         if not self.mixture and is_slimpajama:
             self.mixture = PAPER_MIXTURE
-        if self.workers == 0:  # Windows and macOS do not say which cores this process may use
+        if self.workers == 0:
+            # Windows and macOS do not say which cores this process may use.
             self.workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         if not all(weight > 0 for weight in self.mixture.values()):
             raise UserError(f"mixture takes weights above 0, not {self.mixture}")
         total = sum(self.mixture.values())
         self.mixture = {domain: weight / total for domain, weight in self.mixture.items()}
+
+        # Words that would do nothing, or something else than they seem to say, are refused.
         size = re.fullmatch(r"bpe:(\d+)", self.tokenizer)
         if self.tokenizer not in PUBLIC and not (size and 257 <= int(size[1]) <= 2**16):
             sizes = "257 (bytes, end-of-text) to 65,536 (ids are uint16)"
@@ -116,6 +121,7 @@ class PrepareConfig:
 
 def train_texts(cfg, inputs):
     """Yield the first bpe_bytes of the text that will be train text."""
+    # Nothing is placed yet: this Placement only counts, so that it holds out what the later one will hold out.
     placement, n_bytes = Placement(cfg), 0
     train = [source for source in inputs if source.split == "train"]
     batches = read_batches(cfg, train, lambda: n_bytes >= cfg.bpe_bytes)
@@ -144,6 +150,7 @@ def make_tokenizer(cfg, inputs):
             raise UserError(f"{path} has another vocabulary than {cfg.tokenizer}; get {where}")
         return tokenizer
 
+    # The last id is for end-of-text, so rustbpe trains one token less.
     n_vocab = int(cfg.tokenizer.removeprefix("bpe:"))
     bpe = need("rustbpe").Tokenizer()
     print(f"training {cfg.tokenizer} on at most {cfg.bpe_bytes:,} bytes of text", flush=True)
@@ -175,10 +182,13 @@ def read_batches(cfg, inputs, is_done):
 
 
 def start_worker():
-    gc.disable()  # a syntax tree has no cycles, and looking for them takes as long as parsing
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
+    # A syntax tree has no cycles, and looking for them takes as long as parsing.
+    gc.disable()
+    # Ctrl-C is for the main process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def end_with_parent():  # a worker waits for work forever if the main process was killed
+    # A worker waits for work forever if the main process was killed.
+    def end_with_parent():
         multiprocessing.parent_process().join()
         os._exit(1)
 
@@ -188,6 +198,7 @@ def start_worker():
 def in_workers(cfg, function, calls):
     """Yield function(cfg, *call) of each call, in order, computed by cfg.workers processes. A round of calls at a time,
     so that memory does not grow with the input."""
+    # A forked process would inherit locks that threads of the main process hold, so we start fresh ones.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(cfg.workers, context, start_worker) as pool:
         try:
@@ -209,7 +220,8 @@ def read_batch(cfg, batch):
     return items
 
 
-load_tokenizer = functools.cache(Tokenizer.load)  # once for each worker
+# Each worker loads it once.
+load_tokenizer = functools.cache(Tokenizer.load)
 
 
 def make_part(cfg, path, split, batch, full):
@@ -220,6 +232,7 @@ def make_part(cfg, path, split, batch, full):
     if not path.exists():
         tokenizer = load_tokenizer(Path(cfg.out_dir, "tokenizer.json"))
         items, arrays = read_batch(cfg, batch), [np.empty(0, "<u2")]
+        # The texts become ids, and numbers take their place in the items.
         for docs in items:
             for i, (domain, text) in enumerate(docs):
                 ids = arrays[0] if domain in full else tokenizer.encode_document(text)
@@ -276,6 +289,7 @@ class Placement:
 
     def add(self, split, items, ids):
         """Append the documents of a part to the token files of train and val, until a file's budget is reached."""
+        # Decide for each document, and collect what goes to the same file.
         found, start = defaultdict(bytearray), 0
         for docs in items:
             held_out = split == "train" and self.is_held_out(docs)
@@ -291,6 +305,7 @@ class Placement:
                     found[about["file"]] += ids[start : start + tokens].tobytes()
                 start += tokens
 
+        # A kill may cut this short. Then the next start joins all parts again.
         for file, content in found.items():
             path = Path(self.cfg.out_dir, file)
             path.parent.mkdir(exist_ok=True)
@@ -320,7 +335,8 @@ def write_corpus(cfg, inputs):
         shutil.rmtree(Path(cfg.out_dir, split), ignore_errors=True)
     with progress("prepare", cfg.tokens or math.inf, "tok") as bar:
         for split, items, ids in make_parts(cfg, inputs, placement):
-            if not placement.is_done(split):  # otherwise it was read ahead
+            # The workers were given more than is needed, because we did not know yet how many tokens it would be.
+            if not placement.is_done(split):
                 placement.add(split, items, ids)
                 bar.update(len(ids))
     return placement
@@ -334,7 +350,8 @@ def check_output(cfg, inputs):
     listing = json.dumps([[source.name, source.size] for source in inputs])
     settings["input files"] = hashlib.sha256(listing.encode()).hexdigest()[:16]
     settings["bytes in a batch"] = BATCH_BYTES
-    settings = json.loads(json.dumps(settings))  # as a file has them: lists in place of tuples
+    # As a file has them: lists in place of tuples.
+    settings = json.loads(json.dumps(settings))
 
     remedy = "choose another --out_dir, or delete that folder"
     if (out / "settings.json").exists():
@@ -343,7 +360,8 @@ def check_output(cfg, inputs):
         differ = [f"{name} {before.get(name)!r} there, {settings[name]!r} now" for name in changed]
         if differ:
             raise UserError(f"{out} holds other data ({'; '.join(differ)}); {remedy}")
-    elif any((out / name).exists() for name in ("train", "val", "tokenizer.json")):  # we would delete or replace these
+    # Of somebody else's folder we would delete or replace these.
+    elif any((out / name).exists() for name in ("train", "val", "tokenizer.json")):
         raise UserError(f"{out} holds files that prepare.py did not write; {remedy}")
     return settings
 
@@ -356,6 +374,7 @@ def write_manifest(cfg, placement, tokenizer):
     for files in placement.splits.values():
         for file in files.values():
             file["sha256"] = sha256(out / file["file"])
+    # Domains without text leave the mixture; without a mixture we train on what is there, as it is.
     weights = {domain: weight for domain, weight in cfg.mixture.items() if domain in train}
     weights = weights or {domain: file["tokens"] for domain, file in sorted(train.items())}
     total = sum(weights.values())
@@ -383,13 +402,15 @@ def print_result(cfg, placement):
 
 def main(cfg: PrepareConfig):
     out, inputs = Path(cfg.out_dir), find_inputs(cfg)
+    # A source with a validation split of its own keeps it.
     if any(source.split == "val" for source in inputs):
-        cfg.val_fraction = 0.0  # the source has a validation split of its own
+        cfg.val_fraction = 0.0
     with hold(out):
         settings = check_output(cfg, inputs)
         if (out / "manifest.json").exists():
             print(f"{out} is complete already; there is nothing to do")
         else:
+            # settings.json comes after the tokenizer is made: if that fails, other settings may be tried.
             if not (out / "tokenizer.json").exists():
                 tokenizer = make_tokenizer(cfg, inputs)
                 write_record(out / "settings.json", SETTINGS, settings)

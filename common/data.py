@@ -37,6 +37,8 @@ def load_manifest(data_dir, verify=True):
         existing = sorted(manifest.parent.as_posix() for manifest in Path("data").glob("*/manifest.json"))
         those = f", or use one that exists, with --data_dir=: {', '.join(existing)}" if existing else ""
         raise UserError(f"no data folder {data_dir}; make it with prepare.py{those}")
+
+    # The manifest is sealed, so its numbers are right; the token files have to be what they say.
     manifest = read_record(data_dir / "manifest.json", MANIFEST)
     for about in (about for split in manifest["splits"].values() for about in split.values()):
         file = data_dir / about["file"]
@@ -86,6 +88,7 @@ class Corpus:
         least = {"train": block_size + 1, "val": 2}
         self._files = {split: {d: self._open(split, d, least[split]) for d in self.domains} for split in least}
 
+        # Both caches serve neighbouring sequences: they are of one chunk, and of one epoch of each domain.
         self._bounds = np.cumsum(list(self.mixture.values()))[:-1]  # (domains - 1,): where [0, 1) is cut
         self._counts = [np.zeros(len(self.domains), np.int64)]  # (domains,): sequences of each before chunk 0, 1, …
         self._cached_draw = functools.lru_cache(maxsize=1)(self._draw)
@@ -144,7 +147,8 @@ class Corpus:
     def _draw_domains(self, chunk):
         """The domain, by its index, of each sequence of a chunk: (_CHUNK,) array."""
         bits = raw_bits(self.seed, "domain", start=chunk * _CHUNK, n=_CHUNK)
-        uniform = (bits >> 11) * 2.0**-53  # in [0, 1)
+        # 53 random bits make a number in [0, 1), which falls into the share of a domain.
+        uniform = (bits >> 11) * 2.0**-53
         return np.searchsorted(self._bounds, uniform, side="right")
 
     def _draw(self, chunk):
@@ -160,6 +164,7 @@ class Corpus:
 
     def _order(self, domain, epoch):
         """The windows of a domain in the order of an epoch."""
+        # A permutation is the order of random numbers.
         bits = raw_bits(self.seed, "order", domain, epoch, n=self.windows("train", domain))
         return np.argsort(bits, kind="stable")
 
@@ -193,6 +198,7 @@ class Corpus:
             n = self.windows("val", domain)
             shown = n if most is None else min(n, most)
             parts += [(d, first, min(first + size, shown)) for first in range(0, shown, size)]
+            # What is left needs a token and its target.
             has_rest = len(self._files["val"][domain]) - n * self.block_size > 1
             if has_rest and (most is None or n == 0):
                 parts.append((d, n, n + 1))

@@ -28,7 +28,8 @@ def reading(path, what, remedy="copy it again, or make it again"):
         raise
     except FileNotFoundError:
         raise UserError(f"{path} is missing; it should be {what}; {remedy}") from None
-    except Exception as e:  # each library that parses for us has its own
+    # Each library that parses for us has its own errors.
+    except Exception as e:
         why = " ".join(f"{type(e).__name__}: {e}".split())[:200]
         raise UserError(f"{path} is damaged or not {what} ({why}); {remedy}") from e
 
@@ -53,6 +54,7 @@ def write_atomic(path, write):
     try:
         with writing(path):
             write(temporary)
+            # First the bytes reach the disk, then the name: a power cut leaves the old file or the new one.
             with open(temporary, "rb+") as f:
                 os.fsync(f.fileno())
             os.replace(temporary, path)

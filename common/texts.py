@@ -44,7 +44,8 @@ def python_files(packages):
     """
     roots = {Path(sysconfig.get_path("stdlib")): "stdlib"}
     roots |= {Path(folder): "packages" for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))}
-    seen = {hashlib.sha256(b"").digest()}  # empty files are left out as well
+    # Empty files are left out as well.
+    seen = {hashlib.sha256(b"").digest()}
     for root, domain in roots.items():
         left_out = LEFT_OUT | NOT_STDLIB if domain == "stdlib" else LEFT_OUT
         for path in sorted(root.rglob("*.py")):
@@ -85,6 +86,7 @@ def find_inputs(cfg):
     if cfg.source == "slimpajama" and not cfg.input_dir:
         name = f"{cfg.hub_id}@{cfg.revision}"
         return [Input(f"{name}/validation", 0, "val", None, None), Input(f"{name}/train", 0, "train", None, None)]
+
     inputs = list(python_files(cfg.packages) if cfg.source == "pysource" else text_files(cfg))
     installed = {source.name.split("/")[0] for source in inputs if source.domain != "stdlib"}
     for package in cfg.packages:
@@ -94,6 +96,7 @@ def find_inputs(cfg):
         layout = "train/ and validation/ folders with " if cfg.source == "slimpajama" else ""
         raise UserError(f"no texts in {cfg.input_dir}: there should be {layout}files {', '.join(SUFFIXES)}")
 
+    # The order of hashes does not depend on a library's shuffle. Names may have bytes that are not UTF-8.
     def order(source):
         name = f"{cfg.seed}/{source.name}".encode("utf-8", "surrogateescape")
         return hashlib.sha256(name).digest()
@@ -114,7 +117,8 @@ def read_input(source, cfg):
             yield from rows.to_pylist()
     elif source.name.endswith(".txt"):
         with open(source.path, "rb") as file:
-            while lines := file.readlines(PIECE_BYTES):  # a piece ends with a line
+            # A piece ends with a line.
+            while lines := file.readlines(PIECE_BYTES):
                 yield b"".join(lines)
     elif source.name.endswith(".zst"):
         # pyarrow notices a file that was cut short; the package zstandard takes it for whole.
@@ -141,15 +145,19 @@ def split_docstrings(source):
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return source, ""
+
+    # Where a docstring can be, and in the order of the text.
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     documented = [node for node in ast.walk(tree) if isinstance(node, kinds) and ast.get_docstring(node) is not None]
     documented.sort(key=lambda node: node.body[0].lineno)
+
     # We cut lines of bytes, because ast counts columns in bytes, and from the end, so that earlier numbers stay right.
     lines = source.encode().splitlines(keepends=True)
     for node in reversed(documented):
         doc = node.body[0]
         first, last = doc.lineno - 1, doc.end_lineno - 1
         before, after = lines[first][: doc.col_offset], lines[last][doc.end_col_offset :]
+        # A function that is only a docstring needs a statement in its place.
         is_only_statement = len(node.body) == 1 and not isinstance(node, ast.Module)
         is_alone = not (before + after).strip()
         lines[first : last + 1] = [] if is_alone and not is_only_statement else [before + b"..." + after]

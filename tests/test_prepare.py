@@ -157,7 +157,6 @@ def test_kill_at_any_moment(corpus, tmp_path, monkeypatch):
     assert len(before) > 10
     refused(call(*files(corpus[0], out, *BUDGETS)), "other data (bytes in a batch 5000 there, 1048576 now)")
     monkeypatch.setattr(prepare, "BATCH_BYTES", 5_000)
-    refused(call(*files(corpus[0], out, *BUDGETS, "--seed=5")), "other data (seed 0 there, 5 now;")
     first = min(out.glob("parts/[tv]*-*"))
     content = first.read_bytes()
     first.write_bytes(content[:-2000] + b"\0" + content[-1999:])
@@ -171,7 +170,7 @@ def test_rerun_and_other_settings(corpus, tmp_path):
     folder, out = corpus
     before = contents(out)
     assert "is complete already" in make(*files(folder, out, "--workers=1"))
-    refused(call(*files(folder, out, "--tokenizer=bpe:301")), "other data", "bpe:300", "bpe:301")
+    refused(call(*files(folder, out, "--seed=5")), "other data (seed 0 there, 5 now;")
     refused(call(*files(folder / "web", out)), "other data", "input files")
     assert contents(out) == before
     (tmp_path / "train").mkdir()
@@ -197,11 +196,10 @@ def test_unreadable_line(tmp_path, line):
     refused(call(*files(tmp_path / "in", tmp_path / "out")), "a.jsonl, line 21 is damaged or not", "repair it")
 
 
-def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
-    rows = [{"text": t} for t in sentences(50)] + [{"text": "half a pair \ud800"}]
-    write_lines(tmp_path / "in" / "a.jsonl", rows)
-    make(*files(tmp_path / "in", tmp_path / "out"))
-    assert "half a pair \ufffd" in decoded(tmp_path / "out", "train", "text")
+def test_half_a_surrogate_pair_becomes_a_replacement_character():
+    source = texts.Input("a.jsonl", 9, "train", "text", None)
+    raw = b'{"text": "half a pair \\ud800"}'
+    assert texts.to_documents(source, 0, raw, prepare.PrepareConfig()) == [("text", "half a pair \ufffd")]
 
 
 def slimpajama(folder):
@@ -262,16 +260,15 @@ def test_hub_out_of_reach(tmp_path):
 
 def test_parquet(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    (tmp_path / "in").mkdir()
-    table = pyarrow.table({"body": sentences(150), "id": list(range(150))})
-    parquet.write_table(table, tmp_path / "in" / "a.parquet", row_group_size=40)
-    words = files(tmp_path / "in", tmp_path / "out")
+    file = tmp_path / "in" / "a.parquet"
+    file.parent.mkdir()
+    parquet.write_table(pyarrow.table({"body": sentences(150)}), file, row_group_size=40)
+    words = files(file.parent, tmp_path / "out")
     refused(call(*words), "a.parquet, item 1 is damaged or not", "--text_field", "KeyError: 'text'")
-    make(*words, "--text_field=body", "--val_fraction=0.5")
-    found = decoded(tmp_path / "out", "train", "text") + decoded(tmp_path / "out", "val", "text")
-    assert sorted(found) == sorted(sentences(150))
-    (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1 torn")
-    refused(call(*files(tmp_path / "in", tmp_path / "x")), "a.parquet is damaged")
+    make(*words, "--text_field=body", "--val_fraction=0")
+    assert sorted(decoded(tmp_path / "out", "train", "text")) == sorted(sentences(150))
+    file.write_bytes(b"PAR1 torn")
+    refused(call(*files(file.parent, tmp_path / "x")), "a.parquet is damaged")
 
 
 def test_refusals(tmp_path, monkeypatch):
@@ -297,23 +294,6 @@ def test_workers_import_nothing_heavy():
     code = "import sys, prepare; print({'torch', 'datasets', 'pyarrow', 'tqdm'} & set(sys.modules))"
     result = finished([sys.executable, "-c", code], cwd=ROOT)
     assert result.stdout == "set()\n", result
-
-
-def test_reader_stays_near_the_writer():
-    """Memory does not grow with the input: what is read ahead is bounded."""
-    cfg = prepare.PrepareConfig("files", input_dir="x", workers=1)
-    ahead, most = 0, 0
-
-    def calls():
-        nonlocal ahead
-        for i in range(50):
-            ahead += 1
-            yield ([(texts.Input("a.txt", 9, "train", "text", None), 0, b"text %d" % i)],)
-
-    for i, items in enumerate(prepare.in_workers(cfg, prepare.read_batch, calls())):
-        most, ahead = max(most, ahead), ahead - 1
-        assert items == [[("text", f"text {i}")]]
-    assert i == 49 and most <= 4
 
 
 def test_docstrings_come_out_of_code(tmp_path):
@@ -354,14 +334,9 @@ def test_pysource(tmp_path, monkeypatch):
         inputs = texts.find_inputs(prepare.PrepareConfig("pysource"))
         orders = {tuple(names(seed=seed)) for seed in range(9)}
         assert len(orders) > 1 and {tuple(sorted(order)) for order in orders} == {("a/x.py", "os.py", "torch/z.py")}
-        assert sorted(names(packages=("b", "torch"))) == [
-            "b/copy.py",
-            "os.py",
-            "torch/z.py",
-        ]  # a's copy is out
-        for name in ("c", "os.py"):  # os is of the standard library
-            with pytest.raises(UserError, match=f"no package {name!r} is installed"):
-                names(packages=(name,))
+        assert set(names(packages=("b", "torch"))) == {"b/copy.py", "os.py", "torch/z.py"}  # a's copy is out
+        with pytest.raises(UserError, match="no package 'os.py' is installed"):  # it is of the standard library
+            names(packages=("os.py",))
     monkeypatch.setattr(prepare, "find_inputs", lambda cfg: inputs)
     make("pysource", f"--out_dir={out}", "--tokenizer=bpe:4096")
     found = {path.stem: decoded(out, "train", path.stem) for path in (out / "train").iterdir()}
