@@ -48,11 +48,8 @@ class Tokens:
             raise ValueError(f"{self.past + T} tokens do not fit block_size={cfg.block_size}")
         self.stored = list(stored_tensors(cfg).items())  # [(place, heads)]
         self.where = slice(self.past, self.past + T)
-        # a graph cannot depend on the numbers in a mask, so it always gets one
-        is_traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
-        if attention_mask is not None and (is_traced or not attention_mask.all()):
-            if attention_mask.shape[1:] != (self.past + T,):
-                raise ValueError(f"attention_mask {tuple(attention_mask.shape)} must be (batch, {self.past + T})")
+        if attention_mask is not None and not attention_mask.all():
+            # Positions count from the first token that is no padding.
             self.where = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -T:]  # (B, T)
             causal = torch.ones(T, self.past + T, dtype=torch.bool, device=attention_mask.device).tril(self.past)
             own = causal.triu(self.past)  # padding sees itself, because a softmax over nothing is NaN
