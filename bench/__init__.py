@@ -86,17 +86,6 @@ def mean_loss(name, model, idx, targets):
         return model(input_ids=idx, labels=targets, shift_labels=targets, use_cache=False).loss
 
 
-def check_equal_work(peers, shape, T, device):
-    """Raise UserError if a peer has another loss than our vanilla. We look before we compile, which takes minutes."""
-    idx, targets = random_batch(shape, 1, T, device)
-    losses = {}
-    for name in ("vanilla", *peers):
-        with torch.no_grad():
-            losses[name] = mean_loss(name, new_model(name, shape, T, device), idx, targets).item()
-        if not abs(losses[name] - losses["vanilla"]) < 1e-3:
-            raise UserError(f"vanilla's loss is {losses['vanilla']}, that of {name} {losses[name]}: not the same work")
-
-
 # ---- turns and results
 
 

@@ -33,7 +33,6 @@ def measure(cfg, case, device, results):
     """Let all sides continue the same prompts. case: {"shape", "dtype", "batch", "prompt", "new"}."""
     torch.compiler.reset()
     peers = [PEERS[peer] for peer in cfg.peers]
-    bench.check_equal_work(peers, case["shape"], case["prompt"], device)
     sides = [*itertools.product(cfg.modes, cfg.compile), *((peer, "off") for peer in peers)]
     texts = []  # what the sides with vanilla's weights say
 
