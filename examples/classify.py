@@ -3,7 +3,9 @@
 Images are scikit-learn's digits, or files in a folder with a subfolder for each class. Read before: vit.py.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,33 +14,24 @@ import torch
 import torch.nn.functional as F
 
 from common.files import reading
-from configurator import UserError, need
+from configurator import need
 from train import adamw, learning_rate
-
-IMAGE_FILES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-
 
 # ---- images
 
 
 class Split(NamedTuple):
-    """images: a tensor (n, S, S, channels) from -1 to 1, or n files, which we read batch by batch. labels: (n,) int64.
-    size: S, pixels of a side."""
+    """read(i): image i, a tensor (S, S, channels) from -1 to 1. labels: (n,) int64."""
 
-    images: torch.Tensor | list
+    read: Callable
     labels: torch.Tensor
-    size: int
 
     def batches(self, batch_size, generator=None):
         """Yields all images (B, S, S, channels) with their labels (B,), in random order if there is a generator."""
         n = len(self.labels)
         order = torch.arange(n) if generator is None else torch.randperm(n, generator=generator)
         for rows in order.split(batch_size):
-            if isinstance(self.images, torch.Tensor):
-                images = self.images[rows]
-            else:
-                images = torch.stack([read_image(self.images[i], self.size) for i in rows])
-            yield images, self.labels[rows]
+            yield torch.stack([self.read(i) for i in rows.tolist()]), self.labels[rows]
 
 
 class Data(NamedTuple):
@@ -54,41 +47,33 @@ class Data(NamedTuple):
 def read_digits():
     """scikit-learn's 1,797 digits. A fixed random fifth is held out."""
     digits = need("sklearn.datasets", "scikit-learn").load_digits()
-    images = (
-        torch.tensor(digits.images, dtype=torch.float32)[..., None] / 8 - 1
-    )  # (1797, 8, 8, 1); they go from 0 to 16
+    # (1797, 8, 8, 1); scikit-learn's pixels go from 0 to 16
+    images = torch.tensor(digits.images, dtype=torch.float32)[..., None] / 8 - 1
     labels = torch.tensor(digits.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     test, train = order.tensor_split([math.ceil(len(images) / 5)])
-    splits = [Split(images[rows], labels[rows], 8) for rows in (train, test)]
+    splits = [Split(images[rows].__getitem__, labels[rows]) for rows in (train, test)]
     return Data("scikit-learn's digits", 10, 1, *splits)
 
 
 def read_folder(folder, size):
-    """The images in train/<class>/ and val/<class>/ of a folder. ImageNet has this layout."""
-    train = Path(folder, "train")
-    with reading(train, "a folder with a subfolder of images for each class"):
-        classes = sorted(entry.name for entry in train.iterdir() if entry.is_dir())
-    splits = [list_images(Path(folder, split), classes, size) for split in ("train", "val")]
-    return Data(str(folder), len(classes), 3, *splits)
+    """The images train/<class>/* and val/<class>/* of a folder. ImageNet has this layout."""
+    splits, names = [], None
+    with reading(folder, "a folder of images train/<class>/* and val/<class>/*"):
+        for split in ("train", "val"):
+            files = sorted(Path(folder, split).glob("*/*"))
+            names = names or sorted({file.parent.name for file in files})
+            labels = torch.tensor([names.index(file.parent.name) for file in files])
+            splits.append(Split(functools.partial(read_image, files, size), labels))
+            if not files:
+                raise ValueError(f"{split}/ has none")
+    return Data(str(folder), len(names), 3, *splits)
 
 
-def list_images(path, classes, size):
-    files, labels = [], []
-    for label, name in enumerate(classes):
-        with reading(path / name, "a folder of images"):
-            found = sorted(file for file in (path / name).iterdir() if file.suffix.lower() in IMAGE_FILES)
-        files += found
-        labels += [label] * len(found)
-    if not files:
-        raise UserError(f"{path} has no image, which is a file that ends in {', '.join(IMAGE_FILES)}")
-    return Split(files, torch.tensor(labels), size)
-
-
-def read_image(path, size):
+def read_image(files, size, i):
     """The middle of an image file, scaled, as a tensor (size, size, 3) from -1 to 1."""
     image, ops = need("PIL.Image", "pillow"), need("PIL.ImageOps", "pillow")
-    with reading(path, "an image"), image.open(path) as file:
+    with reading(files[i], "an image"), image.open(files[i]) as file:
         pixels = np.asarray(ops.fit(file.convert("RGB"), (size, size)), dtype=np.float32)
     return torch.from_numpy(pixels / 127.5 - 1)
 

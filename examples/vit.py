@@ -40,9 +40,7 @@ class VitConfig:
     """Settings of examples/vit.py. The defaults suit digits of 8 x 8 pixels."""
 
     value_mode: tuple[str, ...] = setting(MODES, "modes to compare with the first one", group="Runs")
-    seeds: tuple[int, ...] = setting(
-        (1, 2, 3), "random seeds for weights and batches; each mode runs with each", least=0
-    )
+    seeds: tuple[int, ...] = setting((1, 2, 3), "random seeds for weights and batches; each mode runs with each", 0)
     out_file: str = setting("out/vit.json", "JSON to write: settings, machine, and each run")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps")
 
@@ -67,9 +65,8 @@ class VitConfig:
             raise UserError(f"image_size={self.image_size}: the digits have 8; set data_dir")
         if self.image_size % self.patch:
             raise UserError(f"image_size={self.image_size} is not a multiple of patch={self.patch}")
-        for name, values in {"value_mode": self.value_mode, "seeds": self.seeds}.items():
-            if not values or len(set(values)) < len(values):
-                raise UserError(f"{name}={values}: give at least one, and none twice")
+        if not self.value_mode or not self.seeds or len(set(self.value_mode)) < len(self.value_mode):
+            raise UserError("give at least one mode and one seed, and no mode twice")
         for mode in self.value_mode:
             if any(residual.source == "token" for residual in get_mode(mode).residuals):
                 raise UserError(f"value_mode={mode} looks up values by token id, and images have none")
@@ -170,16 +167,6 @@ def table(runs, modes):
     return markdown(["mode", "accuracy, %", versus, "loss", versus, "train loss", versus, "parameters"], rows)
 
 
-def meaning(data, n_seeds, accuracy):
-    """What the table is, in words. accuracy: in %, as measured."""
-    n_train, n = len(data.train.labels), len(data.test.labels)
-    error = math.sqrt(accuracy * (100 - accuracy) / n)
-    return f"""
-Data: {data.name}, {n_train:,} images to train on, {n:,} held out, one split. {n_seeds} seeds of weights and batches:
-means ± standard deviations; vs: differences of equal seeds. Because only {n:,} images are held out, an accuracy has a
-standard error of {error:.2f} points besides."""
-
-
 def main(cfg: VitConfig):
     device = only_process(cfg.device, fixed_lengths=True).device
     if not cfg.data_dir:
@@ -193,8 +180,16 @@ def main(cfg: VitConfig):
             write_json(cfg.out_file, record)  # before each run: a path that cannot be written shows at once
             record["runs"].append(train_and_test(mode, seed, cfg, data, device, bar))
     write_json(cfg.out_file, record)
+
+    # Few images are held out, so an accuracy has an error besides that of the seeds.
+    share = record["runs"][0]["accuracy"] / 100
+    error = 100 * math.sqrt(share * (1 - share) / record["test_images"])
     print(table(record["runs"], cfg.value_mode))
-    print(meaning(data, len(cfg.seeds), record["runs"][0]["accuracy"]), "" if cfg.data_dir else NOT_IMAGENET, sep="\n")
+    print(f"\n{data.name}: {record['train_images']:,} images to train on, {record['test_images']:,} held out.")
+    print(f"Means over {len(cfg.seeds)} seeds ± standard deviations; vs: differences of equal seeds.")
+    print(f"An accuracy has a standard error of {error:.2f} points besides, because so few images are held out.")
+    if not cfg.data_dir:
+        print(NOT_IMAGENET)
 
 
 if __name__ == "__main__":
