@@ -212,13 +212,6 @@ def test_half_precision_keeps_log_probabilities_in_full():
     assert abs(np.exp(found[:, 0]).sum() - 1) < 1e-6 and (found[:, 1] == 0).sum() == 1
 
 
-def test_a_row_has_eight_choices_at_most_and_only_those_that_share_enough():
-    rows = scoring.rows_of([[Request([1] * 9 + [k] * 9, 9) for k in range(2, 22)]])
-    assert [row.tokens.shape[1] for row in rows] == [73, 73, 41]  # 9 + 8 x 8, and 9 + 4 x 8
-    rows = scoring.rows_of([[Request([1] + [k] * 20, 20) for k in range(2, 22)]])
-    assert [row.tokens.shape[1] for row in rows] == [20] * 20
-
-
 # ---- metrics, losses
 
 
@@ -401,28 +394,18 @@ def test_without_network_and_cache_one_sentence_says_what_to_do(runs, tmp_path):
 
 def test_bad_calls(runs, tmp_path):
     evals = f"--data_dir={runs / 'evals'}"
-    known = "choose from loss, hellaswag, openbookqa, winogrande, arc_challenge, arc_easy, piqa, lambada, table1"
-    refused(in_process(e, runs / "a", "--task=helaswag"), "unknown task 'helaswag'", known)
+    refused(in_process(e, runs / "a", "--task=helaswag"), "unknown task 'helaswag'; choose from loss, hellaswag, ")
     refused(in_process(e, runs / "none", "--task=piqa"), "holds no checkpoint")
     alone = tmp_path / "alone"
     alone.mkdir()
-    shutil.copy(runs / "a" / "step_00000008.safetensors", alone)
-    refused(in_process(e, alone, "--task=piqa", evals), "tokenizer.json is missing")
-    shutil.copy(runs / "a" / "tokenizer.json", alone)
+    for name in ("step_00000008.safetensors", "tokenizer.json"):
+        shutil.copy(runs / "a" / name, alone)
     refused(in_process(e, alone, "--task=loss"), "does not say what it was trained on", "--corpus")
     assert in_process(e, alone, "--task=loss", f"--corpus={runs / 'data'}").returncode == 0
     refused(in_process(e, runs / "a", alone, "--task=loss", f"--corpus={runs / 'data'}"), "different data", "--bos")
     text = (alone / "eval.json").read_text()
     (alone / "eval.json").write_text(text.replace('"step": 8', '"step": 9'))
     refused(in_process(e, alone, "--task=piqa", evals), "eval.json is damaged or not eval.py's results", "altered")
-
-
-def test_a_choice_longer_than_the_block_is_refused_before_the_first_task(runs, tmp_path):
-    rows = {"arc_easy": [ROWS["arc_easy"]], "piqa": [ROWS["piqa"], ROWS["piqa"] | {"sol1": "x" * 70}]}
-    before = {path: path.stat().st_mtime_ns for path in (runs / "a").iterdir()}
-    result = in_process(e, runs / "a", "--task=arc_easy,piqa", f"--data_dir={write_rows(tmp_path, rows)}")
-    refused(result, "piqa, document 1: 71 tokens are to be scored", "block")
-    assert {path: path.stat().st_mtime_ns for path in (runs / "a").iterdir()} == before
 
 
 def test_a_failed_model_is_not_scored(runs, tmp_path):
