@@ -16,6 +16,7 @@ from configurator import run, setting
 from sample import generate
 
 PEERS = {"dynamic": f"{bench.LLAMA}, dynamic", "static": f"{bench.LLAMA}, static"}
+KV_GIB = 10  # memory for keys and values, to say how many rows fit
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,6 @@ class DecodingConfig(bench.BenchConfig):
     batch: tuple[int, ...] = setting((1, 8), "rows", least=1, group="Work")
     prompt: tuple[int, ...] = setting((32,), "tokens of each prompt", least=1)
     new: int = setting(128, "tokens to add to each", least=2)
-    kv_gib: float = setting(10.0, "memory for keys and values in GiB, to say how many rows fit", least=0)
 
 
 def measure(cfg, case, device, results):
@@ -88,13 +88,13 @@ def seconds_of(row, part="decode"):
     return row["seconds"][part] or [row["warm_up_s"][part]]
 
 
-def derive(rows, kv_gib):
+def derive(rows):
     bench.compare(rows, ("shape", "dtype", "batch", "prompt"), seconds_of)
     for row in rows:
         row["prefill_tokens_per_s"] = row["batch"] * row["prompt"] / statistics.median(seconds_of(row, "prefill"))
         row["tokens_per_s"] = row["batch"] * (row["new"] - 1) / statistics.median(seconds_of(row))
         if "kv_bytes" in row:
-            row["batch_that_fits"] = int(kv_gib * 2**30 // (row["kv_bytes"] / row["batch"]))
+            row["batch_that_fits"] = int(KV_GIB * 2**30 // (row["kv_bytes"] / row["batch"]))
 
 
 def decoding_table(rows):
@@ -117,7 +117,7 @@ def decoding_table(rows):
 def main(cfg: DecodingConfig):
     torch._dynamo.config.recompile_limit = 1000  # one step function, many models
     device = only_process(cfg.device).device
-    results = bench.Results("decode", cfg.out_file, lambda rows: derive(rows, cfg.kv_gib))
+    results = bench.Results("decode", cfg.out_file, derive)
     for shape, dtype, prompt, batch in itertools.product(cfg.shape, cfg.dtype, cfg.prompt, cfg.batch):
         case = {"shape": shape, "dtype": dtype, "batch": batch, "prompt": prompt, "new": cfg.new}
         measure(cfg, case, device, results)

@@ -10,8 +10,8 @@ import torch
 from conftest import ROOT, in_process, refused
 
 from configurator import UserError, load_settings
-from examples import classify, vit
-from examples.classify import Data, Split
+from examples import vit
+from examples.vit import Data, Split
 from value_modes import VALUE_MODES
 
 SMALL = dict(image_size=8, patch=4, n_layer=3, n_head=2, n_embd=8)  # 4 patches and the class token
@@ -124,7 +124,7 @@ def test_a_folder(tmp_path):
             for i in range(6):
                 array = rng.integers(0, 100, (10, 14, 3), np.uint8) + 100 * np.uint8(label)
                 Image.fromarray(array).save(tmp_path / split / name / f"{i}.{'png' if i % 2 else 'JPEG'}")
-    images, labels = next(classify.read_folder(tmp_path, 8).train.batches(100))
+    images, labels = next(vit.read_folder(tmp_path, 8).train.batches(100))
     assert images.shape == (12, 8, 8, 3) and images.dtype == torch.float32 and labels.tolist() == [0] * 6 + [1] * 6
     assert -1 <= images[labels == 0].mean() < -0.4 < images[labels == 1].mean() <= 1  # 0 to 99, 100 to 199
 
@@ -142,7 +142,7 @@ def test_a_folder(tmp_path):
 
 def test_digits(tmp_path):
     pytest.importorskip("sklearn.datasets")
-    digits = classify.read_digits()
+    digits = vit.read_digits()
     images = torch.stack([digits.train.read(i) for i in range(len(digits.train.labels))])
     assert images.shape == (1437, 8, 8, 1) and images.min() == -1 and images.max() == 1
     result = in_process(vit, *TINY, "--seeds=1", "--value_mode=vanilla,resformer", cwd=tmp_path)
