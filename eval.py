@@ -243,7 +243,7 @@ def loss_table(entries):
 
 
 def all_tables(entries, names):
-    """All tables, as Markdown. eval.json has more, such as perplexities and bits per byte."""
+    """All tables, as Markdown. eval.json has more, such as bits per byte and LAMBADA's perplexity."""
     tables = []
     tasks = [t for t in TASKS if t in names]
     for metric in ("acc", "acc_norm"):
