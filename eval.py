@@ -130,6 +130,8 @@ def score_task(entry, model, name, cfg, world):
     likeliest one, else 0. The ranks share the work, and all of them get the scores."""
     sizes = [len(requests) for requests in entry.documents[name]]
     rows = rows_of(entry.documents[name])[world.rank :: world.size]
+
+    # Rows hold parts of documents, so we add up by the number of the choice.
     sums = np.zeros((sum(sizes), 2))  # nats, and tokens that are not the likeliest ones
     n_tokens = sum(row.scored.shape[1] for row in rows)
     with progress(f"{entry.label}, {name}", n_tokens, "tok", world.rank == 0) as bar:
@@ -169,6 +171,8 @@ def loss_record(entry, model, cfg, world):
             _, loss = model(*world.to_device((x, y)))
             sums[d] += [loss.item() * y.size, y.size, n_bytes[y].sum()]
             bar.update(1)
+
+    # Each rank has its share of the windows.
     sums = world.sum(sums).numpy()
     require_finite(sums, "loss")
     record = domain_losses(corpus, sums)

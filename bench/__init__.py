@@ -106,12 +106,14 @@ def race(rows, start, rounds, results):
     """Let all sides, given by their rows, run in turn: A B C, C B A, … A machine that slows down slows them all.
     start(row) warms a side up and returns its turn, a function that adds to row["seconds"]. We write after each side
     and each round, so a kill leaves what was measured."""
+    # Warm every side up, which compiles it.
     turns = []
     for row in rows:
         print(*(row[key] for key in ("shape", "name", "dtype", "compile")), sep=", ", file=sys.stderr, flush=True)
         results.rows.append(row)
         turns.append((row, attempt(row, start, row)))
         results.write()
+    # Then the rounds, forwards and backwards.
     for n in range(rounds):
         for row, turn in turns if n % 2 == 0 else reversed(turns):
             if "error" not in row:

@@ -47,6 +47,7 @@ def measure(cfg, case, device, results):
             texts.append(text)
             row["same_text"] = (text == texts[0]).double().mean().item()  # share of the new tokens
 
+        # The text does not change from turn to turn, so we keep the seconds alone.
         def turn():
             _, seconds = decode(model, prompts, row)
             for part, found in row["seconds"].items():
@@ -74,6 +75,7 @@ def decode_llama(model, prompts, row):
             stamps.append(clock(ids.device))
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
+    # No text ends early, so all sides make the same number of tokens.
     model.generation_config.eos_token_id = None
     how = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompts)}
     if row["name"] == PEERS["static"]:

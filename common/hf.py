@@ -169,6 +169,7 @@ def llama_shape(c, kind):
     for field, value in SUPPORTED.items():
         if c.get(field) not in (None, value):
             raise ValueError(f"{field}={c[field]!r} is not supported, only {value!r}")
+    # Real files leave these out. Mistral's own default of key and value heads is another, so there it must be given.
     c = {"head_dim": None, **({"num_key_value_heads": None} if kind == "llama" else {}), **c}
     fields = {ours: c[theirs] for ours, theirs in FIELDS.items()}
     fields["head_dim"] = c["head_dim"] or 0

@@ -93,6 +93,7 @@ class Row(NamedTuple):
 
 def lay_out(requests, shared, number):
     """The Row of Requests that share their first `shared` tokens. number: of the first of them."""
+    # The shared beginning comes once. What follows it in a request is a branch of its own.
     ids, positions, branches = requests[0].ids[:shared], [*range(shared)], [0] * shared
     columns, targets, owners = [], [], []
     for branch, request in enumerate(requests, 1):

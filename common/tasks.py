@@ -163,8 +163,9 @@ def questions(name, data_dir="", limit=0):
 def per_document(name, asked, scores):
     """{metric: (documents,) array}: 1 where the model is right, else 0; for perplexity nats. As the harness counts:
     acc takes the choice with the highest log-probability, acc_norm the one with the highest per character."""
+    # LAMBADA has one choice; it is right if each of its tokens is the likeliest.
     if "perplexity" in TASKS[name].metrics:
-        only = np.concatenate(scores)  # LAMBADA has one choice; it is right if each of its tokens is the likeliest
+        only = np.concatenate(scores)
         return {"acc": only[:, 1], "perplexity": -only[:, 0]}
     found = {metric: np.zeros(len(asked)) for metric in TASKS[name].metrics}
     for i, (q, of_choices) in enumerate(zip(asked, scores, strict=True)):
