@@ -62,7 +62,7 @@ class EvalConfig:
 
 @dataclass
 class Entry:
-    """A checkpoint, what it is asked and what was found."""
+    """A checkpoint, and what was found."""
 
     path: Path
     header: dict
@@ -70,7 +70,6 @@ class Entry:
     digest: str
     corpus: Corpus | None = None  # for --task=loss
     label: str = ""  # in the tables
-    documents: dict = field(default_factory=dict)  # {task: the Requests of each document}
     correct: dict = field(default_factory=dict)  # {task: what `per_document` returns}
     records: dict = field(default_factory=dict)  # {task: what eval.json says}
 
@@ -86,7 +85,7 @@ def open_corpus(entry, cfg, world):
 
 
 def open_entries(cfg, world):
-    """An Entry for each checkpoint. We open all of them before we score any: a mistake shows now, not after hours."""
+    """An Entry for each checkpoint."""
     entries = []
     for name in cfg.runs or ("",):
         path = checkpoint.find(name, cfg.which)
@@ -105,17 +104,6 @@ def open_entries(cfg, world):
     return entries
 
 
-def ask(entries, cfg):
-    """{task: (Questions, where they are from)}. Sets the documents of each Entry."""
-    asked = {name: questions(name, cfg.data_dir, cfg.limit) for name in cfg.task if name != "loss"}
-    # All token ids before the first score, because a choice may be longer than a model's block.
-    for entry in entries:
-        for name in asked:
-            found, block_size = asked[name][0], entry.header["config"].block_size
-            entry.documents[name] = requests_of(name, found, entry.tokenizer, block_size)
-    return asked
-
-
 # ---- what a model answers
 
 
@@ -125,11 +113,11 @@ def require_finite(values, name):
         raise UserError(f"{name}: the model's log-probabilities are not finite; {remedy}")
 
 
-def score_task(entry, model, name, cfg, world):
+def score_task(entry, model, name, documents, cfg, world):
     """For each document an array (choices, 2): the sum of log-probabilities in nats, and 1 if each token is the
     likeliest one, else 0. The ranks share the work, and all of them get the scores."""
-    sizes = [len(requests) for requests in entry.documents[name]]
-    rows = rows_of(entry.documents[name])[world.rank :: world.size]
+    sizes = [len(requests) for requests in documents]
+    rows = rows_of(documents)[world.rank :: world.size]
 
     # Rows hold parts of documents, so we add up by the number of the choice.
     sums = np.zeros((sum(sizes), 2))  # nats, and tokens that are not the likeliest ones
@@ -145,10 +133,10 @@ def score_task(entry, model, name, cfg, world):
     return np.split(sums, np.cumsum(sizes)[:-1])
 
 
-def write_samples(entry, name, asked, scores):
+def write_samples(entry, name, asked, documents, scores):
     """One JSON line for each choice, in a file beside the checkpoint."""
     lines = []
-    for i, (q, requests) in enumerate(zip(asked, entry.documents[name], strict=True)):
+    for i, (q, requests) in enumerate(zip(asked, documents, strict=True)):
         for j, (request, (log_prob, greedy)) in enumerate(zip(requests, scores[i].tolist(), strict=True)):
             sample = {"checkpoint": entry.label, "task": name, "document": i, "choice": j, "context": q.contexts[j]}
             sample |= {"continuation": q.delimiter + q.choices[j], "ids": request.ids[-request.n_scored :]}
@@ -210,12 +198,12 @@ def evaluate(entry, asked, cfg, world):
             record = loss_record(entry, model, cfg, world)
         else:
             of_task, where = asked[name]
-            scores = score_task(entry, model, name, cfg, world)
+            documents = requests_of(name, of_task, entry.tokenizer, model.cfg.block_size)
+            scores = score_task(entry, model, name, documents, cfg, world)
             entry.correct[name] = per_document(name, of_task, scores)
-            record = task_record(of_task, entry.documents[name], entry.correct[name])
-            record |= {"data": where, "limit": cfg.limit}
+            record = task_record(of_task, documents, entry.correct[name]) | {"data": where, "limit": cfg.limit}
             if world.rank == 0:
-                write_samples(entry, name, of_task, scores)
+                write_samples(entry, name, of_task, documents, scores)
         entry.records[name] = record | {"dtype": cfg.dtype, "seconds": round(time.time() - began, 3)}
         if world.rank == 0:
             store(entry, name, cfg)
@@ -266,8 +254,9 @@ def all_tables(entries, names):
 def main(cfg: EvalConfig):
     world = Distributed(cfg.device)
     cfg = dataclasses.replace(cfg, dtype=str(weights_dtype(cfg.dtype, world.kind)).removeprefix("torch."))
+    # We open all checkpoints and read all questions before we score any: a mistake shows now, not after hours.
     entries = open_entries(cfg, world)
-    asked = ask(entries, cfg)
+    asked = {name: questions(name, cfg.data_dir, cfg.limit) for name in cfg.task if name != "loss"}
     for entry in entries:
         evaluate(entry, asked, cfg, world)
     if world.rank == 0:

@@ -393,7 +393,6 @@ def test_without_network_and_cache_one_sentence_says_what_to_do(runs, tmp_path):
 
 
 def test_bad_calls(runs, tmp_path):
-    evals = f"--data_dir={runs / 'evals'}"
     refused(in_process(e, runs / "a", "--task=helaswag"), "unknown task 'helaswag'; choose from loss, hellaswag, ")
     refused(in_process(e, runs / "none", "--task=piqa"), "holds no checkpoint")
     alone = tmp_path / "alone"
@@ -403,9 +402,6 @@ def test_bad_calls(runs, tmp_path):
     refused(in_process(e, alone, "--task=loss"), "does not say what it was trained on", "--corpus")
     assert in_process(e, alone, "--task=loss", f"--corpus={runs / 'data'}").returncode == 0
     refused(in_process(e, runs / "a", alone, "--task=loss", f"--corpus={runs / 'data'}"), "different data", "--bos")
-    text = (alone / "eval.json").read_text()
-    (alone / "eval.json").write_text(text.replace('"step": 8', '"step": 9'))
-    refused(in_process(e, alone, "--task=piqa", evals), "eval.json is damaged or not eval.py's results", "altered")
 
 
 def test_a_failed_model_is_not_scored(runs, tmp_path):

@@ -65,15 +65,6 @@ def test_rows_of_several_lengths_equal_each_alone(mode, n_kv_head, static):
     assert cache.nbytes == 3 * 16 * 8 * kv_floats_per_token(model.cfg)
 
 
-@torch.no_grad()
-def test_a_row_at_its_end_leaves_the_others_alone():
-    model, later = tiny("resformer"), tokens((2, 20), seed=99)  # the block of 32 ends after 3 tokens of the first row
-    prompts = [tokens((29,)).tolist(), [7, 8]]
-    found, _ = decode(model, prompts, later)
-    same(found[:1, :4], alone(model, prompts[:1], later[:1, :3]))
-    same(found[1:], alone(model, prompts[1:], later[1:]))
-
-
 @pytest.mark.parametrize("backend,mode", [*(("aot_eager", mode) for mode in COMPILED), ("inductor", "cross")])
 @torch.no_grad()
 def test_one_graph_serves_all_steps(backend, mode):
@@ -205,9 +196,9 @@ def test_the_end_of_a_model_in_hugging_face_layout(run, monkeypatch):
     ends, tokenizer = [], byte_tokenizer()
     tokenizer.eot, tokenizer.end = 1, 2
 
-    def spy(model, prompts, max_new_tokens, num_samples, seed, end, *more, **sampling):
+    def spy(model, prompts, n_new, num_samples, seed, end, *more, **sampling):
         ends.append(end)
-        return generate(model, prompts, max_new_tokens, num_samples, seed, end, *more, **sampling)
+        return generate(model, prompts, n_new, num_samples, seed, end, *more, **sampling)
 
     monkeypatch.setattr(checkpoint, "load_tokenizer", lambda path: tokenizer)
     monkeypatch.setattr(sample, "generate", spy)
