@@ -29,9 +29,10 @@ PEERS = {"llama": bench.LLAMA, "llama_no_mask": bench.NO_MASK}
 
 @dataclass(frozen=True)
 class TrainingConfig(bench.BenchConfig):
-    """The sides are all combinations of modes, dtype and compile, and the peers."""
+    """The sides are all combinations of modes, attn, dtype and compile, and the peers."""
 
     what: Literal["train", "memory"] = setting("train", "train: tokens/s; memory: peak bytes", positional=True)
+    attn: tuple[Literal["sdpa", "eager", "flash"], ...] = setting(("sdpa",), "kinds of our attention")
     recompute: tuple[Literal["off", "on"], ...] = setting(("off",), "memory: our activation checkpointing")
     peers: tuple[Literal[*PEERS], ...] = setting(
         (), "llama: transformers' Llama; llama_no_mask: without the mask that it makes under torch.compile"
@@ -43,14 +44,16 @@ class TrainingConfig(bench.BenchConfig):
 
 def new_rows(cfg, shape):
     """A row of the results for each side, vanilla first."""
-    names = [*cfg.modes, *(PEERS[peer] for peer in cfg.peers)]
+    names = [m if attn == "sdpa" else f"{m}, attn={attn}" for attn in cfg.attn for m in cfg.modes]
+    names += [PEERS[peer] for peer in cfg.peers]
     sides = itertools.product(names, cfg.dtype, cfg.compile)
     return [{"shape": shape, "name": name, "dtype": dtype, "compile": compile} for name, dtype, compile in sides]
 
 
 def new_trainee(name, shape, block_size, device, recompute=False):
     """A model and its AdamW."""
-    model = bench.new_model(name, shape, block_size, device, recompute=recompute)
+    mode, _, attn = name.partition(", attn=")
+    model = bench.new_model(mode, shape, block_size, device, attn=attn or "sdpa", recompute=recompute)
     return model, adamw(model, 6e-4, 0.1, (0.9, 0.95), device.type)
 
 
@@ -84,7 +87,7 @@ def measure_speed(cfg, shape, device, results):
     vanilla = flops_per_token(bench.model_config("vanilla", shape, cfg.block_size))
     rows = new_rows(cfg, shape)
     for row in rows:
-        config = bench.model_config(row["name"], shape, cfg.block_size)
+        config = bench.model_config(row["name"].partition(", attn=")[0], shape, cfg.block_size)
         flops, peak = flops_per_token(config), peak_flops(device, getattr(torch, row["dtype"]))
         row.update(tokens=cfg.micro_batch * cfg.block_size, parameters=count_parameters(config), seconds=[])
         row.update(flops_per_token=flops, computed=vanilla / flops, peak=peak)

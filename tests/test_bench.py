@@ -71,9 +71,9 @@ def test_makefile_calls_are_valid():
 
 def test_training(call, monkeypatch):
     monkeypatch.setattr(training, "peak_flops", lambda device, dtype: 1e12)
-    found, printed = call(training, *TRAIN, *LLAMAS, "--modes=vanilla,svformer")
+    found, printed = call(training, *TRAIN, *LLAMAS, "--modes=vanilla,svformer", "--attn=sdpa,eager")
     rows = {row["name"]: row for row in found["rows"]}
-    assert training.training_table(found["rows"]) in printed and found["command"]
+    assert training.training_table(found["rows"]) in printed and "svformer, attn=eager" in rows and found["command"]
     vanilla, sv = rows["vanilla"], rows["svformer"]
     sizes = [flops_per_token(bench.model_config(mode, "tiny", 32)) for mode in ("vanilla", "svformer")]
     assert sv["computed"] == sizes[0] / sizes[1] > 1 and sv["mfu"] == sv["tokens_per_s"] * sizes[1] / 1e12
