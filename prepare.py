@@ -47,7 +47,7 @@ from common.report import progress
 from common.tokenizer import EOT, PATTERN, Tokenizer, gpt2_spec, make_spec, neox_spec
 from configurator import UserError, check_fields, need, run, setting
 
-PART = "prepare.py's part"
+PART, PART_NAME = "prepare.py's part", "{:06}-{:09}"  # the name is the place in the input where it starts
 SETTINGS = "prepare.py's settings"
 BATCH_BYTES = 2**20  # of text that a worker gets at a time. What is held out depends on it where --tokens ends the work
 MAY_DIFFER = ("out_dir", "input_dir", "skip_bad", "workers")  # settings that a run that goes on may change
@@ -511,6 +511,8 @@ def read_part(path):
     with reading(path, PART):
         line, content = path.read_bytes().split(b"\n", 1)
         about = unsealed(PART, json.loads(line))
+        if path.name != PART_NAME.format(*about["start"]):
+            raise ValueError(f"it is the part {PART_NAME.format(*about['start'])}")
         if hashlib.sha256(content).hexdigest() != about["sha256"]:
             raise ValueError("its token ids were altered")
         return about, np.frombuffer(content, "<u2")
@@ -530,7 +532,7 @@ def make_parts(cfg, inputs, tokenizer, placement):
     """
 
     def path_of(start):
-        return Path(cfg.out_dir, "parts", "{:06}-{:09}".format(*start))
+        return Path(cfg.out_dir, "parts", PART_NAME.format(*start))
 
     start = (0, 0)
     while path_of(start).exists():
