@@ -30,7 +30,7 @@ from value_modes import TABLE
 HERE = Path(__file__).parent
 # The wrapper for transformers, and all that it imports of ours. It lands in one flat folder.
 CODE = (
-    "configurator.py", "value_modes.py", "model.py",
+    "configurator.py", "value_modes.py", "model.py", "common/problems.py",
     "common/layers.py", "common/loss.py", "common/modeling_nanoresformer.py",
 )  # fmt: skip
 CLASSES = {

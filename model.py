@@ -8,8 +8,8 @@ the paper's V_1 is projected[0]["v"]. A_n is layer n's causal softmax(q k^T / sq
 attention before the output projection. Modes as data, and the table of them, are in value_modes.py.
 Paper: https://arxiv.org/abs/2410.17897.
 
-The idea is in Attention.forward. Before it: the weights of residuals, and gates. After it: Block, GPT, the KV cache.
-What every Llama has (rotary positions, attention kernels, MLP) is in layers.py, the loss in loss.py. Next: train.py.
+The idea is in Attention.forward. Before it: the weights of residuals. After it: Block, GPT, the KV cache. The rest of
+a Llama (rotary positions, attention kernels, MLP) is in layers.py, the loss in loss.py. Next: train.py.
 """
 
 import math
@@ -23,6 +23,7 @@ from common.layers import (
     MLP,
     DepthAverage,
     Linear,
+    OutputGate,
     Rope,
     apply_rope,
     attend,
@@ -31,8 +32,7 @@ from common.layers import (
     new_norm,
     normal,
     repeat_heads,
-    to_fp32,
-)  # fmt: skip
+)
 from common.loss import chunked_cross_entropy
 from configurator import need, run
 from value_modes import plan_layers, stored_tensors
@@ -61,7 +61,8 @@ class MixingWeights(nn.Module):
     """The weights of one residual in all layers: forward() -> {layer: (w_own, one for each source)}.
 
     starts: the same dict, of fixed weights or of what learned ones start from. It is empty where a Gate computes the
-    weights, or map="cross" needs none. Learned ones are vectors, because AdamW decays matrices (see train.adamw).
+    weights, or map="cross" needs none. Learned ones are vectors, which AdamW does not decay: train.adamw decays
+    matrices (embeddings and head too), and no norm, bias or other vector.
     """
 
     def __init__(self, residual, index, plan):
@@ -72,19 +73,19 @@ class MixingWeights(nn.Module):
         self.starts = {} if has_none else {n: residual.starts(count) for n, count in counts.items()}
         self.learn = "fixed" if has_none else residual.learn
         # the parameters; what they mean is in forward
-        starts, n_layers = list(self.starts.values()), len(self.starts)
+        starts, n_mixed = list(self.starts.values()), len(self.starts)  # n_mixed: layers that have the residual
         if self.learn in ("scalar", "unit"):
             self.scalars = nn.ParameterList(torch.tensor(start) for start in starts)
         if self.learn == "sources":  # the own weight is not learned
             self.scalars = nn.ParameterList(torch.tensor(start[1:]) for start in starts)
         if self.learn == "unit":
-            self.scale = nn.Parameter(torch.ones(n_layers))
+            self.scale = nn.Parameter(torch.ones(n_mixed))
         if self.learn == "lerp":
             self.share = nn.Parameter(torch.tensor([source for _, source in starts]))
         if self.learn == "softmax":  # Learnable-Plus: all layers share logits and scale
             own, slope = residual.lam or (0.5, 0.0)
-            self.own = nn.Parameter(torch.full((n_layers,), own))
-            self.logits = nn.Parameter(slope * torch.arange(n_layers))
+            self.own = nn.Parameter(torch.full((n_mixed,), own))
+            self.logits = nn.Parameter(slope * torch.arange(n_mixed))
             self.scale = nn.Parameter(torch.tensor([float(len(plan))]))
 
     def forward(self):
@@ -108,16 +109,12 @@ class MixingWeights(nn.Module):
 
 class Gate(nn.Module):
     """Weights that depend on the token: a layer's normed input x (B, T, C) -> (own, source), each a number or
-    (B, G, T, 1). Heads are key and value heads.
-
-    "head":    (g, 1 - g), g = sigmoid(W x + b) for each head                        x-transformers
-    "sigmoid": (l_own, l sigmoid(W x[..., :12])) for each head, from W = 0           modded-nanogpt, nanochat
-    "relu":    (l_own, l relu(W x)) for each head                                    SATFormer
-    """
+    (B, G, T, 1). Heads are key and value heads. A new gate: a branch here, its name in Residual.learn and is_gated."""
 
     def __init__(self, cfg, residual):
         super().__init__()
         self.residual = residual
+        # "sigmoid" reads the first 12 channels alone, and starts from W = 0
         self.n_in = min(12, cfg.n_embd) if residual.learn == "sigmoid" else cfg.n_embd
         std = 0.0 if residual.learn == "sigmoid" else None
         self.w = Linear(self.n_in, {"gate": cfg.n_kv_head}, bias=residual.learn == "head", std=std)
@@ -125,39 +122,14 @@ class Gate(nn.Module):
     def forward(self, x):
         z = self.w(x[..., : self.n_in])  # (B, T, G)
         z = z.transpose(1, 2).unsqueeze(-1)  # (B, G, T, 1)
+        # "head" (x-transformers): (g, 1 - g), g = sigmoid(W x + b)
         if self.residual.learn == "head":
             g = z.sigmoid()
             return g, 1 - g
+        # "sigmoid" (modded-nanogpt, nanochat): (l_own, l sigmoid(W x)); "relu" (SATFormer): (l_own, l relu(W x))
         activation = {"sigmoid": torch.sigmoid, "relu": torch.relu}[self.residual.learn]
         own, factor = self.residual.starts(1)
         return own, factor * activation(z)
-
-
-class OutputGate(nn.Module):
-    """What is done to y = U_n (B, H, T, D) before the output projection. x: the layer's normed input (B, T, C).
-    v: V' of the same tokens (B, G, T, D).
-
-    "exclusive":  y - tanh(a) (y·u) u, u = v / |v|, a from 0 for each query head     Exclusive self-attention
-    "gate":       sigmoid(W x) y, a number for each channel                          gated attention (Qwen)
-    "gate_heads": the same with a number for each query head
-    """
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.n_head, self.kind = cfg.n_head, cfg.value_mode.output
-        if self.kind == "exclusive":
-            self.strength = nn.Parameter(torch.zeros(cfg.n_head))
-        else:
-            per_head = {"gate": cfg.head_dim, "gate_heads": 1}[self.kind]
-            self.w = Linear(cfg.n_embd, {"gate": cfg.n_head * per_head})
-
-    def forward(self, y, v, x):
-        if self.kind == "exclusive":
-            unit = repeat_heads(F.normalize(to_fp32(v), dim=-1).to(y.dtype), self.n_head)  # (B, H, T, D)
-            along = (y * unit).sum(dim=-1, keepdim=True) * unit
-            return y - self.strength.tanh().to(y.dtype)[:, None, None] * along
-        gate = self.w(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, H, T, D or 1)
-        return gate.sigmoid() * y
 
 
 class Attention(nn.Module):
@@ -165,8 +137,8 @@ class Attention(nn.Module):
     and DenseFormer's average in GPT.hidden.)
 
     projected[i]: layer i's projections of this call's tokens, {"q", "k" or "v": (B, heads, T, D)}; the paper's V_1 is
-    projected[0]["v"]. used[i]: what layer i's softmax used, after mixing, borrowing and the KV cache, so with a cache
-    for all tokens so far. V_1 of older tokens is not needed: we mix token by token, and the cache stores mixed values.
+    projected[0]["v"]. used[i]: what layer i's softmax used, after mixing and borrowing; with a KV cache of all tokens
+    so far. Mixing needs no V_1 of older tokens: we mix token by token, and the cache stores mixed values.
     Both are arguments and results, not attributes, so that recompute and torch.compile see what depends on what.
     """
 
@@ -198,7 +170,8 @@ class Attention(nn.Module):
         mixed = dict(own)
 
         # 2. Mix before the softmax. ResFormer (Eq 7, arxiv.org/abs/2410.17897): V' = l_n V_n + l_1 V_1.
-        #    V_1 is not detached: its gradients reach layer 0. The same line mixes queries and keys (Fig 9).
+        #    V_1 is not detached: its gradients reach layer 0. The same line mixes queries and keys (Fig 9). A layer
+        #    mixes what it owns: one that borrows keys still mixes its values.
         for m, w in self.at("before", weights, x):
             of = m.residual.of
             mixed[of] = weighted_sum(w, mixed[of], [projected[i][of] for i in m.sources])
@@ -223,17 +196,17 @@ class Attention(nn.Module):
         # 5. Mix after the softmax. NeuTRENO (Eq 8): U_n = A_n V' + l (V_1 - V').
         for m, w in self.at("after", weights, x):
             if m.residual.map == "delta":
-                v_n = {"mixed": mixed, "projected": own}[m.residual.subtract]["v"]
-                added = [repeat_heads(projected[i]["v"] - v_n, self.n_head) for i in m.sources]  # (B, H, T, D) each
+                v = {"mixed": mixed, "projected": own}[m.residual.subtract]["v"]  # V', or V_n
+                added = [repeat_heads(projected[i]["v"] - v, self.n_head) for i in m.sources]  # (B, H, T, D) each
             elif m.residual.map == "identity":  # U_n = A_n V' + l V_1 (Fig 10); with all layers' values Eq 6
                 added = [repeat_heads(projected[i]["v"], self.n_head) for i in m.sources]
             else:
                 assert m.residual.of == "probs", f"{m.residual} is nowhere computed: add it here"
-                added = [
-                    attend(used[i]["q"], used[i]["k"], now["v"], self.kernel, mask=mask) for i in m.sources
-                ]  # A_i V'
+                pairs = [(used[i]["q"], used[i]["k"]) for i in m.sources]
+                added = [attend(q, k, now["v"], self.kernel, mask=mask) for q, k in pairs]  # A_i V'
             u = weighted_sum(w, u, added)
-        if self.output_gate:  # a gate reads x alone, "exclusive" also V' of these tokens, which is then the layer's own
+        # gates read x alone. "exclusive" reads V' too; no mode has it in a layer that borrows its values
+        if self.output_gate:
             u = self.output_gate(u, mixed.get("v"), x)
 
         # 6. Join the heads: (B, H, T, D) -> (B, T, H * D) -> (B, T, C).
@@ -242,38 +215,42 @@ class Attention(nn.Module):
     def project(self, x, angles):
         """The tensors that this layer owns, from one product: {t: (B, heads of t, T, D)}, q and k rotated."""
         B, T, _ = x.shape
+        # one product, then a view for each tensor
         y = self.proj(x).view(B, T, -1, self.head_dim)  # (B, T, heads * D) -> (B, T, heads, D)
         parts = y.split([width // self.head_dim for width in self.proj.parts.values()], dim=2)
         own = dict(zip(self.proj.parts, parts, strict=True))  # (B, T, heads of t, D) each
-        if self.values_are_keys:  # before rope
+        if self.values_are_keys:
             own["v"] = F.rms_norm(own["k"], (self.head_dim,), eps=self.norm_eps).to(y.dtype)  # else fp32 in autocast
+        # rotary positions turn queries and keys, but no values
         for t in ("q", "k"):
             if t in own:
                 own[t] = apply_rope(own[t], angles)
-        # Only now (B, heads, T, D), as a view: attention's output and gradient then have the layout that `out` reads
+        # only now (B, heads, T, D), as a view: attention's output and gradient then have the layout that `out` reads
         return {t: part.transpose(1, 2) for t, part in own.items()}
 
     def softmax(self, now, mixes, used, mask):
         """U_n (B, H, T, D) of q, k, v `now`, with the residuals that act under the softmax."""
         q, k, v = now["q"], now["k"], now["v"]
+        # "cross" (Eq 2): keys and values of other layers beside this layer's own
         across = [i for m, _ in mixes if m.residual.map == "cross" for i in m.sources]
-        if across:  # Eq 2: keys and values of other layers beside this layer's own
+        if across:
             keys, values = [k, *(used[i]["k"] for i in across)], [v, *(used[i]["v"] for i in across)]
             return attend_across(q, keys, values, self.kernel, mask)
+        # "scores": w_n q k^T + w_i q_i k_i^T = [w_n q; w_i q_i] [k; k_i]^T, so they add up in one wider product
         for m, w in mixes:
             assert m.residual.of == "scores", f"add {m.residual} to Attention.softmax"
-            # w_n q k^T + w_i q_i k_i^T = [w_n q; w_i q_i] [k; k_i]^T: scores add up in one wider product
             q, k = join_scores(q, k, w, [used[i] for i in m.sources])
         wider = q.size(-1) - self.head_dim
         if not wider:
             return attend(q, k, v, self.kernel, mask=mask)
-        v = F.pad(v, (0, wider))  # fused kernels want one width for q, k and v
+        # fused kernels want one width for q, k and v
+        v = F.pad(v, (0, wider))
         return attend(q, k, v, self.kernel, self.head_dim**-0.5, mask)[..., : self.head_dim]
 
 
 class Block(nn.Module):
-    """One layer: x (B, T, C) -> x (B, T, C), and what later layers read of it: projected (its input "hidden" may be
-    among that) and used. If a block handed on all of its tensors, they would stay in memory until the last layer."""
+    """One layer: x (B, T, C) -> x (B, T, C), and what later layers read of it: projected, its input "hidden" among
+    them, and used."""
 
     def __init__(self, cfg, n, plan, kernel):
         super().__init__()
@@ -284,17 +261,17 @@ class Block(nn.Module):
         self.input_mixes = [m for m in plan.mixes if m.residual.place == "input"]
 
     def forward(self, x, angles, weights, projected, used, cache=None):
+        # what the layer reads: the stream, into which residuals of "hidden" mix earlier layers' inputs
         h = x
         for m in self.input_mixes:
             h = weighted_sum(weights[m.index], h, [projected[i]["hidden"] for i in m.sources])
+        # attention and the MLP add to the stream
         y, own, now = self.attn(self.norm1(h), angles, weights, projected, used, cache)
         h = y.to(h.dtype) if self.is_cut else h + y  # under autocast y alone is bf16
+        h = h + self.mlp(self.norm2(h))
+        # if a block handed on all of its tensors, they would stay in memory until the last layer
         own["hidden"] = x
-        return (
-            h + self.mlp(self.norm2(h)),
-            {t: own[t] for t in self.keep_projected},
-            {t: now[t] for t in self.keep_used},
-        )
+        return h, {t: own[t] for t in self.keep_projected}, {t: now[t] for t in self.keep_used}
 
 
 class GPT(nn.Module):
@@ -348,9 +325,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def mixing_weights(self):
-        """[residual][layer] -> (w_own, w_source, …) as numbers; None if the layer lacks the residual, a Gate computes
-        the weights, or map="cross" needs none."""
+        """[residual][layer] -> (w_own, w_source, …) as numbers."""
         found = [{n: [float(w) for w in of_layer] for n, of_layer in weights().items()} for weights in self.mixing]
+        # None where the layer lacks the residual, a Gate computes the weights, or map="cross" needs none
         return [[of_residual.get(n) for n in range(self.cfg.n_layer)] for of_residual in found]
 
     def hidden(self, idx, cache=None):
@@ -381,7 +358,7 @@ class GPT(nn.Module):
         used, stream = {}, [x]  # stream: x by depth, for DenseFormer
         weights = [mixing() for mixing in self.mixing]  # [residual] -> {layer: its weights}
         for n, block in enumerate(self.blocks):
-            # copies of the dicts: a graph that is never backpropagated must not hold what later layers add to them
+            # copies, because a graph that is never backpropagated must not hold what later layers add to these dicts
             inputs = (x, angles, [w.get(n) for w in weights], dict(projected), dict(used), cache)
             if self.recompute and torch.is_grad_enabled():
                 x, projected[n], used[n] = checkpoint(block, *inputs, use_reentrant=False)
@@ -394,7 +371,8 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None):
         """Token ids (B, T) -> (logits (B, T, V), None); with targets (B, T), below 0 = ignored, -> (None, loss): the
-        mean cross-entropy in nats, whose logits never exist all at once."""
+        mean cross-entropy in nats. Its (B, T, V) logits never exist all at once, and its 1/n waits for the backward,
+        because in fp16 a softmax divided by 65,536 targets would underflow (see loss.py)."""
         # logits only where they are asked for: with targets the loss makes them, a chunk at a time
         x = self.hidden(idx, cache)
         if targets is None:
@@ -417,13 +395,14 @@ class KVCache:
         self.padding = max(lengths) - torch.tensor(lengths, device=device)[:, None]  # (B, 1)
         self.is_padded = min(lengths) < max(lengths)
         self.last = cfg.block_size - 1
-        # a tensor for each K and V that a layer owns, and none for what it borrows: SVFormer's cache is nearly half
+        # a tensor for each K and V that a layer owns, none for what it borrows: SVFormer's is nearly half of vanilla's
         self.tensors = {}
         for place, heads in stored_tensors(cfg).items():
             self.tensors[place] = torch.zeros(len(lengths), heads, length, cfg.head_dim, device=device, dtype=dtype)
 
     def positions(self, T):
-        """Where the next T tokens stand in their rows: a slice, or (B, T). Sets `mask`, what they see."""
+        """Where the next T tokens stand in their rows: a slice, or (B, T). Sets `slots`, where they are stored, and
+        `mask`, what they see. Prompts of 3 and 1 tokens: slots 0 1 2, positions 0 1 2 and - - 0."""
         self.slots = self.next + torch.arange(T, device=self.next.device)  # (T,)
         if not self.is_padded and not self.is_static:
             return slice(self.end, self.end + T)

@@ -23,21 +23,11 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from common import checkpoint
+from common import checkpoint, ranks
 from common.checkpoint import RUN
 from common.data import Corpus
 from common.files import hold, read_record, write_record
 from common.plan import count_parameters, flops_per_token
-from common.ranks import (
-    Distributed,
-    enough_memory,
-    environment,
-    first_line,
-    need_flash_attn,
-    peak_flops,
-    pick_dtype,
-    whole,
-)
 from common.report import Metrics
 from common.scoring import domain_losses
 from configurator import UserError, check_fields, run, setting
@@ -133,6 +123,7 @@ class TrainConfig:
                 f"batch_tokens={self.batch_tokens} is not a multiple of {unit} = block_size={self.block_size} x "
                 f"{n_ranks} ranks; set it to {nearest}, or start another number of ranks"
             )
+        # the largest forward pass that divides a rank's sequences evenly
         per_rank = self.batch_tokens // unit
         micro_batch = max(n for n in range(1, min(self.micro_batch, per_rank) + 1) if per_rank % n == 0)
         return micro_batch, per_rank // micro_batch
@@ -144,6 +135,7 @@ def learning_rate(step, peak, end, warmup, steps):
     # a small rate first, because AdamW's second moments are still noise
     if step < warmup:
         return LR_START + (peak - LR_START) * step / warmup
+    # then a cosine, which reaches `end` in the last step
     share_done = min(1, (step - warmup) / max(1, steps - warmup))
     return end + (peak - end) * (1 + math.cos(math.pi * share_done)) / 2
 
@@ -191,11 +183,10 @@ def checkpoint_to_resume(cfg):
 
 
 def settings_of(cfg, corpus, path):
-    """(config.json as it should be now, the settings that changed since the run was last started, in words).
+    """(config.json as it should be now, a note of the settings that changed since the run was last started, or "").
 
     path: the checkpoint that the run continues from, or None. What decides the first weights, the data or its order may
-    not change; in a finished run nothing that changes results may.
-    """
+    not change."""
     # what the run has now, as a file has it
     new = dataclasses.asdict(cfg)
     new["value_mode_name"] = new["value_mode"].pop("name")
@@ -205,20 +196,23 @@ def settings_of(cfg, corpus, path):
     old = read_record(old_path, RUN) if old_path.exists() else {}  # also refuses a config.json that is not ours
     if not path:
         return new, ""
+    # what has changed, and whether it may
     new["init_from"] = cfg.init_from or old.get("init_from", "")  # a resumed run need not name it again
     changed = [k for k in new if k in old and old[k] != new[k] and k not in MAY_DIFFER]
     words = ", ".join(f"{k} (was {str(old[k])[:40] or 'empty'})" for k in changed)
+    # in a finished run nothing that changes results may
     is_finished = checkpoint.read_header(path)["step"] >= cfg.max_steps
     if MUST_STAY.intersection(changed) or (changed and is_finished):
         remedy = "use them, or start anew in another --out_dir"
         raise UserError(f"{old_path.parent} was started with other settings: {words}; {remedy}")
-    return new, words
+    return new, f"note: changed since the run was last started: {words}" if words else ""
 
 
 def compiled(model, cfg, world, autocast, is_sharded, say):
     """The model as torch.compile makes it, after a first step on zeros. Where that fails, the model as it is."""
     began, (micro_batch, _) = time.perf_counter(), cfg.split_batch(world.size)
-    if is_sharded:  # block by block, because no graph can gather what it reads
+    # a sharded model is compiled block by block, because no graph can gather what it reads
+    if is_sharded:
         torch._dynamo.config.recompile_limit = max(8, model.cfg.n_layer)  # blocks share code, and may all differ
         for block in model.blocks:
             block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
@@ -232,11 +226,12 @@ def compiled(model, cfg, world, autocast, is_sharded, say):
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # a compiler's failure can be anything
-        why = f"torch.compile does not work here ({type(e).__name__}: {first_line(e)})"
+        why = f"torch.compile does not work here ({type(e).__name__}: {ranks.first_line(e)})"
         if is_sharded:  # the other ranks wait in the middle of it
             raise UserError(f"{why}; set --compile=false") from None
         say(f"{why}; continuing without it")
         return model
+    # the zeros must leave no gradients behind
     finally:
         model.zero_grad(set_to_none=True)
     say(f"compiled in {time.perf_counter() - began:.0f} s")
@@ -247,7 +242,8 @@ def compiled(model, cfg, world, autocast, is_sharded, say):
 def validate(model, corpus, cfg, world, autocast, is_sharded):
     """Validation on the first whole windows within eval_tokens of each domain, at least one, or on all text; the same
     whatever the number of ranks. Returns what `domain_losses` does, and "lam", see GPT.mixing_weights."""
-    # the parts are the same on any number of ranks, and each rank takes every n-th
+    # the parts are the same on any number of ranks, and each rank takes every n-th. All ranks make equally many forward
+    # passes, because each of them gathers a sharded model's weights together
     most = max(1, cfg.eval_tokens // cfg.block_size) if cfg.eval_tokens else None
     parts = corpus.val_parts(cfg.micro_batch, most)
     n_bytes = corpus.tokenizer.token_bytes()
@@ -256,17 +252,20 @@ def validate(model, corpus, cfg, world, autocast, is_sharded):
     for i in range(world.rank, n_rounds * world.size, world.size):
         d, first, last = parts[i % len(parts)]
         x, y = corpus.val_batch(corpus.domains[d], first, last)
-        with autocast(), torch.compiler.set_stance("force_eager"):  # a sharded model's blocks are compiled in place
+        # parts have many shapes, and a sharded model's blocks are compiled in place, for training's shape
+        with autocast(), torch.compiler.set_stance("force_eager"):
             loss = model(*world.to_device((x, y)))[1]
-        if i < len(parts):  # past them a rank only computes along: all ranks gather a sharded model, or none
+        if i < len(parts):
             sums[d] += [loss.item() * y.size, y.size, n_bytes[y].sum()]
     # sums of nats and tokens, not means of batches: so the result is the same however the parts were cut
     result = domain_losses(corpus, world.sum(sums).numpy())
+    # what the mixing weights have learned; a sharded model gathers them first
     if is_sharded:
         model.unshard()
     if list(model.mixing.parameters()):
         result["lam"] = model.mixing_weights()
-    if is_sharded:  # a forward without a backward has left weights gathered
+    # a forward without a backward has left weights gathered
+    if is_sharded:
         for module in (*model.blocks, model):
             module.reshard()
     return result
@@ -279,32 +278,25 @@ def check_finite(step, what, value):
         raise UserError(f"step {step}: the {what} is {value}; {remedy}")
 
 
-def start(cfg, world, corpus, model, optimizer, scaler, dtype, path, note):
-    """Continue from checkpoint `path`, if there is one, and write down what runs. Returns (the steps that are done, the
-    Metrics, or None if nothing is left to do)."""
-    # what may not change is refused before anything is read
-    done = 0
-    config, changed = settings_of(cfg, corpus, path)
-    if path:
-        done = checkpoint.resume(path, model, optimizer, scaler, corpus.tokenizer.hash)["step"]
-        note = f"note: changed since the run was last started: {changed}" if changed else ""
-    # a rank that reads another folder would train another model, and nobody would notice
+def start(cfg, world, corpus, shape, dtype, config, done, note):
+    """Write down what runs from step `done` on, and say so. Returns the Metrics, or None if nothing is left to do."""
+    # a rank that reads another folder would train another model. This waits for all ranks, too
     if len(set(world.gather((done, corpus.hash, corpus.val_hash)))) > 1:
         raise UserError(f"the ranks see different files in {cfg.data_dir} or {cfg.out_dir}; put them on a shared disk")
     if world.rank == 0:
-        checkpoint.prune(cfg.out_dir, keep=0)  # only what a kill has left
+        checkpoint.prune(cfg.out_dir, keep=0)  # keeps all checkpoints, and deletes what a kill has left of one
     if done >= cfg.max_steps:
         if world.rank == 0:
             print(f"{cfg.out_dir} is already finished, at step {done}")
-        return done, None
-    # files first: whoever looks into the folder from now on finds what made it
+        return None
+    # the records go on after step `done`; the folder says from now on what made it
     metrics = Metrics(cfg, world, done)
     if world.rank == 0:
         write_record(Path(cfg.out_dir, "config.json"), RUN, config)
-        write_record(Path(cfg.out_dir, "env.json"), ENVIRONMENT, environment())
+        write_record(Path(cfg.out_dir, "env.json"), ENVIRONMENT, ranks.environment())
         corpus.tokenizer.save(Path(cfg.out_dir, "tokenizer.json"))
     # then a record of the start, and a line on the screen
-    shape, micro_batch, accumulation = model.cfg, *cfg.split_batch(world.size)
+    micro_batch, accumulation = cfg.split_batch(world.size)
     record = {
         "event": "start",
         "step": done,
@@ -331,35 +323,40 @@ def start(cfg, world, corpus, model, optimizer, scaler, dtype, path, note):
         f"{cfg.batch_tokens:,} tokens = {world.size} x {accumulation} x {micro_batch} x {cfg.block_size}, "
         f"{record['dtype']} on {world.kind}"
     )
-    return done, metrics
+    return metrics
 
 
 def train(cfg, world):
     """The story of a run."""
-    # ---- machine, data: how a step's sequences divide into ranks and micro-batches
-    dtype = pick_dtype(cfg.dtype, world.kind)
+    # ---- machine and data: how a step's sequences divide into ranks and micro-batches
+    dtype = ranks.pick_dtype(cfg.dtype, world.kind)
     if cfg.attn == "flash":
-        need_flash_attn(world.kind, dtype)
+        ranks.need_flash_attn(world.kind, dtype)
     verify = cfg.verify and world.is_first_of_node
     corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, verify, cfg.bos)
     n_sequences = cfg.batch_tokens // cfg.block_size
     micro_batch, accumulation = cfg.split_batch(world.size)
 
-    # ---- model, whole on the device or divided among the ranks; optimizer; where the run stands
+    # ---- the model: from a seed, or with another run's weights
     torch.manual_seed(cfg.seed)
     shape = cfg.model_config(corpus.tokenizer.n_vocab)
     model = GPT(shape, cfg.seed, cfg.attn, recompute=cfg.recompute, half_stream=cfg.half_stream)
-    path, note = checkpoint_to_resume(cfg), ""
+    path = checkpoint_to_resume(cfg)
+    config, note = settings_of(cfg, corpus, path)  # refuses what may not change before any weights are read
     if cfg.init_from and not path:
         note = checkpoint.start_from(checkpoint.find(cfg.init_from), model, corpus.tokenizer.hash)
+    # whole on the device (one process, or DDP), or divided among the ranks (FSDP2)
     is_sharded = cfg.shard != "none" and world.size > 1
     if is_sharded:
         world.shard(model, keep_gathered=cfg.shard == "zero2")
     else:
         model.to(world.device)
+    # ---- optimizer, and a loss scaler for fp16
     optimizer = adamw(model, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
     scaler = torch.amp.GradScaler(world.kind, enabled=dtype == torch.float16)
-    done, metrics = start(cfg, world, corpus, model, optimizer, scaler, dtype, path, note)
+    # ---- a checkpoint sets all of it as it was after its step: weights, optimizer, scaler, random generators
+    done = checkpoint.resume(path, model, optimizer, scaler, corpus.tokenizer.hash)["step"] if path else 0
+    metrics = start(cfg, world, corpus, shape, dtype, config, done, note)
     if metrics is None:
         return
 
@@ -368,21 +365,24 @@ def train(cfg, world):
 
     # ---- net is the same model, compiled and under DDP: it computes the loss. We clip, evaluate and save the model
     net = model
-    if world.kind == "cuda" if cfg.compile is None else cfg.compile:
+    wants_compile = world.kind == "cuda" if cfg.compile is None else cfg.compile
+    if wants_compile:
         net = compiled(model, cfg, world, autocast, is_sharded, metrics.say)
-    if world.size > 1 and not is_sharded:  # after compiling: one graph, and all its gradients in DDP's buckets
+    # DDP after compiling: one graph, and all its gradients in DDP's buckets
+    if world.size > 1 and not is_sharded:
         device_ids = [world.device.index] if world.kind == "cuda" else None
         net = DistributedDataParallel(net, device_ids=device_ids, gradient_as_bucket_view=True)
 
     # ---- the loop
-    peak, flops, stop = peak_flops(world.device, dtype), flops_per_token(shape), Stop()
+    peak, flops, stop = ranks.peak_flops(world.device, dtype), flops_per_token(shape), Stop()
     for step in range(done, cfg.max_steps):
         n, began, input_s = step + 1, time.perf_counter(), 0.0
+        # the learning rate is a function of the step alone
         lr = learning_rate(step, cfg.learning_rate, cfg.final_lr * cfg.learning_rate, cfg.warmup_steps, cfg.max_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # gradients of this rank's micro-batches add up; those of the ranks are averaged once, in the last backward
+        # gradients of this rank's micro-batches add up
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=world.device)
         for i in range(accumulation):
@@ -390,44 +390,49 @@ def train(cfg, world):
             asked, first = time.perf_counter(), (world.rank * accumulation + i) * micro_batch
             x, y = world.to_device(corpus.batch(step, n_sequences, first, first + micro_batch))  # (micro_batch, T)
             input_s += time.perf_counter() - asked
-            is_last = i == accumulation - 1
-            if is_sharded:  # zero3 has no room for whole gradients and weights between micro-batches
-                model.set_requires_gradient_sync(is_last or cfg.shard == "zero3")
-                model.set_reshard_after_backward(is_last or cfg.shard == "zero3")
+            # the ranks average their sums in the last backward; with zero3 in each, for want of room for whole sums
+            averages = i == accumulation - 1 or cfg.shard == "zero3"
+            if is_sharded:
+                model.set_requires_gradient_sync(averages)
+                model.set_reshard_after_backward(averages)
             elif world.size > 1:
-                net.require_backward_grad_sync = is_last  # DDP reads this in the forward
+                net.require_backward_grad_sync = averages  # DDP reads this in the forward
+            # forward and backward; the step's loss is the mean of its micro-batches
             with autocast():
                 loss = net(x, y)[1]
             scaler.scale(loss / accumulation).backward()
             total += loss.detach()
 
-        # clip and step. We read results only when all of it is launched, so a GPU never waits for the next launch
+        # clip and step; a scaler skips a step whose gradients overflow, and scales less from then on
         scaler.unscale_(optimizer)
-        norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf))
+        norm = ranks.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf))
         scaler.step(optimizer)
         scaler.update()
-        # the mean over the ranks, as each of them sees it; a step that failed is not saved
+        # means over the ranks (the norm is the same on all). Only now a GPU is waited for: all of the step is launched
         total, norm = (world.sum(torch.stack((total, norm))) / world.size).tolist()
+        # a step that failed is not saved
         check_finite(n, "loss", total)
-        if not scaler.is_enabled():  # a scaler skips a step whose gradients overflow
+        if not scaler.is_enabled():
             check_finite(n, "gradient norm", norm)
         elif scaler.get_scale() < 2**-10:
             raise UserError(f"step {n}: fp16 gradients overflow at any loss scale; use dtype=bfloat16")
 
-        # record, evaluate now and then, save
+        # record
         seconds = time.perf_counter() - began
         record = {"step": n, "loss": total / accumulation, "lr": lr, "grad_norm": norm if math.isfinite(norm) else None}
         record |= {"tokens": n * cfg.batch_tokens, "input_s": input_s, "seconds": seconds}
         rate = record["tokens_per_s"] = cfg.batch_tokens / seconds
         metrics.step(record | {"mfu": rate * flops / (peak * world.size) if peak else None})
-        # all ranks stop at the same step, although the signal reaches them at different times
-        is_stopped, val_loss = world.sum([stop.asked]).item() > 0, None
+        # evaluate now and then
+        val_loss = None
         if n % cfg.eval_every == 0 or n == cfg.max_steps:
             result = validate(model, corpus, cfg, world, autocast, is_sharded)
             val_loss = result["val_mean"]
             check_finite(n, "validation loss", val_loss)
             metrics.evaluation(n, result)
-        # what is evaluated is saved too, so that the best checkpoint is there
+        # save: after SIGTERM too, at the same step on all ranks, although it reaches them at different times.
+        # What is evaluated is saved, so that the best checkpoint is there
+        is_stopped = world.sum([stop.asked]).item() > 0
         if n % cfg.save_every == 0 or is_stopped or val_loss is not None:
             is_main, vocabulary = world.rank == 0, corpus.tokenizer.hash
             checkpoint.save(cfg.out_dir, n, model, vocabulary, val_loss, optimizer, scaler, cfg.keep, is_main)
@@ -438,9 +443,9 @@ def train(cfg, world):
 
 
 def main(cfg: TrainConfig):
-    world = Distributed(cfg.device, fixed_lengths=True)
+    world = ranks.Distributed(cfg.device, fixed_lengths=True)
     remedy = "set a smaller --micro_batch, or --recompute=true, or on several GPUs --shard=zero2 or zero3"
-    with enough_memory(remedy), hold(cfg.out_dir) if world.rank == 0 else contextlib.nullcontext():
+    with ranks.enough_memory(remedy), hold(cfg.out_dir) if world.rank == 0 else contextlib.nullcontext():
         train(cfg, world)
     world.close()
 

@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from common.problems import problems_of_mode, problems_of_residual, refuse
 from configurator import UserError, check_fields, setting
 
 
@@ -32,6 +33,7 @@ class Residual:
          "identity" adds after attention, at the same position:     U_n = l_own A_n V' + sum_i l_i V_i         (Eq 6)
          "delta" adds a difference after attention (NeuTRENO):      U_n = l_own A_n V' + sum_i l_i (V_i - V')  (Eq 8)
          "cross" attends to both layers under one softmax:          U_n = softmax(Q_n [K_n; K_i]^T) [V_n; V_i] (Eq 2)
+         A new map: its name here, its place and what it reads below, and its line in model.Attention.
     subtract: what "delta" subtracts: the "mixed" V', or V_n as "projected".
     lam: the weights (l_own, sum of all l_i); None = the plain mean of the layer's own tensor and its sources.
     learn: "fixed" weights, or learned ones that start from lam:
@@ -39,8 +41,8 @@ class Residual:
          "sources"  one for each source; l_own stays lam[0]
          "lerp"     (1 - l, l)
          "unit"     s (a, b) / sqrt(a^2 + b^2), from s = 1
-         "softmax"  (Learnable-Plus) a_n and s softmax_n(b), from a_n = lam[0], s = n_layer, b_n = lam[1] n.
-                    Here lam[1] is a slope, not a weight. None = (0.5, 0).
+         "softmax"  (Learnable-Plus) a_n and s softmax_n(b), from a_n = lam[0], s = n_layer, and b = lam[1] (0, 1, 2, …)
+                    over the layers that have it. Here lam[1] is a slope, not a weight. None = (0.5, 0).
          "head", "sigmoid", "relu": a model.Gate computes them for each token
     layers: the layers that have it, see `pick_layers`; () = each layer that has a source. A layer that borrows every
         tensor that the residual would change is left without the residual.
@@ -118,7 +120,7 @@ class ValueMode:
     heads_from_layer_0: fraction of the value heads that each layer above 0 takes from layer 0. These are the last
         heads; the layer computes the others itself.
     kv_group: query heads that share a key and value head (GQA), at most n_head; 0 = all (MQA).
-    output: what happens to U_n before the output projection: nothing ("plain"), or what model.OutputGate says.
+    output: what happens to U_n before the output projection: nothing ("plain"), or what layers.OutputGate says.
     cut_first: layer 0 has no skip around its attention (its MLP has one).
     dense: (dilation, period) of DenseFormer's depth-weighted average of the residual stream, or None.
     name: what we call it on screen and in files; "" = the table's row that equals it, or custom_….
@@ -158,14 +160,13 @@ class ValueMode:
         return 0 if t == "v" and owner != n and self.borrow_v == "first" else owner
 
     def with_lam(self, value):
-        """This mode with `value` as the weight of the sources, in its last residual with a settable one; None if no
-        residual has one."""
-        residuals = list(self.residuals)
-        for j in reversed(range(len(residuals))):
-            if residuals[j].lam and residuals[j].learn != "softmax":
-                residuals[j] = dataclasses.replace(residuals[j], lam=(residuals[j].lam[0], value))
-                return dataclasses.replace(self, residuals=tuple(residuals))
-        return None
+        """This mode with `value` as the weight of the sources, in its last residual that has such a weight."""
+        settable = [j for j, r in enumerate(self.residuals) if r.lam and r.learn != "softmax"]
+        if not settable:
+            raise UserError(f"{self.name} does not take a number: no residual of it has a weight that can be set")
+        residuals, last = list(self.residuals), settable[-1]
+        residuals[last] = dataclasses.replace(residuals[last], lam=(residuals[last].lam[0], value))
+        return dataclasses.replace(self, residuals=tuple(residuals))
 
 
 def mode_with(**fields):
@@ -187,61 +188,9 @@ def pick_layers(spec, n_layer):
     return sorted(found)
 
 
-# ---- what cannot be meant; all else that a Residual or a ValueMode can say, model.py computes
-
-
-# fmt: off
-def problems_of_residual(r):
-    """[(whether it is wrong, the sentence that says so)]"""
-    is_slice = not isinstance(r.layers, str) or re.fullmatch(r"(-?\d+)?:(-?\d+)?(:|:-?[1-9]\d*)?", r.layers)
-    is_number, is_token, learns = isinstance(r.source, int), r.source == "token", f"learn={r.learn!r}"
-    is_v, is_eq7, is_plain = r.of == "v", r.of == "v" and r.map == "own", r.lam is None and r.learn == "fixed"
-    of_many = r.learn in ("fixed", "scalar", "sources")
-    return [
-        (r.lam and len(r.lam) != 2, f"lam={r.lam}: two weights, (own, sources together), or None for the mean"),
-        (is_number and r.source < 0, f"source={r.source}: a layer's number, counted from 0"),
-        (not is_slice, f"layers={r.layers!r} is not a slice of layers, as '-3:' or '::2'"),
-        (r.map != "own" and not is_v, f"map={r.map!r} is for values: of must be 'v', not {r.of!r}"),
-        (is_token and not is_v, f"a table of values has no {r.of}: of must be 'v'"),
-        (is_token and r.map == "cross", "a table of values has no keys: map cannot be 'cross'"),
-        (not is_token and r.tables != "each", f"tables={r.tables!r} is for source='token'"),
-        (r.map == "cross" and not is_plain, "the softmax sets the weights of map='cross': leave out lam and learn"),
-        (r.source == "all" and not of_many, f"{learns} weighs one source against the layer's own: not source='all'"),
-        (r.is_gated and not is_eq7, f"{learns} makes a weight per token, for of='v' and map='own' alone"),
-        (r.learn == "head" and r.lam, "learn='head' divides 1 between own and source: lam stays None"),
-        (r.learn == "lerp" and r.lam and abs(sum(r.lam) - 1) > 1e-6, f"learn='lerp': lam={r.lam} must sum to 1"),
-    ]
-
-
-def problems_of_mode(m):
-    shares = (m.share_q, m.share_k, m.share_v)
-    owns_v, has_keys, takes_v = m.share_v == "each", m.values == "keys", m.heads_from_layer_0 > 0
-    of, cross = {r.of for r in m.residuals}, any(r.map == "cross" for r in m.residuals)
-    starts_at_0 = all(share[:1] == (0,) for share in shares if isinstance(share, tuple))
-    is_pair = m.dense is None or (len(m.dense) == 2 and min(m.dense) >= 1)
-    return [
-        (not starts_at_0, f"share={shares}: the owning layers begin with 0, as in (0, 4, 7)"),
-        (has_keys and not (owns_v and m.share_k == "each"), "values='keys' needs share_k='each' and share_v='each'"),
-        (takes_v and ("v" in of or has_keys or not owns_v),
-         "heads_from_layer_0 divides the value heads: share_v must be 'each', values 'projected', no residual of='v'"),
-        (m.output == "exclusive" and (takes_v or not owns_v),
-         "output='exclusive' takes out a layer's own values: share_v must be 'each', heads_from_layer_0 0"),
-        (cross and "scores" in of, "map='cross' and of='scores' both replace the softmax's input: use one of them"),
-        (not is_pair, f"dense={m.dense}: (dilation, period), both at least 1, or None"),
-        (not re.fullmatch(r"(\w[\w.+-]*)?", m.name),
-         f"name={m.name!r} names folders too: begin with a letter or digit, and use letters, digits and _ . + -"),
-    ]
-
-
-def refuse(problems):
-    """Raise UserError with the first of [(is_wrong, message)] that is wrong."""
-    for is_wrong, message in problems:
-        if is_wrong:
-            raise UserError(message)
-
-
 # name: (mode, equation of layers n >= 2 in the paper's count, where it is from; "v5" is the paper's last version).
 # V' is the mixed V_n: U_n = A_n V'.
+# fmt: off
 TABLE = {
     "vanilla": (ValueMode(), "A_n V_n", "baseline"),
     # -- ResFormer and its weights
@@ -359,14 +308,14 @@ def get_mode(mode):
     if mode in VALUE_MODES:
         return VALUE_MODES[mode]
     row, number = row_and_number(mode)
-    found = VALUE_MODES[row].with_lam(float(number)) if number else None
-    if found is None:
+    if not number:
         near = difflib.get_close_matches(mode, VALUE_MODES, 1, 0.4)
-        why = f"{row} does not take a number; " if number else f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown value_mode {mode!r}; {why}known: {', '.join(VALUE_MODES)}")
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"unknown value_mode {mode!r}; {hint}known: {', '.join(VALUE_MODES)}")
+    found = VALUE_MODES[row].with_lam(float(number))
     if found == VALUE_MODES[row]:
         return VALUE_MODES[row]
-    number = repr(float(number)).removesuffix(".0").replace("e+", "e")
+    number = repr(float(number)).removesuffix(".0").replace("e+", "e")  # 0.50 and 0.5 have one name
     return dataclasses.replace(found, name=f"{row}_{number}")
 
 
@@ -395,8 +344,8 @@ class ModelConfig:
     head_dim: int = setting(0, "width of a head; 0 = n_embd / n_head", least=0, most=2**12)
     n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", least=0, most=2**18)
     arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
-    rope_theta: float = setting(10000.0, "base of the rotary angles, see model.Rope", least=1)
-    rope_scaling: tuple[float, ...] = setting((), "Llama 3.1's factor, low, high, original, see model.Rope; () = none")
+    rope_theta: float = setting(10000.0, "base of the rotary angles, see layers.Rope", least=1)
+    rope_scaling: tuple[float, ...] = setting((), "Llama 3.1's factor, low, high, original, see layers.Rope; () = none")
     norm_eps: float = setting(1e-5, "added to the mean square by the norms", least=0, most=1)
     init_std: float = setting(0.02, "spread of the initial weights", least=0, most=100)
     value_mode: str | ValueMode = setting("vanilla", "a row of `python model.py table`, or a ValueMode")
@@ -404,21 +353,20 @@ class ModelConfig:
     def __post_init__(self):
         check_fields(self)
         self.fill("value_mode", get_mode(self.value_mode))
-        H, mode = self.n_head, self.value_mode
+        H, mode, is_llama = self.n_head, self.value_mode, self.arch == "llama"
         group = min(mode.kv_group or H, H)  # query heads to a key head
         G = self.n_kv_head or H // group
+        scaling, value_heads, is_odd = self.rope_scaling, mode.heads_from_layer_0 * G, self.n_embd % H
+        is_ordered = len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2]
+        # what 0 stands for
+        self.fill("n_kv_head", G)
+        self.fill("n_hidden", self.n_hidden or (7 * self.n_embd // 2 if is_llama else 4 * self.n_embd))
+        refuse([(not self.head_dim and is_odd, f"n_embd={self.n_embd} must be a multiple of n_head={H}")])
+        self.fill("head_dim", self.head_dim or self.n_embd // H)
         refuse([
             (H % group, f"value_mode has {group} query heads to a key head: n_head={H} is not a multiple of it"),
             (mode.kv_group != 1 and G != H // group, f"n_kv_head={G}, but value_mode makes it {H // group}"),
             (H % G, f"n_head={H} must be a multiple of n_kv_head={G}"),
-            (not self.head_dim and self.n_embd % H, f"n_embd={self.n_embd} must be a multiple of n_head={H}"),
-        ])  # fmt: skip
-        self.fill("n_kv_head", G)
-        self.fill("head_dim", self.head_dim or self.n_embd // H)
-        self.fill("n_hidden", self.n_hidden or (4 * self.n_embd if self.arch == "gpt2" else 7 * self.n_embd // 2))
-        is_llama, scaling, value_heads = self.arch == "llama", self.rope_scaling, mode.heads_from_layer_0 * G
-        is_ordered = len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2]
-        refuse([
             (is_llama and self.head_dim % 2, f"heads are {self.head_dim} wide: RoPE rotates pairs, so it must be even"),
             (scaling and not is_ordered, f"rope_scaling={scaling}: factor, low < high, original, all positive"),
             (scaling and not is_llama, f"rope_scaling is for arch='llama': {self.arch} learns its positions"),
@@ -442,12 +390,8 @@ def problems_of_layers(cfg):
     yield outside, f"value_mode names layers {outside}, but there are only 0..{n_layer - 1}"
     plan = plan_layers(cfg)
     for index, r in enumerate(mode.residuals):
-        asked = pick_layers(r.layers or ":", n_layer)
-        idle = [n for n in asked if index not in [mix.index for mix in plan[n].mixes]]
-        # of a tuple each layer must have it, of a slice any one
-        is_idle = idle and (idle == asked or (r.layers and isinstance(r.layers, tuple)))
-        yield not asked, f"{r}: its layers are none of 0..{n_layer - 1}"
-        yield is_idle, f"{r} does nothing in layer {max(idle, default=0)}: no source, or what it reads is borrowed"
+        acts = any(mix.index == index for layer in plan for mix in layer.mixes)
+        yield not acts, f"{r} acts in no layer of 0..{n_layer - 1}: none has a source and tensors of its own to mix"
     for n, layer in enumerate(plan):
         yield not layer.heads, f"layer {n} would own none of q, k, v: its attention would read nothing of its input"
 # fmt: on
@@ -515,7 +459,8 @@ def sources_of(r, plan):
     """{layer: what residual r reads there}, for the layers that have it. Numbers of layers, or of r's token tables."""
     owners = [[layer.owner[t] for t in r.reads] for layer in plan]
     layers = pick_layers(r.layers or ":", len(plan))
-    if r.reads:  # a layer that borrows all of them has nothing of its own to mix
+    # owners[n]: who owns what r reads, as layer n sees it. A layer that borrows all of it has nothing of its own to mix
+    if r.reads:
         layers = [n for n in layers if n in owners[n]]
     count = len(layers)
     if r.source == "token":
@@ -530,7 +475,8 @@ def sources_of(r, plan):
     for n in layers:
         asked = {"all": range(n), "first": [0], "prev": [n - 1]}.get(r.source, [r.source])
         below = [i for i in asked if 0 <= i < n]
-        if r.reads:  # layers that share what is read count once: the lowest stands for all of them
+        # layers that share what is read count once, as the lowest of them: 0 1 2 3 become 0 2 in cla2
+        if r.reads:
             below = sorted({owners.index(owners[i]) for i in below})
         if below:
             found[n] = below

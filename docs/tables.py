@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench import LLAMA
 from bench.decoding import decoding_table
-from bench.training import training_table
+from bench.training import memory_table, training_table
 from common.files import read_record, write_text
 from common.plan import mode_table
 from common.report import markdown
@@ -76,17 +76,11 @@ def weights_table(*modes):
     return markdown(["V_n + V_1", "seed", *(f"layer {n}" for n in range(2, len(rows[0])))], rows)
 
 
-def training(name):
-    """A table of results/bench_train_intel_xeon_<name>.json, without sides that do not exist any more."""
-    rows = json.loads((ROOT / f"results/bench_train_intel_xeon_{name}.json").read_text())["rows"]
-    return training_table([row for row in rows if row["name"].partition(", attn=")[0] in (*TABLE, LLAMA)])
-
-
-def decoding(*names, **shown):
-    """A table of results/bench_decode_intel_xeon_<name>.json: the rows that have what is `shown`."""
-    files = [ROOT / f"results/bench_decode_intel_xeon_{name}.json" for name in names]
-    rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
-    return decoding_table([row for row in rows if row | shown == row])
+def bench_rows(*names, **shown):
+    """The rows of results/<name>.json that have what is `shown`, without sides that do not exist any more."""
+    rows = [row for name in names for row in json.loads((ROOT / f"results/{name}.json").read_text())["rows"]]
+    exist = [row for row in rows if row["name"].partition(", attn=")[0] in TABLE or row["name"].startswith(LLAMA)]
+    return [row for row in exist if row | shown == row]
 
 
 def digits_table():
@@ -118,16 +112,24 @@ MAKERS = {
     "claims-night": lambda: tally(read_record(ROOT / "results/night.json", RESULTS)["figures"]),
     "night-grid": lambda: grid_table("82M"),
     "night-weights": lambda: weights_table("resformer_learned", "resformer_plus"),
-    "training-tiny": lambda: training("x1_tiny"),
-    "training-82M": lambda: training("x2_82m"),
-    "decoding-vanilla": lambda: decoding("x2_82m", "x1_tiny", name="vanilla"),
-    "decoding-modes": lambda: decoding("x2_sweep", "x2_cla", batch=16, prompt=4096),
+    "gpu-training": lambda: training_table(bench_rows("gpu_train_82m_modes", "gpu_train_82m", "gpu_train_468m")),
+    "gpu-memory": lambda: memory_table(bench_rows("gpu_memory_82m")),
+    "gpu-decoding": lambda: decoding_table(bench_rows("gpu_decode_82m", "gpu_decode_468m", batch=1)),
+    "cpu-training": lambda: training_table(bench_rows("bench_train_intel_xeon_x1_tiny")),
+    "cpu-decoding": lambda: decoding_table(
+        bench_rows("bench_decode_intel_xeon_x2_sweep", "bench_decode_intel_xeon_x2_cla", batch=16, prompt=4096)
+    ),
 }
 
 
 def with_tables(text):
     """The text of a page with its tables as the results have them."""
-    return PLACE.sub(lambda place: f"{place[1]}\n{MAKERS[place[2]]()}\n\n{place[3]}", text)
+
+    def fill(place):
+        table = re.sub(r" *\| *", "|", MAKERS[place[2]]())  # a page does not need the spaces
+        return f"{place[1]}\n{table}\n\n{place[3]}"
+
+    return PLACE.sub(fill, text)
 
 
 def main(cfg: TablesConfig):

@@ -1,0 +1,58 @@
+"""What a value mode cannot mean: one sentence for each combination of settings that nothing computes.
+
+All else that a Residual or a ValueMode can say, model.py computes. value_modes.py calls these when either is made.
+"""
+
+import re
+
+from configurator import UserError
+
+
+# fmt: off
+def problems_of_residual(r):
+    """[(whether it is wrong, the sentence that says so)]"""
+    is_slice = not isinstance(r.layers, str) or re.fullmatch(r"(-?\d+)?:(-?\d+)?(:|:-?[1-9]\d*)?", r.layers)
+    is_number, is_token, learns = isinstance(r.source, int), r.source == "token", f"learn={r.learn!r}"
+    is_v, is_eq7, is_plain = r.of == "v", r.of == "v" and r.map == "own", r.lam is None and r.learn == "fixed"
+    of_many = r.learn in ("fixed", "scalar", "sources")
+    return [
+        (r.lam and len(r.lam) != 2, f"lam={r.lam}: two weights, (own, sources together), or None for the mean"),
+        (is_number and r.source < 0, f"source={r.source}: a layer's number, counted from 0"),
+        (not is_slice, f"layers={r.layers!r} is not a slice of layers, as '-3:' or '::2'"),
+        (r.map != "own" and not is_v, f"map={r.map!r} is for values: of must be 'v', not {r.of!r}"),
+        (is_token and (not is_v or r.map == "cross"), "a token table has only values: of must be 'v', map not 'cross'"),
+        (not is_token and r.tables != "each", f"tables={r.tables!r} is for source='token'"),
+        (r.map == "cross" and not is_plain, "the softmax sets the weights of map='cross': leave out lam and learn"),
+        (r.source == "all" and not of_many, f"{learns} weighs one source against the layer's own: not source='all'"),
+        (r.is_gated and not is_eq7, f"{learns} makes a weight per token, for of='v' and map='own' alone"),
+        (r.learn == "head" and r.lam, "learn='head' divides 1 between own and source: lam stays None"),
+        (r.learn == "lerp" and r.lam and abs(sum(r.lam) - 1) > 1e-6, f"learn='lerp': lam={r.lam} must sum to 1"),
+    ]
+
+
+def problems_of_mode(m):
+    shares = (m.share_q, m.share_k, m.share_v)
+    owns_v, has_keys, takes_v = m.share_v == "each", m.values == "keys", m.heads_from_layer_0 > 0
+    of, cross = {r.of for r in m.residuals}, any(r.map == "cross" for r in m.residuals)
+    starts_at_0 = all(share[:1] == (0,) for share in shares if isinstance(share, tuple))
+    is_pair = m.dense is None or (len(m.dense) == 2 and min(m.dense) >= 1)
+    return [
+        (not starts_at_0, f"share={shares}: the owning layers begin with 0, as in (0, 4, 7)"),
+        (has_keys and not (owns_v and m.share_k == "each"), "values='keys' needs share_k='each' and share_v='each'"),
+        (takes_v and ("v" in of or has_keys or not owns_v),
+         "heads_from_layer_0 divides the value heads: share_v must be 'each', values 'projected', no residual of='v'"),
+        (m.output == "exclusive" and (takes_v or not owns_v),
+         "output='exclusive' takes out a layer's own values: share_v must be 'each', heads_from_layer_0 0"),
+        (cross and "scores" in of, "map='cross' and of='scores' both replace the softmax's input: use one of them"),
+        (not is_pair, f"dense={m.dense}: (dilation, period), both at least 1, or None"),
+        (not re.fullmatch(r"(\w[\w.+-]*)?", m.name),
+         f"name={m.name!r} names folders too: begin with a letter or digit, and use letters, digits and _ . + -"),
+    ]
+# fmt: on
+
+
+def refuse(problems):
+    """Raise UserError with the first of [(is_wrong, message)] that is wrong."""
+    for is_wrong, message in problems:
+        if is_wrong:
+            raise UserError(message)
