@@ -1,7 +1,7 @@
 """Bad input of every kind, made from a seed: each ends with exit code 2 and one sentence, and nothing saved is lost.
 
-By chance some of it is right. Then it must be accepted rightly: each kind says what that means. `make fuzz` tries 30,000
-in place of 1,500. A failure names its kind and number, and FUZZ="files 17" tries that one again.
+By chance some of it is right. Then it must be accepted rightly: each kind says what that means. `make fuzz` tries
+30,000. A failure names its kind and number, and FUZZ="files 17" tries that one again.
 """
 
 import contextlib
@@ -35,10 +35,13 @@ SCRIPTS = "train prepare eval sample export analyze plot common.plan bench.decod
 SCRIPTS = {name: importlib.import_module(name) for name in [*SCRIPTS.split(), "paper.reproduce"]}
 TRAIN = "train --data_dir=data --n_layer=2 --n_head=2 --n_embd=16 --block_size=32 --batch_tokens=64 --eval_tokens=64"
 TRAIN += " --dtype=float32 --save_every=2 --eval_every=2 --warmup_steps=1 --keep=0 --resume=auto"
-OTHER = f"{TRAIN} --out_dir=other --max_steps=2 --value_mode=svformer"
 RESUME, PREPARE = f"{TRAIN} --out_dir=run --max_steps=3", "prepare files --input_dir=texts --tokenizer=bpe:260"
 EVAL = "eval run --task=winogrande,arc_easy --data_dir=evals"
-BUILD = (f"{TRAIN} --out_dir=run --max_steps=2", OTHER, "eval run --task=loss,piqa --data_dir=evals", "analyze run --chunks=2")
+BUILD = f"""{TRAIN} --out_dir=run --max_steps=2
+{TRAIN} --out_dir=other --max_steps=2 --value_mode=svformer
+eval run --task=loss,piqa --data_dir=evals
+analyze run --chunks=2
+export run --check=false --out_dir=hf"""
 RUN = "run/step_*2.safetensors run/config.json run/tokenizer.json"
 OF_OURS = {  # calls, and the files of ours that they read
     RESUME: "run/step* run/config.json run/metrics.jsonl data/*",
@@ -58,10 +61,12 @@ OF_USERS = {  # calls, and the files of a user that they read
     EVAL: "evals/winogrande.jsonl evals/arc_easy.jsonl",
 }
 CALLS = OF_OURS | OF_USERS
-VALUES = ["", "x", "0", "1", "-1", "3", "1e3", "0.5", "nan", "1e-320", "9" * 400, "true", "none", "[1]", "(1,2)", "(.5,)"]
-VALUES += ["{'code': 1}", "{'code': 'x'}", "{1: 1}", "((", "[" * 999, "é", "../..", "svformer", "cuda", "0x10", "a=b"]
-VALUES += ["'1'", "True", "float('nan')", "10**400", "{1}", "b'x'", "1j", "range(3)", "...", "__import__('numpy').arange(3)"]
-LINES = ["", "", "import math", "def f(): return 1", "x = (", "raise SystemExit(3)", "import no_such", "\0", "z = 1"]
+VALUES = (
+    "x 0 1 -1 3 1e3 .5 nan 1e-320 true none [1] (1,2) (.5,) {'code':1} {'code':'x'} {1:1} (( é .. svformer cuda a=b"
+)
+VALUES += " '1' True 0x10 float('nan') 10**400 {1} b'x' 1j range(3) ... __import__('numpy').arange(3)"
+VALUES = [*VALUES.split(), "", "9" * 400, "[" * 999]
+LINES = "||import math|def f(): return 1|x = (|raise SystemExit(3)|import no_such|\0|z = 1".split("|")
 COMPLETED = "out_dir value_mode mixture task tokens workers tokenizer n_kv_head head_dim n_hidden".split()  # if empty
 
 
@@ -91,7 +96,7 @@ class House:
         write_rows(self.dir / "evals", {name: [row] for name, row in ROWS.items()})
         write_rows(self.dir / "texts", {n: [{"text": f"value {n}{i} of it"} for i in range(40)] for n in "abc"})
         (self.dir / "prompts").write_text("one\nor two\n")
-        for words in (*BUILD, "export run --check=false --out_dir=hf"):
+        for words in BUILD.splitlines():
             self.call(words)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prepare, "join", lambda *of: 0)
@@ -241,7 +246,9 @@ def rows(rng, house):
 def others(rng, house):
     """A run does not go on as another one, nor from another one's weights."""
     words = "--value_mode=resformer --n_embd=8 --arch=gpt2 --bos --n_layer=3 --block_size=16 --n_head=4 --n_kv_head=1"
-    word = rng.choice([*words.split(), f"--n_hidden={rng.randrange(50)}", f"--seed={rng.randrange(40)}", "--log_every=1"])
+    word = rng.choice(
+        [*words.split(), f"--n_hidden={rng.randrange(50)}", f"--seed={rng.randrange(40)}", "--log_every=1"]
+    )
     if word == "--log_every=1":
         shutil.copy(house.dir / "other/step_00000002.safetensors", house.dir / "run")
     assert house.call(RESUME, word).returncode, word
