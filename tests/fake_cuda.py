@@ -132,7 +132,7 @@ def configs():
     ways = [("llama", 0, bf16), ("llama", 4, fp32), ("gpt2", 0, bf16), ("llama", 1, bf16), ("llama", 0, fp16)]
     for i, mode in enumerate(os.environ.get("MODES", "").split() or COMPILED):
         for arch, n, dtype in {ways[0], ways[i % 5]}:
-            if n == 0 or (MODES[mode].kv_group == 1 and fits(mode, n)):
+            if n == 0 or fits(mode, n_kv_head=n):
                 cfg = config(mode, arch=arch, n_kv_head=n, n_layer=fewest_layers(mode))
                 yield (mode, arch, n, str(dtype)), cfg, dtype
 
@@ -286,7 +286,7 @@ if __name__ == "__main__":
     from train import TrainConfig
 
     watch_attention()  # conftest comes after our own files, for it sets the path
-    from conftest import COMPILED, MODES, config, fewest_layers, fits
+    from conftest import COMPILED, config, fewest_layers, fits
 
     mode = FakeTensorMode()
     mode.may_turn_const = lambda tensor: False  # it would compute with small constants, on a GPU that is not there
