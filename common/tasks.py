@@ -51,8 +51,8 @@ def ask_hellaswag(row):
 
 
 def ask_openbookqa(row):
-    choices = texts_of(row["choices"]["text"])
     gold = row["choices"]["label"].index(row["answerKey"].lstrip())
+    choices = texts_of(row["choices"]["text"])
     return Question((row["question_stem"],) * len(choices), choices, gold)
 
 

@@ -113,7 +113,7 @@ class House:
         before, (script, *rest) = contents(self.dir), words.split()
         result = called(SCRIPTS[script], [*rest, *more], self.dir)
         now = contents(self.dir)
-        changed = {file for file in self.files if now.get(file) != before.get(file)}
+        changed = {file for file in self.files.keys() & before.keys() if now.get(file) != before[file]}
         lost = changed - self.changed.setdefault(words, changed)
         assert not lost, f"{words} {more}: {lost} lost or changed"
         return result
