@@ -5,13 +5,10 @@
     python analyze.py path/to/Llama-3.1-8B --length=2048 --data_dir=data/demo     Llama or Mistral, Hugging Face layout
 
 A chunk is the end-of-text token, as before a first document, then consecutive tokens of validation text. We write
-analysis.json (numbers by layer) and analysis.npz (by token position, and spectra) into the run's folder, and print
-the main ones. Each quantity is defined at the function that measures it. Paper: https://arxiv.org/abs/2410.17897.
-
-Read model.py first. `python plot.py analysis` draws the results.
+analysis.json (numbers by layer) and analysis.npz (by token position, and spectra) into the run's folder, print the main
+ones, and `python plot.py analysis` draws them. Each is defined at the function that measures it. Read model.py first.
 """
 
-import dataclasses
 import functools
 import io
 import math
@@ -36,13 +33,8 @@ from train import TrainConfig
 
 NUMBERS = "analyze.py's numbers"  # the kind of analysis.json
 BLOCK = 2**24  # attention probabilities at a time, so that no memory grows with the length's square
-POSITIONS = 256  # analysis.npz keeps the first so many positions
-
-# Thresholds of the flags in analysis.json.
-SINK = 0.3  # a sink gets more than this share of the attention of the queries that see it (arXiv 2410.10781)
-DRAIN = 0.5  # value drain: the first token's values are shorter than this times those of other tokens (the paper's A.2)
-PEAK = 3.0  # hidden peak: the first token's hidden state is longer than this times those of other tokens (A.2)
-MASSIVE = (100.0, 1000.0)  # an activation above the first, and above the second times the median (arXiv 2402.17762)
+SINK = 0.3  # a sink gets more than this share of a head's attention (arXiv 2410.10781)
+SHOWN = ("entropy", "entropy_minus_uniform", "first", "value_norm_first", "value_norm_rest", "value_rank")  # printed
 
 
 @dataclass(frozen=True)
@@ -56,10 +48,8 @@ class AnalyzeConfig:
     out_dir: str = setting("", "folder of the results; empty = the run's own, out/init-<name> with --init")
 
     data_dir: str = setting("", "prepared data with validation text; empty = the run's own data", group="Text")
-    verify: bool = setting(True, "compare the sha256 of the data with the manifest at the start")
     chunks: int = setting(1000, "chunks to average over, divided among the domains as the mixture is", least=1)
     length: int = setting(0, "tokens per chunk; 0 = the model's block_size", least=0)
-    first_token: int = setting(-1, "id that each chunk starts with; -1 = end-of-text, or Hugging Face's bos", least=-1)
     seed: int = setting(42, "random seed for the choice of chunks")
 
     batch_tokens: int = setting(8192, "tokens per forward pass", least=1, group="Machine")
@@ -68,12 +58,8 @@ class AnalyzeConfig:
 
     def __post_init__(self):
         check_fields(self)
-        if self.length == 1:
-            raise UserError("length=1 leaves nothing to attend to; it must be at least 2, or 0 for the block_size")
         if self.runs and self.init:
             raise UserError("runs and --init exclude each other: name either runs or config files")
-        if self.out_dir and len(self.runs) > 1:
-            raise UserError(f"out_dir={self.out_dir} is one folder for {len(self.runs)} runs; leave it empty")
 
 
 # -- where attention goes
@@ -101,9 +87,11 @@ def received(q, keys, scale):
     """
     B, H, T, _ = q.shape
     keys = [repeat_heads(to_fp32(k), H) for k in keys]  # (B, H, T, D)
-    rows = max(1, BLOCK // (B * H * T * len(keys)))  # queries whose probabilities exist at a time
+    # the probabilities of so many queries exist at a time
+    rows = max(1, BLOCK // (B * H * T * len(keys)))
     total = torch.zeros(B, H, T, dtype=to_fp32(q).dtype, device=q.device)
     for first in range(0, T, rows):
+        # no query sees a later token, so the block ends where its last query stands
         last = min(T, first + rows)
         later = torch.ones(last - first, last, dtype=torch.bool, device=q.device).triu(first + 1)
         block = to_fp32(q[:, :, first:last]) * scale
@@ -118,6 +106,7 @@ def softmaxes(mixes, used):
 
     What a residual adds after attention (identity, delta) is not in A_n, but its own weight scales A_n.
     """
+    # what changes the softmax itself: keys of other layers under it, or scores of several layers added up
     q, k, others = used["q"], used["k"], []
     for residual, weights, sources in mixes:
         if residual.map == "cross":
@@ -125,6 +114,7 @@ def softmaxes(mixes, used):
         elif residual.of == "scores":
             q, k = join_scores(q, k, weights, sources)
     parts = [(1.0, q, [k, *others])]
+    # what changes its output: its own weight, and softmaxes of other layers
     for residual, weights, sources in mixes:
         if residual.of == "probs" or residual.map in ("identity", "delta"):
             own, *of_sources = [float(w) for w in weights]
@@ -137,7 +127,8 @@ def softmaxes(mixes, used):
 def importance(mixes, used):
     """Token importance of each head: the share of a layer's attention that goes to each position, (B, H, T)."""
     parts = softmaxes(mixes, used)
-    if all(weight == 0 for weight, _, _ in parts):  # a layer that ignores its attention still has one
+    # a layer that ignores its attention still has one
+    if all(weight == 0 for weight, _, _ in parts):
         parts = [(1.0, q, keys) for _, q, keys in parts]
     scale = used["v"].size(-1) ** -0.5
     total = sum(weight * received(q, keys, scale) for weight, q, keys in parts)
@@ -164,15 +155,12 @@ def uniform_entropy(T):
 
 
 def measure_importance(heads):
-    """{name: (B, …)} of token importance by head (B, H, T).
-
-    a' is its mean over heads. We measure the entropy of a' (Eq 11 of https://arxiv.org/abs/2410.17897, as the authors'
-    code has it: as printed it is a constant), a' of the first token, the largest a' (Figure 21), and the share of heads
-    in which the first token is a sink.
-    """
+    """{name: (B, …)} of token importance by head (B, H, T), a' is its mean over heads: the entropy of a' (Eq 11 of
+    https://arxiv.org/abs/2410.17897, as the authors' code has it: as printed it is a constant), a' of the first token,
+    the largest a' (Figure 21), and the share of heads in which the first token is a sink."""
     a = heads.mean(dim=1)  # (B, T)
     found = {"importance": a, "entropy": entropy(a), "first": a[:, 0]}
-    found["sink_heads"] = (heads[:, :, 0] > SINK).double().mean(dim=1)
+    found["sink_heads"] = (heads[:, :, 0] > SINK).float().mean(dim=1)
     largest = a.sort(dim=1, descending=True).values
     T = a.size(1)
     for name, rank in {"top_1": 1, "top_2": 2, "top_3": 3, "top_10": 10, "top_1%": math.ceil(0.01 * T)}.items():
@@ -189,16 +177,6 @@ def join_heads(t):
     return to_fp32(t).transpose(1, 2).flatten(2)
 
 
-def similarity(x):
-    """Mean cosine similarity of two different tokens (Eq 13 of https://arxiv.org/abs/2410.17897), x (B, T, E) -> (B,).
-
-    (|sum of unit vectors|^2 - T) / (T (T - 1)) needs no T x T products.
-    """
-    unit = F.normalize(x, dim=-1)
-    T = x.size(1)
-    return (unit.sum(dim=1).square().sum(dim=-1) - unit.square().sum(dim=(1, 2))) / (T * (T - 1))
-
-
 def spectrum(x):
     """Eigenvalues of (1/T) sum_i x_i x_i^T (Eq 12 of https://arxiv.org/abs/2410.17897, not centred), largest first.
 
@@ -213,12 +191,15 @@ def spectrum(x):
 
 
 def measure_vectors(x):
-    """{name: (B, …)} of x (B, T, E): norms |x_t| by position, of the first token and of the others, and similarity."""
+    """{name: (B, …)} of x (B, T, E): norms |x_t| by position, of the first token and of the others, and similarity: the
+    mean cosine of two different tokens (Eq 13 of https://arxiv.org/abs/2410.17897)."""
     norms = x.norm(dim=-1)
     if not norms.isfinite().all():
         raise UserError("the model computes NaN or infinity: its weights are damaged, or --dtype is too narrow")
-    found = {"norm": norms, "norm_first": norms[:, 0], "norm_rest": norms[:, 1:].mean(dim=1)}
-    return found | {"similarity": similarity(x)}
+    # (|sum of unit vectors|^2 - T) / (T (T - 1)) needs no T x T products
+    T, unit = x.size(1), F.normalize(x, dim=-1)
+    cosines = (unit.sum(dim=1).square().sum(dim=-1) - unit.square().sum(dim=(1, 2))) / (T * (T - 1))
+    return {"norm": norms, "norm_first": norms[:, 0], "norm_rest": norms[:, 1:].mean(dim=1), "similarity": cosines}
 
 
 def measure_values(v):
@@ -249,101 +230,61 @@ def cosine_to_cross(used, before, n, kernel):
 # -- a forward pass
 
 
-def rounded(numbers):
-    """Numbers in seven digits; None stays."""
-    return [None if x is None else float(f"{x:.7g}") for x in numbers]
-
-
-class Averages:
-    """Means and standard deviations over chunks of named quantities, by layer or state."""
-
-    def __init__(self):
-        self.sums = {}  # {name: {layer: (number of chunks, sum, sum of squares)}}
-
-    def add(self, n, found, prefix=""):
-        """found: {name: (B, …)} of B chunks. Sums are float64 on the CPU, so they stay exact over many chunks."""
-        for name, x in found.items():
-            x = x.cpu().double()
-            layers = self.sums.setdefault(prefix + name, {})
-            count, total, squares = layers.get(n, (0, 0, 0))
-            layers[n] = count + len(x), total + x.sum(dim=0), squares + x.square().sum(dim=0)
-
-    def mean(self, name, n):
-        """A float or a numpy array; None if layer n does not have it."""
-        if n not in self.sums[name]:
-            return None
-        count, total, _ = self.sums[name][n]
-        return (total / count).numpy() if total.ndim else (total / count).item()
-
-    def std(self, name, n):
-        """Standard deviation over chunks (n - 1) of a number; None below two chunks."""
-        count, total, squares = self.sums[name].get(n, (0, 0, 0))
-        if count < 2:
-            return None
-        return math.sqrt(max(0.0, (squares - total**2 / count).item() / (count - 1)))  # rounding may take it below 0
-
-    def tables(self, L):
-        """What goes into the files. {name: {"mean": a number for each of L layers, "std": over chunks}}, and
-        {name: mean by position or eigenvalue, (L, …)} with NaN where a layer does not have it."""
-        numbers, arrays = {}, {}
-        for name, layers in self.sums.items():
-            widths = [total.numel() for _, total, _ in layers.values() if total.ndim]
-            means = [self.mean(name, n) for n in range(L)]
-            if not widths:
-                stds = [self.std(name, n) for n in range(L)]
-                numbers[name] = {"mean": rounded(means), "std": rounded(stds)}
-                continue
-            arrays[name] = np.full((L, max(widths)), np.nan, np.float32)
-            for n in layers:
-                arrays[name][n, : len(means[n])] = means[n]  # shorter where a layer owns fewer value heads
-        return numbers, arrays
-
-
 class Recorder:
-    """Measures a model while it runs, by hooks on its blocks.
+    """Measures a model while it runs, by hooks on its blocks, and adds up what it measures.
 
-    Layers are 0 … L-1, states 0 … L: layer n reads state n, and the last layer leaves state L; `normed` is state L
-    after the final norm. In a layer we measure token importance, keys, the values that its softmax uses ("value": mixed
-    or borrowed) and those that it projects ("raw_value"), eq4 and eq6.
+    Layers are 0 … L-1, states 0 … L: layer n reads state n, and the last layer leaves state L. In a layer we measure
+    token importance, keys, the values that its softmax uses ("value": mixed or borrowed) and those that it projects
+    ("raw_value"), eq4 and eq6. Names of what we measure in a state begin with "hidden_".
     """
 
     def __init__(self, model):
-        self.layers, self.states, self.normed = Averages(), Averages(), Averages()
+        self.chunks = 0
+        self.sums = {}  # {name: {layer or state: sum over chunks, a number or (width,)}}
         self.before = None  # k and v of the layer before, and v_sum, the sum of the values of all layers so far
         for n, block in enumerate(model.blocks):
             block.register_forward_pre_hook(functools.partial(self.state, n))
             block.attn.register_forward_hook(functools.partial(self.layer, n))
         model.norm.register_forward_pre_hook(functools.partial(self.state, len(model.blocks)))
-        model.norm.register_forward_hook(self.last)
+
+    def add(self, n, found, prefix=""):
+        """found: {name: (B, …)} of B chunks. Sums are float64 on the CPU, so they stay exact over many chunks."""
+        for name, x in found.items():
+            sums = self.sums.setdefault(prefix + name, {})
+            sums[n] = sums.get(n, 0) + x.cpu().double().sum(dim=0)
+
+    def mean(self, name, n):
+        """Mean over the chunks, a float or a numpy array; None if layer n does not have it."""
+        if n not in self.sums[name]:
+            return None
+        mean = self.sums[name][n] / self.chunks
+        return mean.numpy() if mean.ndim else mean.item()
 
     def state(self, n, block, args):
         """Before a block, and before the final norm."""
-        x = to_fp32(args[0])  # (B, T, C)
-        self.states.add(n, measure_vectors(x), "hidden_")
-        size = x.abs().flatten(1)
-        top, median = size.amax(dim=1), size.median(dim=1).values
-        is_massive = (top > MASSIVE[0]) & (top > MASSIVE[1] * median)
-        self.states.add(n, {"activation_max": top, "activation_median": median, "massive": is_massive})
+        x = args[0]  # (B, T, C)
+        self.chunks += len(x) if n == 0 else 0
+        self.add(n, measure_vectors(to_fp32(x)), "hidden_")
 
     def layer(self, n, attn, args, output):
         """After the attention of a layer."""
         mixes, projected, used = parts_of(attn, args, output)
-        self.layers.add(n, measure_importance(importance(mixes, used)))
-        self.layers.add(n, measure_vectors(join_heads(used["k"])), "key_")
+        self.add(n, measure_importance(importance(mixes, used)))
+        self.add(n, measure_vectors(join_heads(used["k"])), "key_")
+
+        # A spectrum takes long, so values that are used as they were projected are measured once.
         values = measure_values(used["v"])
-        self.layers.add(n, values, "value_")
+        self.add(n, values, "value_")
         if "v" in projected:
             is_mixed = projected["v"] is not used["v"]
-            self.layers.add(n, measure_values(projected["v"]) if is_mixed else values, "raw_value_")
+            self.add(n, measure_values(projected["v"]) if is_mixed else values, "raw_value_")
+
+        # Eq 6 needs the sum over all layers before, so we carry it along.
         v_sum = used["v"]
         if n:
-            self.layers.add(n, cosine_to_cross(used, self.before, n, attn.kernel))
+            self.add(n, cosine_to_cross(used, self.before, n, attn.kernel))
             v_sum = v_sum + self.before["v_sum"]
         self.before = {"k": used["k"], "v": used["v"], "v_sum": v_sum}
-
-    def last(self, norm, args, x):
-        """After the final norm."""
-        self.normed.add(0, measure_vectors(to_fp32(x)), "normed_")
 
 
 # -- models and their text
@@ -358,20 +299,20 @@ class Subject:
     data_dir: str
     mixture: dict | None  # None: the data's own
     tokenizer: object  # a data.Tokenizer, or an hf.HFTokenizer, which has no hash if it reads the data's text
-    step: int | None = None
-    checkpoint: str | None = None
+    step: int | None  # None: a Hugging Face folder does not say
 
 
 def open_run(path, cfg, device):
     """The Subject of a weights file, in a run's folder or in a Hugging Face folder."""
     data_dir, mixture = checkpoint.trained_on(path.parent, cfg.data_dir, "the prepared data by --data_dir")
     model = checkpoint.load(path, device=device, dtype=pick_dtype(cfg.dtype, device.type))
-    step = checkpoint.read_header(path)["step"]
-    return Subject(model, path.parent, data_dir, mixture, checkpoint.load_tokenizer(path), step, path.name)
+    tokenizer, step = checkpoint.load_tokenizer(path), checkpoint.read_header(path)["step"]
+    return Subject(model, path.parent, data_dir, mixture, tokenizer, step)
 
 
 def open_initial(cfg, device):
     """The Subject of a config of train.py: the model before its first step."""
+    # the settings that train.py would have, so the model is the one that it would start from
     words = [*cfg.init, *([f"--data_dir={cfg.data_dir}"] if cfg.data_dir else [])]
     trained = load_settings(TrainConfig, words)
     tokenizer = Tokenizer.load(Path(trained.data_dir) / "tokenizer.json")
@@ -389,6 +330,7 @@ def choose_windows(corpus, n, seed):
     for domain, quota in zip(corpus.domains, np.diff(bounds), strict=True):
         order = np.argsort(raw_bits(seed, "analysis", domain, n=corpus.windows("val", domain)), kind="stable")
         found += [(domain, int(window)) for window in order[:quota]]
+    # each batch has text of all domains
     order = np.argsort(raw_bits(seed, "analysis", n=len(found)), kind="stable")
     return [found[i] for i in order]
 
@@ -397,12 +339,11 @@ def read_chunks(subject, cfg):
     """(at most cfg.chunks, T) token ids: the first token, then T - 1 of validation text."""
     shape, tokenizer = subject.model.cfg, subject.tokenizer
     T = cfg.length or shape.block_size
-    if T > shape.block_size:
-        limit = f"block_size={shape.block_size} of {subject.folder}"
-        raise UserError(f"length={T} is more than {limit}; set --length={shape.block_size} or less")
+    if not 2 <= T <= shape.block_size:
+        raise UserError(f"length={T} must be 2 to {shape.block_size}, the block_size of {subject.folder}")
+    # a public model reads our text in its own tokens: three times as many of ours will do for its T - 1
     is_ours = tokenizer.hash is not None
-    # Another tokenizer may need more of our tokens for its T - 1: we read three times as many, and cut afterwards.
-    corpus = Corpus(subject.data_dir, T - 1 if is_ours else 3 * (T - 1), mixture=subject.mixture, verify=cfg.verify)
+    corpus = Corpus(subject.data_dir, T - 1 if is_ours else 3 * (T - 1), mixture=subject.mixture)
     if is_ours and corpus.tokenizer.hash != tokenizer.hash:
         raise UserError(f"{subject.data_dir} was made with another tokenizer than {subject.folder}; name its own data")
     windows = choose_windows(corpus, cfg.chunks, cfg.seed)
@@ -412,77 +353,43 @@ def read_chunks(subject, cfg):
         rows = [ids[: T - 1] for ids in map(tokenizer.encode, texts) if len(ids) >= T - 1]
     if not rows:
         raise UserError(f"the validation text of {subject.data_dir} has no chunk of {T} tokens; set a smaller --length")
-    if len(rows) < cfg.chunks:
-        print(f"note: {subject.data_dir} has only {len(rows)} of {cfg.chunks} chunks for {subject.folder}")
-    idx = np.full((len(rows), T), tokenizer.eot if cfg.first_token < 0 else cfg.first_token, np.int64)
+    idx = np.full((len(rows), T), tokenizer.eot, np.int64)
     idx[:, 1:] = rows
-    if idx.max() >= shape.vocab_size:
-        what = f"{subject.folder} has {shape.vocab_size} token ids, but its chunks hold {idx.max()}"
-        raise UserError(f"{what}: first_token={idx[0, 0]} or the tokenizer is not its own")
     return torch.from_numpy(idx)
 
 
 # -- results
 
 
-def find_flags(layers, states, L, T):
-    """What passes the thresholds at the top of this file: sinks' positions and value drains by layer; hidden peaks, and
-    the share of chunks with a massive activation, by state."""
-    seen_by = T - np.arange(T // 2)  # queries that see a position; too few see the later ones to judge them
-    shares = [layers.mean("importance", n)[: T // 2] * T / seen_by for n in range(L)]
-    first, rest = ([layers.mean(f"value_norm_{part}", n) for n in range(L)] for part in ("first", "rest"))
-    peak, others = ([states.mean(f"hidden_norm_{part}", n) for n in range(L + 1)] for part in ("first", "rest"))
-    return {
-        "sinks": [np.flatnonzero(share > SINK).tolist() for share in shares],
-        "value_drains": [a < DRAIN * b for a, b in zip(first, rest, strict=True)],
-        "hidden_peaks": [a > PEAK * b for a, b in zip(peak, others, strict=True)],
-        "massive": [states.mean("massive", n) for n in range(L + 1)],
-    }
+def rounded(numbers):
+    """Numbers in seven digits; None stays."""
+    return [None if x is None else float(f"{x:.7g}") for x in numbers]
 
 
 def summarize(recorder, L, T):
     """(the measured part of analysis.json, the arrays of analysis.npz: a row for each layer or state)."""
-    layers, arrays = recorder.layers.tables(L)
-    states, of_states = recorder.states.tables(L + 1)
-    normed, _ = recorder.normed.tables(1)
+    layers, states, arrays = {}, {}, {}
+    for name in recorder.sums:
+        is_state = name.startswith("hidden_")
+        table, rows = (states, L + 1) if is_state else (layers, L)
+        means = [recorder.mean(name, n) for n in range(rows)]
+        widths = [len(mean) for mean in means if isinstance(mean, np.ndarray)]
+        if not widths:
+            table[name] = {"mean": rounded(means)}
+            continue
+        # A layer without the quantity has NaN. A spectrum is shorter where a layer owns fewer value heads.
+        rows = np.full((len(means), max(widths)), np.nan, np.float32)
+        for row, mean in zip(rows, means, strict=True):
+            if mean is not None:
+                row[: len(mean)] = mean
+        arrays[name] = rows
     level = uniform_entropy(T)
-    above = rounded([x - level for x in layers["entropy"]["mean"]])
-    layers["entropy_minus_uniform"] = {"mean": above, "std": layers["entropy"]["std"]}
-    numbers = {"entropy_uniform": level, "layers": layers, "states": states, "normed": normed}
-    numbers["flags"] = find_flags(recorder.layers, recorder.states, L, T)
-    numbers["thresholds"] = {"sink": SINK, "drain": DRAIN, "peak": PEAK, "massive": MASSIVE}
-    arrays |= of_states
-    return numbers, {name: x if "spectrum" in name else x[:, :POSITIONS] for name, x in arrays.items()}
-
-
-# Columns of the table that we print: heading, a quantity, and by which other one it is divided.
-COLUMNS = (
-    ("entropy", "entropy", None),
-    ("above uniform", "entropy_minus_uniform", None),
-    ("importance of the first token", "first", None),
-    ("norm of its value, relative to other tokens", "value_norm_first", "value_norm_rest"),
-    ("norm of its hidden state, relative to other tokens", "hidden_norm_first", "hidden_norm_rest"),
-    ("token similarity", "hidden_similarity", None),
-    ("effective rank of values", "value_rank", None),
-)
-
-
-def layer_table(numbers):
-    """A Markdown table of the main numbers by layer, counted from 1 as in the paper."""
-    found, flags, rows = numbers["layers"] | numbers["states"], numbers["flags"], []
-    for n in range(len(found["entropy"]["mean"])):
-        row = [n + 1]
-        for _, name, over in COLUMNS:
-            divisor = found[over]["mean"][n] if over else 1
-            row.append(plus_minus(found[name]["mean"][n] / divisor if divisor else None))
-        words = [f"sinks at {flags['sinks'][n][:3]}"] * bool(flags["sinks"][n])
-        words += ["value drain"] * flags["value_drains"][n] + ["hidden peak"] * flags["hidden_peaks"][n]
-        rows.append([*row, ", ".join(words)])
-    return markdown(["layer", *(heading for heading, _, _ in COLUMNS), "flags"], rows)
+    layers["entropy_minus_uniform"] = {"mean": rounded([x - level for x in layers["entropy"]["mean"]])}
+    return {"entropy_uniform": level, "layers": layers, "states": states}, arrays
 
 
 def analyze(subject, cfg, device):
-    """Measure a Subject, write analysis.json and analysis.npz, print the table."""
+    """Measure a Subject, write analysis.json and analysis.npz, print some numbers by layer."""
     idx, model, out = read_chunks(subject, cfg), subject.model, Path(cfg.out_dir or subject.folder)
     N, T = idx.shape
     recorder = Recorder(model)
@@ -490,27 +397,20 @@ def analyze(subject, cfg, device):
         for rows in idx.split(max(1, cfg.batch_tokens // T)):
             model.hidden(rows.to(device))
             bar.update(rows.numel())
-    measured, arrays = summarize(recorder, model.cfg.n_layer, T)
-    about = {
-        "mode": model.cfg.value_mode.name,
-        "step": subject.step,
-        "checkpoint": subject.checkpoint,
-        "parameters": count_parameters(model.cfg),
-        "config": dataclasses.asdict(model.cfg),
-        "chunks": N,
-        "chunks_asked": cfg.chunks,
-        "length": T,
-        "first_token": idx[0, 0].item(),
-        "dtype": cfg.dtype,
-        "device": device.type,
-        "environment": environment(),
-    }
+
+    numbers, arrays = summarize(recorder, model.cfg.n_layer, T)
+    about = {"mode": model.cfg.value_mode.name, "step": subject.step, "parameters": count_parameters(model.cfg)}
+    about |= {"chunks": N, "length": T, "dtype": cfg.dtype, "device": device.type, "environment": environment()}
     archive = io.BytesIO()  # numpy would add .npz to the name of a temporary file
     np.savez_compressed(archive, **arrays)
     write_atomic(out / "analysis.npz", lambda temporary: temporary.write_bytes(archive.getvalue()))
-    write_record(out / "analysis.json", NUMBERS, about | measured)
-    print(f"{subject.folder} ({about['mode']}): {N} chunks of {T} tokens; wrote {out}/analysis.json and .npz")
-    print(layer_table(measured) + "\n", flush=True)
+    write_record(out / "analysis.json", NUMBERS, about | numbers)
+
+    # Layers count from 1, as in the paper.
+    print(f"{subject.folder} ({about['mode']}): {N} of {cfg.chunks} chunks of {T} tokens; wrote {out}/analysis.json")
+    columns = [numbers["layers"][name]["mean"] for name in SHOWN]
+    rows = [[n, *map(plus_minus, row)] for n, row in enumerate(zip(*columns, strict=True), start=1)]
+    print(markdown(["layer", *SHOWN], rows), flush=True)
 
 
 @enough_memory("set a smaller --batch_tokens")
@@ -519,10 +419,9 @@ def main(cfg: AnalyzeConfig):
     if cfg.init:
         analyze(open_initial(cfg, device), cfg, device)
         return
-    names = cfg.runs or ("",)
-    paths = [checkpoint.find_finished(name) for name in names]  # of a run's folder, which must be finished, the last
-    if len({path.parent.resolve() for path in paths}) < len(paths):
-        raise UserError(f"two of {', '.join(names)} are in one folder, which has one analysis.json; name one of them")
+    paths = [checkpoint.find_finished(name) for name in cfg.runs or ("",)]
+    if len({cfg.out_dir or path.parent.resolve() for path in paths}) < len(paths):
+        raise UserError("several of these models would write into one folder; name one of them, without --out_dir")
     for path in paths:
         analyze(open_run(path, cfg, device), cfg, device)
 

@@ -1,27 +1,21 @@
-"""Pictures and tables of runs, from their metrics.jsonl and from what eval.py and analyze.py write beside it.
+"""Pictures and tables of runs, from their metrics.jsonl and from what analyze.py writes beside it.
 
-    python plot.py relative out/demo/vanilla out/demo/svformer    training loss minus the baseline's, by seed
-    python plot.py loss out/demo/vanilla out/demo/svformer        training loss, and validation loss as markers
-    python plot.py compare out/demo/*                             a Markdown table, and the picture of `relative`
-    python plot.py eval out/demo/vanilla out/demo/svformer        accuracies with errors and chance, loss by domain
-    python plot.py analysis out/demo/vanilla out/demo/svformer    attention concentration, sinks and drains by layer
+    python plot.py compare out/demo/*                             a table, and training loss minus the baseline's
+    python plot.py analysis out/demo/vanilla out/demo/svformer    attention concentration by layer
 
-Name runs by their folders. Runs of one value_mode that differ only in their seed become one line, their mean, with a
-band of one standard deviation (n - 1) on each side. paper/ draws the paper's figures with the functions of this file.
+Name runs by their folders. `compare` draws runs of one value_mode that differ only in their seed as one line, their
+mean, with a band of one standard deviation (n - 1) on each side. paper/ draws its figures with the functions below.
 """
 
 import contextlib
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from common.files import read_record, read_record_lines, reading, write_atomic
 from common.report import markdown, mean_std, plus_minus
-from common.tasks import TASKS
 from configurator import UserError, check_fields, need, run, setting
 from value_modes import row_and_number
 
@@ -35,15 +29,12 @@ class PlotConfig:
 
     words: tuple[str, ...] = setting((), "what to draw, see above, then the runs", positional=True)
     baseline: str = setting("vanilla", "value_mode that we compare the others with")
-    metric: Literal["acc", "acc_norm"] = setting("acc", "eval: the accuracy to draw, see eval.py")
     out_file: str = setting("", "PNG to write; empty = <what is drawn>.png in the folder that holds the first run")
 
     def __post_init__(self):
         check_fields(self)
-        known = [*FROM_METRICS, *FROM_RESULTS]
-        if len(self.words) < 2 or self.words[0] not in known:
-            example = "`python plot.py relative out/demo/*`"
-            raise UserError(f"say what to draw ({', '.join(known)}), then of which runs: {example}")
+        if len(self.words) < 2 or self.words[0] not in ("compare", "analysis"):
+            raise UserError("say compare or analysis, then name runs: `python plot.py compare out/demo/*`")
         if self.out_file and not self.out_file.endswith(".png"):
             raise UserError(f"out_file={self.out_file} must end in .png")
 
@@ -73,6 +64,7 @@ def styles_of(modes):
     for name in names.values():
         if name not in colors:
             colors[name] = min(COLORS[1:], key=list(colors.values()).count)
+    # the n-th line of a colour has another dash and marker than the first one
     styles, drawn = {}, []
     for label, name in names.items():
         look = COLORS.index(colors[name]) + drawn.count(colors[name])
@@ -110,15 +102,6 @@ def legend(ax):
     ax.set_title("", loc="left")
 
 
-def shared_legend(fig, title=""):
-    """One legend above all panels of a figure."""
-    key = {}
-    for ax in fig.axes:
-        handles, labels = ax.get_legend_handles_labels()
-        key |= dict(zip(labels, handles, strict=True))
-    fig.legend(key.values(), key.keys(), title=title, loc="outside upper left", ncols=4, **LEGEND)
-
-
 def short_count(n):
     """A number of parameters or tokens in three digits: 738k, 2.95M, 468M."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -141,8 +124,6 @@ class Curves:
     """What the metrics.jsonl of a run says. Losses are in nats per token."""
 
     name: str  # the run's folder, as the user wrote it
-    mode: str
-    seed: int
     start: dict  # what train.py knew at the (last) start
     steps: dict  # arrays over training: step, loss, lr, tokens (so far), tokens_per_s
     val: dict  # {step: validation loss, mean over the domains}
@@ -167,13 +148,10 @@ def read_run(folder):
             raise UserError(f"{path} has no steps yet; wait until the run has made some")
         names = ("step", "loss", "lr", "tokens", "tokens_per_s")
         steps = {name: np.array([record[name] for record in events["step"]], float) for name in names}
-        if (np.diff(steps["step"]) != 1).any():
-            raise ValueError("steps are missing, or come twice")
+        # a resumed run has several starts, and the last one's max_steps counts
         start, val = events["start"][-1], {record["step"]: record["val_mean"] for record in events["eval"]}
         return Curves(
             name=str(folder),
-            mode=start["value_mode"],
-            seed=start["seed"],
             start=start,
             steps=steps,
             val=val,
@@ -184,54 +162,56 @@ def read_run(folder):
 
 
 def read_runs(names):
-    """The Curves of the runs among `names`: out/demo/* also matches the tables and pictures beside the runs."""
-    runs = []
-    for name in names:
-        if Path(name).exists() and not Path(name, "metrics.jsonl").exists():
-            print(f"note: {name} is left out: it has no metrics.jsonl, so it is not a run")
-            continue
-        runs.append(read_run(name))
-        if not runs[-1].finished:
-            print(f"note: {name} is not finished: step {runs[-1].steps['step'][-1]:.0f}/{runs[-1].start['max_steps']}")
+    """The Curves of runs. out/demo/* also matches the pictures beside the runs, so we leave files out."""
+    runs = [read_run(name) for name in names if not Path(name).is_file()]
     if not runs:
         raise UserError(f"none of {', '.join(names)} is a run; name folders that train.py has written")
     return runs
 
 
 def plan_of(run):
-    """How a run was trained, in words. Two runs can be compared if these are equal."""
-    bos = " with end-of-text first" if run.start.get("bos") else ""
-    tokens = f"{run.step_tokens:,.0f} tokens, {run.start['block_size']} at a time{bos}"
-    return f"{run.start['max_steps']} steps of {tokens}, of data {run.start['data']}"
+    """How a run was trained, in words. Runs can be compared if these are equal, and their data."""
+    bos = ", end-of-text first" if run.start["bos"] else ""
+    return f"length {run.start['block_size']}{bos}, {run.start['max_steps']:,} steps of {run.step_tokens:,.0f} tokens"
 
 
 def by_mode(runs, baseline):
-    """{value_mode: its runs}, the baseline first. The runs of a mode may differ only in their seed."""
-    groups = {}
-    for one in sorted(runs, key=lambda run: run.mode != baseline):
-        for other in groups.setdefault(one.mode, []):
+    """{value_mode: its runs}, the baseline first. All were trained alike; those of a mode differ only in their seed."""
+    groups, first = {}, runs[0]
+    for one in sorted(runs, key=lambda run: run.start["value_mode"] != baseline):
+        if (plan_of(one), one.start["data"]) != (plan_of(first), first.start["data"]):
+            data = " on other data" if one.start["data"] != first.start["data"] else ""
+            raise UserError(f"{one.name} had {plan_of(one)}{data}, {first.name} had {plan_of(first)}: not comparable")
+
+        # the mean over seeds is one only of equal runs
+        mode = one.start["value_mode"]
+        for other in groups.setdefault(mode, []):
             # an unfinished run has fewer steps, so we compare the learning rates of those that both have
             same_rates = all(a == b for a, b in zip(one.steps["lr"], other.steps["lr"], strict=False))
             same_model = one.start["parameters"] == other.start["parameters"]
-            if one.seed == other.seed or not (same_rates and same_model and plan_of(one) == plan_of(other)):
-                raise UserError(f"{other.name} and {one.name} are both {one.mode}, but do not differ in the seed alone")
-        groups[one.mode].append(one)
+            if one.start["seed"] == other.start["seed"] or not (same_rates and same_model):
+                raise UserError(f"{other.name} and {one.name} are both {mode}, but do not differ in the seed alone")
+        groups[mode].append(one)
     return groups
 
 
 def pair(groups, baseline):
     """{value_mode: [(run, the baseline's run of its seed)]}. Both saw the same batches, so their noise cancels."""
-    partners = {run.seed: run for run in groups.get(baseline, [])}
-    pairs = {mode: [(run, partners.get(run.seed)) for run in groups[mode]] for mode in groups if mode != baseline}
+    partners = {run.start["seed"]: run for run in groups.get(baseline, [])}
+    pairs = {mode: [(one, partners.get(one.start["seed"])) for one in groups[mode]] for mode in groups}
+    pairs.pop(baseline, None)
     if not pairs:
         raise UserError(f"all runs are {baseline}; name runs of other modes to compare with them")
     for one, base in sum(pairs.values(), []):
         if base is None:
-            how = f"name it too, or train it with --value_mode={baseline} and all other settings of {one.name}"
-            raise UserError(f"{one.name} ({one.mode}) needs a {baseline} run with its seed, {one.seed}; {how}")
-        if plan_of(one) != plan_of(base):
-            raise UserError(f"{one.name} had {plan_of(one)}, {base.name} had {plan_of(base)}: not comparable")
+            raise UserError(f"{one.name} needs a {baseline} run with its seed, {one.start['seed']}; name it too")
     return pairs
+
+
+def title_of(groups):
+    """What the runs of a picture have in common. Their sizes may differ."""
+    runs = [run for of_mode in groups.values() for run in of_mode]
+    return f"{count_range([run.start['parameters'] for run in runs])} parameters, {plan_of(runs[0])}"
 
 
 # -- curves
@@ -246,6 +226,7 @@ def align(curves):
 
 def growing_means(x, y):
     """Means of x (n,) and y (curves, n) over windows (end / GROWTH, end], the last of which ends with x."""
+    # losses fall ever more slowly, so windows that grow with the step lose nothing and smooth the most
     means_x, means_y, end = [], [], x[-1]
     while end >= x[0]:
         inside = (x > end / GROWTH) & (x <= end)
@@ -264,18 +245,20 @@ def draw_line(ax, x, y, label, style, points=None):
         ax.fill_between(x, mean - std, mean + std, color=style["color"], alpha=0.14, linewidth=0)
     if points is not None:
         ax.plot(*points, **style | {"linestyle": ""})
+    # a marker of the line itself is only in the legend
     marker = "" if points is None else style["marker"]
-    ax.plot(x, mean, markevery=[], label=f"{label}, {seeds}", **style | {"marker": marker})  # only in the legend
+    ax.plot(x, mean, markevery=[], label=f"{label}, {seeds}", **style | {"marker": marker})
 
 
-def token_axis(ax, zero):
-    """A logarithmic axis of training tokens, and a y axis that fits what is drawn, and 0 if `zero`."""
+def token_axis(ax):
+    """A logarithmic axis of training tokens, and a y axis that fits what is drawn, and 0."""
     lines = [line.get_xydata() for line in ax.lines]
     bands = [path.vertices for collection in ax.collections for path in collection.get_paths()]
     x, y = np.concatenate(lines + bands).T
-    end, level = x.max(), [0.0] * zero
-    shown, late = (np.append(y[x >= share * end], level) for share in (SHOWN, EARLY))
-    if np.ptp(shown) > 4 * np.ptp(late):  # the first losses would squash all others
+    end = x.max()
+    shown, late = (np.append(y[x >= share * end], 0) for share in (SHOWN, EARLY))
+    # the first losses would squash all others
+    if np.ptp(shown) > 4 * np.ptp(late):
         shown = late
     pad = 0.05 * np.ptp(shown) or 1
     ax.set(xlim=(SHOWN * end, end), ylim=(shown.min() - pad, shown.max() + pad))
@@ -292,7 +275,7 @@ def relative_panel(ax, pairs, styles, baseline="vanilla"):
         x, losses = align([(run.steps["tokens"], run.steps["loss"]) for run in runs])
         gaps = losses[: len(both)] - losses[len(both) :]  # (seeds, steps)
         draw_line(ax, *growing_means(x, gaps), label, styles[label])
-    token_axis(ax, zero=True)
+    token_axis(ax)
     ax.axhline(0, **ZERO)
     ax.set_ylabel(f"training loss minus {baseline}'s\n(nats per token)")
     legend(ax)
@@ -315,68 +298,31 @@ def layer_panel(ax, lines, styles, ylabel, first=1, level=None):
 # -- what we draw of runs
 
 
-def size_of(groups):
-    """Size and length of runs, for a title: 2.95M parameters, length 256, 300 steps of 2,048 tokens."""
-    runs = [run for of_mode in groups.values() for run in of_mode]
-    size = count_range([run.start["parameters"] for run in runs])
-    length = count_range([run.start["block_size"] for run in runs], "{:,}".format)
-    steps = count_range([run.start["max_steps"] for run in runs], "{:,}".format)
-    tokens = count_range([run.step_tokens for run in runs], "{:,.0f}".format)
-    return f"{size} parameters, length {length}, {steps} steps of {tokens} tokens"
-
-
-def relative(path, cfg, groups):
-    """Draw the training loss of each mode minus that of the baseline with the same seeds."""
-    pairs = pair(groups, cfg.baseline)
-    with page(path, (6, 4.4)) as fig:
-        ax = fig.subplots()
-        ax.set_title(size_of(groups), loc="left")
-        relative_panel(ax, pairs, styles_of({mode: mode for mode in groups}), cfg.baseline)
-
-
-def loss(path, cfg, groups):
-    """Draw the training loss of each mode, and its validation losses as markers."""
-    styles = styles_of({mode: mode for mode in groups})
-    with page(path, (6, 4.4)) as fig:
-        ax = fig.subplots()
-        for mode, runs in groups.items():
-            x, losses = align([(run.steps["tokens"], run.steps["loss"]) for run in runs])
-            step, val = align([(list(run.val), list(run.val.values())) for run in runs])
-            draw_line(ax, *growing_means(x, losses), mode, styles[mode], (step * runs[0].step_tokens, val.mean(0)))
-        token_axis(ax, zero=False)
-        ax.set_xlim(right=1.06 * ax.get_xlim()[1])  # room for the last marker
-        ax.set_ylabel("loss (nats per token; markers: validation)")
-        ax.set_title(size_of(groups), loc="left")
-        legend(ax)
-
-
-def compare(path, cfg, groups):
-    """Print the table of modes, and draw the relative losses. Only finished runs have a loss in the table."""
-    pairs, rows = pair(groups, cfg.baseline), []
+def compare(path, groups, baseline):
+    """Print the table of modes, and draw the training loss of each minus that of the baseline with the same seeds."""
+    pairs, rows = pair(groups, baseline), []
     for mode, runs in groups.items():
+        # only finished runs have a loss in the table
         losses = [run.final_loss for run in runs if run.finished]
         both = [(run, base) for run, base in pairs.get(mode, []) if run.finished and base.finished]
         gaps = [run.final_loss - base.final_loss for run, base in both]
         count = f"{len(runs)}" if len(losses) == len(runs) else f"{len(losses)} of {len(runs)} finished"
+        # a median, because the first steps of a run are slow
         speed = np.mean([np.median(run.steps["tokens_per_s"]) for run in runs])
         cells = [mode, f"{runs[0].start['parameters']:,}"]
         cells += [plus_minus(*mean_std(losses)), plus_minus(*mean_std(gaps), sign=True), f"{speed:,.0f}"]
         cells += [f"{runs[0].start['kv_bytes_per_token']:,}", count]
         rows.append(cells)
-    head = ["mode", "parameters", "val loss", f"vs {cfg.baseline}", "tokens/s", "KV bytes/token", "runs"]
+    head = ["mode", "parameters", "val loss", f"vs {baseline}", "tokens/s", "KV bytes/token", "runs"]
     print(markdown(head, rows))
-    places = {f"{run.start['device']} {run.start['dtype']}" for runs in groups.values() for run in runs}
-    print(f"losses: nats per token ± standard deviation; tokens/s: {', '.join(sorted(places))}")
-    relative(path, cfg, groups)
+    print("losses: nats per token ± standard deviation over seeds")
+    with page(path, (6, 4.4)) as fig:
+        ax = fig.subplots()
+        ax.set_title(title_of(groups), loc="left")
+        relative_panel(ax, pairs, styles_of({mode: mode for mode in groups}), baseline)
 
 
-# -- what we draw of eval.py's and analyze.py's results
-
-
-def short_names(modes):
-    """{run: its mode, or the run's own name where several have that mode}; modes: {run: mode}."""
-    every = list(modes.values())
-    return {name: mode if every.count(mode) == 1 else name for name, mode in modes.items()}
+# -- what we read and draw of eval.py's and analyze.py's results
 
 
 def read_eval(folder):
@@ -385,57 +331,10 @@ def read_eval(folder):
     with reading(path, kind):
         found = read_record(path, kind)
         last = max(found.values(), key=lambda checkpoint: checkpoint["step"] or 0)
-        for name, record in sorted(last["results"].items()):  # "piqa", in fp32, stands before "piqa dtype=bfloat16"
+        # "piqa", in fp32, stands before "piqa dtype=bfloat16"
+        for name, record in sorted(last["results"].items()):
             results.setdefault(name.partition(" dtype=")[0], record)
         return {"mode": last["mode"], "step": last["step"], "results": results}
-
-
-def marks(ax, runs, styles, xlabel):
-    """A mark for each run in each row. runs: {label: {row: (number, its error or None, chance or None)}}."""
-    rows = list(dict.fromkeys(row for numbers in runs.values() for row in numbers))
-    gap = min(0.16, 0.7 / len(runs))
-    for i, (label, numbers) in enumerate(runs.items()):
-        y = -np.array([rows.index(row) for row in numbers])
-        x, error, chance = np.array(list(numbers.values()), float).T  # None becomes NaN, which is not drawn
-        look = styles[label] | {"linestyle": ""}
-        ax.errorbar(x, y + gap * ((len(runs) - 1) / 2 - i), xerr=error, capsize=2, label=label, **look)
-        ax.vlines(chance, y - 0.42, y + 0.42, **LEVEL)
-    ax.set(xlabel=xlabel, yticks=-np.arange(len(rows)), yticklabels=rows, ylim=(0.6 - len(rows), 0.6))
-    ax.grid(axis="x", color="0.9", linewidth=0.6)
-
-
-def evaluation(path, cfg, names):
-    """Draw what eval.py found: tasks on the left and losses on the right, as far as there are any."""
-    found = {name: read_eval(name) for name in names}
-    labels = short_names({name: record["mode"] for name, record in found.items()})
-    scores, losses, data = {}, {}, set()
-    for name, record in found.items():
-        results = record["results"]
-        there = {task: results[task] for task in TASKS if cfg.metric in results.get(task, ())}
-        if there:
-            columns = (cfg.metric, f"{cfg.metric}_stderr", "chance")
-            scores[labels[name]] = {task: [score[key] for key in columns] for task, score in there.items()}
-        if "loss" in results:
-            of_domain = results["loss"]["val"] | {"mean": results["loss"]["val_mean"]}
-            losses[labels[name]] = {domain: (number, None, None) for domain, number in of_domain.items()}
-            data.add(results["loss"]["data"])
-    if len(data) > 1:
-        raise UserError("these losses are on different data; evaluate the runs on one --corpus, or draw them apart")
-    panels = {
-        f"{cfg.metric} ± standard error (dashed: chance)": scores,
-        "validation loss (nats per token)\none run each: the error is unknown": losses,
-    }
-    panels = {xlabel: runs for xlabel, runs in panels.items() if runs}
-    if not panels:
-        how = f"make one: `python eval.py {names[0]}`, without --limit"
-        raise UserError(f"{names[0]} has no result of a whole task; {how}")
-    styles = styles_of({labels[name]: record["mode"] for name, record in found.items()})
-    with page(path, (4.5 * len(panels), 4)) as fig:
-        axes = np.atleast_1d(fig.subplots(1, len(panels)))
-        for ax, (xlabel, runs) in zip(axes, panels.items(), strict=True):
-            marks(ax, runs, styles, xlabel)
-        steps = {record["step"] for record in found.values()}  # an exported folder has none
-        shared_legend(fig, f"step {count_range(steps, '{:,}'.format)}" if None not in steps else "")
 
 
 # What `analysis` draws: title, a part of analysis.json, its quantity there, and by which other one it is divided.
@@ -454,52 +353,35 @@ def read_analysis(folder):
     return read_record(Path(folder, "analysis.json"), "analyze.py's numbers")
 
 
-def seeds_together(names):
-    """{name of the first: [what analyze.py found of each]}: runs that differ only in their seed are together."""
-    first_of, groups = {}, {}
-    for name in names:
-        found, config, common = read_analysis(name), Path(name, "config.json"), name
-        if Path(name, "metrics.jsonl").exists():  # else it is no run of train.py, and stands alone
-            settings = read_record(config, "train.py's settings")
-            common = json.dumps(settings | {"seed": None, "out_dir": None})
-        first = first_of.setdefault((common, found["length"]), name)
-        groups.setdefault(first, []).append(found)
-    return groups
-
-
-def analysis(path, cfg, names):
+def analysis(path, names):
     """Draw what analyze.py found of several models, by layer."""
-    groups = seeds_together(names)
-    modes = {name: runs[0]["mode"] for name, runs in groups.items()}
-    labels = short_names(modes)
-    styles = styles_of({labels[name]: mode for name, mode in modes.items()})
+    # a model is called by its mode, if no other one has that
+    every = {name: read_analysis(name) for name in names}
+    modes = [found["mode"] for found in every.values()]
+    labels = {name: found["mode"] if modes.count(found["mode"]) == 1 else name for name, found in every.items()}
+    styles = styles_of({labels[name]: found["mode"] for name, found in every.items()})
     with page(path, (12.5, 7.5)) as fig:
         for ax, (title, part, key, over) in zip(fig.subplots(2, 3).flat, ANALYSIS, strict=True):
             lines = {}
-            for name, runs in groups.items():
-                y = np.array([found[part][key]["mean"] for found in runs], float)  # (seeds, layers)
-                if over:
-                    y /= [found[part][over]["mean"] for found in runs]
-                lines[labels[name]] = y
+            for name, found in every.items():
+                y = np.array([found[part][key]["mean"]], float)  # (1, layers): a single seed
+                lines[labels[name]] = y / np.array(found[part][over]["mean"]) if over else y
             layer_panel(ax, lines, styles, title, 0 if part == "states" else 1)
             ax.get_legend().remove()
-        every = [found for runs in groups.values() for found in runs]
-        size = count_range([found["parameters"] for found in every])
-        shared_legend(fig, f"{size} parameters, length {count_range([found['length'] for found in every])}")
-
-
-FROM_METRICS = {"relative": relative, "loss": loss, "compare": compare}
-FROM_RESULTS = {"eval": evaluation, "analysis": analysis}
+        # all panels have the same lines, so one legend serves them
+        size = count_range([found["parameters"] for found in every.values()])
+        title = f"{size} parameters, length {count_range([found['length'] for found in every.values()])}"
+        fig.legend(*ax.get_legend_handles_labels(), title=title, loc="outside upper left", ncols=4, **LEGEND)
 
 
 def main(cfg: PlotConfig):
     kind, *names = cfg.words
     names = list(dict.fromkeys(names))  # each once
     path = cfg.out_file or Path(names[0]).parent / f"{kind}.png"
-    if kind in FROM_METRICS:
-        FROM_METRICS[kind](path, cfg, by_mode(read_runs(names), cfg.baseline))
+    if kind == "analysis":
+        analysis(path, names)
     else:
-        FROM_RESULTS[kind](path, cfg, names)
+        compare(path, by_mode(read_runs(names), cfg.baseline), cfg.baseline)
 
 
 if __name__ == "__main__":

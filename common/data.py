@@ -3,7 +3,8 @@
 A data folder, as prepare.py makes it:
 
     manifest.json        what is in it: splits {split: {domain: {file, tokens, documents, bytes (of text), sha256}}},
-                         mixture {domain: weight in training, sum 1}, tokenizer, and how prepare.py was called
+                         mixture {domain: weight in training, sum 1}, tokenizer
+    settings.json        how prepare.py was called
     tokenizer.json       the vocabulary (see tokenizer.py)
     train/<domain>.bin   little-endian uint16 token ids, each document followed by the end-of-text id
     val/<domain>.bin     the same for held-out documents
@@ -14,25 +15,16 @@ Read next: checkpoint.py.
 import functools
 import hashlib
 import json
-import math
-import os
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 
-from common.files import reading, sha256, unsealed
-from common.tokenizer import EOT, Tokenizer, byte_letters  # noqa: F401 (for those who import them from here)
+from common.files import read_record, reading, sha256
+from common.tokenizer import EOT, Tokenizer  # noqa: F401 (for those who import them from here)
 from configurator import UserError
 
 MANIFEST = "prepare.py's manifest"
-COUNT = Annotated[int, (0, math.inf)]  # for the schemas in checkpoint.py, eval.py and hf.py, until these are gone
 _CHUNK = 2**16  # sequences whose domains are drawn together; part of the definition of the data order
-
-
-def damaged(wrong, data_dir):
-    """The UserError for data that is not as prepare.py left it."""
-    return UserError(f"{wrong}; delete {data_dir} and prepare it again")
 
 
 def load_manifest(data_dir, verify=True):
@@ -45,17 +37,16 @@ def load_manifest(data_dir, verify=True):
         existing = sorted(manifest.parent.as_posix() for manifest in Path("data").glob("*/manifest.json"))
         those = f", or use one that exists, with --data_dir=: {', '.join(existing)}" if existing else ""
         raise UserError(f"no data folder {data_dir}; make it with prepare.py{those}")
-    path = data_dir / "manifest.json"
-    with reading(path, f"{MANIFEST}, which it writes when it has finished"):
-        manifest = unsealed(MANIFEST, json.loads(path.read_bytes()))
-        for about in [about for split in manifest["splits"].values() for about in split.values()]:
-            file = data_dir / about["file"]
-            if not file.exists():
-                raise damaged(f"{file} is missing", data_dir)
+
+    # The manifest is sealed, so its numbers are right; the token files have to be what they say.
+    manifest = read_record(data_dir / "manifest.json", MANIFEST)
+    for about in (about for split in manifest["splits"].values() for about in split.values()):
+        file = data_dir / about["file"]
+        with reading(file, "the file that the manifest describes", f"delete {data_dir} and prepare it again"):
             if file.stat().st_size != 2 * about["tokens"]:
-                raise damaged(f"{file} has {file.stat().st_size} bytes instead of {2 * about['tokens']}", data_dir)
+                raise ValueError(f"it has {file.stat().st_size} bytes instead of {2 * about['tokens']}")
             if verify and sha256(file) != about["sha256"]:
-                raise damaged(f"{file} was altered: its sha256 is not the manifest's", data_dir)
+                raise ValueError("it was altered: its sha256 is another one")
     return manifest
 
 
@@ -89,13 +80,15 @@ class Corpus:
         self.manifest = load_manifest(data_dir, verify)
         self.tokenizer = Tokenizer.load(self.dir / "tokenizer.json")
         if self.tokenizer.hash != self.manifest["tokenizer"]["hash"]:
-            raise damaged(f"{self.dir}/tokenizer.json is not the one that the data was made with", self.dir)
+            wrong = f"{self.dir}/tokenizer.json is not the one that the data was made with"
+            raise UserError(f"{wrong}; delete {self.dir} and prepare it again")
         self.mixture = self._normalized_weights(mixture or self.manifest["mixture"])  # {domain: weight}, sum 1
         self.domains = list(self.mixture)
         # A whole window to train on; to validate, at least one token and its target.
         least = {"train": block_size + 1, "val": 2}
         self._files = {split: {d: self._open(split, d, least[split]) for d in self.domains} for split in least}
 
+        # Both caches serve neighbouring sequences: they are of one chunk, and of one epoch of each domain.
         self._bounds = np.cumsum(list(self.mixture.values()))[:-1]  # (domains - 1,): where [0, 1) is cut
         self._counts = [np.zeros(len(self.domains), np.int64)]  # (domains,): sequences of each before chunk 0, 1, …
         self._cached_draw = functools.lru_cache(maxsize=1)(self._draw)
@@ -103,24 +96,22 @@ class Corpus:
 
     def _normalized_weights(self, mixture):
         known = self.manifest["splits"]["train"]
-        for domain, weight in mixture.items():
+        for domain in mixture:
             if domain not in known:
                 raise UserError(f"mixture names domain {domain!r}; {self.dir} has {', '.join(known)}")
-            if weight < 0:
-                raise UserError(f"mixture gives {domain} the weight {weight}; weights are at least 0")
         total = sum(mixture.values())
-        if total == 0:
-            raise UserError(f"mixture {mixture} must have a weight above 0")
+        if min(mixture.values()) < 0 or total == 0:
+            raise UserError(f"mixture takes weights of at least 0, and one above 0, not {mixture}")
         return {d: w / total for d, w in mixture.items() if w > 0}
 
     def _open(self, split, domain, least):
-        """(file, its number of tokens). We read without a buffer, because windows are read in random order."""
+        """The token ids of a file, (tokens,) uint16. They stay on disk until we use them."""
         about = self.manifest["splits"][split].get(domain, {"tokens": 0})
         if about["tokens"] < least:
             how = "prepare more of it, or set a smaller block_size or --length" if split == "train" else "prepare more"
             short = f"{split} data of domain {domain!r} in {self.dir} has {about['tokens']} tokens"
             raise UserError(f"{short}, but needs {least}; {how}")
-        return open(self.dir / about["file"], "rb", buffering=0), about["tokens"]
+        return np.memmap(self.dir / about["file"], "<u2", "r")
 
     @property
     def hash(self):
@@ -137,27 +128,17 @@ class Corpus:
 
     def windows(self, split, domain):
         """How many windows a domain has. Neighbours share their border token, so no token is a target twice."""
-        return (self._files[split][domain][1] - 1) // self.block_size
-
-    def _ids(self, split, domain, window):
-        """The block_size + 1 ids of a window, or fewer if it is the incomplete last one: (n,) uint16."""
-        file, tokens = self._files[split][domain]
-        start = window * self.block_size
-        n = min(self.block_size + 1, tokens - start)
-        # We do not map the file into memory: a file that is cut while we read it would end the process.
-        content = os.pread(file.fileno(), 2 * n, 2 * start)
-        if len(content) < 2 * n:
-            raise damaged(f"{file.name} was cut while it was in use", self.dir)
-        ids = np.frombuffer(content, "<u2")
-        if ids.max() >= self.tokenizer.n_vocab:
-            wrong = f"{file.name} holds the token id {ids.max()}, but the vocabulary has {self.tokenizer.n_vocab}"
-            raise damaged(wrong, self.dir)
-        return ids
+        return (len(self._files[split][domain]) - 1) // self.block_size
 
     def _read(self, split, places):
-        """places: list of (domain, window) -> x, y (n, block_size) int64, y one token after x."""
-        rows = np.stack([self._ids(split, *place) for place in places]).astype(np.int64)
+        """places: list of (domain, window) -> x, y (n, block_size) int64, y one token after x. The last window of a
+        validation file may be incomplete, with fewer tokens."""
+        rows = []
+        for domain, window in places:
+            start = window * self.block_size
+            rows.append(self._files[split][domain][start : start + self.block_size + 1].astype(np.int64))
         # As copies they are contiguous, so that a compiled model sees one layout.
+        rows = np.stack(rows)
         x, y = rows[:, :-1].copy(), rows[:, 1:].copy()
         if self.bos:
             x[:, 0] = self.tokenizer.eot
@@ -166,23 +147,24 @@ class Corpus:
     def _draw_domains(self, chunk):
         """The domain, by its index, of each sequence of a chunk: (_CHUNK,) array."""
         bits = raw_bits(self.seed, "domain", start=chunk * _CHUNK, n=_CHUNK)
-        uniform = (bits >> 11) * 2.0**-53  # in [0, 1)
+        # 53 random bits make a number in [0, 1), which falls into the share of a domain.
+        uniform = (bits >> 11) * 2.0**-53
         return np.searchsorted(self._bounds, uniform, side="right")
 
     def _draw(self, chunk):
         """Domain index, and running number k within the domain, of each sequence of a chunk: two (_CHUNK,) arrays."""
+        # How many sequences of each domain came before? We count each chunk once.
         while len(self._counts) <= chunk:
             earlier = self._draw_domains(len(self._counts) - 1)
             self._counts.append(self._counts[-1] + np.bincount(earlier, minlength=len(self.domains)))
         domain = self._draw_domains(chunk)
-        k = np.empty(_CHUNK, np.int64)
-        for d, count in enumerate(self._counts[chunk]):
-            mine = np.flatnonzero(domain == d)
-            k[mine] = count + np.arange(len(mine))
+        is_of = domain[:, None] == np.arange(len(self.domains))  # (_CHUNK, domains)
+        k = (self._counts[chunk] + is_of.cumsum(0))[is_of] - 1  # each row of is_of has one True
         return domain, k
 
     def _order(self, domain, epoch):
         """The windows of a domain in the order of an epoch."""
+        # A permutation is the order of random numbers.
         bits = raw_bits(self.seed, "order", domain, epoch, n=self.windows("train", domain))
         return np.argsort(bits, kind="stable")
 
@@ -216,7 +198,8 @@ class Corpus:
             n = self.windows("val", domain)
             shown = n if most is None else min(n, most)
             parts += [(d, first, min(first + size, shown)) for first in range(0, shown, size)]
-            has_rest = self._files["val"][domain][1] - n * self.block_size > 1
+            # What is left needs a token and its target.
+            has_rest = len(self._files["val"][domain]) - n * self.block_size > 1
             if has_rest and (most is None or n == 0):
                 parts.append((d, n, n + 1))
         return parts

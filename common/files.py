@@ -8,9 +8,6 @@ import contextlib
 import hashlib
 import json
 import os
-import struct
-import zipfile
-import zlib
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -18,26 +15,23 @@ from safetensors import SafetensorError
 
 from configurator import UserError
 
-# What parsing a damaged file raises, here and in the libraries that parse for us.
-DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, OSError, EOFError)
-DAMAGE += (struct.error, zipfile.BadZipFile, zlib.error, SafetensorError)
-
 
 @contextlib.contextmanager
-def reading(path, what):
+def reading(path, what, remedy="copy it again, or make it again"):
     """Surrounds all that reads a file and uses its content: whatever fails there becomes one sentence.
 
     what: what the file should be, such as "prepare.py's manifest".
     """
     try:
         yield
-    except UserError:
+    except (UserError, AssertionError):
         raise
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; it should be {what}") from None
-    except DAMAGE as e:
+        raise UserError(f"{path} is missing; it should be {what}; {remedy}") from None
+    # Each library that parses for us has its own errors.
+    except Exception as e:
         why = " ".join(f"{type(e).__name__}: {e}".split())[:200]
-        raise UserError(f"{path} is damaged or not {what} ({why}); copy it again, or make it again") from e
+        raise UserError(f"{path} is damaged or not {what} ({why}); {remedy}") from e
 
 
 @contextlib.contextmanager
@@ -62,6 +56,7 @@ def write_atomic(path, write):
     try:
         with writing(path):
             write(temporary)
+            # First the bytes reach the disk, then the name: a power cut leaves the old file or the new one.
             with open(temporary, "rb+") as f:
                 os.fsync(f.fileno())
             os.replace(temporary, path)

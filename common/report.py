@@ -24,17 +24,13 @@ def plus_minus(value, error=None, digits=4, sign=False):
     if value is None:
         return "-"
     text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
-    if error is None:
-        return text
-    return f"{text} ± {error:.{digits}f}"
+    return text if error is None else f"{text} ± {error:.{digits}f}"
 
 
 def with_interval(mean, interval=None, sign=False):
     """`-0.069 ± 0.011`: a mean and the half width of its interval, to the interval's second significant digit and at
     most six decimals. Without an interval the mean has four decimals, as in `plus_minus`."""
-    digits = 4
-    if interval:
-        digits = min(max(1 - math.floor(math.log10(interval)), 0), 6)
+    digits = min(max(1 - math.floor(math.log10(interval)), 0), 6) if interval else 4
     return plus_minus(mean, interval, digits, sign)
 
 
@@ -42,9 +38,8 @@ def mean_std(values):
     """Mean and standard deviation (n - 1) of a list of numbers. Of no number: (None, None). Of one: (it, None)."""
     if not values:
         return None, None
-    if len(values) == 1:
-        return float(values[0]), None
-    return math.fsum(values) / len(values), statistics.stdev(map(float, values))
+    std = statistics.stdev(map(float, values)) if len(values) > 1 else None
+    return math.fsum(values) / len(values), std
 
 
 def mean_interval(values):
@@ -92,21 +87,11 @@ def markdown(header, rows, left=1):
 
 def progress(name, total, unit, show=True):
     """A tqdm bar over `total` units, with update(n) and close(). Off a terminal it prints a line every ten seconds."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # here, because prepare.py's workers show nothing
 
-    interval, delay = (0.1, 0) if sys.stderr.isatty() else (10.0, 10.0)
-    return tqdm(
-        total=total,
-        desc=name,
-        unit=unit,
-        unit_scale=True,
-        mininterval=interval,
-        maxinterval=interval,
-        delay=delay,
-        dynamic_ncols=True,
-        leave=False,
-        disable=total == 0 or not show,
-    )
+    interval = 0.1 if sys.stderr.isatty() else 10.0
+    look = {"desc": name, "unit": unit, "unit_scale": True, "dynamic_ncols": True, "leave": False, "disable": not show}
+    return tqdm(total=total, mininterval=interval, maxinterval=interval, delay=interval, **look)
 
 
 class Metrics:
@@ -117,7 +102,6 @@ class Metrics:
 
     def __init__(self, cfg, world, done):
         self.cfg, self.is_main, self.wandb = cfg, world.rank == 0, None
-        self.bar = progress("train", cfg.max_steps - done, "step", self.is_main and sys.stderr.isatty())
         if not self.is_main:
             return
         path = Path(cfg.out_dir, "metrics.jsonl")
@@ -130,8 +114,8 @@ class Metrics:
         self.file = open(path, "a", encoding="utf-8")
         if cfg.log == "wandb":
             self.wandb = need("wandb")
-            name, settings = Path(cfg.out_dir).name, dataclasses.asdict(cfg)
-            self.wandb.init(project="nanoresformer", name=name, dir=cfg.out_dir, config=settings)
+            name = Path(cfg.out_dir).name
+            self.wandb.init(project="nanoresformer", name=name, dir=cfg.out_dir, config=dataclasses.asdict(cfg))
 
     def write(self, record):
         """Append a record. All have "step"; those of evaluations and starts also have "event": "eval" or "start"."""
@@ -142,17 +126,15 @@ class Metrics:
 
     def say(self, text):
         if self.is_main:
-            self.bar.clear()
             print(text, flush=True)
-            self.bar.refresh()
 
     def step(self, record):
         """Record a step, and say so now and then."""
         self.write(record)
-        self.bar.update(1)
         n = record["step"]
         if n % self.cfg.log_every and n not in (1, self.cfg.max_steps):
             return
+        # in fp16 an overflow has no norm, and a device whose peak we do not know has no mfu
         norm = "overflow" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
         mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] else ""
         left = datetime.timedelta(seconds=round((self.cfg.max_steps - n) * record["seconds"]))
@@ -168,7 +150,6 @@ class Metrics:
         self.say(f"step {step}  " + "  ".join(means))
 
     def close(self):
-        self.bar.close()
         if self.is_main:
             self.file.close()
         if self.wandb:

@@ -65,9 +65,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path):
         """From a tokenizer.json that prepare.py wrote. Raises UserError if it is missing or damaged."""
-        spec = read_record(path, VOCABULARY)
-        with reading(path, VOCABULARY):
-            return cls(spec)
+        return cls(read_record(path, VOCABULARY))
 
     def save(self, path):
         write_record(path, VOCABULARY, self.spec)
@@ -110,63 +108,27 @@ def make_spec(name, pattern, ranks, special, normalize=None):
     return dict(name=name, pattern=pattern, ranks=ranks, special=special, normalize=normalize, n_vocab=n_vocab)
 
 
-def check_vocabulary(ranks, special):
-    """Raise ValueError if we cannot use a vocabulary that somebody else made. ranks: [(bytes, id)]."""
-    ids = [i for _, i in [*ranks, *special.items()]]
-    if not all(type(i) is int for i in ids) or len(set(ids)) < len(ids):
-        raise ValueError("two tokens have the same id, or an id is no whole number")
-    if min(ids) < 0 or max(ids) >= 2**16:
-        raise ValueError(f"ids are uint16, at most 65,535, and the largest is {max(ids):,}")
-    in_utf8 = {bytes([b]) for b in range(256) if b not in (0xC0, 0xC1) and b < 0xF5}
-    if not in_utf8 <= {b for b, _ in ranks}:
-        raise ValueError("some bytes of UTF-8 have no token")
+def public_spec(name, path):
+    """Spec of GPT-2's or GPT-NeoX's tokenizer.json: byte-level BPE whose tokens' ids rise in the order of the merges.
 
-
-def vocabulary_bytes(vocab):
-    """A byte-level vocabulary {token: id} -> [(bytes, id)] by rising id. KeyError for a letter that spells no byte."""
-    letters = {letter: b for b, letter in byte_letters().items()}
-    by_id = sorted(vocab.items(), key=lambda item: item[1])
-    return [(bytes(letters[c] for c in token), i) for token, i in by_id]
-
-
-def neox_spec(path):
-    """Spec of a GPT-NeoX style tokenizer.json, whose added tokens are special ones and runs of 2 to n spaces."""
-    with reading(path, "a byte-level tokenizer.json like GPT-NeoX's, which --tokenizer_file takes"):
+    GPT-NeoX's has added tokens that are not special: runs of 2 to n spaces.
+    """
+    with reading(path, "GPT-2's or GPT-NeoX's tokenizer.json, which --tokenizer_file takes"):
         about = json.loads(Path(path).read_bytes())
-        vocab, before, normalizer = about["model"]["vocab"], about["pre_tokenizer"], about["normalizer"]
-        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in about["model"]["merges"]]
-        merged = [vocab["".join(merge)] for merge in merges]
-        special = {token["content"]: token["id"] for token in about["added_tokens"] if token["special"]}
-        runs = sorted((token["content"], token["id"]) for token in about["added_tokens"] if not token["special"])
-        is_known = (
-            before["type"] == "ByteLevel"
-            and not before["add_prefix_space"]
-            and normalizer in (None, {"type": "NFC"})
-            and EOT in special
-            and [run for run, _ in runs] == [" " * n for n in range(2, len(runs) + 2)]
-            and merged == sorted(merged)  # tiktoken merges the pair with the lowest id first
-        )
-        if not is_known:
-            raise ValueError("it cuts or merges text in another way")
-        # tiktoken looks up a whole piece before it merges. So an added run of spaces, listed last, hides the
-        # vocabulary's own entry for that run.
-        ranks = vocabulary_bytes({token: i for token, i in vocab.items() if token not in special})
-        ranks += [(run.encode(), i) for run, i in runs]
-        check_vocabulary(ranks, special)
+        vocab, added = about["model"]["vocab"], about["added_tokens"]
+        special = {token["content"]: token["id"] for token in added if token["special"]}
+        runs = sorted((token["content"].encode(), token["id"]) for token in added if not token["special"])
+
+        # The vocabulary spells each byte as a printable letter. tiktoken looks up a whole piece before it merges. So an
+        # added run of spaces, listed last, hides the vocabulary's own entry for that run.
+        byte_of = {letter: b for b, letter in byte_letters().items()}
+        plain = sorted((i, token) for token, i in vocab.items() if token not in special)
+        ranks = [(bytes(byte_of[letter] for letter in token), i) for i, token in plain] + runs
+        normalize = about["normalizer"] and about["normalizer"]["type"]
+
+    # Text has to be cut at the runs before anything else. So the pattern starts with runs of spaces, and other
+    # whitespace ends where a run begins.
     pattern = PATTERN
     if runs:
-        # Text has to be cut at the runs before anything else. So the pattern starts with runs of spaces, and other
-        # whitespace ends where a run begins.
         pattern = f" {{2,{len(runs) + 1}}}|" + WORDS + r"|(?:(?!  )\s(?!\S)){1,99999}|\s"
-    return make_spec("neox", pattern, ranks, special, "NFC" if normalizer else None)
-
-
-def gpt2_spec(folder):
-    """Spec of GPT-2's tokenizer, from a folder with OpenAI's encoder.json."""
-    path = Path(folder, "encoder.json")
-    with reading(path, "GPT-2's byte-level vocabulary, whose folder --tokenizer_file takes"):
-        vocab = json.loads(path.read_bytes())
-        del vocab[EOT]
-        ranks = vocabulary_bytes(vocab)
-        check_vocabulary(ranks, {EOT: len(ranks)})
-    return make_spec("gpt2", PATTERN, ranks, {EOT: len(ranks)})
+    return make_spec(name, pattern, ranks, special, normalize)

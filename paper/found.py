@@ -5,8 +5,8 @@ make it from the run's folder. results/<scale>/runs.jsonl keeps it, so that we c
 are gone. Read next: claims.py.
 """
 
-import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -15,15 +15,11 @@ from common.checkpoint import RUN
 from common.files import read_record, read_record_lines, reading, record_line, write_text
 from common.report import METRICS
 from configurator import UserError
-from paper.runs import INSPECTED, SEEDS, WITH_BOS, Job
+from paper.runs import INSPECTED, WITH_BOS
 from train import ENVIRONMENT, MAY_DIFFER
 
 RECORD = "a run's record"
-INITIAL = "init-468M"  # folder of the analysis of a model before training
 START = ("value_mode", "data", "device", "dtype", "seed", "parameters", "block_size", "max_steps", "kv_bytes_per_token")
-# [length] in a label is the length of the line's run; [length 64000] in a claim is what the paper's 64,000 is here.
-UNIT = re.compile(r"\[(size|length|rate|warmup)(?: ([^\]]+))?\]")
-UNITS = {"size": ("size", str), "length": ("length", int), "rate": ("lr", float), "warmup": ("warmup", int)}
 
 
 class NoSeed(Exception):
@@ -45,10 +41,8 @@ def means(values, every):
 
 def difference(made, asked):
     """`name=value instead of value` for the first setting with which a run was not made as asked, or ""."""
-    for name, value in asked.items():
-        if name not in MAY_DIFFER and made.get(name) != value:
-            return f"{name}={made.get(name)} instead of {value}"
-    return ""
+    wrong = [name for name, value in asked.items() if name not in MAY_DIFFER and made.get(name) != value]
+    return f"{wrong[0]}={made.get(wrong[0])} instead of {asked[wrong[0]]}" if wrong else ""
 
 
 def fresh_analysis(folder):
@@ -68,6 +62,7 @@ def make_record(folder, asked, every):
     made = read_record(folder / "config.json", RUN)
     made["value_mode"] = made["value_mode_name"]
     environment = read_record(folder / "env.json", ENVIRONMENT)
+    # a folder may hold a run with other settings, made by hand or for another scale
     wrong = difference(made, asked)
     if wrong:
         raise UserError(f"{folder} has {wrong}; remove it, or set another --out_dir")
@@ -118,12 +113,12 @@ class Found:
     """The records of a scale's runs, by Job and seed.
 
     records: {name: record}; seeds: function Job -> its seeds; root: folder of the runs, for what records do not have;
-    public: folders of analyses of public models; errors: {name: why there is no record}.
+    errors: {name: why there is no record}.
     """
 
-    def __init__(self, records, scale, seeds, root="", public=(), errors=None):
+    def __init__(self, records, scale, seeds, root="", errors=None):
         self.records, self.scale, self.seeds = records, scale, seeds
-        self.root, self.public, self.errors = Path(root), public, errors or {}
+        self.root, self.errors = Path(root), errors or {}
 
     def name(self, job, seed):
         """The name of a run."""
@@ -198,12 +193,6 @@ class Found:
         with reading(path, "what analyze.py writes"), np.load(path) as arrays:
             return dict(arrays)
 
-    def initial(self, seed):
-        """Entropy before training, mean over layers, of the one model that we analyse."""
-        if seed != SEEDS[0]:
-            raise NoSeed(seed)
-        return np.mean(means_of(plot.read_analysis(self.root / INITIAL), "entropy"))
-
     def evaluation(self, job, seed, task):
         """What eval.py found of a run on a task, or None."""
         folder = self.root / self.name(job, seed)
@@ -211,39 +200,55 @@ class Found:
 
     # the paper's units in words, as they are here
 
-    def unit(self, name, job):
-        """A Job's length, size, rate or warmup."""
-        if name == "size":
-            return plot.short_count(self.parameters(job))
-        if name == "rate":
-            return f"{self.scale.here(job).lr * self.scale.lr_factor:.4g}"
-        return f"{self.scale.lengths[job.length][0] if name == 'length' else self.scale.warmups[job.warmup]:,}"
+    def rate(self, job):
+        """A Job's peak learning rate."""
+        return f"{self.scale.here(job).lr * self.scale.lr_factor:.4g}"
 
-    def in_words(self, text, job=None):
-        """A text whose [size], [length], [rate] and [warmup] become a Job's, and [size 468M] what the paper's 468M is
-        here: vanilla's parameters, and how the inspected model differs."""
+    def units(self, job):
+        """A Job's size, length, rate and steps of warmup here, as texts."""
+        return SimpleNamespace(
+            size=plot.short_count(self.parameters(job)),
+            length=f"{self.scale.lengths[job.length][0]:,}",
+            rate=self.rate(job),
+            warmup=f"{self.scale.warmups[job.warmup]:,}",
+        )
 
-        def replacement(match):
-            name, value = match.groups()
-            if value is None:
-                return self.unit(name, job)
-            field, kind = UNITS[name]
-            of = Job(**{field: kind(value)})
-            words = self.unit(name, of)
-            return f"{words} parameters{self.change_in_words(of)}" if name == "size" else words
-
-        return UNIT.sub(replacement, text)
-
-    def change_in_words(self, job):
-        """How the inspected model differs from others, or ""."""
-        has_bos = job.size == INSPECTED and self.scale.here(job).change == WITH_BOS
-        return ", trained with end-of-text first" if has_bos else ""
+    def in_words(self, text, job):
+        """A text whose {0.size}, {0.length}, {0.rate} and {0.warmup} become a Job's."""
+        return text.format(self.units(job))
 
     def labels(self, lines):
         """[(label in words, Job)] of the lines that the scale has."""
         return [(self.in_words(label, job), job) for label, job in lines if self.scale.has(job)]
 
+    def differs(self, job):
+        """How a Job differs from the base, in words: `5.07M`, `length 512`, `rate 0.006`."""
+        parts = []
+        if job.size not in ("82M", INSPECTED):
+            parts.append(plot.short_count(self.parameters(job.baseline)))
+        if job.length != 2048:
+            parts.append(f"length {self.scale.lengths[job.length][0]:,}")
+        if job.lr is not None:
+            parts.append(f"rate {self.rate(job)}")
+        if job.warmup != 120:
+            parts.append(f"{self.scale.warmups[job.warmup]:,} warmup steps")
+        if job.arch != "llama":
+            parts.append(job.arch)
+        return " ".join([*parts, job.change]).strip()
+
+    def names_of(self, a, b):
+        """Two Jobs as `resformer − vanilla 5.07M`; how both differ is said once. b may be None."""
+        if b is None:
+            return f"{a.mode} {self.differs(a)}".strip()
+        if self.differs(a) == self.differs(b):
+            return f"{a.mode} − {b.mode} {self.differs(a)}".strip()
+        return " − ".join(f"{job.mode} {self.differs(job)}".strip() for job in (a, b))
+
+    def with_bos(self, job):
+        """Whether it is the inspected model, and sequences begin with end-of-text there."""
+        return job.size == INSPECTED and self.scale.here(job).change == WITH_BOS
+
     def rate_in_words(self, job):
         """`, rate 0.006` if a Job has another rate than its baseline, else nothing."""
-        rate, other = self.unit("rate", job), self.unit("rate", job.baseline)
-        return "" if rate == other else f", rate {rate}"
+        rate = self.rate(job)
+        return "" if rate == self.rate(job.baseline) else f", rate {rate}"

@@ -12,30 +12,26 @@ import numpy as np
 import plot
 from common.report import mean_interval
 from configurator import UserError
-from paper.claims import LABELS, PAPER_ENTROPY, best_pair, critical, mean_losses, semi_log
-from paper.found import INITIAL, means_of
-from paper.tables import regime_rows, size_and_loss
-from plot import COLORS, HEADLINE, LEVEL, ZERO, count_range, legend, page, short_count, style_of, styles_of
+from paper.claims import LABELS, best_pair, critical, mean_losses, semi_log
+from paper.tables import by_rate
+from plot import ZERO, count_range, legend, page, short_count, style_of, styles_of
 
-CUT = 0.45  # nats above the lowest loss: higher ones leave a panel of losses against rates
-SEED = {"marker": "o", "linestyle": "", "color": "0.65", "markersize": 4, "markeredgewidth": 0}
-KEY = {"marker": "|", "color": "0.35", "markersize": 9, "markeredgewidth": 1.6}
-BAND = {"color": "0.92", "linewidth": 0, "zorder": 0}
+CUT = 0.25  # nats above the lowest loss: higher ones leave a panel of losses against rates
+CLIP = 0.15  # nats: larger gaps stand as numbers at the edge, so that the others keep their room
+NOISE = 0.03  # nats, by which a single seed at 1.95M can be off
 LOSS = "validation loss (nats per token)"
-GAP = "validation loss minus vanilla's (nats per token)"
+GAP = "validation loss minus vanilla's\n(nats per token)"
 
 
 def real_size(jobs, found):
     """Parameters and length of what is drawn, and how the inspected model differs: all jobs are of it, or none is."""
     lengths = count_range([found.scale.lengths[job.length][0] for job in jobs], "{:,}".format)
     size = f"{count_range([found.parameters(job) for job in jobs])} parameters, length {lengths}"
-    return size + found.change_in_words(jobs[0]).replace(", ", ",\n")
+    return size + ",\ntrained with end-of-text first" * found.with_bos(jobs[0])
 
 
 def heading(panel, found):
-    """A panel's title and the size of its runs; [rate] becomes that of the first one."""
-    if not panel.lines:
-        return panel.title
+    """A panel's title and the size of its runs."""
     return f"{found.in_words(panel.title, panel.jobs[0])}\n{real_size(panel.jobs, found)}".strip()
 
 
@@ -90,37 +86,6 @@ def layers(ax, panel, found):
     plot.layer_panel(ax, lines, styles_of(modes), panel.label, first_row(panel.key), level)
 
 
-def public(ax, panel, found):
-    """The same of models in Hugging Face layout, or of ours where there are none."""
-    if not found.public:
-        layers(ax, panel, found)
-        return
-    lines = {folder.name: [means_of(plot.read_analysis(folder), panel.key)] for folder in found.public}
-    styles = styles_of({name: "vanilla" for name in lines})
-    plot.layer_panel(ax, lines, styles, panel.label, first_row(panel.key))
-
-
-def initial(ax, panel, found):
-    """Before training: entropy on the left axis, token similarity of the hidden states on the right one."""
-    numbers = plot.read_analysis(found.root / INITIAL)
-    entropy = means_of(numbers, "entropy")
-    similarity = means_of(numbers, "hidden_similarity")[1:]  # state 0 is the embedding
-    x = 1 + np.arange(len(entropy))
-    other = ax.twinx()
-    ax.plot(x, entropy, "o-", color=COLORS[0], markerfacecolor="none", label="entropy (left axis)")
-    other.plot(x, similarity, "s--", color="0.55", markerfacecolor="none")
-    ax.plot([], [], "s--", color="0.55", markerfacecolor="none", label="token similarity (right axis)")
-    least, most = PAPER_ENTROPY
-    ax.axhspan(least, most, color="0.9", zorder=0, label="the paper's entropy (left axis)")
-    ax.axhline(numbers["entropy_uniform"], label="uniform causal attention (left axis)", **LEVEL)
-    ax.set(xlabel="layer", ylabel=panel.label, ylim=(min(*entropy, least) - 0.004, max(*entropy, most) + 0.004))
-    other.set(ylabel="token similarity of the layer's output", ylim=(0, 1))
-    other.spines["right"].set_visible(True)
-    size = f"{short_count(numbers['parameters'])} parameters, length {numbers['length']:,}"
-    ax.set_title(f"{panel.title}\n{size}", loc="left")
-    legend(ax)
-
-
 def spectrum(ax, panel, found):
     """Eigenvalues of layer 1's values, from the largest down."""
     lines = found.labels(panel.lines)
@@ -133,39 +98,41 @@ def spectrum(ax, panel, found):
     legend(ax)
 
 
-def scaling(ax, panel, found):
-    """Validation losses at the end over parameters. The fitted lines leave the 2M out, as the claims do."""
-    modes = {}
-    for mode, jobs in by_mode(panel.jobs).items():
-        modes[mode] = [(found.parameters(job), found.losses(job)) for job in jobs]
-    scaling_panel(ax, modes, min(found.parameters(job) for job in panel.jobs if job.size != "2M"))
-
-
-def paper(ax, panel, found):
-    """The same from averages of the paper's Table 5."""
-    scaling_panel(ax, {mode: [(n, [loss]) for n, loss in size_and_loss(mode)] for mode in ("vanilla", "resformer")})
-
-
-def scaling_panel(ax, modes, least=0):
-    """modes: {mode: [(parameters, [loss of each seed])]}, and lines over ln N through those from `least` on."""
-    for mode, points in modes.items():
+def points_over(ax, points, lines, text):
+    """Marks of seeds over a logarithmic x axis, {mode: [(x, [y of each seed])]}, and a line for each mode, (x, y)."""
+    for mode, of_mode in points.items():
         style = style_of(mode)
-        a, c = semi_log([(n, np.mean(losses)) for n, losses in points if n >= least])
-        x = [n for n, _ in points]
-        grid = np.geomspace(max(min(x), least), max(x), 50)
-        ax.plot(grid, a + c * np.log(grid), markevery=[], label=LABELS[mode], **style)
-        for n, losses in points:
-            ax.plot([n] * len(losses), losses, **style | {"linestyle": ""})
-    ax.set(xlabel="parameters", ylabel=LOSS, xscale="log")
-    sizes = [n for n, _ in next(iter(modes.values()))]
-    ticks(ax, sizes, [short_count(n) for n in sizes])
+        ax.plot(*lines[mode], markevery=[], label=LABELS[mode], **style)
+        for x, values in of_mode:
+            ax.plot([x] * len(values), values, **style | {"linestyle": ""})
+    ax.set_xscale("log")
+    every = sorted({x for of_mode in points.values() for x, _ in of_mode})
+    ticks(ax, every, list(map(text, every)))
+    ax.set_xlim(every[0] / 1.15, every[-1] * 1.15)
     legend(ax)
+
+
+def scaling(ax, panel, found):
+    """Validation losses at the end over parameters, with lines over ln N. These leave the 2M out, as the claims do."""
+    least = min(found.parameters(job) for job in panel.jobs if job.size != "2M")
+    points, lines = {}, {}
+    for mode, jobs in by_mode(panel.jobs).items():
+        points[mode] = [(found.parameters(job), found.losses(job)) for job in jobs]
+        a, c = semi_log([(n, np.mean(losses)) for n, losses in points[mode] if n >= least])
+        n = np.array([max(min(points[mode])[0], least), max(points[mode])[0]])
+        lines[mode] = n, a + c * np.log(n)  # a straight line, because the axis is logarithmic
+    # vanilla's sizes alone are ticks: SVFormer's, a little smaller, would stand on top of them
+    ax.set(xlabel="parameters", ylabel=LOSS)
+    points_over(ax, points, lines, short_count)
+    sizes = [n for n, _ in points["vanilla"]]
+    ticks(ax, sizes, list(map(short_count, sizes)))
 
 
 def tokens(ax, panel, found):
     """Validation losses along training."""
     lines = found.labels(panel.lines)
     styles = styles_of({label: job.mode for label, job in lines})
+    # seeds of a run were evaluated at the same steps, so their losses align
     for label, job in lines:
         x, y = plot.align([found.validation(job, seed) for seed in found.seeds(job)])
         plot.draw_line(ax, x, y, label, styles[label], points=(x, y.mean(0)))
@@ -176,106 +143,70 @@ def tokens(ax, panel, found):
 
 
 def rates(ax, panel, found):
-    """Validation losses at the end over learning rates: a dot for each seed, a line through the means over the seeds
-    that all rates of a mode have."""
-    factor = found.scale.lr_factor
+    """Validation losses at the end over rates; lines are means over the seeds that all rates of a mode have."""
+    factor, points, lines = found.scale.lr_factor, {}, {}
     for mode, jobs in by_mode(panel.jobs).items():
-        style = style_of(mode)
-        ax.plot([job.lr * factor for job in jobs], mean_losses(found, jobs), markevery=[], label=LABELS[mode], **style)
-        for job in jobs:
-            losses = found.losses(job)
-            ax.plot([job.lr * factor] * len(losses), losses, **style | {"linestyle": ""})
+        points[mode] = [(job.lr * factor, found.losses(job)) for job in jobs]
+        lines[mode] = [lr for lr, _ in points[mode]], mean_losses(found, jobs)
+    ax.set(xlabel="peak learning rate", ylabel=LOSS)
+    points_over(ax, points, lines, "{:.2g}".format)
     lowest = min(loss for job in panel.jobs for loss in found.losses(job))
-    if ax.get_ylim()[1] > lowest + CUT:  # a failed run would squash all others
-        ax.set_ylim(top=lowest + CUT)
-    ax.set(xlabel="peak learning rate", ylabel=LOSS, xscale="log")
-    every = sorted({job.lr * factor for job in panel.jobs})
-    ticks(ax, every, [f"{rate:.2g}" for rate in every])
-    legend(ax)
-
-
-def best(ax, panel, found):
-    """Losses minus vanilla's, each mode at the best of its rates: a row for each."""
-    modes = {}
-    for label, job in found.labels(panel.lines):
-        modes.setdefault(label, []).append(job)
-    heights = range(len(modes), 0, -1)
-    for y, jobs in zip(heights, modes.values(), strict=True):
-        draw_gaps(ax, found.gaps(*best_pair(found, jobs)), y, style_of(jobs[0].mode))
-    ax.axvline(0, **ZERO)
-    ax.set(xlabel=GAP, yticks=heights, yticklabels=list(modes), ylim=(0.5, len(modes) + 0.5))
+    ax.set_ylim(lowest - CUT / 20, lowest + CUT)  # a failed run would squash all others
 
 
 def critical_points(ax, panel, found):
     """Critical points over lengths. The table beside counts the seeds that have none."""
-    color = style_of(panel.jobs[0].mode)["color"]
-    crossed, extrapolated = [], []  # (length, step) of each seed
+    points = []
     for job in panel.jobs:
-        for seed in found.common_seeds(job, job.baseline):
-            step, is_extrapolated = critical(found, job, seed)
-            if 0 < step < math.inf:
-                (extrapolated if is_extrapolated else crossed).append((found.scale.lengths[job.length][0], step))
-    for points, name, face in ((crossed, "crossed", color), (extrapolated, "extrapolated from the last tenth", "none")):
-        if points:
-            ax.plot(*zip(*points, strict=True), "o", color=color, markerfacecolor=face, label=name)
-    lengths = [found.scale.lengths[job.length][0] for job in panel.jobs]
-    ax.set(xlabel="sequence length (tokens)", ylabel="critical point (step)", xscale="log")
-    ax.set(xlim=(lengths[0] / 1.4, lengths[-1] * 1.4))
-    ticks(ax, lengths, [f"{n:,}" for n in lengths])
-    legend(ax)
+        steps = [critical(job, found, seed) for seed in found.common_seeds(job, job.baseline)]
+        points.append((found.scale.lengths[job.length][0], [step for step in steps if 0 < step < math.inf]))
+    ax.set(xlabel="sequence length (tokens)", ylabel="critical point (step)")
+    points_over(ax, {panel.jobs[0].mode: points}, {panel.jobs[0].mode: ([], [])}, "{:,}".format)
 
 
-def draw_gaps(ax, gaps, y, style):
-    """Gaps of seeds at height y: a grey dot for each, their mean with its 95 % interval in a style."""
-    mean, interval = mean_interval(gaps)
-    ax.plot(gaps, [y] * len(gaps), **SEED)
-    ax.errorbar(mean, y, xerr=interval, **style | {"linestyle": ""})
-
-
-def regime(ax, panel, found):
-    """Losses minus vanilla's, a row for each label: each mode at its better rate. Where there are two rates, arrows
-    have both modes at the lower and at the higher one."""
-    groups = regime_rows(found, panel.lines)
-    rows = list(dict.fromkeys(label for label, _ in groups))
-    modes = list(dict.fromkeys(mode for _, mode in groups))
-    for (label, mode), jobs in groups.items():
-        # the modes of a row stand around its height
-        y = len(rows) - rows.index(label) + ((len(modes) - 1) / 2 - modes.index(mode)) * 0.5 / len(modes)
-        style = style_of(mode)
-        if len(jobs) > 1:
-            for arrow, job in zip("<>", jobs, strict=True):
-                ax.plot(np.mean(found.gaps(job)), y, arrow, color=style["color"], alpha=0.4, markersize=5)
-        draw_gaps(ax, found.gaps(*best_pair(found, jobs)), y, style)
-    for mode in modes:
-        ax.plot([], [], label=LABELS[mode], **style_of(mode) | {"linestyle": ""})
-    if any(len(jobs) > 1 for jobs in groups.values()):
-        for arrow, rate in (("<", "lower"), (">", "higher")):
-            ax.plot([], [], arrow, color="0.5", alpha=0.4, markersize=5, label=f"both at the {rate} rate")
-    ax.plot([], [], label="a seed", **SEED)
+def gaps(ax, panel, found):
+    """Losses minus vanilla's, a row for each label, the lowest on top: seeds in grey, their mean and 95 % interval.
+    Each mode, and vanilla, is at the best of its rates. A single seed is hollow, because it says little."""
+    rows = []
+    for (label, mode), jobs in by_rate(found, panel.lines).items():
+        seeds = found.gaps(*best_pair(found, jobs))
+        rows.append((*mean_interval(seeds), label, mode, seeds))
+    rows.sort(key=lambda row: -row[0])
+    for y, (mean, interval, label, mode, seeds) in enumerate(rows):
+        color = style_of(mode)["color"] if label != mode or mode in plot.HEADLINE else "0.35"
+        # a few modes are so much worse that they would squeeze all others into a finger's width
+        if mean > CLIP:
+            ax.text(CLIP, y, f"{mean:+.2f} →", ha="right", va="center", fontsize=7, color=color)
+            continue
+        ax.plot(seeds, [y] * len(seeds), "o", color="0.65", markersize=3, markeredgewidth=0)
+        face = color if interval else "white"
+        ax.errorbar(mean, y, xerr=interval, color=color, marker="o", markerfacecolor=face)
+    ax.axvspan(-NOISE, NOISE, color="0.93", linewidth=0, zorder=0)
     ax.axvline(0, **ZERO)
-    ax.set(xlabel=GAP, yticks=range(len(rows), 0, -1), yticklabels=rows)
-    ax.grid(axis="x", color="0.9", linewidth=0.6)
+    xlabel = f"{GAP}; bars: 95 % of 3 seeds\nhollow: one seed, which can be off by the grey band"
+    ax.set(xlabel=xlabel, yticks=range(len(rows)), yticklabels=[row[2] for row in rows], ylim=(-0.6, len(rows) - 0.4))
+    ax.grid(axis="x", color="0.88", linewidth=0.6)
     ax.set_axisbelow(True)
+
+
+def slopes(ax, panel, found):
+    """Losses minus vanilla's over tokens or parameters, with 95 % intervals, each mode at the better of its rates."""
+    points = {}
+    for (_, mode), jobs in by_rate(found, panel.lines).items():
+        best, base = best_pair(found, jobs)
+        record = found.record(best, found.seeds(best)[0])
+        sizes = {"parameters": found.parameters(base), "tokens": record["start"]["max_steps"] * record["step_tokens"]}
+        points.setdefault(mode, []).append((sizes[panel.key], *mean_interval(found.gaps(best, base))))
+    for i, (mode, of_mode) in enumerate(points.items()):
+        x, means, intervals = map(np.array, zip(*of_mode, strict=True))
+        beside = x * (x[-1] / x[0]) ** (0.02 * (i - 1))  # so that bars do not hide each other
+        ax.plot(beside, means, label=LABELS[mode], **style_of(mode))
+        bars = np.array(intervals, float)  # a single seed has None, which becomes NaN and is not drawn
+        ax.errorbar(beside, means, bars, color=style_of(mode)["color"], linestyle="", capsize=3)
+    ax.axhline(0, **ZERO)
+    ax.set(xlabel=f"{panel.key}; bars: 95 % intervals of three seeds", ylabel=GAP, xscale="log")
+    ticks(ax, x, list(map(short_count, x)))
     legend(ax)
-
-
-def dots(ax, panel, found):
-    """One group of modes, the lowest loss on top. The band is a scale for single seeds."""
-    gaps = {job.mode: found.gaps(job) for job in panel.jobs}
-    gaps = dict(sorted(gaps.items(), key=lambda item: -np.mean(item[1])))
-    for y, (mode, seeds) in enumerate(gaps.items()):
-        color = style_of(mode)["color"] if mode in HEADLINE else KEY["color"]
-        draw_gaps(ax, seeds, y, KEY | {"color": color})
-    vanilla = found.losses(panel.jobs[0].baseline)
-    spread = max(vanilla) - min(vanilla)
-    ax.axvspan(-spread, spread, label="as far as two of vanilla's seeds differ", **BAND)
-    ax.axvline(0, label="vanilla", **ZERO)
-    ax.plot([], [], label="a seed", **SEED)
-    ax.errorbar([], [], xerr=[], label="mean, 95 % interval", linestyle="", **KEY)
-    ax.set(yticks=range(len(gaps)), yticklabels=list(gaps), ylim=(-0.6, len(gaps) - 0.4))
-    ax.set_title(panel.title, loc="left", fontsize=9)
-    ax.grid(axis="x", color="0.9", linewidth=0.6)
-    ax.set_axisbelow(True)
 
 
 def heat(axes, panel, found):
@@ -294,6 +225,7 @@ def heat(axes, panel, found):
         image = ax.imshow(values, norm=norm, extent=extent, aspect="auto", interpolation="nearest", origin="lower")
         ax.yaxis.get_major_locator().set_params(integer=True)
         ax.set_title(f"{label}: {panel.label}", fontsize=8, loc="left")
+    # four ticks are enough for a logarithmic bar, and more would overlap
     places = np.geomspace(norm.vmin, norm.vmax, 4)
     bar = ax.figure.colorbar(image, ax=list(axes), location="bottom", aspect=40, ticks=places, format="{x:.3g}")
     bar.ax.minorticks_off()
@@ -301,11 +233,11 @@ def heat(axes, panel, found):
     ax.set_xlabel("token position")
 
 
-MINUS_VANILLA = (relative, critical_points, dots, best, regime)  # these need vanilla's runs, too
+MINUS_VANILLA = (relative, critical_points, gaps, slopes)  # these need vanilla's runs, too
 # what a panel needs of a run besides its last validation loss; "arrays" are those of analysis.npz
 NEEDS = {
     **dict.fromkeys((relative, critical_points, tokens), {"losses"}),
-    **dict.fromkeys((layers, public), {"analysis"}),
+    layers: {"analysis"},
     **dict.fromkeys((spectrum, heat), {"analysis", "arrays"}),
 }
 
@@ -314,12 +246,12 @@ NEEDS = {
 
 
 def page_of_panels(path, figure, found):
-    """Up to three panels in a row, more in two columns."""
-    # a panel of public models is left out where it would be empty
-    panels = [panel for panel in figure.panels if panel.draw is not public or panel.jobs or found.public]
+    """Up to three panels in a row, more in two columns; a panel with many rows is taller."""
+    panels = figure.panels
     columns = len(panels) if len(panels) < 4 else 2
     rows = math.ceil(len(panels) / columns)
-    size = (4.5 * columns, 4 * rows) if len(panels) > 1 else (6, 4.4)
+    labels = max(len({label for label, _ in panel.lines}) if panel.draw is gaps else 0 for panel in panels)
+    size = (4.5 * columns, 4 * rows) if len(panels) > 1 else (6, max(4.4, 1 + 0.15 * labels))
     with page(path, size) as fig:
         axes = fig.subplots(rows, columns, squeeze=False, sharey=figure.same_y)
         for ax in axes.flat[len(panels) :]:
@@ -339,22 +271,3 @@ def page_of_maps(path, figure, found):
             panel.draw(column, panel, found)
         for ax in axes[:, 0]:
             ax.set_ylabel("layer")
-
-
-def page_of_dots(path, figure, found):
-    """Two columns of panels, all on one scale of losses."""
-    panels = figure.panels
-    sizes = [len(panel.lines) + 1 for panel in panels]
-    heights = [max(sizes[i : i + 2]) for i in range(0, len(sizes), 2)]
-    title = f"{real_size(figure.jobs, found)}, {found.scale.steps:,} steps"
-    with page(path, (9.5, 0.19 * sum(heights) + 0.9)) as fig:
-        axes = fig.subplots(len(heights), 2, height_ratios=heights, sharex=True, squeeze=False).flat
-        for ax, panel in zip(axes, panels, strict=False):
-            panel.draw(ax, panel, found)
-        for ax in axes[len(panels) :]:
-            ax.set_axis_off()
-        for ax in axes[len(panels) - 2 : len(panels)]:
-            ax.tick_params(labelbottom=True)
-            ax.set_xlabel(GAP)
-        key = axes[0].get_legend_handles_labels()
-        fig.legend(*key, loc="outside upper left", ncols=4, title=title, alignment="left")

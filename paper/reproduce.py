@@ -1,6 +1,6 @@
 """Every figure and table of the paper by one command: train what it needs, analyse, draw, set beside the paper.
 
-    python -m paper.reproduce fig7 --dry_run        what would run here: commands, disk, GPU-hours
+    python -m paper.reproduce fig7 --dry_run        what would run here: commands, GPU-hours
     python -m paper.reproduce fig7                  run it and draw it; what is finished does not run again
     python -m paper.reproduce report                results/cpu/README.md, from results/cpu.json
 
@@ -30,9 +30,8 @@ from common.ranks import PEAK_FLOPS
 from common.report import markdown
 from common.tasks import TABLE1
 from configurator import UserError, check_fields, need, run, setting
-from paper import panels
 from paper.figures import FIGURES, PAPER
-from paper.found import INITIAL, Found, difference, fresh_analysis, make_record, read_kept, write_kept
+from paper.found import Found, difference, fresh_analysis, make_record, read_kept, write_kept
 from paper.results import publish, write_report
 from paper.runs import SCALES, SEEDS, train_settings
 from train import TrainConfig
@@ -55,7 +54,6 @@ class ReproduceConfig:
     run: bool = setting(True, "train and analyse what is missing; false = only draw what is there")
     kept: bool = setting(False, "take runs from results/<scale>/runs.jsonl where it has them, and add new ones to it")
     jobs: int = setting(0, "runs at a time; 0 = one per core at a scale without GPUs, else one", least=0)
-    public: tuple[str, ...] = setting((), "Llama or Mistral folders in Hugging Face layout, for fig1 and fig18")
     eval_dir: str = setting("", "local files of tab1's tasks, see eval.py; empty = from the hub")
     out_dir: str = setting("", "folder of the runs; empty = out/<scale>")
     data_dir: str = setting(
@@ -67,39 +65,27 @@ class ReproduceConfig:
         check_fields(self)
         if not self.words:
             raise UserError("say which figure, as in `python -m paper.reproduce fig7 --dry_run`")
-        asked = [word for word in self.words if word in FIGURES]
+        asked = [FIGURES[word] for word in self.words if word in FIGURES]
         for word in self.words:
             if word not in (*FIGURES, "all", "report"):
                 raise UserError(f"cannot reproduce {word!r}; there are {', '.join(FIGURES)}, all, report")
         if "report" in self.words and len(self.words) > 1:
             raise UserError("report stands alone: it shows all that has been drawn")
-        if not self.scale:
-            own = [FIGURES[word].scale for word in asked if FIGURES[word].scale]
-            object.__setattr__(self, "scale", (*own, "cpu")[0])
-        for word in asked:
-            if FIGURES[word].scale not in ("", self.scale):
-                raise UserError(f"{word} is for scale={FIGURES[word].scale}, not for scale={self.scale}")
-        only = self.units.figures
-        if only and set(asked) - set(only):
-            raise UserError(f"scale={self.scale} is for {', '.join(only)} alone; set another --scale")
-        if self.jobs > 1 and self.units.gpus:
-            raise UserError(f"jobs={self.jobs} would share the GPUs of one run; leave it out at scale={self.scale}")
-        if len(self.public_folders) < len(self.public):
-            raise UserError("two folders of --public have the same name, which figures call them by")
+        # a figure that is made for one scale brings its own
+        own = [figure.scale for figure in asked if figure.scale]
+        object.__setattr__(self, "scale", self.scale or (*own, "cpu")[0])
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.scale}")
+        if set(own) - {self.scale}:
+            raise UserError(f"{', '.join(self.words)}: one of these is for scale={own[0]}, not for scale={self.scale}")
+        if self.units.figures and not set(self.words) <= {*self.units.figures, "all", "report"}:
+            raise UserError(f"scale={self.scale} is for {', '.join(self.units.figures)} alone; set another --scale")
 
     @property
     def figures(self):
-        """{name: Figure} in the order in which they were asked for. Public models take the places of ours."""
+        """{name: Figure} in the order in which they were asked for."""
         of_all = self.units.figures or [name for name in PAPER if name not in self.units.without]
         names = [name for word in self.words for name in (of_all if word == "all" else [word])]
-        asked = {}
-        for name in names:
-            parts = FIGURES[name].panels
-            if self.public:
-                parts = tuple(dataclasses.replace(p, lines=()) if p.draw is panels.public else p for p in parts)
-            asked[name] = dataclasses.replace(FIGURES[name], panels=parts).at(self.units)
-        return asked
+        return {name: FIGURES[name].at(self.units) for name in names}
 
     @property
     def units(self):
@@ -108,11 +94,6 @@ class ReproduceConfig:
         data_dir = self.data_dir or scale.data_dir
         prepare = f"{scale.prepare} --out_dir={shlex.quote(data_dir)}"
         return dataclasses.replace(scale, data_dir=data_dir, prepare=prepare)
-
-    @property
-    def public_folders(self):
-        """{folder of a public model's analysis: the model's folder}"""
-        return {Path(self.out_dir, "public", Path(folder).name): folder for folder in self.public}
 
     @property
     def records_file(self):
@@ -134,8 +115,7 @@ class Plan:
     folder: Path
     values: dict  # settings of train.py
     needs: set  # parts of its record, see Figure.needs
-    record: dict | None = None  # the kept one, made with these settings
-    kept: bool = False  # that has all that we need, so the run need not be there
+    record: dict | None = None  # the kept one, made with these settings: then the run need not be there
     done: bool = False
 
 
@@ -153,39 +133,32 @@ def make_plans(cfg, kept):
         record = kept.get(plan.folder.name)
         if record and not difference(record["settings"], plan.values):
             plan.record = record
-            plan.kept = all(record.get(part) for part in plan.needs)  # none has arrays and scores, old ones lack losses
         with contextlib.suppress(UserError):  # there is no such run, or it has no steps yet
-            plan.done = plan.kept or plot.read_run(plan.folder).finished
+            plan.done = bool(plan.record) or plot.read_run(plan.folder).finished
     return list(plans.values())
 
 
 def show_plan(plans, cfg):
-    """Print the runs, their sizes and whether they are done, disk, and hours of training where we know the speed."""
+    """Print the runs, their sizes, whether they are done, and hours of training where we know the speed."""
     scale, path = cfg.units, Path(cfg.units.data_dir, "tokenizer.json")
     vocab = Tokenizer.load(path).n_vocab if path.exists() else scale.vocab
     unit, speed, how = "core", scale.core_speed, f"{scale.core_speed / 1e9:,.0f} GFLOP/s a core"
     if scale.gpus:
         unit, speed, how = "GPU", PEAK_FLOPS["A100"] * MFU, f"{MFU:.0%} of an A100's bf16 peak"
-    rows, all_hours = [], 0.0
-    disk = 2 * scale.tokens  # token ids are uint16
+
+    rows, hours = [], []
     for plan in plans:
         settings = TrainConfig(**plan.values)
-        model = settings.model_config(vocab)
-        size, n_tokens = count_parameters(model), settings.max_steps * settings.batch_tokens
-        checkpoints = 2 if settings.eval_every < settings.max_steps else 1  # the last, and the best of several
-        space = 12 * checkpoints * size  # weights and optimizer in fp32
-        hours = flops_per_token(model) * n_tokens / speed / 3600 if speed and not plan.done else 0.0
-        row = [plan.folder.name, "done" if plan.done else "to do", f"{size:,}", f"{n_tokens:,}", f"{space / 1e9:.2f}"]
-        rows.append([*row, f"{hours:,.2f}" if speed else "-"])
-        disk, all_hours = disk + space, all_hours + hours
+        model, n_tokens = settings.model_config(vocab), settings.max_steps * settings.batch_tokens
+        hours.append(flops_per_token(model) * n_tokens / speed / 3600 if speed and not plan.done else 0.0)
+        state = "done" if plan.done else "to do"
+        rows.append([plan.folder.name, state, f"{count_parameters(model):,}", f"{n_tokens:,}", f"{hours[-1]:,.2f}"])
     print(f"scale {cfg.scale}: {scale.what}\n")
-    print(markdown(["run", "state", "parameters", "tokens", "disk (GB)", f"{unit}-hours"], rows))
+    print(markdown(["run", "state", "parameters", "tokens", f"{unit}-hours"], rows))
     if cfg.dry_run:
         print(*map(shlex.join, commands(plans, cfg)), "", sep="\n")
-    said = f"{len(plans)} runs, {sum(plan.done for plan in plans)} of them done; "
-    if speed:
-        said += f"training takes {all_hours:,.1f} {unit}-hours at {how}; "
-    print(f"{said}analyses and tasks come on top; disk {disk / 1e9:,.1f} GB with the data", flush=True)
+    takes = f"; training takes {sum(hours):,.1f} {unit}-hours at {how}, without analyses" if speed else ""
+    print(f"{len(plans)} runs, {sum(plan.done for plan in plans)} of them done{takes}", flush=True)
 
 
 # -- commands, as lists of words
@@ -199,10 +172,11 @@ def train_command(plan, cfg):
     return [*launcher, "train.py", *words, "--resume=auto"]
 
 
-def analyze_command(cfg, model, chunks, *words):
+def analyze_command(plan, cfg):
     """Of analyze.py. At a scale without GPUs we compute on cores everywhere, so that all numbers are alike."""
     device = [] if cfg.units.gpus else ["--device=cpu"]
-    return ["python", "analyze.py", model, *words, f"--chunks={chunks}", f"--data_dir={cfg.units.data_dir}", *device]
+    words = [f"--chunks={cfg.units.chunks}", f"--data_dir={cfg.units.data_dir}"]
+    return ["python", "analyze.py", str(plan.folder), *words, *device]
 
 
 def eval_command(plan, task, cfg):
@@ -212,32 +186,14 @@ def eval_command(plan, task, cfg):
     return ["python", "eval.py", str(plan.folder), f"--task={task}", "--dtype=float32", *files, *device]
 
 
-def other_analyses(cfg):
-    """{folder: command} of missing analyses of models that we do not train here: a new one, public ones."""
-    kinds = {panel.draw for figure in cfg.figures.values() for panel in figure.panels}
-    asked = {}
-    if panels.initial in kinds:
-        # the paper's own size and length at any scale: before training few chunks show the entropy
-        asked[Path(cfg.out_dir, INITIAL)] = ["--init=config/size_468m.py", 16, "--length=2048"]
-    if panels.public in kinds:
-        for out, folder in cfg.public_folders.items():
-            asked[out] = [folder, cfg.units.chunks, "--length=2048", "--dtype=bfloat16"]
-    missing = {out: words for out, words in asked.items() if not (out / "analysis.json").exists()}
-    return {out: [*analyze_command(cfg, *words), f"--out_dir={out}"] for out, words in missing.items()}
-
-
 def commands(plans, cfg):
     """The commands of the plan, also those of finished runs: data, runs, analyses, tasks."""
     if not Path(cfg.units.data_dir, "manifest.json").exists():
         yield shlex.split(cfg.units.prepare)
-    plans = [plan for plan in plans if not plan.kept]
+    plans = [plan for plan in plans if not plan.record]
     yield from (train_command(plan, cfg) for plan in plans)
-    yield from other_analyses(cfg).values()
-    for plan in plans:
-        if "analysis" in plan.needs:
-            yield analyze_command(cfg, str(plan.folder), cfg.units.chunks)
-        if "scores" in plan.needs:
-            yield eval_command(plan, "table1", cfg)
+    yield from (analyze_command(plan, cfg) for plan in plans if "analysis" in plan.needs)
+    yield from (eval_command(plan, "table1", cfg) for plan in plans if "scores" in plan.needs)
 
 
 # -- running
@@ -291,8 +247,7 @@ def make_run(plan, cfg, threads):
     if cfg.run and not plan.done:
         run_logged(train_command(plan, cfg), plan.folder / "train.log", threads)
     if cfg.run and "analysis" in plan.needs and not fresh_analysis(plan.folder):
-        words = analyze_command(cfg, str(plan.folder), cfg.units.chunks)
-        run_logged(words, plan.folder / "analyze.log", threads)
+        run_logged(analyze_command(plan, cfg), plan.folder / "analyze.log", threads)
     if cfg.run and "scores" in plan.needs:
         scored = plot.read_eval(plan.folder)["results"] if (plan.folder / "eval.json").exists() else ()
         # one by one, because a task may have longer texts than the model takes
@@ -303,11 +258,11 @@ def make_run(plan, cfg, threads):
 
 
 def make_all(plans, cfg):
-    """Make all runs, some of them side by side, then the other analyses. Returns ({name: record} of the runs,
-    {name: error} of what failed)."""
+    """Make all runs that have no record yet, some side by side. Returns {name: record} and {name: why it failed}."""
     records, errors = {plan.folder.name: plan.record for plan in plans if plan.record}, {}
     check_data(records, cfg)
-    plans = [plan for plan in plans if not (plan.kept if cfg.run else plan.record)]
+    plans = [plan for plan in plans if not plan.record]
+    # models this small cannot use two cores well, so without GPUs each core has a run of its own
     cores = os.cpu_count() or 1
     at_once = cfg.jobs or (1 if cfg.units.gpus else cores)
     threads = str(max(1, cores // at_once)) if at_once > 1 else ""
@@ -324,10 +279,6 @@ def make_all(plans, cfg):
                     write_kept(cfg.records_file, read_kept(cfg.records_file) | {folder.name: record})
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C no further run begins
-    for folder, words in other_analyses(cfg).items() if cfg.run else ():  # these have the machine to themselves
-        print(shlex.join(words), flush=True)
-        with noted(errors, folder.name):
-            run_logged(words, folder / "analyze.log")
     check_data(records, cfg)
     return records, errors
 
@@ -349,7 +300,8 @@ def main(cfg: ReproduceConfig):
         make_data(cfg)
     with hold(cfg.out_dir) if cfg.run else contextlib.nullcontext():
         records, failed = make_all(plans, cfg)
-    found = Found(records, cfg.units, cfg.seeds_of, cfg.out_dir, tuple(cfg.public_folders), failed)
+    found = Found(records, cfg.units, cfg.seeds_of, cfg.out_dir, failed)
+    # a figure that lacks a run is skipped with a note, so that the others are still drawn
     missing = {}
     for name, figure in cfg.figures.items():
         with noted(missing, name):
@@ -358,7 +310,7 @@ def main(cfg: ReproduceConfig):
     if missing:
         said.append(f"not drawn: {', '.join(missing)}, the first because {next(iter(missing.values()))}")
     if failed and cfg.run:
-        said.append(f"{len(failed)} runs or analyses failed, the first: {next(iter(failed.values()))}")
+        said.append(f"{len(failed)} runs failed, the first: {next(iter(failed.values()))}")
     if said:
         raise UserError("; ".join(said))
 

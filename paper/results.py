@@ -4,14 +4,14 @@ Read next: reproduce.py.
 """
 
 import math
+import re
 from pathlib import Path
 
 from common.files import read_record, write_record, write_text
 from common.ranks import environment
 from common.report import markdown
-from paper.claims import HEADER, claim_cells, claim_rows, tally
+from paper.claims import HEADER, claim_cells, claim_rows
 from paper.figures import FIGURES
-from paper.runs import units_in_words
 
 RESULTS = "results of paper.reproduce"
 
@@ -30,12 +30,12 @@ def publish(name, figure, cfg, found):
     if figure.panels:  # last, so that an error leaves the old picture beside the old numbers
         figure.page(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)
         record["png"] = f"{cfg.scale}/{name}.png"
+    # other figures of this scale keep their records, in the order of figures.py
     path = Path(cfg.results_dir, f"{cfg.scale}.json")
     figures = read_record(path, RESULTS)["figures"] if path.exists() else {}
     figures[name] = record
     figures = {key: figures[key] for key in FIGURES if key in figures}
-    about = {"scale": cfg.units.what, "units": units_in_words(cfg.units)}
-    write_record(path, RESULTS, about | {"figures": figures})
+    write_record(path, RESULTS, {"scale": cfg.units.what, "figures": figures})
 
 
 def about_runs(figure, found):
@@ -52,6 +52,18 @@ def about_runs(figure, found):
 
 # -- results/<scale>/README.md
 
+ABOUT = """Losses are in nats per token. "82M" and the like are the paper's sizes; Tables 3 and 4 say what they are.
+A claim's runs are the base, if it says nothing else: "82M", the paper's length 2,048, the best rate. "a − b" is a's
+validation loss minus b's. ± is half of a 95 % interval (Student's t) over n seeds, which differ in weights and batches.
+"here" judges the sign or bound that the paper claims of its own sizes: **confirmed** if the whole interval is on its
+side, **contradicted** if all of it is on the other, else **undetermined**; one seed only **agrees** or **differs**.
+Nothing is corrected for the number of verdicts. * marks another processor than vanilla's."""
+
+
+def compact(table):
+    """A Markdown table without the spaces around its pipes."""
+    return re.sub(r" *\| *", "|", table)
+
 
 def section(name, record):
     """A figure or table of the report, as Markdown."""
@@ -61,39 +73,22 @@ def section(name, record):
     if "png" in record:
         parts.append(f"![{title}]({Path(record['png']).name})")
     if "table" in record:
-        parts.append(markdown(record["table"][0], record["table"][1:]))
+        parts.append(compact(markdown(record["table"][0], record["table"][1:])))
     if record["rows"]:
-        parts.append(markdown(HEADER, map(claim_cells, record["rows"]), left=3))
-    return "\n\n".join([*parts, f"<sub>{how_made(record)}</sub>"])
-
-
-def how_made(record):
-    """Sentences on the runs of a figure and the commits that made them and it."""
-    text, drawn = "", record["environment"]
-    if record["runs"]:
-        text += f"{len(record['runs'])} runs, by commit {', '.join(commit[:10] for commit in record['commits'])}. "
-    if record["timed"]:
-        text += f"{record['timed']} of them are timed: {record['hours']:.1f} hours of training. "
-    has_changes = any(" results/" not in line for line in (drawn["changed_files"] or "").splitlines())
-    commit = (drawn["commit"] or "unknown")[:10] + (" with changes" if has_changes else "")
-    return f"{text}Drawn by commit {commit}, on {drawn['machine']}."
+        parts.append(compact(markdown(HEADER, map(claim_cells, record["rows"]), left=3)))
+    # the JSON file beside has the commits of all runs, and the machine
+    made = f"{len(record['runs'])} runs, {record['hours']} hours; drawn" if record["runs"] else "Drawn"
+    return "\n\n".join([*parts, f"<sub>{made} by {(record['environment']['commit'] or 'unknown')[:10]}</sub>"])
 
 
 def report_text(results, scale):
     """The text of results/<scale>/README.md, from what results/<scale>.json holds."""
-    figures = {name: record for name, record in results["figures"].items() if name in FIGURES}
     parts = [
         f"# The paper's figures and tables at scale `{scale}`",
-        f"Written by `python -m paper.reproduce report --scale={scale}` from [{scale}.json](../{scale}.json).",
-        f"This scale: {results['scale']}. {results['units']} Losses are in nats per token.",
-        f"{tally(figures)} ± is half of the mean's 95 % interval over seeds, which differ in initial weights and "
-        "batches. It leaves out the error from the choice of validation text, which is the same for all. A claim is "
-        "confirmed if the whole interval goes the paper's way, contradicted if none of it does, else undetermined; so "
-        "too if a seed's value is undefined, or all are equal. Verdicts are on the sign or the bound, not on the "
-        "paper's number. They are not corrected for how many they are, and many share runs. * marks a run on another "
-        "processor than vanilla's.",
+        f"Written by `python -m paper.reproduce report --scale={scale}` from [{scale}.json](../{scale}.json): "
+        f"{results['scale']}. {ABOUT}",
     ]
-    parts += [section(name, record) for name, record in figures.items()]
+    parts += [section(name, record) for name, record in results["figures"].items()]
     return "\n\n".join(parts) + "\n"
 
 

@@ -117,7 +117,6 @@ class Scale:
     n_seeds: Callable = lambda job: 1
     settings: dict = field(default_factory=dict)  # of train.py, in place of those that train_settings computes
     micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
-    tokens: float = 20e9  # of data
     vocab: int = 50277
     every: int = 1  # steps that one loss of a figure or a record averages
     lr: float = PAPER_LR  # the usual rate, in the paper's units
@@ -179,7 +178,7 @@ SCALES = {
         PAPER_SIZES,
         {512: (512, 1024, 64), 2048: (2048, 256, 16), 8192: (8192, 64, 4), 32000: (32000, 16, 1), 64000: (64000, 8, 1)},
         steps=1000, lr_factor=1.0, warmups={120: 40, 1200: 120}, gpus=1,
-        data_dir="data/slimpajama", prepare=SLIMPAJAMA + " --tokens=2e9", tokens=2e9,
+        data_dir="data/slimpajama", prepare=SLIMPAJAMA + " --tokens=2e9",
         window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 2, "468M": 4},
     ),
     "gpu": Scale(
@@ -187,7 +186,7 @@ SCALES = {
         {"82M": (8, 8, 512)},
         {2048: (2048, 64, 32)},
         steps=400, lr_factor=1.0, warmups={120: 40}, gpus=1, inspected={"size": "82M"},
-        data_dir="data/gpu", prepare=PYSOURCE_GPU, tokens=42e6, vocab=16384,
+        data_dir="data/gpu", prepare=PYSOURCE_GPU, vocab=16384,
         window=20, evals=1, chunks=40, settings={"eval_every": 200, "eval_tokens": 65536, "save_every": 200},
         figures=("gpu", "fig2", "fig19", "fig20", "fig21", "tab5"),
     ),
@@ -196,7 +195,7 @@ SCALES = {
         {"2M": (4, 2, 16), "82M": (8, 8, 64), "180M": (8, 8, 96), "320M": (8, 8, 128), "468M": (12, 8, 128)},
         {512: (64, 16, 16), 2048: (128, 8, 8), 8192: (256, 4, 4), 32000: (512, 2, 2), 64000: (1024, 1, 1)},
         steps=150, lr_factor=5.0, warmups={120: 20, 1200: 60}, gpus=0,
-        data_dir="data/small", prepare=PYSOURCE, tokens=12e6, vocab=2048,
+        data_dir="data/small", prepare=PYSOURCE, vocab=2048,
         window=15, evals=5, chunks=50, settings=ON_CORES,
     ),
     "night": Scale(
@@ -205,7 +204,7 @@ SCALES = {
         # no 64000: at length 1,024 models learn too little in 6,000 steps to be compared
         {512: (32, 64, 64), 2048: (128, 16, 16), 8192: (256, 8, 8), 32000: (512, 4, 4)},
         steps=6000, lr_factor=10.0, warmups={120: 100}, gpus=0,
-        data_dir="data/night", prepare=PYSOURCE_NIGHT, tokens=50e6, vocab=2048,
+        data_dir="data/night", prepare=PYSOURCE_NIGHT, vocab=2048,
         window=300, every=20, evals=5, chunks=200, core_speed=180e9,
         n_seeds=n_seeds_at_night, leaves_out=left_out_at_night,
         lr=NIGHT_LR, tuned=NIGHT_RATES, one_rate=NIGHT_ONE_RATE,
@@ -249,18 +248,3 @@ def train_settings(job, scale, seed, folder):
         name, value = change.split("=")
         values[name] = ast.literal_eval(value)
     return values
-
-
-def units_in_words(scale):
-    """What a scale makes of the paper's units, in sentences."""
-    sizes = "; ".join(f"{a} layers, {b} heads, width {c} for {name}" for name, (a, b, c) in scale.sizes.items())
-    lengths = ", ".join(f"{tokens:,} for {n:,}" for n, (tokens, *_) in scale.lengths.items())
-    warmups = ", ".join(f"{steps:,} for {n:,}" for n, steps in scale.warmups.items())
-    rates = [f"{scale.lr * scale.lr_factor:.4g}"]
-    rates += [f"of {mode} at {size} {lr * scale.lr_factor:.4g}" for (size, mode), lr in scale.tuned.items()]
-    return (
-        f"In place of the paper's sizes: {sizes}. In place of its lengths in tokens: {lengths}. "
-        f"In place of its warmup steps: {warmups}. "
-        f"In place of its learning rates: {scale.lr_factor:g} times as much; the usual one is {', '.join(rates)}. "
-        f"A run has {scale.steps:,} steps."
-    )

@@ -4,12 +4,10 @@ The first argument of each is a found.Found. Read next: panels.py.
 """
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-import plot
 from common.data import Tokenizer, load_manifest
 from common.plan import count_parameters
 from common.report import mean_interval, plus_minus, with_interval
@@ -47,7 +45,7 @@ def size_and_loss(mode):
 
 def beside(ours, paper):
     """A cell: the mean of our numbers, and the paper's number, a text or None, in brackets."""
-    text = f"{np.mean(ours):.4f}" if ours else "-"
+    text = "-" if np.isnan(ours).any() else f"{np.mean(ours):.4f}"
     return text if paper is None else f"{text} ({paper})"
 
 
@@ -67,9 +65,10 @@ def interval(values, sign=False):
 def gap_in_words(found, job):
     """A cell: a Job's losses minus vanilla's, with a * if one of them was on another processor."""
     words = interval(found.gaps(job), sign=True)
+    # a processor can move a loss as much as another seed, so a reader has to see it
     for seed in found.common_seeds(job, job.baseline):
         if found.record(job, seed)["processor"] != found.record(job.baseline, seed)["processor"]:
-            return f"{words} *"
+            return f"{words}*"
     return words
 
 
@@ -77,24 +76,23 @@ def gap_in_words(found, job):
 
 
 def table1(found):
-    """Accuracies, the paper's in brackets. Avg is over the tasks that both models of a length can be scored on."""
+    """Accuracies, means over seeds, the paper's in brackets; a task that a model could not be scored on has none."""
     yield ["", *TABLE1, "Avg"]
     for (mode, length), paper in PAPER_ACCURACIES.items():
-        scored, common = claims.accuracies(found, length)
-        ours = [tasks for (name, _), tasks in scored.items() if name == mode]
-        if not ours:
+        job = Job(mode, length=length)
+        rows = np.stack([claims.accuracies(job, found, seed) for seed in found.seeds(job)])  # (seeds, tasks)
+        rows = rows[~np.isnan(rows).all(axis=1)]
+        if not len(rows):
             raise UserError(f"no task is scored at length {length:,}; without the hub, set --eval_dir")
-        *theirs, average = (f"{accuracy:.3f}" for accuracy in paper)
-        cells = [beside([of[task] for of in ours if task in of], x) for task, x in zip(TABLE1, theirs, strict=True)]
-        cells.append(beside([of[task] for of in ours for task in common], average))
-        if len(common) < len(TABLE1):
-            cells[-1] += f" of {len(common)}"
-        yield [found.in_words(f"{LABELS[mode]}, length [length {length}]"), *cells]
+        means = rows.mean(axis=0)
+        means = [*means, means.mean()]  # no average where a task is missing
+        cells = [beside(mean, f"{accuracy:.3f}") for mean, accuracy in zip(means, paper, strict=True)]
+        yield [found.in_words(f"{LABELS[mode]}, length {{0.length}}", job), *cells]
 
 
 def table2(found):
     """Shares of the domains, as prepared here and in the paper."""
-    yield ["domain", "share here", "training tokens here", "share in the paper", "tokens in the paper"]
+    yield ["domain", "share", "training tokens", "the paper's share", "its tokens"]
     manifest = load_manifest(found.scale.data_dir, verify=False)
     for domain in dict.fromkeys([*PAPER_MIXTURE, *manifest["mixture"]]):
         row = [domain, "-", "-", "-", "-"]
@@ -142,12 +140,13 @@ def table5(found):
     jobs = {Job(*key): paper for key, paper in PAPER_LOSSES.items() if found.scale.has(Job(*key))}
     for i, (job, paper) in enumerate(jobs.items()):
         domains = [found.record(job, seed)["domains"] for seed in found.seeds(job)]
+        # the domains are known only from a run, because each data set has its own
         if i == 0:
             yield ["", *domains[0], "Avg"]
         *of_domains, average = (f"{loss:.4f}" for loss in paper)
         theirs = dict(zip(DOMAINS, of_domains, strict=True))
         cells = [beside([losses[name] for losses in domains], theirs.get(name)) for name in domains[0]]
-        yield [found.in_words(f"{LABELS[job.mode]}, [size {job.size}]"), *cells, beside(found.losses(job), average)]
+        yield [found.in_words(f"{LABELS[job.mode]} {{0.size}}", job), *cells, beside(found.losses(job), average)]
 
 
 # -- tables of our own figures
@@ -155,65 +154,59 @@ def table5(found):
 
 def critical_table(found, lines):
     """When vanilla overtakes for the last time. lines: [(label, Job)]."""
-    kinds = ["crossed in (seeds)", "extrapolated in", "never ahead in", "no crossing in sight in"]
-    yield ["", "overtaken at step, ± 95 %, if crossed", *kinds]
+    yield ["", "overtaken at step", "in seeds"]
     for label, job in lines:
-        points = [critical(found, job, seed) for seed in found.common_seeds(job, job.baseline)]
-        crossed = [step for step, extrapolated in points if step > 0 and not extrapolated]
-        extrapolated = sum(extrapolated and step < math.inf for step, extrapolated in points)
-        never, not_yet = (sum(step == at for step, _ in points) for at in (0, math.inf))
-        when = plus_minus(*mean_interval(crossed), digits=0)
-        yield [label, when, *map(str, (len(crossed), extrapolated, never, not_yet))]
+        points = [critical(job, found, seed) for seed in found.common_seeds(job, job.baseline)]
+        crossed = [point for point in points if 0 < point < math.inf]
+        yield [label, plus_minus(*mean_interval(crossed), digits=0), f"{len(crossed)} of {len(points)}"]
 
 
-def rates_table(found, grids):
-    """The best rates of modes. grids: {(size, mode): its Jobs, one for each rate}."""
-    gaps = ["minus Transformer's, each at its best rate, ± 95 %", "both at Transformer's best rate"]
-    yield ["parameters", "mode", "best rate", "loss there, ± 95 %", "seeds", *gaps]
-    for (_, mode), jobs in grids.items():
-        best, base = claims.best_pair(found, jobs)
-        rate = f"{best.lr * found.scale.lr_factor:.2g}"
-        if len(jobs) > 2 and best in (jobs[0], jobs[-1]):
-            rate += " (end of the grid)"
-        cells = [interval(found.losses(best)), str(len(found.seeds(best))), "-", "-"]
-        if mode != "vanilla":
-            cells[2:] = (interval(found.gaps(job, base), sign=True) for job in (best, replace(best, lr=base.lr)))
-        yield [plot.short_count(found.parameters(best)), LABELS[mode], rate, *cells]
-
-
-def regime_rows(found, lines):
-    """{(label, mode): its Jobs, the lower rate first}"""
+def by_rate(found, lines):
+    """{(label, mode): its Jobs, one for each rate}"""
     rows = {}
     for label, job in found.labels(lines):
         rows.setdefault((label, job.mode), []).append(job)
     return rows
 
 
-def regime_table(found, lines):
-    """Vanilla's losses at its better rate. Then losses minus vanilla's: with both modes at each of two rates, where
-    there are two, and with each mode at its better one."""
-    gaps = ["both at the lower rate", "both at the higher", "each at its better one ± 95 %"]
-    yield ["what differs", "mode", "rates", "vanilla's loss", *gaps]
-    for (label, mode), jobs in regime_rows(found, lines).items():
+def gaps_table(found, lines):
+    """Losses minus vanilla's: with both modes at each rate, then each mode at its best one, with vanilla's loss at its
+    own. A row of vanilla itself has its losses."""
+    yield ["", "mode", "rates", "both at that rate", "best rate", "vanilla's best: loss", "each at its best"]
+    for (label, mode), jobs in by_rate(found, lines).items():
+        # each side is tuned on its own: a mode at a rate that is too high for vanilla alone would seem to gain
         best, base = claims.best_pair(found, jobs)
-        rates = " and ".join(found.unit("rate", job) for job in jobs)
-        if len(jobs) == 1 and found.rate_in_words(jobs[0]):
-            rates += f", vanilla {found.unit('rate', base)}"
-        at_both = [gap_in_words(found, job) for job in jobs] if len(jobs) > 1 else ["-", "-"]
         gap = interval(found.gaps(best, base), sign=True)
-        yield [label, LABELS[mode], rates, interval(found.losses(base)), *at_both, gap]
+        at_each = [gap_in_words(found, job) for job in jobs]
+        if mode == "vanilla":
+            at_each, gap = [interval(found.losses(job)) for job in jobs], "-"
+        elif len(jobs) == 1:
+            at_each = ["-"]  # vanilla may have another rate, so this would not be what the column says
+        rates = "; ".join(found.rate(job) for job in jobs)
+        own = f"{found.rate(base)}: {interval(found.losses(base))}"
+        yield [label, LABELS[mode], rates, "; ".join(at_each), found.rate(best), own, gap]
+
+
+def weights_table(found, modes):
+    """What modes with learned weights have learned: the weights of V_n and V_1 at the end, by seed and layer."""
+    n_layer = found.scale.sizes["82M"][0]
+    yield ["V_n + V_1", "seed", *(f"layer {n}" for n in range(2, 1 + n_layer))]
+    for job in map(Job, modes):
+        for seed in found.seeds(job):
+            (layers,) = found.record(job, seed)["lam"]
+            yield [LABELS[job.mode], str(seed), *(f"{own:.2f}+{first:.2f}" for own, first in layers[1:])]
 
 
 def concentration_table(found, jobs):
     """How concentrated the attention of modes is, and their losses. The first token's quantities are extremes over
     layers."""
     quantities = {
-        "entropy in the deeper half (nats)": claims.DEEP_ENTROPY,
-        "first token's greatest importance": claims.MOST_IMPORTANCE,
-        "its shortest value": claims.LEAST_VALUE,
-        "its longest hidden state": claims.MOST_HIDDEN,
+        "entropy in the deeper layers": claims.DEEP_ENTROPY,
+        "first token's importance": claims.MOST_IMPORTANCE,
+        "its value": claims.LEAST_VALUE,
+        "its hidden state": claims.MOST_HIDDEN,
     }
-    yield ["mode", "validation loss ± 95 %", *quantities]
+    yield ["mode", "loss", *quantities]
     for job in jobs:
         cells = [interval(found.losses(job))]
         for quantity in quantities.values():
@@ -223,7 +216,7 @@ def concentration_table(found, jobs):
 
 def modes_table(found, jobs):
     """Validation losses of runs, the lowest first."""
-    yield ["mode", "validation loss ± 95 %", "minus vanilla's ± 95 %", "seeds", "parameters", "KV bytes per token"]
+    yield ["mode", "loss", "minus vanilla's", "n", "parameters", "KV bytes per token"]
     for job in sorted(jobs, key=lambda job: (np.mean(found.losses(job)), job.mode)):
         start = found.start(job)
         gap = "-" if job == job.baseline else gap_in_words(found, job)

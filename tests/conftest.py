@@ -209,6 +209,18 @@ def byte_tokenizer(pattern=r"[\s\S]"):
     return Tokenizer(dict(name="bytes", pattern=pattern, ranks=ranks, special=special, normalize=None, n_vocab=257))
 
 
+def gpt2_json(folder):
+    """GPT-2's tokenizer.json, which we make of the two files that OpenAI published."""
+    import tokenizers as hf
+
+    there = SHARED / "data/tokenizers/gpt2"
+    made = hf.Tokenizer(hf.models.BPE.from_file(str(there / "encoder.json"), str(there / "vocab.bpe")))
+    made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(folder / "gpt2.json"))
+    return folder / "gpt2.json"
+
+
 def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
     """A data folder as prepare.py makes it, of letters in a learnable order; sizes: {domain: train tokens}."""
     from common.data import MANIFEST

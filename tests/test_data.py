@@ -12,16 +12,15 @@ import unicodedata
 
 import numpy as np
 import pytest
-from conftest import SHARED, byte_tokenizer, in_process, make_data, needs_shared, refused
+from conftest import SHARED, byte_tokenizer, gpt2_json, in_process, make_data, needs_shared, refused
 
 import prepare
 from common import data, scoring
 from common.data import MANIFEST, Corpus
 from common.files import read_record, write_record
-from common.tokenizer import EOT, PATTERN, Tokenizer, gpt2_spec, neox_spec
+from common.tokenizer import EOT, PATTERN, Tokenizer, public_spec
 from configurator import UserError
 
-GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as OpenAI published it
 SPACES = "\n|\r\n|\t|\x0b|\x0c|\x1c|\x85|\u00a0|\u1680|\u2003|\u2028|\u200b|\u3000".split("|")
 LETTERS = "a|B|é|e\u0301|\u0301|A\u030a|中文|\u1112\u1161\u11ab|1|23|²|½|٣|ﬁ|İ".split("|")
 ATOMS = SPACES + LETTERS + ". ' \" !! - _ … 😀 's 'll 'RE \ufeff \ufffd \x00".split(" ") + [" the", "def "]
@@ -50,19 +49,15 @@ def small(tmp_path_factory):
     theirs.add_tokens([hf.AddedToken(" " * n, special=False, normalized=True) for n in range(24, 1, -1)])
     file = tmp_path_factory.mktemp("neox") / "tokenizer.json"
     theirs.save(str(file))
-    return theirs, Tokenizer(neox_spec(file)), file
+    return theirs, Tokenizer(public_spec("neox", file)), file
 
 
-def reference(name):
+def reference(name, folder):
     """(the package's, ours) of GPT-NeoX's or GPT-2's own."""
-    hf = pytest.importorskip("tokenizers")
-    if name == "neox":
-        path = SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json"
-        return hf.Tokenizer.from_file(str(path)), Tokenizer(neox_spec(path))
-    folder = SHARED / "data/tokenizers/gpt2"
-    theirs = hf.Tokenizer(hf.models.BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe")))
-    theirs.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return theirs, Tokenizer(gpt2_spec(folder))
+    hf, file = pytest.importorskip("tokenizers"), SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json"
+    if name == "gpt2":
+        file = gpt2_json(folder)
+    return hf.Tokenizer.from_file(str(file)), Tokenizer(public_spec(name, file))
 
 
 def documents():
@@ -87,16 +82,11 @@ def check_texts(theirs, ours, texts):
 
 @needs_shared
 @pytest.mark.parametrize(("name", "size"), [("neox", 50277), ("gpt2", 50257)])
-def test_ids_of_public_tokenizers(name, size):
-    """On hostile text, on every 30th real document, and around the first long run of spaces, combining accent or odd
-    whitespace of each document that has one."""
-    real = list(documents())
-    odd = re.compile("[\\u0300-\\u036f\\u00a0\\u2000-\\u200b\\u2028\\u3000\\x0b\\x0c]| {25}")
-    found = [(text, odd.search(text)) for text in real]
-    sample = [text[max(0, m.start() - 500) :][:2000] for text, m in found if m]
-    sample += [text[:20_000] for text in real[::30]]
-    theirs, ours = reference(name)
-    assert ours.n_vocab == size and len(sample) > 250
+def test_ids_of_public_tokenizers(tmp_path, name, size):
+    """On hostile text and on every 30th real document."""
+    sample = [text[:20_000] for text in list(documents())[::30]]
+    theirs, ours = reference(name, tmp_path)
+    assert ours.n_vocab == size and ours.hash.startswith(prepare.PUBLIC[name][1]) and len(sample) > 100
     check_texts(theirs, ours, [*sample, *hostile(1, 4000)])
 
 
@@ -104,17 +94,6 @@ def test_ids_of_a_small_vocabulary(small):
     theirs, ours, _ = small
     assert ours.n_vocab == theirs.get_vocab_size() and ours.spec["normalize"] == "NFC" and ours.eot == 0
     check_texts(theirs, ours, ["", *hostile(2, 4000)])
-
-
-def test_pieces_are_gpt2s_cut_at_runs_of_spaces(small):
-    """The patterns against their definition: GPT-2's on all text, and on what lies between the runs."""
-    cut = pytest.importorskip("regex").findall
-    for text in hostile(3, 5000):
-        assert cut(PATTERN, text) == cut(GPT2, text), ascii(text)
-        right = []
-        for part in re.split("( {2,24})", text):
-            right += [part] if part[:2] == "  " else cut(GPT2, part)
-        assert cut(small[1].spec["pattern"], text) == right, ascii(text)
 
 
 def test_literal_special_tokens_stay_text(small):
@@ -140,43 +119,16 @@ def test_million_whitespaces():
         assert ours.decode(ours.encode(text)) == text
 
 
-def changed(**values):
-    return lambda about: about["model"]["vocab"].update(values)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda about: about["model"]["merges"].reverse(), "cuts or merges text in another way"),
-        (lambda about: about["added_tokens"].pop(), "cuts or merges text in another way"),
-        (lambda about: about.pop("model"), "KeyError: 'model'"),
-        (changed(**{"▁the": 60000}), "KeyError: '▁'"),
-        (changed(new=97.5), "an id is no whole number"),
-        (changed(new=5), "two tokens have the same id"),
-        (changed(new=65_536), "ids are uint16, at most 65,535, and the largest is 65,536"),
-    ],
-)
-def test_a_tokenizer_json_that_we_cannot_use(small, tmp_path, damage, message):
-    about = json.loads(small[2].read_text(encoding="utf-8"))
-    damage(about)
-    (tmp_path / "changed.json").write_text(json.dumps(about), encoding="utf-8")
-    with pytest.raises(
-        UserError, match=f"changed.json is .* not a byte-level tokenizer.json like GPT-NeoX's.*{message}"
-    ):
-        neox_spec(tmp_path / "changed.json")
-
-
-def test_tokenizer_files_are_refused_with_a_sentence(tmp_path):
+def test_another_vocabulary_is_refused(small, tmp_path):
     (tmp_path / "a.txt").write_text("text\n" * 9)
-    (tmp_path / "few").mkdir()
-    (tmp_path / "few" / "encoder.json").write_text(json.dumps({"<|endoftext|>": 1, "a": 0}))
-    words = ("files", f"--input_dir={tmp_path / 'a.txt'}", f"--out_dir={tmp_path / 'out'}")
-    for name, file, fragments in (
-        ("neox", "no.json", ["no.json is missing", "--tokenizer_file"]),
-        ("gpt2", tmp_path, ["encoder.json is missing", "--tokenizer_file"]),
-        ("gpt2", tmp_path / "few", ["encoder.json", "some bytes of UTF-8 have no token"]),
+    (tmp_path / "llama.json").write_text(json.dumps({"model": {"vocab": {"▁the": 0}}, "added_tokens": []}))
+    words = ("files", f"--input_dir={tmp_path / 'a.txt'}", f"--out_dir={tmp_path / 'out'}", "--tokenizer=neox")
+    for file, says in (
+        (tmp_path / "no.json", "no.json is missing; it should be GPT-2's or GPT-NeoX's tokenizer.json"),
+        (tmp_path / "llama.json", "llama.json is damaged or not GPT-2's or GPT-NeoX's"),
+        (small[2], "tokenizer.json has another vocabulary than neox; get https://huggingface.co/EleutherAI/"),
     ):
-        refused(in_process(prepare, *words, f"--tokenizer={name}", f"--tokenizer_file={file}"), *fragments)
+        refused(in_process(prepare, *words, f"--tokenizer_file={file}"), says)
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
@@ -287,20 +239,16 @@ def flip_a_token(folder):
     ids.tofile(folder / "train/code.bin")
 
 
-def swap(file, old, new):
-    assert old in file.read_text()
-    file.write_text(file.read_text().replace(old, new, 1))
-
-
 @pytest.mark.parametrize(
     ("message", "damage"),
     [
-        ("code.bin has 39998 bytes instead of 40000", lambda f: os.truncate(f / "train/code.bin", 39_998)),
-        ("prose.bin is missing; delete .* and prepare it again", lambda f: (f / "val/prose.bin").unlink()),
-        ("code.bin was altered", flip_a_token),
-        ("manifest.json is missing; it .* has finished", lambda f: (f / "manifest.json").unlink()),
-        ("manifest.json is damaged .* was altered", lambda f: swap(f / "manifest.json", '"code": 0.4', '"code": 0.5')),
-        ("tokenizer.json is damaged .* was altered", lambda f: swap(f / "tokenizer.json", '"bytes"', '"bytfs"')),
+        (
+            "code.bin is damaged .* 39998 bytes instead of 40000",
+            lambda f: os.truncate(f / "train/code.bin", 39_998),
+        ),
+        ("prose.bin is missing; .* delete .* and prepare it again", lambda f: (f / "val/prose.bin").unlink()),
+        ("code.bin is damaged .* was altered", flip_a_token),
+        ("manifest.json is missing", lambda f: (f / "manifest.json").unlink()),
         ("not the one that the data was made with", lambda f: byte_tokenizer("[^a]|a").save(f / "tokenizer.json")),
     ],
 )
@@ -313,27 +261,13 @@ def test_damaged_folders_are_refused(data_dir, tmp_path, message, damage):
         assert Corpus(folder, 16, verify=False).windows("train", "code")
 
 
-def test_an_id_outside_of_the_vocabulary_is_refused(data_dir, tmp_path):
-    folder = shutil.copytree(data_dir, tmp_path / "data")
-    np.full(3000, 257, "<u2").tofile(folder / "val/code.bin")
-    corpus = Corpus(folder, 16, verify=False)
-    with pytest.raises(UserError, match="holds the token id 257, but the vocabulary has 257"):
-        corpus.val_batch("code", 0, 1)
-    os.truncate(folder / "val/code.bin", 10)
-    with pytest.raises(UserError, match="code.bin was cut while it was in use"):
-        corpus.val_batch("code", 0, 1)
-
-
 def test_a_domain_without_a_target_is_refused(tmp_path):
-    """One validation token predicts nothing; two are enough."""
+    """One validation token predicts nothing."""
     folder = make_data(tmp_path, {"a": 3000})
+    os.truncate(folder / "val/a.bin", 2)
     manifest = read_record(folder / "manifest.json", MANIFEST)
-    for n in (2, 1):
-        os.truncate(folder / "val/a.bin", 2 * n)
-        manifest["splits"]["val"]["a"]["tokens"] = n
-        write_record(folder / "manifest.json", MANIFEST, manifest)
-        if n == 2:
-            assert Corpus(folder, 16, verify=False).val_batch("a", 0, 1)[1].shape == (1, 1)
+    manifest["splits"]["val"]["a"]["tokens"] = 1
+    write_record(folder / "manifest.json", MANIFEST, manifest)
     with pytest.raises(UserError, match="val data of domain 'a' in .* has 1 tokens, but needs 2"):
         Corpus(folder, 16, verify=False)
 
@@ -343,7 +277,7 @@ def test_impossible_settings_are_refused(data_dir, tmp_path, monkeypatch):
         (25_000, None, "has 20000 tokens, but needs 25001"),
         (16, {"C4": 1.0}, "mixture names domain 'C4'"),
         (16, {"code": -1.0}, "at least 0"),
-        (16, {"code": 0}, "a weight above 0"),
+        (16, {"code": 0}, "one above 0"),
     ):
         with pytest.raises(UserError, match=message):
             Corpus(data_dir, block_size, mixture=mixture)

@@ -17,6 +17,7 @@ from conftest import (
     SHARED,
     byte_tokenizer,
     config,
+    gpt2_json,
     hf_folder,
     in_process,
     make_data,
@@ -508,9 +509,9 @@ PIECES += ["a" * 50, " " * 30, "\n" * 12, "\t" * 5, "=" * 40]
 def ours(folder, kind):
     """A tokenizer of ours: of a public vocabulary, or trained on difficult texts."""
     if kind == "neox":
-        return Tokenizer(prepare.neox_spec(str(SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json")))
+        return Tokenizer(prepare.public_spec(kind, SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json"))
     if kind == "gpt2":
-        return Tokenizer(prepare.gpt2_spec(str(SHARED / "data/tokenizers/gpt2")))
+        return Tokenizer(prepare.public_spec(kind, gpt2_json(folder)))
     (folder / "texts").mkdir()
     (folder / "texts/a.txt").write_bytes("\n".join(difficult()).encode("utf-8", "replace"))
     words = ("files", f"--input_dir={folder / 'texts'}", f"--out_dir={folder / 'data'}", "--tokenizer=bpe:700")

@@ -1,10 +1,9 @@
 """plot.py on made-up runs, whose pictures and table can be worked out by hand."""
 
-import sys
-
+import matplotlib
 import numpy as np
 import pytest
-from conftest import in_process, refused, script
+from conftest import in_process, refused
 from matplotlib.figure import Figure
 
 import plot
@@ -13,47 +12,36 @@ from configurator import UserError, load_settings
 from value_modes import TABLE
 
 
-def make_run(
-    folder, mode, seed, losses, val=None, batch=512, max_steps=None, parameters=1000, rate=100.0, block_size=64,
-    domains=("a",), lr=1e-3, bos=False,
-):  # fmt: skip
-    """A run's metrics.jsonl; val: {step: validation loss}, by default one at the end, 0.1 higher in each further domain
-    than in the one before; returns the folder's name."""
+def make_run(folder, mode, seed, losses, val=None, batch=512, parameters=1000, rate=100.0, lr=1e-3, **changed):
+    """A run's metrics.jsonl; val: {step: validation loss}, by default one at the end; returns the folder's name."""
     n, kv = len(losses), 2048 if mode == "svformer" else 4096
-    start = {"event": "start", "step": 0, "value_mode": mode, "seed": seed, "parameters": parameters, "ranks": 1}
-    start |= {"kv_bytes_per_token": kv, "data": "d", "block_size": block_size, "dtype": "float32", "device": "cpu"}
-    records = [start | {"max_steps": max_steps or n, "bos": bos}]
+    start = {"event": "start", "step": 0, "value_mode": mode, "seed": seed, "parameters": parameters, "bos": False}
+    start |= {"kv_bytes_per_token": kv, "data": "d", "block_size": 64, "max_steps": n} | changed
+    records = [start]
     for i, loss in enumerate(losses, 1):
-        records.append({"step": i, "loss": float(loss), "lr": lr, "grad_norm": 1.0, "tokens": i * batch})
-        records[-1] |= {"seconds": 1.0, "tokens_per_s": rate if i > 1 else 1.0, "mfu": None}  # the first step is slow
+        records.append({"step": i, "loss": float(loss), "lr": lr, "tokens": i * batch})
+        records[-1]["tokens_per_s"] = rate if i > 1 else 1.0  # the first step is slow
     for step, mean in ({n: losses[-1]} if val is None else val).items():
-        of_domain = {domain: float(mean) + 0.1 * i for i, domain in enumerate(domains)}
-        records.append({"event": "eval", "step": step, "val": of_domain, "val_mean": float(mean)})
+        records.append({"event": "eval", "step": step, "val": {"a": float(mean)}, "val_mean": float(mean)})
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(record_line("train.py's metrics", r) for r in records))
     return str(folder)
 
 
 def drawn(monkeypatch, *words):
-    """{label: (x, y, points)} of the lines that plot.py draws."""
-    seen, draw_line = {}, plot.draw_line
-    monkeypatch.setattr(plot, "draw_line", lambda ax, x, y, label, style, points=None: (
-        seen.update({label: (x, y, points)}), draw_line(ax, x, y, label, style, points)
-    ))  # fmt: skip
-    plot.main(load_settings(plot.PlotConfig, list(map(str, words))))
-    return seen
+    """{label: (x, y)} of the lines that `plot.py compare` draws."""
+    seen, draw_line = [], plot.draw_line
+    monkeypatch.setattr(plot, "draw_line", lambda ax, *given: (seen.append(given), draw_line(ax, *given)))
+    plot.main(load_settings(plot.PlotConfig, ["compare", *map(str, words)]))
+    return {label: (x, y) for x, y, label, _ in seen}
 
 
-def test_headline_modes_have_colours_of_their_own_and_black_is_vanillas_alone():
+def test_headline_modes_have_colours_of_their_own_and_weights_of_one_mode_differ_in_dash():
     styles = plot.styles_of({mode: mode for mode in TABLE})
     assert len({styles[mode]["color"] for mode in plot.HEADLINE}) == 7
     assert [mode for mode in TABLE if styles[mode]["color"] == "#000000"] == ["vanilla"]
-
-
-def test_modes_of_a_picture_differ_in_colour_and_weights_of_one_mode_in_dash():
     styles = plot.styles_of({m: m for m in ("cla2", "svformer", "share_k", "neutreno_0.2", "key", "neutreno_0.6")})
     assert styles["neutreno_0.2"] == plot.style_of("neutreno") and styles["svformer"] == plot.style_of("svformer")
-    assert styles["neutreno_0.6"]["color"] == styles["neutreno_0.2"]["color"]
     assert styles["neutreno_0.6"]["linestyle"] != styles["neutreno_0.2"]["linestyle"]
     assert len({style["color"] for style in styles.values()}) == 5
 
@@ -64,13 +52,12 @@ def test_short_counts():
     assert plot.count_range([738_368, 706_112]) == "706k–738k" and plot.count_range([64, 64], str) == "64"
 
 
-def test_same_bytes_whatever_the_users_matplotlibrc_says(tmp_path):
+def test_same_bytes_whatever_the_users_matplotlibrc_says(tmp_path, monkeypatch):
     runs = [make_run(tmp_path / mode, mode, 1, np.arange(40.0)[::-1]) for mode in ("vanilla", "resformer")]
-    (tmp_path / "matplotlibrc").write_text("figure.facecolor: red\nsavefig.dpi: 20\nfont.size: 20\n")
-    in_process(plot, "relative", *runs, f"--out_file={tmp_path}/a.png")
-    script(
-        "plot.py", "relative", *runs, f"--out_file={tmp_path}/b.png", env={"MATPLOTLIBRC": f"{tmp_path}/matplotlibrc"}
-    )
+    in_process(plot, "compare", *runs, f"--out_file={tmp_path}/a.png")
+    for name, value in {"figure.facecolor": "red", "savefig.dpi": 20, "font.size": 20}.items():
+        monkeypatch.setitem(matplotlib.rcParams, name, value)
+    in_process(plot, "compare", *runs, f"--out_file={tmp_path}/b.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
@@ -92,14 +79,13 @@ def test_a_line_is_the_mean_of_its_seeds_in_a_band_of_one_deviation():
     np.testing.assert_allclose(np.ptp(corners[corners[:, 0] == 2][:, 1]), 2 * 12**0.5)  # n - 1: sqrt(24 / 2)
 
 
-def test_the_first_losses_leave_the_axis_only_where_they_would_squash_the_rest():
-    x = np.arange(1.0, 101)
-    for first, is_inside in ((1e3, False), (3.5, True)):
-        ax = Figure().subplots()
-        plot.draw_line(ax, x, np.where(x < 5, first, 1.0)[None], "a", plot.style_of("resformer"))
-        plot.token_axis(ax, zero=True)
-        low, high = ax.get_ylim()
-        assert low < 0 and high > 1 and (high > first) == is_inside and ax.get_xlim() == (2.5, 100)
+@pytest.mark.parametrize("first, is_inside", [(1e3, False), (3.5, True)])
+def test_the_first_losses_leave_the_axis_only_where_they_would_squash_the_rest(first, is_inside):
+    ax, x = Figure().subplots(), np.arange(1.0, 101)
+    plot.draw_line(ax, x, np.where(x < 5, first, 1.0)[None], "a", plot.style_of("resformer"))
+    plot.token_axis(ax)
+    low, high = ax.get_ylim()
+    assert low < 0 and high > 1 and (high > first) == is_inside and ax.get_xlim() == (2.5, 100)
 
 
 def test_layers_without_a_quantity_are_left_out():
@@ -116,7 +102,7 @@ def test_relative_loss_is_paired_by_seed(tmp_path, monkeypatch):
     losses = {("resformer", 2): [6, 8, 7, 5], ("vanilla", 1): [4, 3, 2, 1]}
     losses |= {("resformer", 1): [3, 2, 2, 0], ("vanilla", 2): [9, 8, 7, 6]}
     runs = [make_run(tmp_path / f"{mode}{seed}", mode, seed, y) for (mode, seed), y in losses.items()]
-    x, y, _ = drawn(monkeypatch, "relative", *runs, f"--out_file={tmp_path}/deep/r.png")["resformer"]
+    x, y = drawn(monkeypatch, *runs, f"--out_file={tmp_path}/deep/r.png")["resformer"]
     assert x.tolist() == [512, 1024, 1536, 2048] and (tmp_path / "deep" / "r.png").exists()  # tokens
     np.testing.assert_allclose(y, [[-3, 0, 0, -1], [-1, -1, 0, -1]])  # seed 2, seed 1
 
@@ -126,58 +112,43 @@ def test_an_unfinished_run_is_compared_as_far_as_it_goes(tmp_path, monkeypatch, 
     short = make_run(tmp_path / "r", "resformer", 1, np.arange(12.0) + 3, val={}, max_steps=30)
     with open(short + "/metrics.jsonl", "a") as f:
         f.write('{"step": 13, "lo')  # it still runs, and its last line is half written
-    x, y, _ = drawn(monkeypatch, "relative", base, short)["resformer"]
+    x, y = drawn(monkeypatch, base, short)["resformer"]
     np.testing.assert_allclose(y, [[3] * len(x)])
-    assert x[-1] == 11.5 * 512 and "r is not finished: step 12/30\n" in capsys.readouterr().out
-
-
-def test_loss_has_validation_losses_as_points(tmp_path, monkeypatch):
-    runs = [make_run(tmp_path / f"b{s}", "vanilla", s, np.arange(6.0) * s, {3: s, 6: 2.0 * s}) for s in (1, 2)]
-    runs.append(make_run(tmp_path / "r", "resformer", 1, np.ones(6), val={}))  # killed in its last evaluation
-    seen = drawn(monkeypatch, "loss", *runs)
-    np.testing.assert_allclose(seen["vanilla"][1], [[0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 10]])
-    np.testing.assert_allclose(seen["vanilla"][2], [[3 * 512, 6 * 512], [1.5, 3]])
-    assert seen["resformer"][2][0].size == 0
+    assert x[-1] == 11.5 * 512 and "| 0 of 1 finished |" in capsys.readouterr().out
 
 
 def table(text):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[0] == "|"]
 
 
-def test_compare(tmp_path, monkeypatch):
-    """Losses of finished runs with their deviation, and the gap by seed. The table needs no matplotlib."""
+def test_the_table_has_losses_of_finished_runs_and_the_gap_by_seed(tmp_path):
     five = np.full(20, 5.0)
     runs = [make_run(tmp_path / f"v{s}", "vanilla", s, five, {20: 4.0 + s}) for s in (1, 2)]
     runs += [make_run(tmp_path / f"r{s}", "resformer", s, five, {20: 4.0 + 0.5 * s}) for s in (1, 2)]
-    monkeypatch.setitem(sys.modules, "matplotlib.style", None)
     _, _, base, other = table(in_process(plot, "compare", *runs, "--baseline=resformer").stdout)
     assert base[0] == "resformer" and other[3] == "+0.7500 ± 0.3536"
     runs.append(make_run(tmp_path / "s", "svformer", 1, five, {12: 1.0}, parameters=900, rate=2500))
-    result = in_process(plot, "compare", *runs)
-    refused(result, "matplotlib")
-    head, _, *rows = table(result.stdout)
+    head, _, *rows = table(in_process(plot, "compare", *runs).stdout)
     assert head == ["mode", "parameters", "val loss", "vs vanilla", "tokens/s", "KV bytes/token", "runs"]
     assert rows[0] == ["vanilla", "1,000", "5.5000 ± 0.7071", "-", "100", "4,096", "2"]
     assert rows[1] == ["resformer", "1,000", "4.7500 ± 0.3536", "-0.7500 ± 0.3536", "100", "4,096", "2"]
     assert rows[2] == ["svformer", "900", "-", "-", "2,500", "2,048", "0 of 1 finished"]  # 1.0 at step 12 is no result
 
 
-def test_what_is_not_a_run_is_left_out(tmp_path):
-    """`plot.py compare out/demo/*` meets the tables and pictures beside the runs."""
+def test_files_beside_the_runs_are_left_out(tmp_path):
+    """`plot.py compare out/demo/*` meets the pictures beside the runs."""
     for mode in ("vanilla", "resformer"):
         make_run(tmp_path / mode, mode, 1, np.full(20, 4.0))
-    (tmp_path / "notes").mkdir()
-    result = in_process(plot, "compare", *sorted(tmp_path.iterdir()))
-    assert result.returncode == 0 and result.stdout.count("notes is left out: it has no metrics.jsonl") == 1
-    assert (tmp_path / "compare.png").exists()  # beside the runs
-    refused(in_process(plot, "loss", tmp_path / "notes"), "none of", "is a run")
+    for _ in range(2):
+        assert in_process(plot, "compare", *sorted(tmp_path.iterdir())).returncode == 0
+    refused(in_process(plot, "compare", tmp_path / "compare.png"), "none of", "is a run")
 
 
 @pytest.mark.parametrize("says, mode, seed, changed", [
-    (r"new \(resformer\) needs a vanilla run with its seed, 2; .* --value_mode=vanilla", "resformer", 2, {}),
-    ("new had 9 steps of 64 tokens.* of data d, .*base had 9 steps of 512 tokens", "svformer", 1, {"batch": 64}),
-    ("new had 99 steps of 512", "svformer", 1, {"max_steps": 99}),
-    ("new had 9 steps of 512 tokens, 64 at a time with end-of-text first", "svformer", 1, {"bos": True}),
+    ("new needs a vanilla run with its seed, 2; name it too", "resformer", 2, {}),
+    ("new had length 64, 9 steps of 64 tokens, .*base had length 64, 9 steps of 512", "svformer", 1, {"batch": 64}),
+    ("new had length 64, end-of-text first, 9 steps", "svformer", 1, {"bos": True}),
+    ("new had length 64, 9 steps of 512 tokens on other data", "svformer", 1, {"data": "e"}),
     ("new are both vanilla, but do not differ in the seed alone", "vanilla", 1, {}),
     ("new are both vanilla, but do not differ in the seed alone", "vanilla", 3, {"lr": 2e-3}),
     ("new are both vanilla, but do not differ in the seed alone", "vanilla", 3, {"parameters": 7}),
@@ -197,30 +168,14 @@ def test_the_last_start_of_a_resumed_run_counts(tmp_path):
     with open(tmp_path / "r" / "metrics.jsonl", "a") as f:
         f.write((tmp_path / "again" / "metrics.jsonl").read_text())
     run = plot.read_run(tmp_path / "r")
+    refused(in_process(plot, "compare", tmp_path / "again"), "has no steps yet; wait")
     assert run.finished and run.final_loss == 1.5 and run.val == {10: 2.0, 12: 1.5}
 
 
-def test_damaged_metrics(tmp_path):
-    path = tmp_path / "r" / "metrics.jsonl"
-    make_run(tmp_path / "r", "vanilla", 1, np.ones(5))
-    lines = path.read_text().splitlines(keepends=True)
-    for damaged, says in (
-        (lines[:3] + lines[4:], "metrics.jsonl is damaged or not train.py's metrics (ValueError: steps are missing"),
-        (lines[:3] + lines[2:], "steps are missing, or come twice"),
-        (lines[:2] + [lines[2].replace("1.0", "1.5")], "it was altered"),
-        (lines[:1], "has no steps yet; wait"),
-    ):
-        path.write_text("".join(damaged))
-        refused(in_process(plot, "loss", tmp_path / "r"), says)
-
-
 @pytest.mark.parametrize("words, says", {
-    "": "say what to draw (relative, loss, compare, eval, analysis), then of which runs: `python plot.py relative",
-    "relativ out/vanilla": "say what to draw",
-    "loss": "then of which runs",
-    "loss x --out_file=x.pdf": "must end in .png",
-    "loss nowhere": "nowhere/metrics.jsonl is missing",
-    "eval nowhere": "nowhere/eval.json is missing",
+    "": "say compare or analysis, then name runs: `python plot.py compare",
+    "compare x --out_file=x.pdf": "must end in .png",
+    "compare nowhere": "nowhere/metrics.jsonl is missing",
     "analysis nowhere": "nowhere/analysis.json is missing",
 }.items())  # fmt: skip
 def test_bad_calls(words, says):
@@ -230,70 +185,33 @@ def test_bad_calls(words, says):
 # ---- what eval.py and analyze.py found
 
 
-def make_eval(folder, mode, results, **earlier):
-    checkpoints = earlier | {"last": {"mode": mode, "step": 8 if earlier else None, "results": results}}
-    write_record(folder / "eval.json", "eval.py's results", checkpoints)
-    return folder
-
-
-def test_accuracies_with_errors_and_chance_and_losses_by_domain(tmp_path, monkeypatch):
-    scores = {"acc": 0.3, "acc_stderr": 0.02, "acc_norm": 0.4, "acc_norm_stderr": 0.03, "chance": 0.25}
-    wino = {"acc": 0.5, "acc_stderr": None, "chance": 0.5}  # of one document, which has no error
-    loss = {"val": {"C4": 3.0, "Book": 4.0}, "val_mean": 3.5, "data": "d"}
-    first = {"mode": "vanilla", "step": 1, "results": {}}
-    a = make_eval(tmp_path / "a", "vanilla", {"winogrande": wino, "hellaswag": scores, "loss": loss}, first=first)
-    b = make_eval(tmp_path / "b", "resformer", {"hellaswag": scores | {"acc": 0.35}})  # an exported folder has no step
-    panels, marks = [], plot.marks
-    monkeypatch.setattr(plot, "marks", lambda ax, *given: (marks(ax, *given), panels.append(ax)))
-    assert in_process(plot, "eval", a, b).returncode == 0
-    left, right = panels
-    assert [t.get_text() for t in left.get_yticklabels()] == ["hellaswag", "winogrande"]  # in the paper's order
-    vanilla, resformer = [bar.lines for bar in left.containers]
-    assert vanilla[0].get_xdata().tolist() == [0.3, 0.5] and resformer[0].get_xdata().tolist() == [0.35]
-    assert vanilla[2][0].get_segments()[0][:, 0] == pytest.approx((0.28, 0.32))
-    assert {path.vertices[0, 0] for lines in left.collections for path in lines.get_paths()} >= {0.25, 0.5}
-    assert [t.get_text() for t in right.get_yticklabels()] == ["C4", "Book", "mean"]
-    assert right.containers[0].lines[0].get_xdata().tolist() == [3.0, 4.0, 3.5]
-    assert in_process(plot, "eval", b, "--metric=acc_norm").returncode == 0
-    assert panels[-1].containers[0].lines[0].get_xdata().tolist() == [0.4]
-    other = make_eval(tmp_path / "c", "cla2", {"loss": loss | {"data": "x"}})
-    refused(in_process(plot, "eval", a, other), "these losses are on different data")
-    few = make_eval(tmp_path / "d", "cla2", {"hellaswag limit=5": scores})
-    refused(in_process(plot, "eval", few), "no result of a whole task")
-
-
-def test_results_in_bf16_are_found_and_fp32_goes_first(tmp_path):
+def test_results_are_the_last_checkpoints_and_fp32_goes_first(tmp_path):
     found = {"piqa dtype=bfloat16": {"acc": 0.7}, "piqa": {"acc": 0.5}, "arc_easy dtype=bfloat16": {"acc": 0.6}}
-    results = plot.read_eval(make_eval(tmp_path / "run", "vanilla", found))["results"]
-    assert results == {"piqa": {"acc": 0.5}, "arc_easy": {"acc": 0.6}}
+    every = {"b": {"mode": "m", "step": 8, "results": found}, "a": {"mode": "m", "step": 1, "results": {}}}
+    write_record(tmp_path / "eval.json", "eval.py's results", every)
+    assert plot.read_eval(tmp_path)["results"] == {"piqa": {"acc": 0.5}, "arc_easy": {"acc": 0.6}}
 
 
-def make_analysis(folder, mode, level, **settings):
-    """What analyze.py leaves of a model of two layers, whose quantities are level, level + 1. settings: of its run."""
+def make_analysis(folder, mode, level):
+    """What analyze.py leaves of a model of two layers, whose quantities are level, level + 1."""
     layers = {key: {"mean": [level, level + 1]} for key in ("entropy_minus_uniform", "first", "value_rank")}
     layers |= {"value_norm_first": {"mean": [level, 2 * level]}, "value_norm_rest": {"mean": [2.0, 4.0]}}
     states = {"hidden_norm_first": {"mean": [level] * 3}, "hidden_norm_rest": {"mean": [1.0, 2.0, 4.0]}}
     states |= {"hidden_similarity": {"mean": [0.0, 0.5, level]}}
     found = {"mode": mode, "parameters": 7, "length": 64, "layers": layers, "states": states}
     write_record(folder / "analysis.json", "analyze.py's numbers", found)
-    if settings:
-        write_record(folder / "config.json", "train.py's settings", settings | {"out_dir": folder.name})
-        (folder / "metrics.jsonl").touch()
-    return folder.name
 
 
-def test_analyses_are_lines_over_layers_and_seeds_of_one_run_a_band(tmp_path, monkeypatch):
+def test_analyses_are_lines_over_layers_named_by_mode_where_that_is_clear(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = [make_analysis(tmp_path / f"v{s}", "vanilla", float(s), rate=1, seed=s) for s in (1, 2, 6)]
-    names += [make_analysis(tmp_path / name, "svformer", 4.0, rate=rate) for name, rate in (("s", 1), ("fast", 2))]
-    names += [make_analysis(tmp_path / name, "vanilla", 1.0) for name in ("Llama-8B", "Llama-1B")]
+    for name, mode, level in (("a", "vanilla", 1.0), ("s", "svformer", 4.0), ("Llama-8B", "vanilla", 1.0)):
+        make_analysis(tmp_path / name, mode, level)
     panels, draw = {}, plot.layer_panel
     monkeypatch.setattr(plot, "layer_panel", lambda *given: (draw(*given), panels.update({given[3]: given})))
-    result = in_process(plot, "analysis", *names)
+    result = in_process(plot, "analysis", "a", "s", "Llama-8B")
     assert result.returncode == 0 and (tmp_path / "analysis.png").exists() and len(panels) == 6, result.stderr
     _, lines, _, _, first = panels["entropy minus uniform attention's (nats)"]
-    assert first == 1 and list(lines) == ["v1", "s", "fast", "Llama-8B", "Llama-1B"]
-    assert lines["v1"].tolist() == [[1, 2], [2, 3], [6, 7]]
-    assert panels["norm of the first token's value\nrelative to other tokens"][1]["s"].tolist() == [[2, 2]]
+    assert first == 1 and list(lines) == ["a", "svformer", "Llama-8B"] and lines["a"].tolist() == [[1, 2]]
+    assert panels["norm of the first token's value\nrelative to other tokens"][1]["svformer"].tolist() == [[2, 2]]
     _, lines, _, _, first = panels["norm of the first token's state\nrelative to other tokens"]
-    assert first == 0 and lines["s"].tolist() == [[4, 2, 1]]
+    assert first == 0 and lines["svformer"].tolist() == [[4, 2, 1]]
