@@ -153,7 +153,7 @@ def load_settings(cls, words, usage="", skip_unknown=False):
             name = name.replace("-", "_")
             if not equals:  # the value is the next word, or true
                 takes_next = words and not words[0].startswith("--") and name in hints
-                if hints.get(name) is bool:
+                if hints.get(name) in (bool, bool | None):
                     takes_next = takes_next and words[0].lower() in WORDS
                 text = words.pop(0) if takes_next else "true"
             values[name] = check(cls, name, parse(text, hints.get(name, str)), word)

@@ -34,16 +34,23 @@ def clean_wikihow(text):
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
+def texts_of(values):
+    """The choices of a row. A text would be taken apart into letters."""
+    if not isinstance(values, list):
+        raise TypeError(f"{values!r} is no list of choices")
+    return tuple(values)
+
+
 def ask_hellaswag(row):
     context = clean_wikihow(row["activity_label"] + ": " + row["ctx_a"] + " " + row["ctx_b"].capitalize())
-    endings = tuple(clean_wikihow(ending) for ending in row["endings"])
-    return Question((context,) * len(endings), endings, int(row["label"]))
+    endings = tuple(clean_wikihow(ending) for ending in texts_of(row["endings"]))
+    return Question((context,) * len(endings), endings, int(str(row["label"])))
 
 
 def ask_openbookqa(row):
-    choices = row["choices"]
-    gold = choices["label"].index(row["answerKey"].lstrip())
-    return Question((row["question_stem"],) * len(choices["text"]), tuple(choices["text"]), gold)
+    gold = row["choices"]["label"].index(row["answerKey"].lstrip())
+    choices = texts_of(row["choices"]["text"])
+    return Question((row["question_stem"],) * len(choices), choices, gold)
 
 
 def ask_winogrande(row):
@@ -54,14 +61,14 @@ def ask_winogrande(row):
 
 
 def ask_arc(row):
-    choices = row["choices"]
-    contexts = ("Question: " + row["question"] + "\nAnswer:",) * len(choices["text"])
-    return Question(contexts, tuple(choices["text"]), choices["label"].index(row["answerKey"]))
+    choices = texts_of(row["choices"]["text"])
+    contexts = ("Question: " + row["question"] + "\nAnswer:",) * len(choices)
+    return Question(contexts, choices, row["choices"]["label"].index(row["answerKey"]))
 
 
 def ask_piqa(row):
     context = "Question: " + row["goal"] + "\nAnswer:"
-    return Question((context,) * 2, (row["sol1"], row["sol2"]), int(row["label"]))
+    return Question((context,) * 2, (row["sol1"], row["sol2"]), int(str(row["label"])))
 
 
 def ask_lambada(row):
