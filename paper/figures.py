@@ -41,7 +41,6 @@ class Figure:
     scored: bool = False  # on the tasks of Table 1
     page: Callable = page_of_panels  # how the panels share a page
     same_y: bool = False  # the panels have one y axis, so that a reader can compare them
-    scale: str = ""  # the only one that it is made for
     title: str = ""  # where the paper has no number for it
 
     @property
@@ -287,7 +286,7 @@ FIGURES = {
         runs=tuple(Job(mode, size) for mode, size in tables.PAPER_LOSSES),
     ),
 }
-PAPER = tuple(FIGURES)  # the paper's own, which `all` draws. We draw those below where somebody names them
+PAPER = tuple(FIGURES)  # the paper's own, which `all` draws. Those below are for scale night, by name
 
 # -- figures that the paper does not have: first every mode, in the order of the paper's figures, then others
 
@@ -306,7 +305,6 @@ FIGURES["modes"] = Figure(
     "Every mode's validation loss minus vanilla's. A hollow mark is one seed: inside the band it says little.",
     (Panel(panels.gaps, "", tuple((mode, Job(mode)) for mode in MODES)),),
     table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs),
-    scale="night",
     title="All modes",
 )
 
@@ -345,7 +343,6 @@ FIGURES["rates"] = Figure(
      Panel(panels.rates, "", rate_lines("2M"))),
     tuple(claims_on_rates()),
     table=lambda found: tables.gaps_table(found, tuple(("{0.size}", job) for jobs in GRIDS.values() for job in jobs)),
-    scale="night",
     title="Learning rates",
 )
 
@@ -361,7 +358,6 @@ FIGURES["v5"] = Figure(
      Claim(Job("resformer_lambda"), Job("scaled")), Claim(Job("scaled"), Job())),
     runs=(Job("hidden"), Job("probs")),
     table=lambda found: tables.weights_table(found, ("resformer_learned", "resformer_plus")),
-    scale="night",
     title="The paper's last version",
 )
 
@@ -402,7 +398,6 @@ FIGURES["regime"] = Figure(
     (Claim(changed(DEEP), None, "lower", LOWER, at_best(LOW_RATES), " − vanilla, each at its better rate"),
      Claim(replace(changed(DEEP), lr=1.5e-4), Job("resformer"), quantity=gap, what=": loss minus vanilla's")),
     table=lambda found: tables.gaps_table(found, REGIME_LINES),
-    scale="night",
     title="What moves the sign",
 )
 
@@ -421,7 +416,6 @@ FIGURES["longer"] = Figure(
     (Panel(panels.slopes, "at the end of each schedule", LONGER_LINES, "tokens"),
      Panel(panels.relative, "along 49.2M tokens", named(*SCALED, change=LONG))),
     table=lambda found: tables.gaps_table(found, LONGER_LINES),
-    scale="night",
     title="Longer training",
 )
 
@@ -440,21 +434,6 @@ FIGURES["sizes"] = Figure(
        for size in ("180M", "468M")),
      *(Claim(Job(mode, "468M"), Job(mode), quantity=gap, what=": loss minus vanilla's") for mode in SCALED)),
     table=lambda found: tables.gaps_table(found, SIZE_LINES),
-    scale="night",
     title="Larger models",
-)
-
-# What half an hour of a GPU is for, the most valuable runs first
-ON_GPU = tuple(
-    (f"{LABELS[job.mode]}, rate {{0.rate}}", job)
-    for job in (Job(), Job("resformer"), Job(lr=2.4e-3), Job("resformer", lr=2.4e-3), SV, Job("neutreno"))
-)
-FIGURES["gpu"] = Figure(
-    "The paper's 82M model, by mode and learning rate, on the same batches.",
-    (Panel(panels.tokens, "validation loss", ON_GPU),
-     Panel(panels.relative, "training loss", tuple(line for line in ON_GPU if line[1].mode != "vanilla"))),
-    (*lower("resformer vanilla", lr=6e-4), *lower("resformer vanilla", lr=2.4e-3), *lower("neutreno vanilla", lr=6e-4)),
-    scale="gpu",
-    title="82M on one GPU",
 )
 # fmt: on

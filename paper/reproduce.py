@@ -44,10 +44,10 @@ class ReproduceConfig:
     """Every setting of paper.reproduce."""
 
     words: tuple[str, ...] = setting(
-        (), "fig1 … fig22, tab1 … tab5, all, modes, rates, v5, regime, longer, sizes, gpu, or report", positional=True
+        (), "fig1 … fig22, tab1 … tab5, all, modes, rates, v5, regime, longer, sizes, or report", positional=True
     )
-    scale: Literal["", "cpu", "night", "gpu", "small", "paper"] = setting(
-        "", "what the paper's sizes, lengths and tokens are here; empty = cpu, or the one that a figure is made for"
+    scale: Literal["", "cpu", "night", "paper"] = setting(
+        "", "what the paper's sizes, lengths and tokens are here; empty = cpu, or night for our own figures"
     )
     seeds: int = setting(0, "seeds of every run; 0 = as many as the scale says", least=0, most=len(SEEDS))
     dry_run: bool = setting(False, "only say what would run")
@@ -65,25 +65,22 @@ class ReproduceConfig:
         check_fields(self)
         if not self.words:
             raise UserError("say which figure, as in `python -m paper.reproduce fig7 --dry_run`")
-        asked = [FIGURES[word] for word in self.words if word in FIGURES]
         for word in self.words:
             if word not in (*FIGURES, "all", "report"):
                 raise UserError(f"cannot reproduce {word!r}; there are {', '.join(FIGURES)}, all, report")
         if "report" in self.words and len(self.words) > 1:
             raise UserError("report stands alone: it shows all that has been drawn")
-        # a figure that is made for one scale brings its own
-        own = [figure.scale for figure in asked if figure.scale]
-        object.__setattr__(self, "scale", self.scale or (*own, "cpu")[0])
+        # we made the figures that the paper does not have for scale night
+        own = [word for word in self.words if word in FIGURES and word not in PAPER]
+        object.__setattr__(self, "scale", self.scale or ("night" if own else "cpu"))
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.scale}")
-        if set(own) - {self.scale}:
-            raise UserError(f"{', '.join(self.words)}: one of these is for scale={own[0]}, not for scale={self.scale}")
-        if self.units.figures and not set(self.words) <= {*self.units.figures, "all", "report"}:
-            raise UserError(f"scale={self.scale} is for {', '.join(self.units.figures)} alone; set another --scale")
+        if own and self.scale != "night":
+            raise UserError(f"{own[0]} is for scale=night, not for scale={self.scale}")
 
     @property
     def figures(self):
         """{name: Figure} in the order in which they were asked for."""
-        of_all = self.units.figures or [name for name in PAPER if name not in self.units.without]
+        of_all = [name for name in PAPER if name not in self.units.without]
         names = [name for word in self.words for name in (of_all if word == "all" else [word])]
         return {name: FIGURES[name].at(self.units) for name in names}
 

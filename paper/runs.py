@@ -124,7 +124,6 @@ class Scale:
     one_rate: float = PAPER_LR  # every mode's in Figure 14
     of_length: dict = field(default_factory=dict)  # length -> settings of train.py that differ there
     inspected: dict = field(default_factory=lambda: {"size": "468M"})  # the model whose attention Figure 1 looks into
-    figures: tuple[str, ...] = ()  # the only ones that it is for; () = any
     without: tuple[str, ...] = ()  # figures that `all` leaves out
     core_speed: float = 0.0  # FLOP/s of a core, for a plan's hours; 0 = not measured
     leaves_out: Callable = lambda job: False
@@ -161,7 +160,6 @@ PYSOURCE_NIGHT = (
     "python prepare.py pysource --tokenizer=bpe:2048 --packages=datasets,fontTools,fsspec,huggingface_hub,"
     "matplotlib,mpmath,networkx,numpy,pandas,PIL,pyarrow,sympy,torch,torchgen"
 )
-PYSOURCE_GPU = "python prepare.py pysource --tokenizer=bpe:16384 --tokens=42e6 --val_tokens=200000"
 ON_CORES = {"eval_tokens": 8192, "dtype": "float32", "compile": False, "device": "cpu"}
 SCALES = {
     "paper": Scale(
@@ -172,23 +170,6 @@ SCALES = {
         steps=10_000, lr_factor=1.0, warmups={120: 120, 1200: 1200}, gpus=8,
         data_dir="data/slimpajama", prepare=SLIMPAJAMA,
         window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 4, "468M": 4},
-    ),
-    "small": Scale(
-        "the paper's models and lengths, 0.52B tokens a run on one GPU",
-        PAPER_SIZES,
-        {512: (512, 1024, 64), 2048: (2048, 256, 16), 8192: (8192, 64, 4), 32000: (32000, 16, 1), 64000: (64000, 8, 1)},
-        steps=1000, lr_factor=1.0, warmups={120: 40, 1200: 120}, gpus=1,
-        data_dir="data/slimpajama", prepare=SLIMPAJAMA + " --tokens=2e9",
-        window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 2, "468M": 4},
-    ),
-    "gpu": Scale(
-        "the paper's 82M model on 52M tokens of Python at length 2,048, on one GPU",
-        {"82M": (8, 8, 512)},
-        {2048: (2048, 64, 32)},
-        steps=400, lr_factor=1.0, warmups={120: 40}, gpus=1, inspected={"size": "82M"},
-        data_dir="data/gpu", prepare=PYSOURCE_GPU, vocab=16384,
-        window=20, evals=1, chunks=40, settings={"eval_every": 200, "eval_tokens": 65536, "save_every": 200},
-        figures=("gpu", "fig2", "fig19", "fig20", "fig21", "tab5"),
     ),
     "cpu": Scale(
         "a quick look: models of 0.1 to 3.4M parameters on 0.15M tokens each, for 2 cores without a GPU",
