@@ -15,7 +15,7 @@ import numpy as np
 import plot
 from common.report import mean_interval, with_interval
 from common.tasks import TABLE1
-from paper.found import NoSeed, NotHere
+from paper.found import NotMade
 from paper.runs import INSPECTED, ONE_RATE, Job
 
 LABELS = {
@@ -26,8 +26,6 @@ LABELS = {
     "resformer_learned": "Learnable ResFormer",
 }  # fmt: skip
 HEADER = ["claim", "paper", "here", "ours", "n"]  # three columns of texts, two of numbers
-VERDICTS = ("confirmed", "contradicted", "undetermined", "agrees", "differs")  # the last two are of one seed
-CONFIRMED, CONTRADICTED, UNDETERMINED, AGREES, DIFFERS = VERDICTS
 LOWER, HIGHER = (-math.inf, 0.0), (0.0, math.inf)  # sides of a number
 
 
@@ -79,7 +77,7 @@ def claim_row(claim, found, seeds):
     95 % interval over seeds. A value that is undefined or infinite is None."""
     values = {}
     for seed in seeds:
-        with suppress(NoSeed):  # a run or a score of this claim has fewer seeds
+        with suppress(NotMade):  # a run or a score of this claim has fewer seeds
             value = claim.value(found, seed)
             values[seed] = None if value is None or not math.isfinite(value) else float(value)
     # seeds pair two runs on the same batches, so their noise cancels in each value before we average
@@ -91,29 +89,27 @@ def claim_row(claim, found, seeds):
 
 
 def verdict(side, row):
-    """CONFIRMED if the whole interval is on the paper's side, CONTRADICTED if all of it is on the other side. Equal
+    """Confirmed if the whole interval is on the paper's side, contradicted if all of it is on the other side. Equal
     values decide nothing, because their spread says nothing. One seed only points to a side."""
     if side is None:
         return ""
     mean, interval = row["mean"], row["interval"]
     if not row["values"] or None in row["values"] or interval == 0:
-        return UNDETERMINED
+        return "undetermined"
     low, high = side
     if interval is None:
-        return AGREES if low < mean < high else DIFFERS
+        return "agrees" if low < mean < high else "differs"
     if low < mean - interval and mean + interval < high:
-        return CONFIRMED
-    return CONTRADICTED if mean + interval < low or mean - interval > high else UNDETERMINED
+        return "confirmed"
+    return "contradicted" if mean + interval < low or mean - interval > high else "undetermined"
 
 
 def claim_rows(figure, found):
     """The rows of a figure's claims, without those on runs that the scale does not make."""
     seeds = max((found.seeds(job) for job in figure.jobs), key=len, default=())
-    rows = []
-    for claim in figure.claims:
-        with suppress(NotHere):
-            rows.append(claim_row(claim, found, seeds))
-    return rows
+    is_here = found.scale.has
+    here = [claim for claim in figure.claims if is_here(claim.a) and (claim.b is None or is_here(claim.b))]
+    return [claim_row(claim, found, seeds) for claim in here]
 
 
 def claim_cells(row):
@@ -249,7 +245,7 @@ def later_when_longer(job, found, seed):
 
 
 def of_layers(key, reduce):
-    """A quantity: `reduce` of what a run's layers or states have under `key`, see found.means_of."""
+    """A quantity: `reduce` of what a run's layers or states have under `key`, see Found.by_layer."""
     return lambda job, found, seed: reduce([x for x in found.by_layer(job, seed, key) if x is not None])
 
 
@@ -317,5 +313,5 @@ def accuracy_gap(job, found, seed):
     gaps = accuracies(job, found, seed) - accuracies(job.baseline, found, seed)
     # tasks are scored with some seeds only, and some have texts that are too long for a small model
     if np.isnan(gaps).all():
-        raise NoSeed(f"no task is scored with seed {seed}")
+        raise NotMade(f"no task is scored with seed {seed}")
     return np.nanmean(gaps)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from paper import claims, panels, tables
 from paper.claims import HIGHER, LABELS, LOWER, Claim, at_best, gap
-from paper.panels import page_of_panels
 from paper.runs import DEEP, INSPECTED, ONE_RATE, SCALES, Job
+from value_modes import TABLE
 
 
 @dataclass(frozen=True)
@@ -39,26 +39,20 @@ class Figure:
     table: Callable | None = None  # found -> rows of texts
     runs: tuple[Job, ...] = ()  # that the table or the claims need and no panel draws
     scored: bool = False  # on the tasks of Table 1
-    page: Callable = page_of_panels  # how the panels share a page
     same_y: bool = False  # the panels have one y axis, so that a reader can compare them
     title: str = ""  # where the paper has no number for it
 
     @property
-    def needs(self):
-        """{Job: parts of its record that we need besides the last loss}; see panels.NEEDS."""
-        needed = {job: {"scores"} if self.scored else set() for job in self.runs}
-        for panel in self.panels:
-            for job in panel.jobs:
-                needed.setdefault(job, set()).update(panels.NEEDS.get(panel.draw, ()))
-        # baselines come after all runs that we draw, so that the plan lists the drawn ones first
-        for panel in self.panels:
-            for job in panel.jobs if panel.draw in panels.MINUS_VANILLA else ():
-                needed.setdefault(job.baseline, set()).update(panels.NEEDS.get(panel.draw, ()))
-        return needed
+    def jobs(self):
+        """All runs that we need: of the table and the claims, those that we draw, then their baselines."""
+        drawn = [job for panel in self.panels for job in panel.jobs]
+        bases = [job.baseline for panel in self.panels if panel.draw in panels.MINUS_VANILLA for job in panel.jobs]
+        return list(dict.fromkeys([*self.runs, *drawn, *bases]))
 
     @property
-    def jobs(self):
-        return list(self.needs)
+    def analysed(self):
+        """Those of which we draw what analyze.py measured."""
+        return {job for panel in self.panels if panel.draw in panels.OF_ANALYSES for job in panel.jobs}
 
     def at(self, scale):
         """The figure without the lines and runs that a Scale does not have. A panel with a single line left compares
@@ -108,7 +102,7 @@ def sweep_pairs(sweep, best):
 
 
 FOUR = ("vanilla", "neutreno", "resformer", "svformer")
-SIZES = ("82M", "180M", "320M", "468M")
+SIZES, TABLE5_SIZES = ("82M", "180M", "320M", "468M"), ("82M", "180M", "468M")
 SV = Job("svformer")
 SV_LENGTHS = by_length("svformer", lengths=SCALES["paper"].lengths, lr=ONE_RATE)
 SV_RATES = tuple(("rate {0.rate}", Job("svformer", lr=lr)) for lr in (1e-4, 3e-4, 6e-4))
@@ -188,7 +182,7 @@ FIGURES = {
         "resformer resformer_prev", "resformer resformer_all"),
     "fig12": Figure(
         "Spectra of value states: eigenvalues of layer 1, and the largest one of each layer.",
-        (Panel(panels.spectrum, "eigenvalues of layer 1", by_size("vanilla", "resformer", sizes=tables.PARAMETERS)),
+        (Panel(panels.spectrum, "eigenvalues of layer 1", by_size("vanilla", "resformer", sizes=TABLE5_SIZES)),
          Panel(panels.layers, "largest eigenvalue of each layer",
                by_size("vanilla", "resformer", sizes=("180M", "468M")), "value_largest", "largest eigenvalue")),
         tuple(claims.over_vanilla("resformer", size, "ln of a layer's largest eigenvalue", "larger",
@@ -221,12 +215,12 @@ FIGURES = {
          Panel(panels.relative, "SVFormer by steps of warmup", SV_WARMUPS),
          Panel(panels.relative, "SVFormer by architecture", (("Llama", SV), ("GPT2", Job("svformer", arch="gpt2")))),
          Panel(panels.scaling, "by size\n(in the paper SVFormer needs 12.2 % more parameters)",
-               by_size("vanilla", "svformer", sizes=("2M", *tables.PARAMETERS)))),
+               by_size("vanilla", "svformer", sizes=("2M", *TABLE5_SIZES)))),
         (*(Claim(Job("svformer", lr=lr), Job("svformer", lr=6e-4), "lower", LOWER, gap, ": loss minus vanilla's")
            for lr in (1e-4, 3e-4)),
          Claim(Job("svformer", warmup=1200), SV, "about 0", None, gap, ": loss minus vanilla's"),
          Claim(Job("svformer", arch="gpt2"), SV, "about 0", None, gap, ": loss minus vanilla's"),
-         Claim(SV, None, "-0.122", LOWER, claims.saved_parameters(*tables.PARAMETERS), ": share of parameters saved")),
+         Claim(SV, None, "-0.122", LOWER, claims.saved_parameters(*TABLE5_SIZES), ": share of parameters saved")),
         table=lambda found: tables.critical_table(found, found.labels((*SV_RATES, *SV_WARMUPS))),
     ),
     "fig16": compared(
@@ -247,7 +241,6 @@ FIGURES = {
         "relative to others, in its extreme layer.",
         tuple(Panel(panels.heat, "", INSPECTED_FOUR, key, label) for key, label in HEAT.items()),
         (*claims.start_token("resformer"), *claims.start_token("vanilla")),
-        page=panels.page_of_maps,
     ),
     "fig20": Figure(
         "The quantities of Figures 1 and 2 in the base model, with cross-layer attention.",
@@ -288,19 +281,9 @@ FIGURES = {
 }
 PAPER = tuple(FIGURES)  # the paper's own, which `all` draws. Those below are for scale night, by name
 
-# -- figures that the paper does not have: first every mode, in the order of the paper's figures, then others
+# -- figures that the paper does not have: first every mode, then others
 
-MODES = (
-    "share_v2 share_k2 cla2 resformer denseformer neutreno resformer_neutreno resformer_neutreno_literal "
-    "resformer_denseformer denseformer_2x2 " + " ".join(LAMBDAS.values()) + " query key identity cross identity_all "
-    "cross_prev resformer_prev resformer_all svformer gqa2 svformer_gqa4 cla2_gqa4 gqa8 share_q share_k "
-    "svformer_2anchors svformer_3anchors svformer_4anchors neutreno_0.2 neutreno_0.6 neutreno_0.8 resformer_plus "
-    "resformer_sparse resformer_learned hidden probs resformer_plus_deep resformer_dense scores scaled resformer_v2 "
-    "resformer_v3 cut resformer_v2_cut resformer_v3_cut share_q2 cla2_svformer cla4 gqa4 mqa mlkv resformer_lerp "
-    "resformer_head resformer_relu hidden_learned value_embed value_embed_unet value_embed_cycle value_embed_gated "
-    "value_embed_gated2 resformer_zero resformer_unit skipv1 fusedkv_lite share_last k_eq_v value_embed_shared xsa "
-    "gated_attention gated_attention_heads"
-).split()
+MODES = [mode for mode in (*TABLE, *LAMBDAS.values(), *NEUTRENOS.values()) if mode != "vanilla"]
 FIGURES["modes"] = Figure(
     "Every mode's validation loss minus vanilla's. A hollow mark is one seed: inside the band it says little.",
     (Panel(panels.gaps, "", tuple((mode, Job(mode)) for mode in MODES)),),
@@ -422,7 +405,7 @@ FIGURES["longer"] = Figure(
 # Do the gains last in larger models?
 SIZE_LINES = tuple(
     ("{0} layers, width {2}".format(*SCALES["night"].sizes[size]), Job(mode, size))
-    for size in ("82M", "180M", "468M") for mode in SCALED
+    for size in TABLE5_SIZES for mode in SCALED
 )
 FIGURES["sizes"] = Figure(
     "Validation loss minus vanilla's, by size. At the larger sizes vanilla and ResFormer have the best of two or three "

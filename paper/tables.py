@@ -15,7 +15,7 @@ from common.tasks import TABLE1
 from configurator import UserError
 from paper import claims
 from paper.claims import LABELS, critical
-from paper.runs import SCALES, Job, train_settings
+from paper.runs import SCALES, VOCAB, Job, train_settings
 from prepare import PAPER_MIXTURE
 from train import TrainConfig
 
@@ -35,12 +35,6 @@ PAPER_LOSSES = {
     ("resformer", "180M"): (3.0631, 3.2504, 1.2200, 2.1350, 2.5435, 3.0994, 1.9732, 2.4692),
     ("resformer", "468M"): (2.8214, 3.0115, 1.0730, 1.9388, 2.2477, 2.8696, 1.8142, 2.2537),
 }
-PARAMETERS = {"82M": 81_901_056, "180M": 179_874_048, "468M": 467_921_920}
-
-
-def size_and_loss(mode):
-    """[(parameters, the paper's validation loss, mean over domains)] of a mode, from Table 5."""
-    return [(PARAMETERS[size], losses[-1]) for (name, size), losses in PAPER_LOSSES.items() if name == mode]
 
 
 def beside(ours, paper):
@@ -118,7 +112,7 @@ def table4(found):
     columns = []
     for size in found.scale.sizes:
         model, ours = recipe(found.scale, size, vocab)
-        _, theirs = recipe(SCALES["paper"], size, SCALES["paper"].vocab)
+        _, theirs = recipe(SCALES["paper"], size, VOCAB)
         if size == "320M":
             theirs[:4] = ["-"] * 4
         columns.append([size, *settings_row(ours, theirs), f"{count_parameters(model):,}"])
