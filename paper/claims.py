@@ -249,13 +249,27 @@ def of_layers(key, reduce):
     return lambda job, found, seed: reduce([x for x in found.by_layer(job, seed, key) if x is not None])
 
 
-DEEP_ENTROPY = of_layers("entropy", lambda x: np.mean(x[len(x) // 2 :]))  # in the deeper half of the layers
 MOST_IMPORTANCE = of_layers("first", max)  # these three are the first token's extremes
 LEAST_VALUE = of_layers("value_norm", min)
 MOST_HIDDEN = of_layers("hidden_norm", max)
-TOP_1 = of_layers("top_1", np.mean)
 EQ4, EQ6 = of_layers("eq4", np.mean), of_layers("eq6", np.mean)
-LOG_EIGENVALUE = of_layers("value_largest", lambda x: np.log(x).mean())
+
+ENTROPY = "entropy in the deeper layers"
+# no sink, no drain and no peak at the first token
+EXTREMES = ("first token's importance", "first token's value", "first token's hidden state")
+MEASURED = {  # how the paper sees a value residual beside vanilla: its word, its side, the quantity
+    ENTROPY: ("higher", HIGHER, of_layers("entropy", lambda x: np.mean(x[len(x) // 2 :]))),
+    EXTREMES[0]: ("lower", LOWER, MOST_IMPORTANCE),
+    EXTREMES[1]: ("higher", HIGHER, LEAST_VALUE),
+    EXTREMES[2]: ("lower", LOWER, MOST_HIDDEN),
+    "largest importance": ("lower", LOWER, of_layers("top_1", np.mean)),
+    "ln of a layer's largest eigenvalue": ("larger", HIGHER, of_layers("value_largest", lambda x: np.log(x).mean())),
+}
+
+
+def over_vanilla(mode, what, size):
+    """The claim on how a quantity of MEASURED differs from vanilla's."""
+    return Claim(Job(mode, size), Job("vanilla", size), *MEASURED[what], f": {what}")
 
 
 def eq4_minus_eq6(job, found, seed):
@@ -267,23 +281,6 @@ def importance_ratio(job, found, seed):
     later tokens."""
     importance = found.arrays(job, seed)["importance"][:, :100]  # (layers, tokens)
     return (importance[:, 0] / importance[:, 1:].mean(axis=1)).max()
-
-
-def over_vanilla(mode, size, what, paper, side, quantity):
-    """The claim on how a quantity of `mode` differs from vanilla's."""
-    return Claim(Job(mode, size), Job("vanilla", size), paper, side, quantity, f": {what}")
-
-
-def more_entropy(mode, size):
-    """The claim that `mode` concentrates its attention less than vanilla."""
-    return over_vanilla(mode, size, "entropy in the deeper layers", "higher", HIGHER, DEEP_ENTROPY)
-
-
-def fewer_extremes(size):
-    """Claims that the first token stands out less in ResFormer than in vanilla: no sink, no drain, no peak."""
-    yield over_vanilla("resformer", size, "first token's importance", "lower", LOWER, MOST_IMPORTANCE)
-    yield over_vanilla("resformer", size, "first token's value", "higher", HIGHER, LEAST_VALUE)
-    yield over_vanilla("resformer", size, "first token's hidden state", "lower", LOWER, MOST_HIDDEN)
 
 
 def start_token(mode):

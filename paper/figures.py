@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from paper import claims, panels, tables
-from paper.claims import HIGHER, LABELS, LOWER, Claim, at_best, gap
+from paper.claims import ENTROPY, EXTREMES, HIGHER, LABELS, LOWER, Claim, at_best, gap, over_vanilla
 from paper.runs import DEEP, INSPECTED, ONE_RATE, SCALES, Job
 from value_modes import TABLE
 
@@ -40,7 +40,6 @@ class Figure:
     runs: tuple[Job, ...] = ()  # that the table or the claims need and no panel draws
     scored: bool = False  # on the tasks of Table 1
     same_y: bool = False  # the panels have one y axis, so that a reader can compare them
-    title: str = ""  # where the paper has no number for it
 
     @property
     def jobs(self):
@@ -108,7 +107,7 @@ SV_LENGTHS = by_length("svformer", lengths=SCALES["paper"].lengths, lr=ONE_RATE)
 SV_RATES = tuple(("rate {0.rate}", Job("svformer", lr=lr)) for lr in (1e-4, 3e-4, 6e-4))
 SV_WARMUPS = tuple(("{0.warmup} steps of warmup", Job("svformer", warmup=n)) for n in (120, 1200))
 INSPECTED_FOUR = named(*FOUR, size=INSPECTED)
-ENTROPY = "entropy of token importance (nats)"
+NATS = "entropy of token importance (nats)"
 FIRST = {
     "first": "importance of the first token",
     "value_norm": "norm of the first token's value\nrelative to other tokens",
@@ -128,14 +127,14 @@ FIGURES = {
         "Entropy of token importance by layer: low is concentrated. Uniform causal attention itself favours early "
         "tokens, so a model can lie above it. Before training the paper's curve lies at 7.194–7.204; our 468M, by "
         "`python analyze.py --init=config/size_468m.py --length=2048`, has 7.2007.",
-        (Panel(panels.layers, "", INSPECTED_FOUR, "entropy", ENTROPY),),
-        (claims.more_entropy("resformer", INSPECTED), claims.more_entropy("svformer", INSPECTED)),
+        (Panel(panels.layers, "", INSPECTED_FOUR, "entropy", NATS),),
+        (over_vanilla("resformer", ENTROPY, INSPECTED), over_vanilla("svformer", ENTROPY, INSPECTED)),
     ),
     "fig2": Figure(
         "The first token by layer: what attention it gets, and how long its value and its hidden state are, relative "
         "to other tokens. Numbers are of each model's extreme layer.",
         tuple(Panel(panels.layers, "", INSPECTED_FOUR, key, label) for key, label in FIRST.items()),
-        tuple(claims.fewer_extremes(INSPECTED)),
+        tuple(over_vanilla("resformer", what, INSPECTED) for what in EXTREMES),
         table=lambda found: tables.concentration_table(found, [job for _, job in INSPECTED_FOUR]),
     ),
     "fig4": Figure(
@@ -185,8 +184,7 @@ FIGURES = {
         (Panel(panels.spectrum, "eigenvalues of layer 1", by_size("vanilla", "resformer", sizes=TABLE5_SIZES)),
          Panel(panels.layers, "largest eigenvalue of each layer",
                by_size("vanilla", "resformer", sizes=("180M", "468M")), "value_largest", "largest eigenvalue")),
-        tuple(claims.over_vanilla("resformer", size, "ln of a layer's largest eigenvalue", "larger",
-                                  HIGHER, claims.LOG_EIGENVALUE) for size in ("180M", "468M")),
+        tuple(over_vanilla("resformer", "ln of a layer's largest eigenvalue", size) for size in ("180M", "468M")),
     ),
     "fig13": Figure(
         "SVFormer beside other methods with a smaller KV cache. The paper: GQA2 is better at length 2,048, SVFormer at "
@@ -245,16 +243,16 @@ FIGURES = {
     "fig20": Figure(
         "The quantities of Figures 1 and 2 in the base model, with cross-layer attention.",
         tuple(Panel(panels.layers, "", named(*FOUR, "cross"), key, label)
-              for key, label in ({"entropy": ENTROPY} | FIRST).items()),
-        (claims.more_entropy("resformer", "82M"), *claims.fewer_extremes("82M"), claims.more_entropy("cross", "82M"),
+              for key, label in ({"entropy": NATS} | FIRST).items()),
+        (*(over_vanilla("resformer", what, "82M") for what in (ENTROPY, *EXTREMES)),
+         over_vanilla("cross", ENTROPY, "82M"),
          Claim(Job("cross"), Job("resformer"), "lower", LOWER, claims.LEAST_VALUE, ": first token's value")),
     ),
     "fig21": Figure(
         "The largest token importances of a sequence, by rank and layer.",
         tuple(Panel(panels.layers, LABELS[mode], tuple((name, Job(mode, INSPECTED)) for name in TOP), TOP, "importance")
               for mode in FOUR),
-        tuple(claims.over_vanilla(mode, INSPECTED, "largest importance", "lower", LOWER, claims.TOP_1)
-              for mode in ("resformer", "svformer")),
+        tuple(over_vanilla(mode, "largest importance", INSPECTED) for mode in ("resformer", "svformer")),
         same_y=True,
     ),
     "fig22": compared(
@@ -283,12 +281,12 @@ PAPER = tuple(FIGURES)  # the paper's own, which `all` draws. Those below are fo
 
 # -- figures that the paper does not have: first every mode, then others
 
-MODES = [mode for mode in (*TABLE, *LAMBDAS.values(), *NEUTRENOS.values()) if mode != "vanilla"]
+PUBLISHED = [mode for mode, (*_, source) in TABLE.items() if source and mode != "vanilla"]
+MODES = dict.fromkeys([*PUBLISHED, *LAMBDAS.values(), *NEUTRENOS.values(), "scaled"])
 FIGURES["modes"] = Figure(
     "Every mode's validation loss minus vanilla's. A hollow mark is one seed: inside the band it says little.",
     (Panel(panels.gaps, "", tuple((mode, Job(mode)) for mode in MODES)),),
     table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs),
-    title="All modes",
 )
 
 # Rates in the paper's units. We leave out 2.4e-3 at 82M: vanilla's loss was 6.1 after 1,200 steps.
@@ -326,7 +324,6 @@ FIGURES["rates"] = Figure(
      Panel(panels.rates, "", rate_lines("2M"))),
     tuple(claims_on_rates()),
     table=lambda found: tables.gaps_table(found, tuple(("{0.size}", job) for jobs in GRIDS.values() for job in jobs)),
-    title="Learning rates",
 )
 
 # What the paper's last version claims, and a control: does λ = 2 gain only because its values are larger?
@@ -341,7 +338,6 @@ FIGURES["v5"] = Figure(
      Claim(Job("resformer_lambda"), Job("scaled")), Claim(Job("scaled"), Job())),
     runs=(Job("hidden"), Job("probs")),
     table=lambda found: tables.weights_table(found, ("resformer_learned", "resformer_plus")),
-    title="The paper's last version",
 )
 
 # What may move the sign of a gain: one thing at a time, at the same number of tokens. Smaller and larger models and
@@ -381,7 +377,6 @@ FIGURES["regime"] = Figure(
     (Claim(changed(DEEP), None, "lower", LOWER, at_best(LOW_RATES), " − vanilla, each at its better rate"),
      Claim(replace(changed(DEEP), lr=1.5e-4), Job("resformer"), quantity=gap, what=": loss minus vanilla's")),
     table=lambda found: tables.gaps_table(found, REGIME_LINES),
-    title="What moves the sign",
 )
 
 # Do the gains last when training does? Each run has a schedule of its own: a quarter of night's steps, as many, four
@@ -399,7 +394,6 @@ FIGURES["longer"] = Figure(
     (Panel(panels.slopes, "at the end of each schedule", LONGER_LINES, "tokens"),
      Panel(panels.relative, "along 49.2M tokens", named(*SCALED, change=LONG))),
     table=lambda found: tables.gaps_table(found, LONGER_LINES),
-    title="Longer training",
 )
 
 # Do the gains last in larger models?
@@ -417,6 +411,5 @@ FIGURES["sizes"] = Figure(
        for size in ("180M", "468M")),
      *(Claim(Job(mode, "468M"), Job(mode), quantity=gap, what=": loss minus vanilla's") for mode in SCALED)),
     table=lambda found: tables.gaps_table(found, SIZE_LINES),
-    title="Larger models",
 )
 # fmt: on

@@ -187,18 +187,11 @@ class Found:
         """A Job's peak learning rate."""
         return f"{self.scale.here(job).lr * self.scale.lr_factor:.4g}"
 
-    def units(self, job):
-        """A Job's size, length, rate and steps of warmup here, as texts."""
-        return SimpleNamespace(
-            size=plot.short_count(self.parameters(job)),
-            length=f"{self.scale.lengths[job.length][0]:,}",
-            rate=self.rate(job),
-            warmup=f"{self.scale.warmups[job.warmup]:,}",
-        )
-
     def in_words(self, text, job):
         """A text whose {0.size}, {0.length}, {0.rate} and {0.warmup} become a Job's."""
-        return text.format(self.units(job))
+        here = SimpleNamespace(rate=self.rate(job), size=plot.short_count(self.parameters(job)))
+        here.length, here.warmup = f"{self.scale.lengths[job.length][0]:,}", f"{self.scale.warmups[job.warmup]:,}"
+        return text.format(here)
 
     def labels(self, lines):
         """[(label in words, Job)] of the lines that the scale has."""

@@ -33,11 +33,6 @@ def heading(panel, found):
     return f"{found.in_words(panel.title, panel.jobs[0])}\n{size}".strip()
 
 
-def first_row(key):
-    """The number of an analysis's first row: state 0 is the embedding, layers count from 1."""
-    return 0 if key in ("hidden_norm", "hidden_similarity") else 1
-
-
 def ticks(ax, places, labels):
     """These ticks alone on an x axis, which may be logarithmic."""
     ax.set_xticks(places, labels)
@@ -74,7 +69,8 @@ def layers(ax, panel, found):
         modes[label] = job.mode
         if key == "entropy":
             level = found.analysis(job, found.seeds(job)[0])["entropy_uniform"], "uniform causal attention"
-    plot.layer_panel(ax, lines, styles_of(modes), panel.label, first_row(panel.key), level)
+    first = 0 if panel.key in ("hidden_norm", "hidden_similarity") else 1  # state 0 is the embedding
+    plot.layer_panel(ax, lines, styles_of(modes), panel.label, first, level)
 
 
 def spectrum(ax, panel, found):

@@ -23,17 +23,13 @@ import torch
 import plot
 from common.data import Corpus
 from common.files import hold
-from common.plan import flops_per_token
-from common.ranks import PEAK_FLOPS
 from common.tasks import TABLE1
 from configurator import UserError, check_fields, need, run, setting
 from paper.figures import FIGURES, PAPER
 from paper.found import Found, difference, finished, make_record, read_kept, write_kept
 from paper.results import publish, write_report
-from paper.runs import SCALES, SEEDS, VOCAB, train_settings
+from paper.runs import SCALES, SEEDS, train_settings
 from train import TrainConfig
-
-SPEED = 0.4 * PEAK_FLOPS["A100"]  # a guess, for a plan's GPU-hours
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,6 @@ class ReproduceConfig:
     dry_run: bool = setting(False, "only say what would run")
     run: bool = setting(True, "train and analyse what is missing; false = only draw what is there")
     kept: bool = setting(False, "take runs from results/<scale>/runs.jsonl where it has them, and add new ones to it")
-    eval_dir: str = setting("", "local files of tab1's tasks, see eval.py; empty = from the hub")
     out_dir: str = setting("", "folder of the runs; empty = out/<scale>")
     data_dir: str = setting(
         "", "prepared data; empty = the scale's own, which is made where it is missing if it is pysource"
@@ -131,23 +126,18 @@ def commands(settings, needs, cfg):
         words = [f"--chunks={cfg.units.chunks}", f"--data_dir={cfg.units.data_dir}"]
         made["analyze"] = ["python", "analyze.py", folder, *words, *device]
     # tasks one by one, because one of them may have longer texts than the model takes
-    files = [f"--data_dir={cfg.eval_dir}"] if cfg.eval_dir else []
     for task in TABLE1 if "scores" in needs else ():
-        made[task] = ["python", "eval.py", folder, f"--task={task}", "--dtype=float32", *files, *device]
+        made[task] = ["python", "eval.py", folder, f"--task={task}", "--dtype=float32", *device]
     return made
 
 
 def show(runs, cfg):
-    """Print the commands of runs, also of finished ones, and what training costs."""
+    """Print the commands of runs, also of finished ones."""
     if not Path(cfg.units.data_dir, "manifest.json").exists():
         print(cfg.units.prepare)
-    flops = 0
     for settings, needs in runs.values():
         print(*map(shlex.join, commands(settings, needs, cfg).values()), sep="\n")
-        train = TrainConfig(**settings)
-        flops += flops_per_token(train.model_config(VOCAB)) * train.max_steps * train.batch_tokens
-    hours = f", {flops / SPEED / 3600:,.0f} GPU-hours of an A100 at 40 % of its peak" if cfg.units.gpus else ""
-    print(f"{len(runs)} runs of {cfg.units.what}{hours}")
+    print(f"{len(runs)} runs of {cfg.units.what}")
 
 
 # -- running

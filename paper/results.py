@@ -55,8 +55,7 @@ def compact(table):
 
 def section(name, record):
     """A figure or table of the report, as Markdown."""
-    kind = "Figure" if name.startswith("fig") else "Table"
-    title = FIGURES[name].title or f"{kind} {name[3:]}"
+    title = f"{'Table' if name.startswith('tab') else 'Figure'} {name.removeprefix('fig').removeprefix('tab')}"
     parts = [f"## {title}", record["caption"]]
     if "png" in record:
         parts.append(f"![{title}]({Path(record['png']).name})")

@@ -77,7 +77,7 @@ def table1(found):
         rows = np.stack([claims.accuracies(job, found, seed) for seed in found.seeds(job)])  # (seeds, tasks)
         rows = rows[~np.isnan(rows).all(axis=1)]
         if not len(rows):
-            raise UserError(f"no task is scored at length {length:,}; without the hub, set --eval_dir")
+            raise UserError(f"no task is scored at length {length:,}; without the hub, use eval.py --data_dir")
         means = rows.mean(axis=0)
         means = [*means, means.mean()]  # no average where a task is missing
         cells = [beside(mean, f"{accuracy:.3f}") for mean, accuracy in zip(means, paper, strict=True)]
@@ -194,16 +194,12 @@ def weights_table(found, modes):
 def concentration_table(found, jobs):
     """How concentrated the attention of modes is, and their losses. The first token's quantities are extremes over
     layers."""
-    quantities = {
-        "entropy in the deeper layers": claims.DEEP_ENTROPY,
-        "first token's importance": claims.MOST_IMPORTANCE,
-        "its value": claims.LEAST_VALUE,
-        "its hidden state": claims.MOST_HIDDEN,
-    }
-    yield ["mode", "loss", *quantities]
+    measured = (claims.ENTROPY, *claims.EXTREMES)
+    yield ["mode", "loss", *measured]
     for job in jobs:
         cells = [interval(found.losses(job))]
-        for quantity in quantities.values():
+        for what in measured:
+            *_, quantity = claims.MEASURED[what]
             cells.append(interval([quantity(job, found, seed) for seed in found.seeds(job)]))
         yield [LABELS[job.mode], *cells]
 
