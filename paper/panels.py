@@ -154,7 +154,7 @@ def critical_points(ax, panel, found):
 
 
 def gaps(ax, panel, found):
-    """Losses minus vanilla's, a row for each label, the lowest on top: seeds in grey, their mean and 95 % interval.
+    """Losses minus vanilla's, a row for each label, the input side on top: seeds in grey, their mean and 95 % interval.
     Each mode, and vanilla, is at the best of its rates. A single seed is hollow, because it says little."""
     rows = []
     for (label, mode), jobs in by_rate(found, panel.lines).items():
@@ -208,8 +208,8 @@ def heat(ax, panel, found):
     image = ax.imshow(np.maximum(rows, floor), norm="log", aspect="auto", interpolation="nearest")
     ends = height * np.arange(len(maps)) - 0.5  # rows count from 0, and each is centred on its number
     ax.hlines(ends[1:], *ax.get_xlim(), color="white")
-    ax.set_yticks(ends + height / 2, [label for label, _ in panel.lines], rotation=90, va="center")
-    ax.set(xlabel="token position, from 0", ylabel=f"in each model {height} rows, the input's side on top")
+    ax.set_yticks(ends + height / 2, [label for label, _ in panel.lines])
+    ax.set(xlabel="token position, from 0", ylabel=f"{height} rows a model, the input side on top")
     ax.figure.colorbar(image, ax=ax, location="bottom", aspect=40, label=panel.label)
 
 
