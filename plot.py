@@ -17,7 +17,6 @@ import numpy as np
 from common.files import read_record, read_record_lines, reading, write_atomic
 from common.report import markdown, mean_std, plus_minus
 from configurator import UserError, check_fields, need, run, setting
-from value_modes import row_and_number
 
 GROWTH = 1.15  # a point averages the losses over the last 1 - 1/1.15 = 13 % of the tokens so far
 SHOWN, EARLY = 1 / 40, 1 / 10  # the x axis begins at 1/40 of training; losses before 1/10 may leave the y axis
@@ -57,20 +56,19 @@ def styles_of(modes):
     """{label: mode} -> {label: look of its line, as keywords of matplotlib's `plot`}.
 
     A headline mode has a colour of its own, and vanilla's is black. Any other mode gets the colour that this figure
-    has used least so far. Lines of one colour, such as neutreno and neutreno_0.6, differ in dash and marker.
+    has used least so far. Lines of one colour differ in dash and marker.
     """
-    names = {label: row_and_number(mode)[0] for label, mode in modes.items()}  # neutreno for neutreno_0.6
-    colors = {name: COLORS[HEADLINE.index(name)] for name in names.values() if name in HEADLINE}
-    for name in names.values():
-        if name not in colors:
-            colors[name] = min(COLORS[1:], key=list(colors.values()).count)
+    colors = {mode: COLORS[HEADLINE.index(mode)] for mode in modes.values() if mode in HEADLINE}
+    for mode in modes.values():
+        if mode not in colors:
+            colors[mode] = min(COLORS[1:], key=list(colors.values()).count)
     # the n-th line of a colour has another dash and marker than the first one
     styles, drawn = {}, []
-    for label, name in names.items():
-        look = COLORS.index(colors[name]) + drawn.count(colors[name])
-        drawn.append(colors[name])
+    for label, mode in modes.items():
+        look = COLORS.index(colors[mode]) + drawn.count(colors[mode])
+        drawn.append(colors[mode])
         dash, marker = DASHES[look % len(DASHES)], MARKERS[look % len(MARKERS)]
-        styles[label] = {"color": colors[name], "linestyle": dash, "marker": marker, "markerfacecolor": "none"}
+        styles[label] = {"color": colors[mode], "linestyle": dash, "marker": marker, "markerfacecolor": "none"}
     return styles
 
 
