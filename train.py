@@ -352,7 +352,7 @@ def train(cfg, world):
     # ---- optimizer, and a loss scaler for fp16
     optimizer = adamw(model, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
     scaler = torch.amp.GradScaler(world.kind, enabled=dtype == torch.float16)
-    # ---- a checkpoint sets all of it as it was after its step: weights, optimizer, scaler, random generators
+    # ---- a checkpoint sets all of it as it was after its step: weights, optimizer, scaler
     done = checkpoint.resume(path, model, optimizer, scaler, corpus.tokenizer.hash)["step"] if path else 0
     metrics = start(cfg, world, corpus, shape, dtype, config, done, note)
     if metrics is None:

@@ -267,7 +267,6 @@ def test_exports_are_refused(runs, data, tmp_path):
         ((run, f"--out_dir={folder}"), "exists; choose another --out_dir, or replace it"),
         ((run, f"--out_dir={run}", "--overwrite"), "exists and is no Hugging Face folder"),
         ((run, "--out_dir=."), "cannot be replaced as a whole; choose a new folder"),
-        ((run, out, "--data_dir=nowhere"), "nowhere is no folder; name prepared data"),
         ((run, out, f"--data_dir={other}"), "was made with another tokenizer than"),
         ((run, out, "--max_shard_size=big"), "not a size such as 500MB"),
     ):
@@ -611,14 +610,14 @@ def test_a_run_starts_from_a_run_or_a_folder(runs, data, tmp_path):
         close({name: found[name] for name in start}, dict(start), atol=1e-6)
     words += [f"--init_from={folder}", f"--out_dir={tmp_path / 'new'}"]
     fewer = ran(train, *words, "--value_mode=svformer")  # q and k of a fused projection fit without v
-    assert "new:" not in fewer and "3 of that model's are not used" in fewer
+    assert "; new: none" in fewer
     other = make_data(tmp_path / "other", tokenizer=byte_tokenizer(r"[\s\S]{1,2}"))
     theirs = shutil.copytree(folder, tmp_path / "theirs")
     config = json.loads((theirs / "config.json").read_text())
     (theirs / "config.json").write_text(json.dumps(config | {"tokenizer_hash": None}))
     for word, says in (
-        ("--n_embd=64", "has n_embd=32, this model 64"),
+        ("--n_embd=64", "another n_embd"),
         (f"--data_dir={other}", "another tokenizer"),
-        (f"--init_from={theirs}", "or does not say which"),
+        (f"--init_from={theirs}", "another tokenizer"),
     ):
         refused(in_process(train, *words, f"--out_dir={tmp_path / 'none'}", word), says)
