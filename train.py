@@ -224,7 +224,7 @@ def compiled(model, cfg, world, autocast, is_sharded, say):
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # a compiler's failure can be anything
-        why = f"torch.compile does not work here ({type(e).__name__}: {ranks.first_line(e)})"
+        why = f"torch.compile does not work here ({type(e).__name__}: {' '.join(str(e).split())[:200]})"
         if is_sharded:  # the other ranks wait in the middle of it
             raise UserError(f"{why}; set --compile=false") from None
         say(f"{why}; continuing without it")

@@ -209,7 +209,7 @@ def case_device():
 
     def kernels(fixed, override, wanted):
         with patch.dict(os.environ, {"CUDNN_ATTENTION": override} if override else {}):
-            ranks.choose_kernels(fixed, say=False)
+            ranks.choose_kernels(fixed)
         assert torch.backends.cuda.cudnn_sdp_enabled() == wanted
 
     for device in ("auto", "cuda", "cuda:0"):

@@ -104,14 +104,10 @@ def test_too_little_memory(monkeypatch):
     refused(in_process(train, "--device=cpu"), "too little memory", "--micro_batch", "--recompute", "--shard=zero2")
 
 
-@pytest.mark.parametrize("package,says", [(None, "pip install flash-attn"), ("3.0.0", "is version 3.0.0; run `pip")])
-def test_flash_attn_that_cannot_be_used(package, says, monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", package and SimpleNamespace(__version__=package))
-    with pytest.raises(UserError, match=says):
+def test_flash_attn_that_cannot_be_used(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(UserError, match="pip install flash-attn"):
         ranks.need_flash_attn("cuda", torch.bfloat16)
-
-
-def test_flash_attn_needs_a_gpu():
     with pytest.raises(UserError, match="needs a GPU"):
         ranks.need_flash_attn("cpu", torch.bfloat16)
 
@@ -128,33 +124,15 @@ def test_too_little_memory_is_not_taken_for_a_compiler_that_fails(monkeypatch):
         train.compiled(model, cfg, world, contextlib.nullcontext, False, print)
 
 
-def test_a_copy_without_git_names_its_commit(monkeypatch, tmp_path):
-    monkeypatch.setattr(ranks, "__file__", str(tmp_path / "common/ranks.py"))
-    assert ranks.environment()["commit"] is None
-    (tmp_path / "COMMIT").write_text("0123abc\n")
-    assert ranks.environment()["commit"] == "0123abc"
+PEAKS = {
+    "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A10": None, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200 NVL": None,
+    "NVIDIA GH200 480GB": 989e12, "NVIDIA GB200": None, "NVIDIA GeForce RTX 4090": 165e12,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name,peak",
-    [
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A10", 125e12),
-        ("NVIDIA A10G", None),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H200 NVL", 835e12),
-        ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA GB200", 2500e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA H800 PCIe", 756e12),
-        ("NVIDIA GeForce RTX 4090", 165e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
-        ("NVIDIA RTX 6000 Ada Generation", 364e12),
-    ],
-)
-def test_peaks_by_name(name, peak, monkeypatch):
+@pytest.mark.parametrize("name", PEAKS)
+def test_peaks_by_name(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert ranks.peak_flops(torch.device("cuda:0"), torch.bfloat16) == peak
+    assert ranks.peak_flops(torch.device("cuda:0"), torch.bfloat16) == PEAKS[name]
     assert ranks.peak_flops(torch.device("cuda:0"), torch.float32) is None
