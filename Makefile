@@ -1,6 +1,7 @@
 # make demo: prepare real text, train three modes on it, compare and sample. make test: the whole suite.
 # make figures: every figure and table of the paper, small.
-# make test-peers: what compares with lm-eval and transformers, which it installs. make lint: the style check.
+# make fuzz: 30,000 bad inputs instead of the suite's 1,500. make lint: the style check.
+# make test-peers: what compares with lm-eval and transformers, which it installs.
 # All make .venv on first use. PYTHON=python3.12 picks another interpreter (3.11 or later).
 PYTHON ?= python3
 ifdef NO_INSTALL
@@ -13,7 +14,7 @@ DEMO := vanilla resformer_lambda svformer
 # OpenMP threads that wait a long time awake make each other late when anything else runs (1.6 x on 2 busy cores)
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo figures test test-peers bench-gpu bench-82m bench-468m bench-memory bench-decoding lint clean
+.PHONY: demo figures test fuzz test-peers bench-gpu bench-82m bench-468m bench-memory bench-decoding lint clean
 demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6
 	for mode in $(DEMO); do \
@@ -27,6 +28,9 @@ figures: .venv/ready
 
 test: .venv/ready-dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests --numprocesses=auto --maxprocesses=4
+
+fuzz: .venv/ready-dev
+	OMP_NUM_THREADS=1 FUZZ=30000 $(PY) -m pytest tests/test_bad_input.py --timeout=14400 -s
 
 test-peers: .venv/ready-peers
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py

@@ -240,9 +240,11 @@ def make_part(cfg, path, split, batch, full):
                 docs[i] = domain, len(ids), len(text.encode())
         # An .npz file has a checksum of all that it holds.
         content = io.BytesIO()
-        np.savez(content, about=json.dumps([split, items]), ids=np.concatenate(arrays))
+        np.savez(content, name=path.name, about=json.dumps([split, items]), ids=np.concatenate(arrays))
         write_atomic(path, lambda temporary: temporary.write_bytes(content.getbuffer()))
     with reading(path, PART), np.load(path) as part:
+        if part["name"].item() != path.name:
+            raise ValueError(f"it is {part['name']}")
         return *json.loads(part["about"].item()), part["ids"]
 
 

@@ -165,7 +165,9 @@ class Stop:
 
 def checkpoint_to_resume(cfg):
     """The weights file that the run continues from, or None. What would overwrite another run is refused."""
-    # a folder holds one run: a new one may not begin beside it
+    # a folder holds one run: a new one may not begin beside it, nor replace the tokenizer of a folder of data
+    if Path(cfg.out_dir, "tokenizer.json").exists() and not Path(cfg.out_dir, "config.json").exists():
+        raise UserError(f"{cfg.out_dir} holds a tokenizer.json and no config.json: it is no run; set another --out_dir")
     files = list(checkpoint.steps(cfg.out_dir).values())
     if cfg.resume == "never" and files:
         raise UserError(f"{cfg.out_dir} already holds a run; --resume=auto continues it, or set another --out_dir")

@@ -49,6 +49,8 @@ def writing(path):
 def write_atomic(path, write):
     """Write a file by `write(temporary path)`. The file is either complete or absent, even after kill -9."""
     path = Path(path)
+    if path.exists() and not path.is_file():  # as root, a rename would even replace /dev/null
+        raise UserError(f"{path} is no file that can be replaced; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:

@@ -42,38 +42,21 @@ MODES = VALUE_MODES | {
     "resformer_share_k": ValueMode((Residual(),), share_k="every 2"),
     "token_after_attention": ValueMode((Residual(map="identity", source="token", lam=(1.0, 0.5)),)),
     "keys_resformer_exclusive": ValueMode((Residual(),), values="keys", output="exclusive"),
-    "skip_queries_gate": ValueMode(
-        (Residual(of="q"),), share_k="lower half", heads_from_layer_0=0.25, output="gate_heads"
-    ),
-    "everything": ValueMode(
-        (Residual(learn="scalar"), Residual(of="k"), Residual(map="delta", lam=(1.0, 0.2)), Residual(of="scores")),
-        share_q=(0, -2),
-        dense=(2, 2),
-    ),
-    "every_learn": ValueMode(
-        (
-            Residual(learn="sources"),
-            Residual(learn="lerp"),
-            Residual(learn="unit"),
-            Residual(learn="softmax"),
-            Residual(learn="head"),
-            Residual(learn="relu", lam=(1.0, 2.0)),
-            Residual(learn="sigmoid", lam=(1.0, 2.0), source="token"),
-        ),
-        output="gate",
-    ),
-    "every_place": ValueMode(
-        (
-            Residual(of="hidden", source="prev"),
-            Residual(map="cross"),
-            Residual(of="probs", source="all"),
-            Residual(map="identity", source="prev"),
-            Residual(map="delta", subtract="projected"),
-        ),
-        kv_group=2,
-        cut_first=True,
-    ),
-}
+    "skip_queries_gate": ValueMode((Residual(of="q"),), share_k="lower half", heads_from_layer_0=0.25,
+        output="gate_heads"),
+    "everything": ValueMode((
+        Residual(learn="scalar"), Residual(of="k"), Residual(map="delta", lam=(1.0, 0.2)), Residual(of="scores"),
+    ), share_q=(0, -2), dense=(2, 2)),
+    "every_learn": ValueMode((
+        Residual(learn="sources"), Residual(learn="lerp"), Residual(learn="unit"), Residual(learn="softmax"),
+        Residual(learn="head"), Residual(learn="relu", lam=(1.0, 2.0)),
+        Residual(learn="sigmoid", lam=(1.0, 2.0), source="token"),
+    ), output="gate"),
+    "every_place": ValueMode((
+        Residual(of="hidden", source="prev"), Residual(map="cross"), Residual(of="probs", source="all"),
+        Residual(map="identity", source="prev"), Residual(map="delta", subtract="projected"),
+    ), kv_group=2, cut_first=True),
+}  # fmt: skip
 
 
 def config(mode="vanilla", **kw):
@@ -132,33 +115,27 @@ def same(a, b, case="", rtol=0, atol=1e-10):
     torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda text: f"{case}: {text}")
 
 
-def fewest_layers(mode):
-    """2, a layer that gives and one that takes, or 4 where the mode names more."""
+def fits(mode, **shape):
+    """Whether a mode takes so many layers or heads: half of one head is none."""
     try:
-        config(mode, n_layer=2)
-    except ValueError:
-        return 4
-    return 2
-
-
-def widths(*modes):
-    """(mode, n_kv_head): 4 key and value heads of 8 in every mode that leaves it open; 8 and 1 too in COVER's."""
-    found = []
-    for mode in modes:
-        if MODES[mode].kv_group != 1:
-            found.append((mode, 0))
-            continue
-        found += [(mode, n) for n in ((8, 4, 1) if mode in COVER else (4,)) if fits(mode, n)]
-    return found
-
-
-def fits(mode, n_kv_head):
-    """Whether a mode takes so many key and value heads: half of one head is none."""
-    try:
-        config(mode, n_kv_head=n_kv_head)
+        config(mode, **shape)
     except ValueError:
         return False
     return True
+
+
+def fewest_layers(mode):
+    """2, a layer that gives and one that takes, or 4 where the mode names more."""
+    return 2 if fits(mode, n_layer=2) else 4
+
+
+def widths(*modes):
+    """(mode, n_kv_head): 4 key and value heads of 8 in every mode that takes them; 8 and 1 too in COVER's."""
+    found = []
+    for mode in modes:
+        numbers = [n for n in ((8, 4, 1) if mode in COVER else (4,)) if fits(mode, n_kv_head=n)]
+        found += [(mode, n) for n in numbers or [0]]
+    return found
 
 
 def tiny(mode="vanilla", seed=0, std=0.2, attn="sdpa", **kw):

@@ -1,7 +1,6 @@
 """The GPU path without a GPU: models train and decode on tensors that say "cuda" and hold nothing.
 
-    python tests/fake_cuda.py                       what tests/test_gpu.py runs: modes that together take every branch
-    python tests/fake_cuda.py --all train decode    every mode, both architectures, three widths of keys, three dtypes
+    python tests/fake_cuda.py        what tests/test_gpu.py runs: modes that together take every branch
 
 torch's FakeTensorMode checks devices, dtypes and shapes as a GPU would. A torch without CUDA has no autograd for that
 device, so a few lines of C++ register a CUDA that does nothing. They must be loaded before torch, hence this process.
@@ -12,7 +11,6 @@ What it cannot find: wrong numbers, memory, speed, what torch.compile makes.
 """
 
 import ctypes
-import json
 import os
 import subprocess
 import sys
@@ -72,20 +70,9 @@ def build(folder):
     torch = Path(find_spec("torch").origin).parent
     source, library = Path(folder, "fake_cuda.cpp"), Path(folder, "fake_cuda.so")
     source.write_text(CPP)
-    words = [
-        "g++",
-        "-std=c++20",
-        "-O0",
-        "-w",
-        "-shared",
-        "-fPIC",
-        f"-I{torch}/include",
-        str(source),
-        "-o",
-        str(library),
-    ]
-    words += [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-lc10", "-ltorch_cpu"]
-    subprocess.run(words, check=True)
+    words = f"g++ -std=c++20 -O0 -w -shared -fPIC -I{torch}/include {source} -o {library}"
+    words += f" -L{torch}/lib -Wl,-rpath,{torch}/lib -lc10 -ltorch_cpu"
+    subprocess.run(words.split(), check=True)
     return library
 
 
@@ -108,28 +95,17 @@ def load():
     return torch
 
 
-class Failures:
-    """Collects what failed, so that one fault does not hide the next."""
+tried, failed = [], {}  # every case, and {what happened: cases}: one fault does not hide the next
 
-    def __init__(self):
-        self.tried, self.found = 0, {}
 
-    def attempt(self, key, function, *args):
-        self.tried += 1
-        try:
-            function(*args)
-        except Exception as e:
-            ours = [
-                f for f in traceback.extract_tb(e.__traceback__) if Path(f.filename).parent in (ROOT, ROOT / "common")
-            ]
-            where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
-            self.found.setdefault(f"{where} {type(e).__name__}: {str(e)[:200]}", []).append(key)
-
-    def end(self):
-        for what, keys in self.found.items():
-            print(f"{len(keys)} x {what}: {keys[:4]}")
-        print(json.dumps({"tried": self.tried, "kinds of failures": len(self.found)}))
-        sys.exit(bool(self.found))
+def attempt(key, function, *args):
+    tried.append(key)
+    try:
+        function(*args)
+    except Exception as e:
+        ours = [f for f in traceback.extract_tb(e.__traceback__) if Path(f.filename).parent in (ROOT, ROOT / "common")]
+        where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
+        failed.setdefault(f"{where} {type(e).__name__}: {str(e)[:200]}", []).append(key)
 
 
 def watch_attention():
@@ -151,14 +127,12 @@ def watch_attention():
 
 
 def configs():
-    """(key, ModelConfig, dtype). In short, or with --all everything."""
+    """(key, ModelConfig, dtype): each mode in the usual way, and in one of five others."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    ways = [(arch, n, dtype) for arch in ("llama", "gpt2") for n in (0, 4, 1) for dtype in (bf16, fp16, fp32)]
-    short = [("llama", 0, bf16), ("llama", 4, fp32), ("gpt2", 0, bf16), ("llama", 1, bf16), ("llama", 0, fp16)]
-    for i, mode in enumerate(os.environ.get("MODES", "").split() or (MODES if ALL else COMPILED)):
-        for arch, n, dtype in ways if ALL else {short[0], short[i % 5]}:
-            takes = n == 0 or (MODES[mode].kv_group == 1 and fits(mode, n))
-            if takes:
+    ways = [("llama", 0, bf16), ("llama", 4, fp32), ("gpt2", 0, bf16), ("llama", 1, bf16), ("llama", 0, fp16)]
+    for i, mode in enumerate(os.environ.get("MODES", "").split() or COMPILED):
+        for arch, n, dtype in {ways[0], ways[i % 5]}:
+            if n == 0 or fits(mode, n_kv_head=n):
                 cfg = config(mode, arch=arch, n_kv_head=n, n_layer=fewest_layers(mode))
                 yield (mode, arch, n, str(dtype)), cfg, dtype
 
@@ -200,23 +174,10 @@ def case_device():
         with patch.object(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False):
             assert ranks.pick_dtype("auto", "cuda") == torch.float16
             assert ranks.weights_dtype("auto", "cuda") == torch.float32
-            try:
-                ranks.pick_dtype("bfloat16", "cuda")
-            except UserError as e:
-                assert "does not compute in bfloat16" in str(e)
-            else:
-                raise AssertionError("bf16 was not refused")
-
-    def kernels(fixed, override, wanted):
-        with patch.dict(os.environ, {"CUDNN_ATTENTION": override} if override else {}):
-            ranks.choose_kernels(fixed)
-        assert torch.backends.cuda.cudnn_sdp_enabled() == wanted
 
     for device in ("auto", "cuda", "cuda:0"):
-        failures.attempt(device, make, device)
-    failures.attempt("before Ampere", before_ampere)
-    for way in ((True, "", True), (False, "", False), (True, "0", False), (False, "1", True)):
-        failures.attempt(way, kernels, *way)
+        attempt(device, make, device)
+    attempt("before Ampere", before_ampere)
 
 
 def case_train():
@@ -236,16 +197,12 @@ def case_train():
 
     def step(shape, dtype, attn, **settings):
         """One step of train.train, with stand-ins for the data, the files and the moves to the GPU."""
-        how = dict(recompute=False, half_stream=False) | settings
-        cfg = SimpleNamespace(
-            dtype=str(dtype).removeprefix("torch."), attn=attn, verify=False, data_dir="", seed=0, mixture={},
-            block_size=shape.block_size, batch_tokens=4 * shape.block_size, shard="none", init_from="", resume="never",
-            learning_rate=1e-3, final_lr=0.1, warmup_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0,
-            bos=False, compile=False, max_steps=1, eval_every=2, save_every=2, keep=1, out_dir="", **how,
-            split_batch=lambda n_ranks: (2, 2), model_config=lambda vocab: shape,
-        )  # fmt: skip
+        shared = {name: getattr(shape, name) for name in vars(shape).keys() & TrainConfig.__dataclass_fields__}
+        how = dict(eval_every=2, save_every=2, max_steps=1, warmup_steps=0, compile=False, attn=attn) | settings
+        how |= dict(batch_tokens=4 * shape.block_size, micro_batch=2, dtype=str(dtype).removeprefix("torch."))
+        cfg = TrainConfig(**shared, **how)
         zeros = np.zeros((2, shape.block_size), np.int64)
-        corpus = SimpleNamespace(batch=lambda *rows: (zeros, zeros), tokenizer=SimpleNamespace(n_vocab=0, hash=""))
+        corpus = SimpleNamespace(batch=lambda *rows: (zeros, zeros), tokenizer=SimpleNamespace(n_vocab=61, hash=""))
         models, nothing = [], SimpleNamespace(step=lambda record: None, evaluation=lambda *of: None, close=lambda: None)
 
         def made(shape, seed, attn, **how):
@@ -258,7 +215,13 @@ def case_train():
             optimizer.register_step_post_hook(lambda *of: events.append("launched"))
             return optimizer
 
-        stand_ins = dict(Corpus=lambda *of: corpus, GPT=made, adamw=adamw, start=lambda *of: (0, nothing))
+        stand_ins = dict(
+            Corpus=lambda *of: corpus,
+            GPT=made,
+            adamw=adamw,
+            start=lambda *of: nothing,
+            settings_of=lambda *of: ({}, ""),
+        )
         stand_ins |= dict(validate=lambda *of: {"val_mean": 1.0}, checkpoint_to_resume=lambda cfg: None)
         stand_ins |= dict(Stop=lambda: SimpleNamespace(asked=False), checkpoint=SimpleNamespace(save=lambda *of: None))
         events.clear()
@@ -269,39 +232,25 @@ def case_train():
         for name, p in models[0].named_parameters():
             assert p.grad is None or (p.grad.is_cuda and p.grad.dtype == torch.float32), name
 
-    def loss_arguments():
-        """Padded rows; compiled without a scatter, in half precision in larger chunks."""
-        asked = []
-        loss = SimpleNamespace(apply=lambda x, w, target, *how: asked.append(how))
-        idx = torch.zeros(2, 32, dtype=torch.int64, device="cuda")
-        with patch.object(loss_file, "LinearCrossEntropy", loss):
-            for compiling, half in ((False, True), (True, True), (True, False)):
-                compile = patch.object(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
-                with compile, torch.autocast("cuda", torch.bfloat16, enabled=half):
-                    new_model(config(vocab_size=2**24))(idx, idx)
-        assert asked == [(16, 64, True, True), (64, 64, False, True), (16, 64, False, True)], asked
-
-    failures.attempt("loss", loss_arguments)
     WORLD = new_world("cuda:0")
     WORLD.to_device = lambda arrays: [torch.zeros(a.shape, dtype=torch.int64, device="cuda") for a in arrays]
     for key, cfg, dtype in configs():
-        failures.attempt(key, step, cfg, dtype, "sdpa")
-        if ALL or dtype == torch.float16 or key[0] == "vanilla":
-            failures.attempt((*key, "eager"), step, cfg, dtype, "eager")
-            failures.attempt((*key, "recompute"), lambda *of: step(*of, "sdpa", recompute=True), cfg, dtype)
-            failures.attempt((*key, "stream"), lambda *of: step(*of, "sdpa", half_stream=True), cfg, dtype)
+        attempt(key, step, cfg, dtype, "sdpa")
+        if dtype == torch.float16 or key[0] == "vanilla":
+            attempt((*key, "eager"), step, cfg, dtype, "eager")
+            attempt((*key, "recompute"), lambda *of: step(*of, "sdpa", recompute=True), cfg, dtype)
+            attempt((*key, "stream"), lambda *of: step(*of, "sdpa", half_stream=True), cfg, dtype)
 
 
 def case_decode():
-    """A prefill of prompts of one length and of several, then two tokens, greedy and drawn."""
+    """Prompts of one length and of several, then two tokens, greedy and drawn; and eval.py's rows of continuations."""
 
     @torch.inference_mode()
     def decode(cfg, dtype, lengths, static):
         model = new_model(cfg, dtype).eval()
         cache = model_file.KVCache(cfg, lengths, 16, "cuda", dtype)
-        logits = sample.next_logits(
-            model, torch.ones(len(lengths), max(lengths), dtype=torch.int64, device="cuda"), cache
-        )
+        prompts = torch.ones(len(lengths), max(lengths), dtype=torch.int64, device="cuda")
+        logits = sample.next_logits(model, prompts, cache)
         cache.is_static = static
         for how in ({"temperature": 0}, {"top_k": 3, "top_p": 0.9}):
             assert logits.dtype == torch.float32 and logits.is_cuda
@@ -309,28 +258,18 @@ def case_decode():
             assert token.shape == (len(lengths), 1)
             logits = sample.next_logits(model, token, cache)
 
-    for key, cfg, dtype in configs():
-        for lengths in ((5, 5), (5, 2)) if ALL or dtype == torch.bfloat16 else ((5, 2),):
-            for static in (False, True):
-                failures.attempt((*key, lengths, static), decode, cfg, dtype, lengths, static)
-
-
-def case_branches():
-    """eval.py's rows of several continuations."""
-
     @torch.inference_mode()
-    def hidden(cfg, dtype):
-        model = new_model(cfg, dtype).eval()
-        positions = torch.tensor([[0, 1, 2, 2, 3, 3, 4, 4]]).to("cuda")
-        branches = torch.tensor([[0, 0, 1, 2, 1, 2, 1, 2]]).to("cuda")
-        x = model.hidden(torch.zeros_like(positions), scoring.PrefixTree(positions, branches))
+    def branches(cfg, dtype):
+        positions, of = (torch.tensor([row]).to("cuda") for row in ([0, 1, 2, 2, 3, 3], [0, 0, 1, 2, 1, 2]))
+        x = new_model(cfg, dtype).eval().hidden(torch.zeros_like(of), scoring.PrefixTree(positions, of))
         assert x.is_cuda and x.dtype == dtype
 
     for key, cfg, dtype in configs():
-        failures.attempt(key, hidden, cfg, dtype)
+        attempt((*key, "branches"), branches, cfg, dtype)
+        for lengths in ((5, 5), (5, 2)) if dtype == torch.bfloat16 else ((5, 2),):
+            for static in (False, True):
+                attempt((*key, lengths, static), decode, cfg, dtype, lengths, static)
 
-
-CASES = {"device": case_device, "train": case_train, "decode": case_decode, "branches": case_branches}
 
 if __name__ == "__main__":
     torch = load()
@@ -343,19 +282,18 @@ if __name__ == "__main__":
     import sample
     import train
     from common import layers, ranks, scoring
-    from common import loss as loss_file
-    from configurator import UserError
     from model import GPT
+    from train import TrainConfig
 
-    ALL = "--all" in sys.argv  # conftest comes after our own files, for it sets the path
-    from conftest import COMPILED, MODES, config, fewest_layers, fits
+    watch_attention()  # conftest comes after our own files, for it sets the path
+    from conftest import COMPILED, config, fewest_layers, fits
 
-    failures = Failures()
-    watch_attention()
     mode = FakeTensorMode()
     mode.may_turn_const = lambda tensor: False  # it would compute with small constants, on a GPU that is not there
     with mode:
-        for name, case in CASES.items():
-            if name in sys.argv[1:] or not set(CASES).intersection(sys.argv[1:]):
-                case()
-    failures.end()
+        for case in (case_device, case_train, case_decode):
+            case()
+    for what, keys in failed.items():
+        print(f"{len(keys)} x {what}: {keys[:4]}")
+    print(f"{len(tried)} tried, {len(failed)} kinds of failures")
+    sys.exit(bool(failed))

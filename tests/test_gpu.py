@@ -17,36 +17,11 @@ from configurator import UserError
 
 # planted all at once: file, right words, wrong words, what is said
 FAULTS = {
-    "a device without an index": (
-        "common/ranks.py",
-        'f"cuda:{local_rank}"',
-        "device",
-        "a torch.device with a specified index",
-    ),
-    "a causal mask on the CPU": (
-        "common/layers.py",
-        "-math.inf, device=q.device)",
-        "-math.inf)",
-        "cuda:0 and cpu!",
-    ),
-    "token tables in fp32": (
-        "model.py",
-        "weight * source.to(own.dtype)",
-        "weight * source",
-        "torch.bfloat16, torch.float32",
-    ),
-    "a cache's padding on the CPU": (
-        "model.py",
-        "torch.tensor(lengths, device=device)",
-        "torch.tensor(lengths)",
-        "model.py:",
-    ),
-    "a result read too early": (
-        "train.py",
-        "total += loss.detach()",
-        "total += loss.item()",
-        "['sync', 'sync', 'launched",
-    ),
+    "a device without an index": ("common/ranks.py", 'f"cuda:{local_rank}"', "device", "with a specified index"),
+    "a causal mask on the CPU": ("common/layers.py", "-math.inf, device=q.device)", "-math.inf)", "cuda:0 and cpu!"),
+    "token tables in fp32": ("model.py", "source.to(own.dtype)", "source", "torch.bfloat16, torch.float32"),
+    "a cache's padding on the CPU": ("model.py", "(lengths, device=device)", "(lengths)", "model.py:"),
+    "a result read too early": ("train.py", "+= loss.detach()", "+= loss.item()", "['sync', 'sync', 'launched"),
 }
 
 
@@ -80,7 +55,7 @@ def found(library, tmp_path_factory):
 
 def test_every_command_runs_on_a_gpu(library):
     result = run(library)
-    assert result.returncode == 0 and '"kinds of failures": 0' in result.stdout, result.stdout + result.stderr
+    assert result.returncode == 0 and "tried, 0 kinds of failures" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("fault", FAULTS)
