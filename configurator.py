@@ -137,10 +137,9 @@ def load_settings(cls, words, usage="", skip_unknown=False):
             values |= {name: found[name] for name in found if name in hints or not skip_unknown}
         elif takes_many or (positional and not others):
             others.append(word)
+            values[positional] = tuple(others) if takes_many else word
         else:
             raise UserError(f"unexpected word {word!r}; settings are --key=value, config files end in .py, see --help")
-    if others:
-        values[positional] = tuple(others) if takes_many else others[0]
     for name in [name for name in values if name not in hints]:
         near = difflib.get_close_matches(name, hints, 1, 0)
         raise UserError(f"unknown setting {name!r}; did you mean {near[0]!r}? See --help")

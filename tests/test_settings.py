@@ -40,7 +40,7 @@ def test_the_last_word_wins(tmp_path):
     a.write_text("import math\nfrom dataclasses import dataclass\n_half = .5\nlearning_rate = _half\nmax_steps = 3\n")
     b.write_text("max_steps = 4\nname = 'b'\n")
     assert load_settings(Config, []) == Config()
-    got = load_settings(Config, [str(a), "--name=flag", str(b), "--max-steps", "5"])
+    got = load_settings(Config, [str(a), "--name=flag", str(b), "--max_steps", "5"])
     assert (got.learning_rate, got.max_steps, got.name) == (0.5, 5, "b")
 
 
