@@ -419,7 +419,7 @@ def main(cfg: AnalyzeConfig):
     if cfg.init:
         analyze(open_initial(cfg, device), cfg, device)
         return
-    paths = [checkpoint.find_finished(name) for name in cfg.runs or ("",)]
+    paths = [checkpoint.find(name) for name in cfg.runs or ("",)]
     if len({cfg.out_dir or path.parent.resolve() for path in paths}) < len(paths):
         raise UserError("several of these models would write into one folder; name one of them, without --out_dir")
     for path in paths:

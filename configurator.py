@@ -2,9 +2,8 @@
 
     python train.py config/size_82m.py config/resformer.py --seed=1 --compile=false
 
-A config file is plain Python, and its top-level names are settings. That is nanoGPT's idea, with one difference: a
-typo, a wrong type or a number out of range ends with one sentence instead of training the wrong model. Python code
-can do anything, so only use config files that you trust.
+A config file is plain Python, and its top-level names are settings, as in nanoGPT: only use files that you trust. A
+typo, a wrong type or a number out of range ends with one sentence instead of training the wrong model.
 """
 
 import ast
@@ -14,13 +13,12 @@ import difflib
 import functools
 import importlib
 import os
-import reprlib
 import runpy
 import sys
 import types
 import typing
 
-WORDS = {"true": True, "on": True, "false": False, "off": False, "none": None}
+UNIONS = (typing.Union, types.UnionType)
 
 
 class UserError(ValueError):
@@ -49,85 +47,64 @@ def type_name(hint):
 def cast(value, hint):
     """`value` as a `hint`, or TypeError. 5e3 is an int, True is not; a list makes a tuple, a dict a dataclass."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         for arg in args:
             with contextlib.suppress(TypeError):
                 return cast(value, arg)
-    elif origin is typing.Literal:
-        if any(type(value) is type(arg) and value == arg for arg in args):
-            return value
-    elif origin is tuple:
-        if isinstance(value, (tuple, list)):
-            return tuple(cast(v, args[0]) for v in value)
-    elif origin is dict:
-        if isinstance(value, dict):
-            return {cast(k, args[0]): cast(v, args[1]) for k, v in value.items()}
-    elif hint is float:
-        if type(value) in (int, float) and abs(value) <= sys.float_info.max:
-            return float(value)
-    elif hint is int:
-        if type(value) in (int, float) and abs(value) < 2**63 and int(value) == value:
-            return int(value)
-    elif dataclasses.is_dataclass(hint) and isinstance(value, dict):
+    if origin is typing.Literal and isinstance(value, str) and value in args:
+        return value
+    if origin is tuple and isinstance(value, (tuple, list)):
+        return tuple(cast(v, args[0]) for v in value)
+    if origin is dict and isinstance(value, dict):
+        return {cast(k, args[0]): cast(v, args[1]) for k, v in value.items()}
+    if hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
+        return float(value)
+    if hint is int and type(value) in (int, float) and abs(value) < 2**63 and int(value) == value:
+        return int(value)
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return hint(**value)
-    elif isinstance(value, hint):
+    if origin is None and hint not in (int, float) and isinstance(value, hint):
         return value
     raise TypeError
 
 
-def check(cls, name, value, where=""):
-    """`value` in the type and range of setting `name`. where: who set it, for the sentence."""
-    hints = types_of(cls)
-    where = f"{where[:80]}: " if where else ""
-    if name not in hints:
-        near = difflib.get_close_matches(name, hints, 1, 0.5)
-        raise UserError(f"{where}unknown setting {name!r}; {f'did you mean {near[0]!r}?' if near else 'see --help'}")
-    try:
-        value = cast(value, hints[name])
-    except TypeError:
-        raise UserError(f"{where}{name} takes {type_name(hints[name])}, not {reprlib.repr(value)}") from None
-    metadata = cls.__dataclass_fields__[name].metadata
-    least, most = metadata.get("least"), metadata.get("most")
-    for number in value if isinstance(value, tuple) else (value,):
-        if least is not None and number is not None and number < least:
-            raise UserError(f"{where}{name}={number} must be at least {least}")
-        if most is not None and number is not None and number > most:
-            raise UserError(f"{where}{name}={number} must be at most {most}")
-    return value
-
-
 def check_fields(config):
     """Bring each field of a settings dataclass into its type, and check its range. For `__post_init__`."""
-    for name in types_of(type(config)):
-        object.__setattr__(config, name, check(type(config), name, getattr(config, name)))
+    for name, hint in types_of(type(config)).items():
+        value, metadata = getattr(config, name), config.__dataclass_fields__[name].metadata
+        try:
+            value = cast(value, hint)
+        except TypeError:
+            raise UserError(f"{name} takes {type_name(hint)}, not {value!r:.80}") from None
+        least, most = metadata.get("least"), metadata.get("most")
+        for number in value if isinstance(value, tuple) else (value,):
+            if least is not None and number is not None and number < least:
+                raise UserError(f"{name}={number} must be at least {least}")
+            if most is not None and number is not None and number > most:
+                raise UserError(f"{name}={number} must be at most {most}")
+        object.__setattr__(config, name, value)
 
 
 def parse(text, hint):
     """The value of a flag's text: 1e-3, true, (0, 4), {'C4': 0.5}, or a,b for a tuple; where text fits, the text."""
-    hints = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    is_tuple = any(typing.get_origin(h) is tuple for h in hints)
-    if str in hints or any(typing.get_origin(h) is typing.Literal for h in hints):
+    origin = typing.get_origin(hint)
+    if hint is str or origin is typing.Literal or (origin in UNIONS and str in typing.get_args(hint)):
         return text
-    word = text.lower()
-    if word in WORDS and type(WORDS[word]) in hints:  # bench's --compile=on is the name of a way, not true
-        return WORDS[word]
     try:
-        value = ast.literal_eval(text)
+        value = ast.literal_eval(text.title() if text.lower() in ("true", "false", "none") else text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return tuple(text.split(",")) if is_tuple else text
-    return (value,) if is_tuple and not isinstance(value, tuple) else value
+        return tuple(text.split(",")) if origin is tuple else text
+    return (value,) if origin is tuple and not isinstance(value, tuple) else value
 
 
-def read_config(path, hints):
+def read_config(path):
     """The settings that a config file assigns, {name: value}. Modules, functions, classes and _names are none."""
-    if not os.path.isfile(path):
-        raise UserError(f"{path}: no such config file")
     try:
         found = runpy.run_path(path)
     except (Exception, SystemExit) as e:  # it is the user's code, so it may raise anything
         raise UserError(f"{path}: {type(e).__name__}: {e}") from None
     is_code = (types.ModuleType, type, types.FunctionType)
-    return {k: v for k, v in found.items() if k in hints or not (k[0] == "_" or isinstance(v, is_code))}
+    return {name: value for name, value in found.items() if name[0] != "_" and not isinstance(value, is_code)}
 
 
 def show_help(cls, usage):
@@ -142,31 +119,30 @@ def show_help(cls, usage):
 def load_settings(cls, words, usage="", skip_unknown=False):
     """A `cls` of the words behind a script's name: --key=value, --key value, --flag, config.py, or what the positional
     setting takes. skip_unknown: config files may name settings of another script."""
-    hints, values, words = types_of(cls), {}, list(words)
+    hints, values, others, words = types_of(cls), {}, [], list(words)
     positional = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("positional")), None)
+    takes_many = positional and typing.get_origin(hints[positional]) is tuple
     while words:
         word = words.pop(0)
         if word in ("-h", "--help"):
             show_help(cls, usage)
         elif word.startswith("--"):
             name, equals, text = word[2:].partition("=")
-            name = name.replace("-", "_")
-            if not equals:  # the value is the next word, or true
-                takes_next = words and not words[0].startswith("--") and name in hints
-                if hints.get(name) in (bool, bool | None):
-                    takes_next = takes_next and words[0].lower() in WORDS
-                text = words.pop(0) if takes_next else "true"
-            values[name] = check(cls, name, parse(text, hints.get(name, str)), word)
+            if not equals:  # a flag is true, any other setting takes the next word
+                is_flag = hints.get(name) in (bool, bool | None)
+                text = "true" if is_flag or not words else words.pop(0)
+            values[name] = parse(text, hints.get(name, str))
         elif word.endswith(".py"):
-            for name, value in read_config(word, hints).items():
-                if name in hints or not skip_unknown:
-                    values[name] = check(cls, name, value, word)
-        elif positional and typing.get_origin(hints[positional]) is tuple:
-            values[positional] = (*values.get(positional, ()), word)
-        elif positional and positional not in values:
-            values[positional] = check(cls, positional, word, word)
+            found = read_config(word)
+            values |= {name: found[name] for name in found if name in hints or not skip_unknown}
+        elif takes_many or (positional and not others):
+            others.append(word)
+            values[positional] = tuple(others) if takes_many else word
         else:
             raise UserError(f"unexpected word {word!r}; settings are --key=value, config files end in .py, see --help")
+    for name in [name for name in values if name not in hints]:
+        near = difflib.get_close_matches(name, hints, 1, 0)
+        raise UserError(f"unknown setting {name!r}; did you mean {near[0]!r}? See --help")
     return cls(**values)
 
 
@@ -186,12 +162,6 @@ def run(main, usage, skip_unknown=False):
         return main(load_settings(typing.get_type_hints(main)["cfg"], sys.argv[1:], usage, skip_unknown))
     except UserError as e:
         message = e
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # nobody reads the output any more, as in `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     except OSError as e:  # a full disk, a folder without permission
         message = f"{e.filename or 'a file'} cannot be read or written: {e.strerror or e}"
     rank = os.environ.get("RANK", "0")

@@ -24,7 +24,7 @@ import torch
 from common import checkpoint
 from common.checkpoint import load_tokenizer, trained_on, trained_with_bos
 from common.data import Corpus, Tokenizer
-from common.files import hold, read_record, write_record, write_text
+from common.files import hold, read_record, sha256, write_record, write_text
 from common.ranks import Distributed, enough_memory, environment, weights_dtype
 from common.report import markdown, progress, side_by_side, table_row
 from common.scoring import domain_losses, requests_of, rows_of, score
@@ -90,7 +90,7 @@ def open_entries(cfg, world):
     for name in cfg.runs or ("",):
         path = checkpoint.find(name, cfg.which)
         read_results(path.parent)
-        entry = Entry(path, checkpoint.read_header(path), load_tokenizer(path), checkpoint.digest(path))
+        entry = Entry(path, checkpoint.read_header(path), load_tokenizer(path), sha256(path))
         entries.append(entry)
         if "loss" in cfg.task:
             entry.corpus = open_corpus(entry, cfg, world)

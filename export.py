@@ -137,7 +137,7 @@ def largest_difference(model, peer, idx):
 
 
 def main(cfg: ExportConfig):
-    path = checkpoint.find_finished(cfg.run, cfg.which)
+    path = checkpoint.find(cfg.run, cfg.which)
     if checkpoint.is_hf_file(path):
         raise UserError(f"{path.parent} is a Hugging Face folder already; name a run of train.py")
     out = Path(cfg.out_dir or Path("hf", path.parent.resolve().name))

@@ -226,7 +226,7 @@ def compiled(model, cfg, world, autocast, is_sharded, say):
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # a compiler's failure can be anything
-        why = f"torch.compile does not work here ({type(e).__name__}: {ranks.first_line(e)})"
+        why = f"torch.compile does not work here ({type(e).__name__}: {' '.join(str(e).split())[:200]})"
         if is_sharded:  # the other ranks wait in the middle of it
             raise UserError(f"{why}; set --compile=false") from None
         say(f"{why}; continuing without it")
@@ -354,7 +354,7 @@ def train(cfg, world):
     # ---- optimizer, and a loss scaler for fp16
     optimizer = adamw(model, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
     scaler = torch.amp.GradScaler(world.kind, enabled=dtype == torch.float16)
-    # ---- a checkpoint sets all of it as it was after its step: weights, optimizer, scaler, random generators
+    # ---- a checkpoint sets all of it as it was after its step: weights, optimizer, scaler
     done = checkpoint.resume(path, model, optimizer, scaler, corpus.tokenizer.hash)["step"] if path else 0
     metrics = start(cfg, world, corpus, shape, dtype, config, done, note)
     if metrics is None:

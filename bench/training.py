@@ -11,7 +11,9 @@ import itertools
 import math
 import multiprocessing
 import os
+import resource
 import statistics
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -20,7 +22,7 @@ import torch
 
 import bench
 from common.plan import count_parameters, flops_per_token
-from common.ranks import clock, only_process, peak_bytes, peak_flops
+from common.ranks import clock, only_process, peak_flops
 from configurator import run, setting
 from train import adamw
 
@@ -158,6 +160,14 @@ def measure_memory(cfg, shape, device, results):
             row["peak"] = process.submit(training_peak, row, cfg, str(device)).result()
 
     bench.race(rows, start, 0, results)
+
+
+def peak_bytes(device):
+    """Peak memory in bytes: of a GPU's tensors, elsewhere of the whole process since it started."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
 
 
 def training_peak(row, cfg, device):

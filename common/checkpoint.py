@@ -4,7 +4,7 @@ A run's folder holds, for each saved step,
 
     step_00000400.safetensors          weights, and what they are: the mode is in the header, because ResFormer has
                                        the tensors of vanilla
-    step_00000400.state.safetensors    optimizer, random generators, loss scaler: what --resume needs besides
+    step_00000400.state.safetensors    optimizer and loss scaler: what --resume needs besides
 
 Each file is either complete or absent, and the weights come last: a step whose .safetensors is there is complete.
 Models in Hugging Face layout are read by hf.py.
@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from common.data import Tokenizer
-from common.files import read_record, reading, sealed, sha256, unsealed, write_atomic
+from common.files import read_record, reading, sealed, unsealed, write_atomic
 from common.hf import HFTokenizer, hf_config, hf_files, is_hf_folder, load_hf, made_by_us, parts_of
 from configurator import UserError
 from model import GPT
@@ -90,63 +91,30 @@ def is_hf_file(path):
     return Path(path).name.startswith("model") and is_hf_folder(Path(path).parent)
 
 
-def digest(path):
-    """sha256 of the checkpoint that `find` returned; of a Hugging Face folder with its config and tokenizer."""
-    if not is_hf_file(path):
-        return sha256(path)
-    files = [*hf_files(path.parent), path.parent / "config.json", path.parent / "tokenizer.json"]
-    return hashlib.sha256("".join(sha256(file) for file in files if file.exists()).encode()).hexdigest()
-
-
-# ---- finding
-
-
-def runs_in_out():
-    """The folders below out/ that hold a checkpoint, the one with the newest last."""
-    newest = {}
-    for path in Path("out").glob(f"**/{STEP}"):
-        with contextlib.suppress(FileNotFoundError):  # that run has just replaced it
-            newest[path.parent] = max(newest.get(path.parent, 0), path.stat().st_mtime)
-    return sorted(newest, key=newest.get)
-
-
 def find(run_or_file="", which="last"):
     """The weights file that is meant: a file itself, the "last" or "best" (lowest validation loss) one of a run, or the
     first one of a Hugging Face folder. "" is the newest run below out/."""
-    runs = runs_in_out()
-    path = Path(run_or_file or (runs[-1] if runs else "out"))
+    path = Path(run_or_file or "out")
+    if not run_or_file:
+        path = max(path.glob(f"**/{STEP}"), key=os.path.getmtime, default=path / "nothing").parent
     if path.is_file():
         return path
     if is_hf_folder(path):
         return hf_files(path)[0]
     files = list(steps(path).values())
     if not files:
-        there = ", ".join(str(run) for run in reversed(runs[-8:]))
-        hint = f"runs that do: {there}" if runs else "no run is below out/ yet, `make demo` trains three small ones"
-        raise UserError(f"{path} holds no checkpoint (step_*.safetensors); {hint}")
-    return (best(path) if which == "best" else None) or files[-1]
+        raise UserError(f"{path} holds no checkpoint (step_*.safetensors); name a run's folder, or train one")
+    return best(files) if which == "best" else files[-1]
 
 
-def best(run):
-    """The weights file of a run with the lowest validation loss, or None; damaged ones do not count."""
+def best(files):
+    """Of these weights files the one with the lowest validation loss, or the last one; damaged ones do not count."""
     losses = {}
-    for path in steps(run).values():
+    for path in files:
         with contextlib.suppress(UserError):
             losses[path] = read_header(path)["val_loss"]
     losses = {path: loss for path, loss in losses.items() if loss is not None}
-    return min(losses, key=losses.get, default=None)
-
-
-def find_finished(name, which="last"):
-    """`find`, for what makes sense of a finished run alone: the last checkpoint of another one is refused."""
-    path = find(name, which)
-    config = path.parent / "config.json"
-    if which == "last" and Path(name).is_dir() and config.exists() and not is_hf_file(path):
-        step, max_steps = read_header(path)["step"], read_record(config, RUN)["max_steps"]
-        if step < max_steps:
-            way_out = f"finish it with --resume=auto, or name {path} itself"
-            raise UserError(f"{path.parent} is at step {step} of {max_steps}; {way_out}")
-    return path
+    return min(losses, key=losses.get, default=files[-1])
 
 
 # ---- loading and saving
@@ -173,11 +141,7 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
         return path
     if optimizer:
         tensors = {f"{key}/{name}": tensor for name, of in state.get("state", {}).items() for key, tensor in of.items()}
-        tensors["rng"] = torch.get_rng_state()
-        if torch.cuda.is_available():
-            tensors["rng_cuda"] = torch.cuda.get_rng_state()
-        scaler_state = scaler.state_dict() if scaler else {}
-        write_tensors(state_file(path), STATE, tensors, {"step": step, "scaler": scaler_state})
+        write_tensors(state_file(path), STATE, tensors, {"step": step, "scaler": scaler.state_dict()})
     config = dataclasses.asdict(model.cfg)
     header = {"step": step, "val_loss": val_loss, "mode": model.cfg.value_mode.name, "config": config}
     write_tensors(path, WEIGHTS, weights, header | {"tokenizer": tokenizer_hash})
@@ -189,77 +153,58 @@ def prune(run, keep):
     """Delete all checkpoints of a run but the last `keep` and the best; none if `keep` is 0. Then delete what a kill
     has left: half-written files, and states without weights."""
     files = list(steps(run).values())
-    kept = {best(run), *files[-keep:]} if keep else set(files)
-    for path in {*files, *Path(run).glob(".step_*.tmp")} - kept:
-        path.unlink()
-    for path in Path(run).glob("step_*.state.safetensors"):
-        if not path.with_name(path.name.replace(".state", "")).exists():
+    kept = [best(files), *files[-keep:]] if keep else files
+    kept = {*kept, *map(state_file, kept)}
+    # weights first: a step whose weights are there counts as complete
+    for path in (*files, *Path(run).glob("step_*.state.safetensors"), *Path(run).glob(".step_*.tmp")):
+        if path not in kept:
             path.unlink()
 
 
 def resume(path, model, optimizer, scaler, tokenizer_hash):
-    """Restore model, optimizer, scaler and random generators as `save` found them; returns the header."""
+    """Restore model, optimizer and scaler as `save` found them; returns the header."""
     header = read_header(path)
-    check_same_model(header, model, tokenizer_hash, path)
+    check_same(path, header, model, tokenizer_hash, vars(model.cfg))
     with reading(path, WEIGHTS):
         set_model_state_dict(model, read_tensors(path, WEIGHTS)[1], options=WHOLE)
     with reading(state_file(path), STATE):
         record, tensors = read_tensors(state_file(path), STATE)
         if record["step"] != header["step"]:
             raise ValueError(f"it is of step {record['step']}")
-        has_moments = any(name.startswith("exp_avg/") for name in tensors)
-        if has_moments:  # a scaler may have skipped all steps so far: then AdamW must not count a step either
+        # a scaler may have skipped all steps so far: then there are no moments, and AdamW must not count a step
+        if any(name.startswith("exp_avg/") for name in tensors):
             found = get_optimizer_state_dict(model, optimizer)
             for name, of in found["state"].items():
                 found["state"][name] = {key: tensors[f"{key}/{name}"] for key in of}
             set_optimizer_state_dict(model, optimizer, found, options=WHOLE)
-        if scaler and record["scaler"]:
+        if record["scaler"]:
             scaler.load_state_dict(record["scaler"])
-        torch.set_rng_state(tensors["rng"])
-        if torch.cuda.is_available() and "rng_cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng_cuda"])
     return header
 
 
-def check_same_model(header, model, tokenizer_hash, path):
-    """Refuse a checkpoint of another mode, shape or tokenizer than the run asks for."""
-    config = header["config"]
-    if config.value_mode != model.cfg.value_mode:
-        asked = model.cfg.value_mode.name
-        raise UserError(f"{path} is a {header['mode']} model, not {asked}; set value_mode or another out_dir")
-    theirs, mine = dataclasses.asdict(config), dataclasses.asdict(model.cfg)
-    differ = [f"{key} {theirs[key]} instead of {mine[key]}" for key in mine if theirs[key] != mine[key]]
-    if config != model.cfg:
-        raise UserError(f"{path} is another model: {', '.join(differ)}; use its settings or another out_dir")
+def check_same(path, header, model, tokenizer_hash, fields):
+    """Refuse a checkpoint whose model differs in one of these fields of ModelConfig, or that has another tokenizer."""
+    differ = [name for name in fields if getattr(header["config"], name) != getattr(model.cfg, name)]
     if header["tokenizer"] != tokenizer_hash:
-        raise UserError(f"{path} was trained with another tokenizer than this data; use its data or another out_dir")
+        differ.append("tokenizer")
+    if differ:
+        what = f"{path} is a {header['mode']} model with another {', '.join(differ)} than this one"
+        raise UserError(f"{what}; they must be the same")
 
 
 def start_from(path, model, tokenizer_hash):
     """Copy the weights of a checkpoint into `model` where names and shapes are the same; returns a line that names what
     is new. The vocabulary, arch, n_embd and head_dim must be the same."""
-    header = read_header(path)
-    if header["tokenizer"] != tokenizer_hash:
-        raise UserError(f"{path} has another tokenizer than this data, or does not say which; use data of its own")
-    for name in ("arch", "n_embd", "head_dim"):
-        there, here = getattr(header["config"], name), getattr(model.cfg, name)
-        if there != here:
-            raise UserError(f"{path} has {name}={there}, this model {here}; they must be the same")
+    check_same(path, read_header(path), model, tokenizer_hash, ("arch", "n_embd", "head_dim"))
     theirs = {name: parameter.detach()[rows] for name, parameter, rows in parts_of(load(path))}
-    new, used = [], 0
+    new = []
     for name, parameter, rows in parts_of(model):
         found = theirs.get(name)
         if found is not None and found.shape == parameter[rows].shape:
             parameter.detach()[rows].copy_(found)
-            used += 1
         else:
             new.append(name)
-    line = f"weights from {path}: {used} of {used + len(new)} tensors"
-    if new:
-        line += f"; new: {', '.join(new)}"
-    if len(theirs) > used:
-        line += f"; {len(theirs) - used} of that model's are not used"
-    return line
+    return f"weights from {path}; new: {', '.join(new) or 'none'}"
 
 
 # ---- what belongs to a checkpoint
@@ -277,27 +222,24 @@ def load_tokenizer(weights_file):
 
 
 def run_settings(folder):
-    """config.json of a run of train.py, {} of another folder."""
+    """How the model in a folder was trained: config.json of train.py, what export.py took over from it, or {}."""
+    if is_hf_folder(folder):
+        return made_by_us(folder)
     path = Path(folder) / "config.json"
-    return read_record(path, RUN) if path.exists() and not is_hf_folder(folder) else {}
+    return read_record(path, RUN) if path.exists() else {}
 
 
 def trained_on(folder, given, instead):
     """(data folder, mixture or None) that a run in `folder` was trained on, or `given` if that is not empty.
-    instead: what the user may name if it is unknown or missing."""
+    instead: what the user may name if it is unknown."""
     if given:
-        if not Path(given).is_dir():
-            raise UserError(f"{given} is no folder; name {instead}")
         return given, None
     trained = run_settings(folder)
-    if not trained:
+    if "data_dir" not in trained:
         raise UserError(f"{folder} does not say what it was trained on; name {instead}")
-    if not Path(trained["data_dir"]).is_dir():
-        raise UserError(f"{folder} was trained on {trained['data_dir']}, which is missing; name {instead}")
     return trained["data_dir"], trained["mixture"]
 
 
 def trained_with_bos(folder):
     """Whether the sequences that a run in `folder` was trained on begin with end-of-text."""
-    found = made_by_us(folder) if is_hf_folder(folder) else run_settings(folder)
-    return bool(found.get("bos"))
+    return bool(run_settings(folder).get("bos"))

@@ -10,7 +10,7 @@ from torch import nn
 from common.report import markdown
 from configurator import setting
 from model import GPT, MixingWeights
-from value_modes import TABLE, ModelConfig, kv_floats_per_token, plan_layers
+from value_modes import TABLE, ModelConfig, ValueMode, kv_floats_per_token, plan_layers
 
 
 @dataclass(frozen=True)
@@ -53,70 +53,40 @@ def flops_per_token(cfg):
 
 
 def describe_mix(mix, weights):
-    """What a residual does in a layer, in words. weights: what it has or starts from, (own, one for each source)."""
+    """`v: 0.5 own + 0.5 layer 0, learn=lerp`: what a residual mixes in a layer, with the weights that it has or starts
+    from, then those fields that are not plain. A gate's weights are its factors; map="cross" has none."""
     r = mix.residual
-    names = [f"layer {s}" if isinstance(s, int) else s for s in mix.sources]
-    if r.map == "cross":
-        return f"attends over {', '.join(names)} too"
-    if r.learn == "head":
-        return f"{r.of}: head gate between own and {names[0]}"
-    if r.is_gated:
-        own, each = r.starts(1)
-        return f"{r.of}: {own:.4g} own + {each:.4g} {r.learn}(W x) {names[0]}"
-    own, each = float(weights[0]), float(weights[1])
-    if r.map == "delta":
-        names = [f"({name} - own)" for name in names]
-    where = names[0] if len(names) == 1 else f"({' + '.join(names)})"
-    if r.map == "own":
-        text = f"{r.of}: {own:.4g} own + {each:.4g} {where}"
-    else:
-        text = f"after attention: {own:.4g} A V + {each:.4g} {where}"
-    if r.learn == "sources":
-        return f"{text} (learned)"
-    return text if r.learn == "fixed" else f"{text} ({r.learn}, learned)"
-
-
-def owner_in_words(mode, layer, n, t):
-    """Where layer n has its q, k or v from. t: which of them."""
-    if t == "v" and mode.values == "keys":
-        return "made of its k"
-    if t == "v" and n and mode.heads_from_layer_0:
-        return f"own in heads 0 to {layer.heads['v'] - 1}, of layer 0 in the others"
-    return "own" if layer.owner[t] == n else f"of layer {layer.owner[t]}"
+    names = ["own", *(f"layer {s}" if isinstance(s, int) else s for s in mix.sources)]
+    if r.map != "cross":
+        weights = r.starts(len(mix.sources)) if r.is_gated else weights
+        names = [f"{float(weight):.4g} {name}" for weight, name in zip(weights, names, strict=True)]
+    how = [f", {name}={getattr(r, name)}" for name in ("map", "learn") if getattr(r, name) not in ("own", "fixed")]
+    return f"{r.of}: {' + '.join(names)}{''.join(how)}"
 
 
 def describe(cfg):
     """The plan as text: the equation, per layer who owns q, k, v and what is mixed in, then sizes."""
-    mode = cfg.value_mode
-    title = mode.name
-    if mode.name in TABLE:
-        _, equation, source = TABLE[mode.name]
-        title = f"{mode.name}: {equation}"
-        if source:
-            title += f" ({source})"
-    lines = [title]
-    plan = plan_layers(cfg)
-    start = [
-        MixingWeights(r, j, plan).requires_grad_(False)() for j, r in enumerate(mode.residuals)
-    ]  # [residual] {layer}
+    mode, plan = cfg.value_mode, plan_layers(cfg)
+    _, equation, source = TABLE.get(mode.name, (mode, "a mode of your own", ""))
+    lines = [f"{mode.name}: {equation}  {source}".rstrip()]
+
+    # per layer: owners, then mixes with the weights at the start, which are MixingWeights' own
+    starts = [MixingWeights(r, j, plan).requires_grad_(False)() for j, r in enumerate(mode.residuals)]
     for n, layer in enumerate(plan):
-        words = [f"{t} {owner_in_words(mode, layer, n, t):10}" for t in "qkv"]
-        words += [describe_mix(mix, start[mix.index].get(n)) for mix in layer.mixes]
+        owners = {t: "own" if owner == n else f"of layer {owner}" for t, owner in layer.owner.items()}
+        words = [f"{t} {owners[t]:10}" for t in "qkv"]
+        words += [describe_mix(mix, starts[mix.index].get(n)) for mix in layer.mixes]
         lines.append(f"layer {n:2}  " + "  ".join(words).rstrip())
-    if mode.output != "plain":
-        lines.append(f"attention's output: {mode.output}")
-    if mode.cut_first:
-        lines.append("layer 0 has no skip around its attention")
-    if mode.dense:
-        dilation, period = mode.dense
-        when = "every block" if period == 1 else f"every {period} blocks"
-        lines.append(f"after {when}: weighted average over depth, dilation {dilation}")
+
+    # what the model reads from the mode itself
+    for name in ("kv_group", "values", "heads_from_layer_0", "output", "cut_first", "dense"):
+        if getattr(mode, name) != getattr(ValueMode(), name):
+            lines.append(f"{name} = {getattr(mode, name)}")
+
     n_parameters = count_parameters(cfg)
     kv, full = kv_floats_per_token(cfg), 2 * cfg.n_layer * cfg.n_head * cfg.head_dim
     lines += [
-        f"heads           {cfg.n_head} of width {cfg.head_dim}, {cfg.n_kv_head} of keys and values",
-        f"vocabulary      {cfg.vocab_size:,} tokens; train.py takes that of its data",
-        f"parameters      {n_parameters:,} ({count_multiplying(cfg):,} multiply)",
+        f"parameters      {n_parameters:,} ({count_multiplying(cfg):,} multiply), vocabulary {cfg.vocab_size:,}",
         f"training bytes  {4 * n_parameters:,} of weights, as many of gradients, twice that of AdamW, in fp32",
         f"training FLOPs  {flops_per_token(cfg):,} per token at block_size {cfg.block_size}",
         f"KV cache        {kv:,} floats per token = {2 * kv:,} bytes in bf16, {kv / full:.4f} of full attention's",
@@ -142,5 +112,4 @@ def mode_table(cfg):
 
 
 def main(cfg: PlanConfig):
-    """`python model.py …`"""
     print(mode_table(cfg) if cfg.what == "table" else describe(cfg))

@@ -12,21 +12,16 @@ import time
 import warnings
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from configurator import UserError, need
 
-# Dense bf16/fp16 peak of GPUs in FLOP/s, from the makers' data sheets: no sparsity, sums in fp32. By words of the GPU's
-# name; the first entry that fits counts.
+# Dense bf16/fp16 peak of GPUs that people train on, in FLOP/s, from the makers' data sheets: no sparsity, sums in fp32.
 PEAK_FLOPS = {
-    "GB300": 2500e12, "B300": 2250e12, "GB200": 2500e12, "B200": 2250e12, "GH200": 989e12, "H200 NVL": 835e12,
-    "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H800 PCIe": 756e12, "H800": 989e12,
-    "A100": 312e12, "A800": 312e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
-    "RTX 6000 Ada": 364e12, "RTX A6000": 155e12, "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-    "V100": 125e12, "T4": 65e12,
+    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12,
+    "V100": 125e12, "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
 
@@ -49,11 +44,11 @@ class Distributed:
             self.device = torch.device(device)
             torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError) as e:
-            raise UserError(f"device={device} cannot be used here: {first_line(e)}") from None
+            raise UserError(f"device={device} cannot be used here: {str(e)[:200]}") from None
         self.kind = self.device.type
         if self.kind == "cuda":
             torch.cuda.set_device(self.device)
-            choose_kernels(fixed_lengths, say=self.rank == 0)
+            choose_kernels(fixed_lengths)
         if self.kind == "cpu":
             keep_freed_memory()
         if self.size > 1:
@@ -115,24 +110,13 @@ class Distributed:
             os._exit(0)
 
 
-def first_line(error):
-    """The first line of an error's message, or "?" if it has none."""
-    return (str(error).strip() or "?").splitlines()[0]
-
-
 @contextlib.contextmanager
 def enough_memory(remedy):
-    """Turns two failures of the machine into a sentence: a GPU whose memory is full, and a rank that has ended."""
+    """Turns a GPU's full memory into a sentence."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise UserError(f"the GPU has too little memory; {remedy}") from None
-    except RuntimeError as e:
-        is_connection = any(word in str(e).lower() for word in ("gloo", "nccl", "connection", "tcpstore"))
-        if not (dist.is_initialized() and is_connection):
-            raise
-        way_out = "what was saved is intact: run it again, train.py with --resume=auto"
-        raise UserError(f"another rank has ended or cannot be reached; {way_out}") from None
 
 
 def only_process(device, fixed_lengths=False):
@@ -142,27 +126,21 @@ def only_process(device, fixed_lengths=False):
     return Distributed(device, fixed_lengths)
 
 
-def choose_kernels(fixed_lengths, say):
+def choose_kernels(fixed_lengths):
     """The one place that decides whether torch may take cuDNN's attention. On Hopper it is the fastest, but it builds a
     plan for each new shape, which takes up to a second: worth it for training's few shapes, a disaster where each token
     or batch has another length (pytorch/pytorch#154602). CUDNN_ATTENTION=1 or 0 in the environment overrides this."""
-    wanted = os.environ.get("CUDNN_ATTENTION", str(int(fixed_lengths))) == "1"
-    torch.backends.cuda.enable_cudnn_sdp(wanted)
-    if say:
-        print(f"attention {'with' if wanted else 'without'} cuDNN's kernels (CUDNN_ATTENTION)", file=sys.stderr)
+    torch.backends.cuda.enable_cudnn_sdp(os.environ.get("CUDNN_ATTENTION", str(int(fixed_lengths))) == "1")
 
 
 def keep_freed_memory():
     """Let the C library keep memory that is freed. glibc's gives it back to the system, which clears it again, page by
     page, when the next step asks for it. That costs about a quarter of the processor time of a small model's step.
     Does nothing without glibc, or if a variable such as MALLOC_TRIM_THRESHOLD_ is set: the user knows better."""
-    is_set = any(name.startswith("MALLOC_") for name in os.environ)
-    if platform.libc_ver()[0] != "glibc" or is_set:
-        return
-    trim_threshold, mmap_threshold = -1, -3  # malloc.h
-    libc = ctypes.CDLL(None)
-    libc.mallopt(mmap_threshold, 2**25)  # the most that it takes: a larger block is always given back
-    libc.mallopt(trim_threshold, 2**31 - 1)
+    if platform.libc_ver()[0] == "glibc" and not any(name.startswith("MALLOC_") for name in os.environ):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the most that it takes: a larger block is always given back
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def whole(tensor):
@@ -184,10 +162,8 @@ def pick_dtype(name, kind):
         return getattr(torch, name)
     if kind == "cuda":
         return torch.bfloat16 if has_bf16() else torch.float16
-    if kind == "cpu":
-        for check in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-            if hasattr(torch.cpu, check) and getattr(torch.cpu, check)():
-                return torch.bfloat16
+    if kind == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        return torch.bfloat16
     return torch.float32
 
 
@@ -199,13 +175,10 @@ def weights_dtype(name, kind):
 
 
 def need_flash_attn(kind, dtype):
-    """Refuse attn=flash where the flash-attn package cannot compute, or is not the one that layers.attend calls."""
+    """Refuse attn=flash where the flash-attn package cannot compute."""
     if kind != "cuda" or dtype == torch.float32:
         raise UserError("attn=flash needs a GPU and dtype bfloat16 or float16; use attn=sdpa")
-    version = getattr(need("flash_attn", "flash-attn"), "__version__", "?")
-    if version.split(".")[0] != "2":
-        remedy = "run `pip install 'flash-attn<3'`, or set --attn=sdpa"
-        raise UserError(f"attn=flash calls flash-attn 2, and here is version {version}; {remedy}")
+    need("flash_attn", "flash-attn")
 
 
 def peak_flops(device, dtype):
@@ -213,8 +186,8 @@ def peak_flops(device, dtype):
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)  # such as "NVIDIA A100-SXM4-80GB"
-    fits = [peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b(?! (Laptop|Ti|D|SUPER)\b)", name)]
-    return fits[0] if fits else None
+    found = re.search(rf"\b({'|'.join(PEAK_FLOPS)})\b(?! (PCIe|NVL|Laptop|Ti|D|SUPER)\b)", name)  # those are slower
+    return PEAK_FLOPS[found[1]] if found else None
 
 
 def clock(device):
@@ -224,49 +197,24 @@ def clock(device):
     return time.perf_counter()
 
 
-def peak_bytes(device):
-    """Peak memory in bytes: of a GPU's tensors, elsewhere of the whole process since it started."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource  # Unix only
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
-
-
-def processor_name():
-    """The processor as its maker names it, such as "AMD EPYC"; its architecture where the system does not say."""
-    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
-    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
-
-
 def environment():
     """What a reader needs to repeat a run: commit, versions, processor, command."""
-    here, script = Path(__file__).parent.parent, Path(sys.argv[0])
 
     def git(*words):
-        try:
-            result = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
-        except OSError:  # no git here
-            return None
-        return result.stdout.strip() if result.returncode == 0 else None
+        with contextlib.suppress(OSError):  # there may be no git here
+            result = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+            return result.stdout.strip()
 
-    if script.is_relative_to(here):  # `python -m` gives the whole path
-        script = script.relative_to(here)
-    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    commit = here / "COMMIT"  # of a copy that travels without git
+    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     return {
-        "commit": git("rev-parse", "HEAD") or (commit.read_text().strip() if commit.exists() else None),
+        "commit": git("rev-parse", "HEAD") or None,
         "changed_files": git("status", "--porcelain", "--untracked-files=no"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "numpy": np.__version__,
-        "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "processor": processor_name(),
-        "machine": f"{platform.system()} {platform.machine()}, {cores}",
-        "ranks": int(os.environ.get("WORLD_SIZE", 1)),
-        "command": " ".join([str(script), *sys.argv[1:]]),
+        "processor": names[0] if names else platform.processor(),
+        "machine": f"{platform.platform()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "command": " ".join(sys.orig_argv[1:]),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

@@ -79,10 +79,9 @@ def test_too_little_memory(monkeypatch):
     refused(in_process(train, "--device=cpu"), "too little memory", "--micro_batch", "--recompute", "--shard=zero2")
 
 
-@pytest.mark.parametrize("package,says", [(None, "pip install flash-attn"), ("3.0.0", "is version 3.0.0; run `pip")])
-def test_flash_attn_that_cannot_be_used(package, says, monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", package and SimpleNamespace(__version__=package))
-    with pytest.raises(UserError, match=says):
+def test_flash_attn_that_cannot_be_used(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(UserError, match="pip install flash-attn"):
         ranks.need_flash_attn("cuda", torch.bfloat16)
     with pytest.raises(UserError, match="needs a GPU"):
         ranks.need_flash_attn("cpu", torch.bfloat16)
@@ -100,17 +99,10 @@ def test_too_little_memory_is_not_taken_for_a_compiler_that_fails(monkeypatch):
         train.compiled(model, cfg, world, contextlib.nullcontext, False, print)
 
 
-def test_a_copy_without_git_names_its_commit(monkeypatch, tmp_path):
-    monkeypatch.setattr(ranks, "__file__", str(tmp_path / "common/ranks.py"))
-    assert ranks.environment()["commit"] is None
-    (tmp_path / "COMMIT").write_text("0123abc\n")
-    assert ranks.environment()["commit"] == "0123abc"
-
-
 PEAKS = {
-    "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A10": 125e12, "NVIDIA A10G": None, "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200 NVL": 835e12, "NVIDIA GH200 480GB": 989e12, "NVIDIA H800 PCIe": 756e12,
-    "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA GeForce RTX 3090 Ti": None,
+    "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A10": None, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200 NVL": None,
+    "NVIDIA GH200 480GB": 989e12, "NVIDIA GB200": None, "NVIDIA GeForce RTX 4090": 165e12,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
 }  # fmt: skip
 
 

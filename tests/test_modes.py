@@ -760,12 +760,12 @@ def test_a_value_that_nothing_computes_names_the_places_to_edit(field):
 
 PRINTED = {
     "svformer": "layer  3  q own         k own         v of layer 0\n",
-    "resformer_plus": "v: 0.5 own + 1.333 layer 0 (softmax, learned)\n",
-    "value_embed_gated": "v: 1 own + 3 sigmoid(W x) table 0\n",
-    "neutreno": "after attention: 1 A V + 0.4 (layer 0 - own)\n",
-    "cross": "attends over layer 0 too\n",
-    "skipv1": "k own         v own in heads 0 to 3, of layer 0 in the others\n",
-    "denseformer_2x2": "after every 2 blocks: weighted average over depth, dilation 2\n",
+    "resformer_plus": "v: 0.5 own + 1.333 layer 0, learn=softmax\n",
+    "value_embed_gated": "v: 1 own + 3 table 0, learn=sigmoid\n",
+    "neutreno": "v: 1 own + 0.4 layer 0, map=delta\n",
+    "cross": "v: own + layer 0, map=cross\n",
+    "skipv1": "heads_from_layer_0 = 0.5\n",
+    "denseformer_2x2": "dense = (2, 2)\n",
     "fusedkv_lite": "k of layer 1  v of layer 0\n",
 }
 
@@ -789,5 +789,5 @@ def test_a_mode_of_a_config_file_is_printed_with_its_own_name(tmp_path, monkeypa
     monkeypatch.setattr(sys, "argv", ["model.py", str(mine)])
     run(plan.main, "", skip_unknown=True)
     out = capsys.readouterr().out
-    assert out.startswith("third_into_last\n") and out.count("layer 2") == 1
+    assert out.startswith("third_into_last: a mode of your own\n") and out.count("layer 2") == 1
     assert "layer  7  q own         k own         v own         v: 0.5 own + 0.5 layer 2\n" in out
