@@ -2,7 +2,7 @@
 
     python analyze.py out/vanilla out/resformer                    1,000 validation chunks through each model
     python analyze.py --init=config/size_468m.py --chunks=4        the same of a model before its training
-    python analyze.py path/to/Llama-3.1-8B --length=2048 --data_dir=data/demo     Llama or Mistral, Hugging Face layout
+    python analyze.py path/to/Llama-3.1-8B --length=2048 --data_dir=data/demo     a Llama in Hugging Face layout
 
 A chunk is the end-of-text token, as before a first document, then consecutive tokens of validation text. We write
 analysis.json (numbers by layer) and analysis.npz (by token position, and spectra) into the run's folder, print the main
