@@ -224,16 +224,6 @@ def clock(device):
     return time.perf_counter()
 
 
-def peak_bytes(device):
-    """Peak memory in bytes: of a GPU's tensors, elsewhere of the whole process since it started."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource  # Unix only
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
-
-
 def processor_name():
     """The processor as its maker names it, such as "AMD EPYC"; its architecture where the system does not say."""
     cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench import LLAMA
 from bench.decoding import decoding_table
-from bench.training import memory_table, training_table
+from bench.training import training_table
 from common.files import write_text
 from common.plan import mode_table
 from configurator import run, setting
@@ -48,7 +48,7 @@ def recorded():
 def bench_rows(*names, **shown):
     """The rows of results/<name>.json that have what is `shown`, without sides that do not exist any more."""
     rows = [row for name in names for row in json.loads((ROOT / f"results/{name}.json").read_text())["rows"]]
-    exist = [row for row in rows if row["name"].partition(", attn=")[0] in TABLE or row["name"].startswith(LLAMA)]
+    exist = [row for row in rows if row["name"] in TABLE or row["name"].startswith(LLAMA)]
     return [row for row in exist if row | shown == row]
 
 
@@ -85,7 +85,6 @@ MAKERS = {
     "modes-successors": lambda: group_of_modes("resformer_zero"),
     "vit": digits_table,
     "gpu-training": lambda: training_table(bench_rows("gpu_train_82m_modes", "gpu_train_82m", "gpu_train_468m")),
-    "gpu-memory": lambda: memory_table(bench_rows("gpu_memory_82m")),
     "gpu-decoding": lambda: decoding_table(bench_rows("gpu_decode_82m", "gpu_decode_468m", batch=1)),
     "cpu-training": lambda: training_table(bench_rows("bench_train_intel_xeon_x1_tiny")),
     "cpu-decoding": lambda: decoding_table(
