@@ -48,8 +48,8 @@ class VitConfig:
     epochs: int = setting(20, "passes over the training images", least=1, group="Optimization")
     batch_size: int = setting(64, "images per step", least=1)
     warmup_epochs: int = setting(2, "epochs of linear warmup; then a cosine to 0", least=0)
-    learning_rate: float = setting(2e-3, "peak learning rate", least=0, most=1e6)
-    weight_decay: float = setting(0.05, "AdamW's decay of matrices, embeddings included; vectors have none", least=0)
+    learning_rate: float = setting(2e-3, "peak learning rate", least=0, most=1)
+    weight_decay: float = setting(0.05, "AdamW's decay of matrices, embeddings included; vectors have none", 0, 1)
 
     def __post_init__(self):
         check_fields(self)
