@@ -124,7 +124,7 @@ def test_the_table_has_losses_of_finished_runs_and_the_gap_by_seed(tmp_path):
 
 @pytest.mark.parametrize("says, mode, seed, changed", [
     ("for each of them vanilla's with its seed", "resformer", 2, {}),
-    ("new had length 64, 9 steps of 64 tokens of data d, .*base had length 64, 9 steps of 512", "svformer", 1, {"batch": 64}),
+    ("new had length 64, 9 steps of 64 tokens .*base had length 64, 9 steps of 512", "svformer", 1, {"batch": 64}),
     ("new had length 64, end-of-text first, 9 steps", "svformer", 1, {"bos": True}),
     ("new had length 64, 9 steps of 512 tokens of data e", "svformer", 1, {"data": "e"}),
     ("new are both vanilla, but do not differ in the seed alone", "vanilla", 1, {}),
