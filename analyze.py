@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from common import checkpoint
 from common.data import EOT, Corpus, Tokenizer, raw_bits
 from common.files import write_atomic, write_record
-from common.layers import attend, attend_across, repeat_heads, to_fp32
+from common.layers import attend, attend_across, repeat_heads
 from common.plan import count_parameters
 from common.ranks import enough_memory, environment, only_process
 from common.report import markdown, plus_minus, progress
@@ -79,18 +79,18 @@ def received(q, keys, scale):
     """Attention that each position receives: column sums of softmax(q [k_1; k_2; …]^T * scale).
 
     One softmax runs over the keys of all layers given, those of each up to the query. We add a position's columns of
-    all layers. q (B, H, T, D), each k (B, G, T, D) -> (B, H, T), fp32 or float64.
+    all layers. q (B, H, T, D), each k (B, G, T, D) -> (B, H, T).
     """
     B, H, T, _ = q.shape
-    keys = [repeat_heads(to_fp32(k), H) for k in keys]  # (B, H, T, D)
+    keys = [repeat_heads(k, H) for k in keys]  # (B, H, T, D)
     # the probabilities of so many queries exist at a time
     rows = max(1, BLOCK // (B * H * T * len(keys)))
-    total = torch.zeros(B, H, T, dtype=to_fp32(q).dtype, device=q.device)
+    total = torch.zeros(B, H, T, dtype=q.dtype, device=q.device)
     for first in range(0, T, rows):
         # no query sees a later token, so the block ends where its last query stands
         last = min(T, first + rows)
         later = torch.ones(last - first, last, dtype=torch.bool, device=q.device).triu(first + 1)
-        block = to_fp32(q[:, :, first:last]) * scale
+        block = q[:, :, first:last] * scale
         scores = [(block @ k[:, :, :last].mT).masked_fill_(later, -math.inf) for k in keys]
         sums = torch.cat(scores, dim=-1).softmax(dim=-1).sum(dim=2)  # (B, H, parts * last)
         total[..., :last] += sums.view(B, H, len(keys), last).sum(dim=2)
@@ -169,8 +169,8 @@ def measure_importance(heads):
 
 
 def join_heads(t):
-    """Heads side by side: (B, h, T, D) -> (B, T, h * D), fp32 or float64."""
-    return to_fp32(t).transpose(1, 2).flatten(2)
+    """Heads side by side: (B, h, T, D) -> (B, T, h * D)."""
+    return t.transpose(1, 2).flatten(2)
 
 
 def spectrum(x):
@@ -257,7 +257,7 @@ class Recorder:
         """Before a block, and before the final norm."""
         x = args[0]  # (B, T, C)
         self.chunks += len(x) if n == 0 else 0
-        self.add(n, measure_vectors(to_fp32(x)), "hidden_")
+        self.add(n, measure_vectors(x), "hidden_")
 
     def layer(self, n, attn, args, output):
         """After the attention of a layer."""
