@@ -199,16 +199,18 @@ def clock(device):
 
 def environment():
     """What a reader needs to repeat a run: commit, versions, processor, command."""
+    here = Path(__file__).parent.parent
+    commit = here / "COMMIT"  # of a copy that travels without git
 
     def git(*words):
         with contextlib.suppress(OSError):  # there may be no git here
-            result = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+            result = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
             return result.stdout.strip()
 
     cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     return {
-        "commit": git("rev-parse", "HEAD") or None,
+        "commit": git("rev-parse", "HEAD") or (commit.read_text().strip() if commit.exists() else None),
         "changed_files": git("status", "--porcelain", "--untracked-files=no"),
         "python": platform.python_version(),
         "torch": torch.__version__,
