@@ -307,8 +307,8 @@ def test_bad_input(kind, house):
             house.renew()
         try:
             n_refused += kind(random.Random(f"{kind.__name__} {i}"), house)
-        except AssertionError as e:
-            wrong.append(f"{kind.__name__} {i}: {str(e).splitlines()[0]}")
+        except Exception as e:
+            wrong.append(f"{kind.__name__} {i}: {type(e).__name__}: {e}"[:400])
     seconds = time.process_time() - began
     print(f"{kind.__name__}: {n_refused} of {len(numbers)} refused, {len(wrong)} wrong, {seconds:.0f} s")
     assert not wrong, "\n".join(wrong[:50])
