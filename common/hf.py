@@ -1,4 +1,4 @@
-"""Hugging Face's layouts: we read folders of Llama, Mistral and export.py, and we write our tokenizer as theirs.
+"""Hugging Face's layouts: we read folders of Llama, Mistral and export.py, and we make their classes of ours.
 
 Only `to_llama` needs the transformers package. Read before: model.py. Read next: export.py, which writes such folders.
 """
@@ -6,7 +6,6 @@ Only `to_llama` needs the transformers package. Read before: model.py. Read next
 import base64
 import dataclasses
 import json
-import math
 from pathlib import Path
 
 import torch
@@ -94,51 +93,38 @@ def hf_files(folder):
     return files
 
 
-def tensor_shapes(folder):
-    """{name: shape} of the tensors in all files. Raises UserError if two files have the same one."""
-    found = {}
-    for path in hf_files(folder):
-        with reading(path, "weights of a Hugging Face model"), safe_open(path, "pt") as file:
-            for name in file.keys():
-                if name in found:
-                    raise UserError(f"{folder} has the tensor {name} in two files; remove the one that is left over")
-                if not name.endswith("rotary_emb.inv_freq"):  # a buffer, in older files
-                    found[name] = tuple(file.get_slice(name).get_shape())
-    return found
-
-
 def load_hf(folder, device="cpu", dtype=torch.float32):
     """A folder of Llama, Mistral or export.py (config.json, model.safetensors or its shards) as a model of ours, in
-    eval mode, its weights in `dtype`. The peak of memory is the model and one file of weights.
+    eval mode, its weights in `dtype`. The peak of memory is the model and one tensor.
 
     The authors' layout is read too: Llama's, with "value_mode" in config.json and no tensor for what a layer borrows.
     """
     cfg, c = hf_config(folder), read_hf_config(folder)
     kind = c.get("model_type")
 
-    # compare names and shapes before we take memory: config.json may be another model's
+    # We build it on "meta", because an fp32 model in between would double the peak of memory.
     with torch.device("meta"):
         model = GPT(cfg, init=False)
-    here = {name: tuple(tensor.shape) for name, tensor in named_tensors(model, kind).items()}
-    there = tensor_shapes(folder)
-    is_tied = kind != OURS and c.get("tie_word_embeddings") and "lm_head.weight" not in there
-    if is_tied:
-        there["lm_head.weight"] = here["lm_head.weight"]
-    for name in sorted(here.keys() | there.keys()):
-        if here.get(name) != there.get(name):
-            found = f"{there.get(name, 'missing')}, but config.json makes it {here.get(name, 'missing')}"
-            raise UserError(f"{folder}: {name} is {found}; is a shard missing, or config.json another model's?")
-
     model.to(dtype).to_empty(device=device)
     if model.rope:  # its angles are not in the files
         model.rope = Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling).to(device)
+
+    # Each tensor goes to its place, and each place is taken once.
     places = named_tensors(model, kind)
     for path in hf_files(folder):
-        with safe_open(path, "pt") as file:
-            for name in places.keys() & set(file.keys()):
-                places[name].copy_(file.get_tensor(name))
-    if is_tied:
-        places["lm_head.weight"].copy_(places["model.embed_tokens.weight"])
+        with reading(path, "weights of a Hugging Face model"), safe_open(path, "pt") as file:
+            for name in file.keys():
+                if name.endswith("rotary_emb.inv_freq"):  # a buffer, in older files
+                    continue
+                tensor, place = file.get_tensor(name), places.pop(name, None)
+                if place is None or place.shape != tensor.shape:
+                    what = f"{name} of shape {tuple(tensor.shape)} has no place in the model of config.json"
+                    raise UserError(f"{path}: {what}; is it another model's, or in two files?")
+                place.copy_(tensor)
+    if kind != OURS and c.get("tie_word_embeddings") and "lm_head.weight" in places:
+        places.pop("lm_head.weight").copy_(model.embed.weight.detach())
+    if places:
+        raise UserError(f"{folder} has no tensor {min(places)}; is a shard missing, or config.json another model's?")
     return model.eval()
 
 
@@ -183,6 +169,7 @@ def llama_shape(c, kind):
     for field, value in SUPPORTED.items():
         if c.get(field) not in (None, value):
             raise ValueError(f"{field}={c[field]!r} is not supported, only {value!r}")
+    # Real files leave these out. Mistral's own default of key and value heads is another, so there it must be given.
     c = {"head_dim": None, **({"num_key_value_heads": None} if kind == "llama" else {}), **c}
     fields = {ours: c[theirs] for ours, theirs in FIELDS.items()}
     fields["head_dim"] = c["head_dim"] or 0
@@ -206,29 +193,18 @@ def hf_rope(c):
 
 
 def is_plain_llama(cfg):
-    """Whether Llama's layout can express a model: vanilla, or with fewer key and value heads."""
-    return cfg.arch == "llama" and dataclasses.replace(cfg.value_mode, kv_group=1) == ValueMode()
-
-
-def llama_config(cfg, eot):
-    """What config.json says of a plain Llama. eot: the id of end-of-text."""
-    rope = {"rope_type": "default", "rope_theta": cfg.rope_theta}
-    if cfg.rope_scaling:
-        rope |= {"rope_type": "llama3", **dict(zip(SCALING, cfg.rope_scaling, strict=True))}
-    return {
-        **{theirs: getattr(cfg, ours) for ours, theirs in FIELDS.items()},
-        "num_key_value_heads": cfg.n_kv_head,
-        "rope_parameters": rope,
-        "tie_word_embeddings": False,
-        "bos_token_id": eot,
-        "eos_token_id": eot,
-    }
+    """Whether `to_llama` can express a model: vanilla, or with fewer key and value heads."""
+    is_vanilla = dataclasses.replace(cfg.value_mode, kv_group=1) == ValueMode()
+    return is_vanilla and cfg.arch == "llama" and not cfg.rope_scaling
 
 
 def to_llama(model, eot=0):
     """transformers' LlamaForCausalLM with the weights of a plain Llama of ours, see `is_plain_llama`."""
-    transformers = need("transformers")
-    peer = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama_config(model.cfg, eot)))
+    cfg, transformers = model.cfg, need("transformers")
+    fields = {theirs: getattr(cfg, ours) for ours, theirs in FIELDS.items()}
+    fields |= {"num_key_value_heads": cfg.n_kv_head, "tie_word_embeddings": False}
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": cfg.rope_theta}
+    peer = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, bos_token_id=eot, eos_token_id=eot))
     peer.to(model.head.weight).load_state_dict(named_tensors(model, "llama"))
     return peer.eval()
 
@@ -236,16 +212,13 @@ def to_llama(model, eot=0):
 # ---- tokenizers
 
 
-def hf_token(folder, *fields):
-    """A token id in config.json: of the first of `fields` that is set; of a list, its first."""
+def hf_token(folder, field, other):
+    """A token id in config.json: of `field`, or where that is not set of `other`; of a list, its first."""
     c = read_hf_config(folder)
-    for field in fields:
-        token = c.get(field)
-        if isinstance(token, list):
-            token = token[0] if token else None
-        if token is not None:
-            return token
-    raise UserError(f"{folder}/config.json has neither {' nor '.join(fields)}; add the id of one of them")
+    token = c.get(field) if c.get(field) is not None else c.get(other)
+    if token is None:
+        raise UserError(f"{folder}/config.json has neither {field} nor {other}; add the id of one of them")
+    return token[0] if isinstance(token, list) else token
 
 
 class HFTokenizer:
@@ -272,32 +245,18 @@ class HFTokenizer:
         return self.encoding.decode(ids, skip_special_tokens=False)
 
 
-def merge_of(token, ranks):
-    """The two parts that tiktoken merges last when it makes a token, or None if merges do not make it."""
-    parts = [bytes([b]) for b in token]
-    while len(parts) > 2:
-        pairs = [parts[i] + parts[i + 1] for i in range(len(parts) - 1)]
-        lowest = min(pairs, key=lambda pair: ranks.get(pair, math.inf))
-        if ranks.get(lowest, ranks[token]) >= ranks[token]:
-            return None
-        i = pairs.index(lowest)
-        parts[i : i + 2] = [lowest]
-    return parts
-
-
-def tokenizer_json(tokenizer):
-    """Our tokenizer as the text of a tokenizer.json: byte-level BPE that takes whole pieces first, as tiktoken."""
+def fast_tokenizer(tokenizer):
+    """Our tokenizer as one of the tokenizers package: byte-level BPE that takes whole pieces first, as tiktoken."""
     tokenizers, spec, letters = need("tokenizers"), tokenizer.spec, byte_letters()
-    ranks = {base64.b64decode(b): i for b, i in spec["ranks"]}
+    ranks = {"".join(letters[b] for b in base64.b64decode(text)): i for text, i in spec["ranks"]}
 
-    def spell(some):
-        return "".join(letters[b] for b in some)
+    # tiktoken merges any two neighbours that make a token, the lowest rank first. So each way to cut a token in two
+    # is a merge, in the order of ranks. Source: transformers/convert_slow_tokenizer.py, TikTokenConverter.
+    cuts = [(token[:i], token[i:]) for token in sorted(ranks, key=ranks.get) for i in range(1, len(token))]
+    merges = [(left, right) for left, right in cuts if left in ranks and right in ranks]
+    # The special names are in the vocabulary too. Otherwise they would get new ids.
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ranks | spec["special"], merges, ignore_merges=True))
 
-    # the special names too: an added token that the vocabulary does not have would get another id
-    vocab = {spell(token): i for token, i in ranks.items()} | spec["special"]
-    pairs = [merge_of(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
-    merges = [tuple(map(spell, pair)) for pair in pairs if pair]
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=True))
     if spec["normalize"]:
         made.normalizer = tokenizers.normalizers.NFC()
     pieces = tokenizers.pre_tokenizers.Split(tokenizers.Regex(spec["pattern"]), "isolated")
@@ -306,4 +265,4 @@ def tokenizer_json(tokenizer):
     made.decoder = tokenizers.decoders.ByteLevel()
     special = sorted(spec["special"], key=spec["special"].get)
     made.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in special])
-    return made.to_str(pretty=True)
+    return made

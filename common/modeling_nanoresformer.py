@@ -48,11 +48,8 @@ class Tokens:
             raise ValueError(f"{self.past + T} tokens do not fit block_size={cfg.block_size}")
         self.stored = list(stored_tensors(cfg).items())  # [(place, heads)]
         self.where = slice(self.past, self.past + T)
-        # a graph cannot depend on the numbers in a mask, so it always gets one
-        is_traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
-        if attention_mask is not None and (is_traced or not attention_mask.all()):
-            if attention_mask.shape[1:] != (self.past + T,):
-                raise ValueError(f"attention_mask {tuple(attention_mask.shape)} must be (batch, {self.past + T})")
+        if attention_mask is not None and not attention_mask.all():
+            # Positions count from the first token that is no padding.
             self.where = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -T:]  # (B, T)
             causal = torch.ones(T, self.past + T, dtype=torch.bool, device=attention_mask.device).tril(self.past)
             own = causal.triu(self.past)  # padding sees itself, because a softmax over nothing is NaN
@@ -66,6 +63,7 @@ class Tokens:
         """Append `new` (B, G, T, D) to tensor t of layer n; returns all of it, (B, G, past + T, D)."""
         if self.cache is None:
             return new
+        # The other half of the pair gets nothing new now: an empty tensor leaves it as it is.
         layer, side = divmod([place for place, _ in self.stored].index((t, n)), 2)
         pair = self.stored[2 * layer : 2 * layer + 2]  # DynamicCache does not mind which of them is a key or a value
         _, other_heads = pair[0 if side else -1]
@@ -89,6 +87,7 @@ class Body(GPT):
         past = cache if past_key_values is None else past_key_values
         if past is None and use_cache and not self.training:
             past = DynamicCache()
+        # Recomputing is ours, so transformers only says whether it wants it.
         self.recompute = self.training and self.gradient_checkpointing
         x = self.hidden(input_ids, Tokens(self.cfg, past, attention_mask, input_ids.size(1)))
         return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past)
@@ -124,6 +123,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     def forward(self, input_ids, attention_mask=None, labels=None, use_cache=None, logits_to_keep=0, **kw):
         """Token ids (B, T) -> logits (B, T, V), or (B, n, V) with logits_to_keep=n; with labels (B, T), -100 = ignored,
         also the mean cross-entropy of the next tokens."""
+        # generate asks for the last logits alone, because those of a whole prompt would fill the memory.
         use_cache = self.config.use_cache if use_cache is None else use_cache
         body = self.model(input_ids, attention_mask, use_cache=use_cache, **kw)
         logits = self.model.head(body.last_hidden_state[:, -logits_to_keep:])

@@ -93,6 +93,7 @@ class Row(NamedTuple):
 
 def lay_out(requests, shared, number):
     """The Row of Requests that share their first `shared` tokens. number: of the first of them."""
+    # The shared beginning comes once. What follows it in a request is a branch of its own.
     ids, positions, branches = requests[0].ids[:shared], [*range(shared)], [0] * shared
     columns, targets, owners = [], [], []
     for branch, request in enumerate(requests, 1):
@@ -121,37 +122,32 @@ def rows_of(documents):
     return sorted(rows, key=lambda row: row.tokens.shape[1], reverse=True)
 
 
-def log_probs(model, x, places, targets):
+def log_probs(model, x, targets):
     """The log-probability in nats of each token in `targets`, and whether it is the likeliest one. Arrays (n,).
 
-    x: hidden states (N, C). places: which of them predicts each target. Choices that share a beginning share the place
-    that predicts their first token, and the head, the widest product here, runs once for each place.
+    x: hidden states (n, C), each of which predicts its target (n,).
     """
-    needed, row_of_target = np.unique(places, return_inverse=True)
-    x = x[torch.from_numpy(needed).to(x.device)]
-    most_logits = 2**26 if x.device.type == "cpu" else 2**28  # at a time, in fp32: 256 MiB or 1 GiB
+    # The head is the widest product here, so we cut it: at most 256 MiB of fp32 logits at a time, or 1 GiB on a GPU.
+    most_logits = 2**26 if x.device.type == "cpu" else 2**28
     size = max(1, most_logits // model.cfg.vocab_size)
-    log_p, greedy = np.empty(len(targets)), np.empty(len(targets), bool)
-    for first in range(0, len(needed), size):
-        logits = to_fp32(model.head(x[first : first + size]))  # (size, V)
-        mine = np.flatnonzero((first <= row_of_target) & (row_of_target < first + size))
-        rows = torch.from_numpy(row_of_target[mine] - first).to(x.device)
-        ids = torch.from_numpy(targets[mine]).to(x.device)
+    log_p, greedy = [], []
+    for states, ids in zip(x.split(size), targets.split(size), strict=True):
+        logits = to_fp32(model.head(states))  # (size, V)
         largest, likeliest = logits.max(dim=1)
-        greedy[mine] = (likeliest[rows] == ids).cpu().numpy()
-        of_target = logits[rows, ids]
+        greedy.append((likeliest == ids).cpu().numpy())
+        of_target = logits.gather(1, ids[:, None])[:, 0]
         # In place, because these logits are the largest tensor here. Sums of hundreds of nats need float64.
         total = logits.sub_(largest[:, None]).exp_().sum(dim=1)
-        of_target, shift, total = torch.stack((of_target, largest[rows], total[rows])).cpu().double().numpy()
-        log_p[mine] = of_target - shift - np.log(total)
-    return log_p, greedy
+        of_target, largest, total = torch.stack((of_target, largest, total)).cpu().double().numpy()
+        log_p.append(of_target - largest - np.log(total))
+    return np.concatenate(log_p), np.concatenate(greedy)
 
 
 @torch.inference_mode()
 def score(model, rows, batch_tokens):
     """Yields three arrays for each forward pass, over its scored tokens: the number of the request that each belongs
     to, its log-probability in nats, and whether it is the likeliest token. rows: from `rows_of`."""
-    first = 0
+    first, device = 0, model.head.weight.device
     while first < len(rows):
         # We pad a batch at the end with token 0, where nothing sees it, to its widest row, the first one.
         width = rows[first].tokens.shape[1]
@@ -162,11 +158,12 @@ def score(model, rows, batch_tokens):
         for b, row in enumerate(batch):
             tokens[:, b, : row.tokens.shape[1]] = row.tokens
             scored.append(row.scored + [[b * width], [0], [0]])  # places in the flattened batch
-        places, targets, owners = np.concatenate(scored, axis=1)  # (n,) each
         has_branches = tokens[2].max() > 1
-        idx, positions, branches = torch.from_numpy(tokens).to(model.head.weight.device)  # (B, T) each
+        places, targets, owners = np.concatenate(scored, axis=1)  # (n,) each
+        idx, positions, branches = torch.from_numpy(tokens).to(device)  # (B, T) each
         x = model.hidden(idx, PrefixTree(positions, branches) if has_branches else None)  # (B, T, C)
-        yield owners, *log_probs(model, x.flatten(0, 1), places, targets)
+        x = x.flatten(0, 1)[torch.from_numpy(places).to(device)]  # (n, C)
+        yield owners, *log_probs(model, x, torch.from_numpy(targets).to(device))
 
 
 def domain_losses(corpus, sums):

@@ -2,22 +2,19 @@
 
 Texts, choices and borders are those of lm-eval 0.4.13, the field's harness
 (https://github.com/EleutherAI/lm-evaluation-harness, lm_eval/tasks). Documents come from the hub at a fixed revision,
-or from local files: `<task>.jsonl`, `<task>.parquet`, or a folder `<task>` with the hub's files. Read next: eval.py.
+or from local files of JSON lines, `<task>.jsonl`. Read next: eval.py.
 """
 
-import hashlib
 import json
 import math
 import re
-import shlex
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from common.files import sha256
+from common.files import reading, sha256
 from common.report import mean_error
 from configurator import UserError, need
 
@@ -114,30 +111,22 @@ REVISIONS = {
 }
 
 
-def download_command(name, folder):
-    """The command that puts a task's files where `local_rows` looks for them."""
-    hub, local = TASKS[name].hub, shlex.quote(f"{folder}/{name}")
-    return f"hf download {hub} --repo-type=dataset --revision={REVISIONS[hub]} --local-dir={local}"
+def download_command(name, path):
+    """A command that writes a task's file of JSON lines."""
+    task = TASKS[name]
+    how = f"{task.hub!r}, {task.config!r}, split={task.split!r}, revision={REVISIONS[task.hub]!r}"
+    return f'python -c "import datasets; datasets.load_dataset({how}).to_json({str(path)!r})"'
 
 
 def hub_rows(name):
     """The rows of a task's split from the hub, or without network from the cache that `datasets` keeps."""
-    task, datasets, hub = TASKS[name], need("datasets"), need("huggingface_hub")
-    revision = REVISIONS[task.hub]
+    task, datasets = TASKS[name], need("datasets")
     try:
-        hub.HfApi().dataset_info(task.hub, revision=revision, timeout=5)
-    except hub.errors.HfHubHTTPError:
-        pass  # an answer, such as 503: load_dataset says what it means
-    except Exception:  # each library of the network has its own
-        # Otherwise load_dataset would ask six times, for 30 s, before it looks into its cache.
-        hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    try:
-        return list(datasets.load_dataset(task.hub, task.config, revision=revision, split=task.split))
+        return list(datasets.load_dataset(task.hub, task.config, revision=REVISIONS[task.hub], split=task.split))
     except Exception as e:  # network, hub, disk: each library has its own
-        raise UserError(
-            f"{task.hub} cannot be read from the hub ({e}); without network, run "
-            f"`{download_command(name, 'evals')}` on a machine that has it and use --data_dir=evals"
-        ) from None
+        command = download_command(name, f"{name}.jsonl")
+        remedy = f"without network, run `{command}` where there is one, and name that file's folder by --data_dir"
+        raise UserError(f"{task.hub} cannot be read from the hub ({e}); {remedy}") from None
 
 
 def jsonl_rows(path):
@@ -146,49 +135,24 @@ def jsonl_rows(path):
     return json.loads("[" + ",\n".join(lines) + "]")
 
 
-def folder_rows(folder, task):
-    """The rows of a task's split in a folder with the hub's files."""
-    datasets = need("datasets")
-    if task.config and (folder / task.config).is_dir():
-        folder = folder / task.config
-    datasets.disable_progress_bars()
-    config = task.config if task.config in datasets.get_dataset_config_names(str(folder)) else None
-    with tempfile.TemporaryDirectory() as cache:  # the usual cache would not notice a changed file
-        return list(datasets.load_dataset(str(folder), config, split=task.split, cache_dir=cache))
-
-
 def local_rows(name, data_dir):
     """(rows of a task's split in a folder of local files, name and hash of what was read)."""
-    task = TASKS[name]
-    paths = [Path(data_dir, file) for file in (f"{name}.jsonl", f"{name}.parquet", name)]
-    path = next((path for path in paths if path.exists()), None)
-    if path is None:
-        remedy = f"with network: `{download_command(name, data_dir)}`"
-        raise UserError(f"{data_dir} has no {name}.jsonl, no {name}.parquet and no folder {name}; {remedy}")
-    try:
-        if path.is_dir():
-            rows = folder_rows(path, task)
-            digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-        else:
-            rows = jsonl_rows(path) if path.suffix == ".jsonl" else need("pyarrow.parquet").read_table(path).to_pylist()
-            digest = sha256(path)
-    except Exception as e:  # each library has its own
-        raise UserError(f"{path} is not readable as the {task.split} split of {name}: {e}") from None
-    return rows, f"{path.name} (sha256 {digest[:16]})"
+    path = Path(data_dir, f"{name}.jsonl")
+    if not path.exists():
+        raise UserError(f"{path} is missing; with network, `{download_command(name, path)}` makes it")
+    with reading(path, f"the {TASKS[name].split} split of {name} as JSON lines"):
+        return jsonl_rows(path), f"{path.name} (sha256 {sha256(path)[:16]})"
 
 
 def question(name, row, where):
     """The Question of a row. Raises UserError that says what is wrong with the row. where: its file and number."""
-    try:
+    with reading(where, f"a row of {TASKS[name].hub}, which {name} reads"):
         asked = TASKS[name].ask(row)
         "".join((*asked.contexts, *asked.choices))  # a TypeError where one is no text
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
-        what = f"{where} is not a row of {TASKS[name].hub}, which {name} reads"
-        raise UserError(f"{what}: {type(e).__name__} {e}") from None
-    if not 0 <= asked.gold < len(asked.choices):
-        raise UserError(f"{where}: its label is not one of its {len(asked.choices)} choices")
-    if "" in asked.choices:
-        raise UserError(f"{where}: choice {asked.choices.index('')} is empty; there is nothing to score")
+        if not 0 <= asked.gold < len(asked.choices):
+            raise ValueError(f"its label is not one of its {len(asked.choices)} choices")
+        if "" in asked.choices:
+            raise ValueError("a choice is empty, so there is nothing to score")
     return asked
 
 
@@ -206,8 +170,9 @@ def questions(name, data_dir="", limit=0):
 def per_document(name, asked, scores):
     """{metric: (documents,) array}: 1 where the model is right, else 0; for perplexity nats. As the harness counts:
     acc takes the choice with the highest log-probability, acc_norm the one with the highest per character."""
+    # LAMBADA has one choice; it is right if each of its tokens is the likeliest.
     if "perplexity" in TASKS[name].metrics:
-        only = np.concatenate(scores)  # LAMBADA has one choice; it is right if each of its tokens is the likeliest
+        only = np.concatenate(scores)
         return {"acc": only[:, 1], "perplexity": -only[:, 0]}
     found = {metric: np.zeros(len(asked)) for metric in TASKS[name].metrics}
     for i, (q, of_choices) in enumerate(zip(asked, scores, strict=True)):

@@ -5,28 +5,31 @@
 
 A ViT (https://arxiv.org/abs/2010.11929) is our GPT-2-like model without the causal mask. Its tokens are a class token,
 which the logits are read from, and the patches of the image. So V_1 of a patch depends on its pixels and position.
-Read next: classify.py.
 """
 
 import dataclasses
+import functools
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.files import write_json
+from common.files import reading, write_json
 from common.layers import MLP, Linear
 from common.ranks import environment, only_process
 from common.report import markdown, mean_std, plus_minus, progress
-from configurator import UserError, check_fields, run, setting
-from examples.classify import read_digits, read_folder, steps_per_epoch, test, train
+from configurator import UserError, check_fields, need, run, setting
 from model import GPT
+from train import adamw, learning_rate
 from value_modes import ModelConfig, get_mode
 
 MODES = ("vanilla", "neutreno", "resformer", "svformer")
@@ -40,9 +43,7 @@ class VitConfig:
     """Settings of examples/vit.py. The defaults suit digits of 8 x 8 pixels."""
 
     value_mode: tuple[str, ...] = setting(MODES, "modes to compare with the first one", group="Runs")
-    seeds: tuple[int, ...] = setting(
-        (1, 2, 3), "random seeds for weights and batches; each mode runs with each", least=0
-    )
+    seeds: tuple[int, ...] = setting((1, 2, 3), "random seeds for weights and batches; each mode runs with each", 0)
     out_file: str = setting("out/vit.json", "JSON to write: settings, machine, and each run")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps")
 
@@ -67,9 +68,8 @@ class VitConfig:
             raise UserError(f"image_size={self.image_size}: the digits have 8; set data_dir")
         if self.image_size % self.patch:
             raise UserError(f"image_size={self.image_size} is not a multiple of patch={self.patch}")
-        for name, values in {"value_mode": self.value_mode, "seeds": self.seeds}.items():
-            if not values or len(set(values)) < len(values):
-                raise UserError(f"{name}={values}: give at least one, and none twice")
+        if not self.value_mode or not self.seeds or len(set(self.value_mode)) < len(self.value_mode):
+            raise UserError("give at least one mode and one seed, and no mode twice")
         for mode in self.value_mode:
             if any(residual.source == "token" for residual in get_mode(mode).residuals):
                 raise UserError(f"value_mode={mode} looks up values by token id, and images have none")
@@ -80,6 +80,68 @@ class VitConfig:
         shape = dict(n_layer=self.n_layer, n_head=self.n_head, n_embd=self.n_embd, init_std=self.init_std)
         sizes = dict(vocab_size=n_classes, block_size=n_tokens)
         return ModelConfig(arch="gpt2", norm_eps=1e-6, value_mode=mode, **sizes, **shape)
+
+
+# ---- images
+
+
+class Split(NamedTuple):
+    """read(i): image i, a tensor (S, S, channels) from -1 to 1. labels: (n,) int64."""
+
+    read: Callable
+    labels: torch.Tensor
+
+    def batches(self, batch_size, generator=None):
+        """Yields all images (B, S, S, channels) with their labels (B,), in random order if there is a generator."""
+        order = torch.arange(len(self.labels))
+        if generator:
+            order = torch.randperm(len(self.labels), generator=generator)
+        for rows in order.split(batch_size):
+            yield torch.stack([self.read(i) for i in rows.tolist()]), self.labels[rows]
+
+
+class Data(NamedTuple):
+    """A data set. channels: 1 for grey images, 3 for colours."""
+
+    name: str
+    n_classes: int
+    channels: int
+    train: Split
+    test: Split
+
+
+def read_digits():
+    """scikit-learn's 1,797 digits. A fixed random fifth is held out."""
+    digits = need("sklearn.datasets", "scikit-learn").load_digits()
+    # (1797, 8, 8, 1); scikit-learn's pixels go from 0 to 16
+    images = torch.tensor(digits.images, dtype=torch.float32)[..., None] / 8 - 1
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    test, train = order.tensor_split([math.ceil(len(images) / 5)])
+    splits = [Split(images[rows].__getitem__, labels[rows]) for rows in (train, test)]
+    return Data("scikit-learn's digits", 10, 1, *splits)
+
+
+def read_folder(folder, size):
+    """The images train/<class>/* and val/<class>/* of a folder. ImageNet has this layout."""
+    splits, names = [], None
+    with reading(folder, "a folder of images train/<class>/* and val/<class>/*"):
+        for split in ("train", "val"):
+            files = sorted(Path(folder, split).glob("*/*"))
+            names = names or sorted({file.parent.name for file in files})
+            labels = torch.tensor([names.index(file.parent.name) for file in files])
+            splits.append(Split(functools.partial(read_image, files, size), labels))
+            if not files:
+                raise ValueError(f"{split}/ has none")
+    return Data(str(folder), len(names), 3, *splits)
+
+
+def read_image(files, size, i):
+    """The middle of an image file, scaled, as a tensor (size, size, 3) from -1 to 1."""
+    image, ops = need("PIL.Image", "pillow"), need("PIL.ImageOps", "pillow")
+    with reading(files[i], "an image"), image.open(files[i]) as file:
+        pixels = np.asarray(ops.fit(file.convert("RGB"), (size, size)), dtype=np.float32)
+    return torch.from_numpy(pixels / 127.5 - 1)
 
 
 # ---- the network
@@ -140,11 +202,41 @@ def cut(images, patch):
 # ---- the experiment
 
 
+def steps_per_epoch(data, cfg):
+    return math.ceil(len(data.train.labels) / cfg.batch_size)
+
+
+def train(model, data, cfg, seed, device, bar):
+    """Train with AdamW. The seed alone decides the batches."""
+    steps = steps_per_epoch(data, cfg)
+    schedule = cfg.learning_rate, 0.0, cfg.warmup_epochs * steps, cfg.epochs * steps
+    optimizer = adamw(model, cfg.learning_rate, cfg.weight_decay, (0.9, 0.999), device.type)
+    generator = torch.Generator().manual_seed(seed)
+    for epoch in range(cfg.epochs):
+        for i, (images, labels) in enumerate(data.train.batches(cfg.batch_size, generator)):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(epoch * steps + i, *schedule)
+            optimizer.zero_grad()
+            F.cross_entropy(model(images.to(device)), labels.to(device)).backward()
+            optimizer.step()
+            bar.update(1)
+
+
+@torch.inference_mode()
+def test(model, split, batch_size, device):
+    """(accuracy in %, mean loss in nats) on a split."""
+    right, nats = 0, 0.0
+    for images, labels in split.batches(batch_size):
+        logits, labels = model(images.to(device)), labels.to(device)
+        right += (logits.argmax(dim=1) == labels).sum().item()
+        nats += F.cross_entropy(logits, labels, reduction="sum").item()
+    return 100 * right / len(split.labels), nats / len(split.labels)
+
+
 def train_and_test(mode, seed, cfg, data, device, bar):
     """The record of one run. Modes share weights and batches, because both follow from the seed."""
     model = ViT(cfg.model_config(mode, data.n_classes), cfg.patch, data.channels, seed).to(device)
-    for _ in train(model, data, cfg, seed, device):
-        bar.update(1)
+    train(model, data, cfg, seed, device, bar)
     record = dict(value_mode=mode, seed=seed, parameters=sum(p.numel() for p in model.parameters()))
     record["accuracy"], record["loss"] = test(model, data.test, cfg.batch_size, device)
     record["train_accuracy"], record["train_loss"] = test(model, data.train, cfg.batch_size, device)
@@ -170,16 +262,6 @@ def table(runs, modes):
     return markdown(["mode", "accuracy, %", versus, "loss", versus, "train loss", versus, "parameters"], rows)
 
 
-def meaning(data, n_seeds, accuracy):
-    """What the table is, in words. accuracy: in %, as measured."""
-    n_train, n = len(data.train.labels), len(data.test.labels)
-    error = math.sqrt(accuracy * (100 - accuracy) / n)
-    return f"""
-Data: {data.name}, {n_train:,} images to train on, {n:,} held out, one split. {n_seeds} seeds of weights and batches:
-means ± standard deviations; vs: differences of equal seeds. Because only {n:,} images are held out, an accuracy has a
-standard error of {error:.2f} points besides."""
-
-
 def main(cfg: VitConfig):
     device = only_process(cfg.device, fixed_lengths=True).device
     if not cfg.data_dir:
@@ -193,8 +275,16 @@ def main(cfg: VitConfig):
             write_json(cfg.out_file, record)  # before each run: a path that cannot be written shows at once
             record["runs"].append(train_and_test(mode, seed, cfg, data, device, bar))
     write_json(cfg.out_file, record)
+
+    # Few images are held out, so an accuracy has an error besides that of the seeds.
+    share = record["runs"][0]["accuracy"] / 100
+    error = 100 * math.sqrt(share * (1 - share) / record["test_images"])
     print(table(record["runs"], cfg.value_mode))
-    print(meaning(data, len(cfg.seeds), record["runs"][0]["accuracy"]), "" if cfg.data_dir else NOT_IMAGENET, sep="\n")
+    print(f"\n{data.name}: {record['train_images']:,} images to train on, {record['test_images']:,} held out.")
+    print(f"Means over {len(cfg.seeds)} seeds ± standard deviations; vs: differences of equal seeds.")
+    print(f"An accuracy has a standard error of {error:.2f} points besides, because so few images are held out.")
+    if not cfg.data_dir:
+        print(NOT_IMAGENET)
 
 
 if __name__ == "__main__":

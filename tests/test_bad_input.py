@@ -40,7 +40,7 @@ BUILD = f"""{TRAIN} --out_dir=run --max_steps=2
 {TRAIN} --out_dir=other --max_steps=2 --value_mode=svformer
 eval run --task=loss,piqa --data_dir=evals
 analyze run --chunks=2
-export run --check=false --out_dir=hf"""
+export run --out_dir=hf"""
 RUN = "run/step_*2.safetensors run/config.json run/tokenizer.json"
 OF_OURS = {  # calls, and the files of ours that they read
     RESUME: "run/step* run/config.json run/metrics.jsonl data/*",
@@ -48,7 +48,7 @@ OF_OURS = {  # calls, and the files of ours that they read
     "eval run --task=loss": f"{RUN} run/eval.json data/*.json data/val/*",
     "sample run --max_new_tokens=4": RUN,
     "analyze run --chunks=2 --out_dir=new": f"{RUN} data/*.json data/val/*",
-    "export run --check=false --out_dir=new --overwrite": f"{RUN} run/env.json",
+    "export run --out_dir=new": f"{RUN} run/env.json",
     "plot compare run other --out_file=new.png": "run/metrics.jsonl",
     "plot analysis run --out_file=new.png": "run/analysis.json",
     f"{PREPARE} --out_dir=cut": "cut/*",
@@ -167,7 +167,7 @@ def settings(rng, house):
         (house.dir / "bad.py").write_text("\n".join(words), encoding="utf-8")
         words = ["bad.py"]
     if cls.__name__ == "PlotConfig":
-        words = ["loss", "run", *words]
+        words = ["compare", "run", *words]
     stand_in = SimpleNamespace(main=main, __doc__="", __file__="", __name__=script.__name__)
     return called(stand_in, words, house.dir).returncode == 2
 

@@ -65,23 +65,6 @@ def test_rows_of_several_lengths_equal_each_alone(mode, n_kv_head, static):
     assert cache.nbytes == 3 * 16 * 8 * kv_floats_per_token(model.cfg)
 
 
-@pytest.mark.parametrize("kw", [dict(arch="gpt2"), dict(attn="eager"), dict(attn="eager", n_kv_head=2)], ids=str)
-@pytest.mark.parametrize("mode", ["resformer", "cross", "everything"])
-@torch.no_grad()
-def test_rows_of_several_lengths_in_other_models(mode, kw):
-    model, later = tiny(mode, **kw), tokens((3, 7), seed=99)
-    same(decode(model, PROMPTS, later)[0], alone(model, PROMPTS, later))
-
-
-@torch.no_grad()
-def test_a_row_at_its_end_leaves_the_others_alone():
-    model, later = tiny("resformer"), tokens((2, 20), seed=99)  # the block of 32 ends after 3 tokens of the first row
-    prompts = [tokens((29,)).tolist(), [7, 8]]
-    found, _ = decode(model, prompts, later)
-    same(found[:1, :4], alone(model, prompts[:1], later[:1, :3]))
-    same(found[1:], alone(model, prompts[1:], later[1:]))
-
-
 @pytest.mark.parametrize("backend,mode", [*(("aot_eager", mode) for mode in COMPILED), ("inductor", "cross")])
 @torch.no_grad()
 def test_one_graph_serves_all_steps(backend, mode):
@@ -113,12 +96,6 @@ def test_compiled_text_equals_eager(monkeypatch):
         assert tensor._dynamo_static_input_type == "unguarded"
 
 
-def test_block_limits_the_text():
-    rows, cache, _ = generate(tiny().float(), [1] * 30, 100, temperature=0)
-    assert len(rows[0]) == 3 and cache.length == 32  # positions 30 and 31, and one token that needs none
-    assert len(generate(tiny().float(), [1] * 32, 100, temperature=0)[0][0]) == 1
-
-
 def test_samples_differ_and_seeds_repeat():
     def text(seed):
         return generate(tiny().float(), [7], 10, num_samples=3, seed=seed)[0]
@@ -135,17 +112,6 @@ def test_end_of_text_ends_a_sample():
     for row, whole in zip(rows, plain, strict=True):
         assert eot not in row and row == whole[: len(row)]
         assert len(row) == 20 or whole[len(row)] == eot
-
-
-def test_looking_for_ends_now_and_then_changes_nothing(monkeypatch):
-    model = tiny().float()
-    plain = generate(model, PROMPTS, 30, num_samples=2)[0]
-    for row, at in [(0, 0), (1, 3), (2, 15), (3, 16), (4, 17), (5, 20)]:
-        eot = plain[row][at]
-        cut = [r[: r.index(eot)] if eot in r else r for r in plain]
-        for look in (1, 4, 16):
-            monkeypatch.setattr(sample, "CHECK_EVERY", look)
-            assert generate(model, PROMPTS, 30, num_samples=2, eot=eot)[0] == cut
 
 
 def test_generation_ends_when_all_rows_have(monkeypatch):
@@ -202,34 +168,27 @@ def test_command_with_a_file_of_prompts(run, tmp_path):
     assert found.returncode == 0, found.stderr
     texts = [part.splitlines()[1] for part in found.stdout.split("--- ")[1:]]
     assert [text[:5] for text in texts] == ["hello", "hi th"] and all(text in plain.stdout for text in texts)
-    assert "prefill 13 tokens" in found.stdout and "compiled in" in found.stdout
+    assert "prefill 13 tokens" in found.stdout
     assert "KV cache 19,200 bytes = 2 x 15 tokens x 640" in found.stdout
 
 
 def test_bad_input(run, tmp_path):
     path = tmp_path / "prompts.txt"
     for text, says in (
-        (b"a\n\nb\n", "line 2 of"),
-        (b"", "line 1 of"),
-        (b"x\n" + 33 * b"y", "33 tokens"),
-        (b"\xff\xfe", "is not text in UTF-8"),
+        (b"a\n\nb\n", "a prompt is empty"),
+        (b"x\n" + 33 * b"y", "a prompt has more tokens than"),
+        (b"\xff\xfe", "not prompts in UTF-8"),
     ):
         path.write_bytes(text)
         refused(in_process(sample, run, f"--prompt_file={path}"), says)
     for word, says in (
-        (f"--prompt_file={tmp_path / 'none.txt'}", "none.txt cannot be read"),
-        ("--prompt=", "the prompt is empty"),
-        ("--prompt=" + "x" * 33, "33 tokens, the model's block only 32"),
+        (f"--prompt_file={tmp_path / 'none.txt'}", "none.txt is missing"),
+        ("--prompt=", "a prompt is empty"),
+        ("--prompt=" + "x" * 33, "than the model's block, 32"),
         ("--top_p=0", "top_p=0.0 must be at least"),
         ("--max_new_tokens=0", "at least 1"),
     ):
         refused(in_process(sample, run, word), says)
-
-
-def test_a_prompt_that_is_not_utf8(run):
-    """Its bytes become "?", in every locale."""
-    found = in_process(sample, run, "--prompt=a\udcff", "--max_new_tokens=1")
-    assert found.returncode == 0 and found.stdout.startswith("a?"), found
 
 
 def test_the_end_of_a_model_in_hugging_face_layout(run, monkeypatch):
@@ -237,9 +196,9 @@ def test_the_end_of_a_model_in_hugging_face_layout(run, monkeypatch):
     ends, tokenizer = [], byte_tokenizer()
     tokenizer.eot, tokenizer.end = 1, 2
 
-    def spy(model, prompts, max_new_tokens, num_samples, seed, end, *more, **sampling):
+    def spy(model, prompts, n_new, num_samples, seed, end, *more, **sampling):
         ends.append(end)
-        return generate(model, prompts, max_new_tokens, num_samples, seed, end, *more, **sampling)
+        return generate(model, prompts, n_new, num_samples, seed, end, *more, **sampling)
 
     monkeypatch.setattr(checkpoint, "load_tokenizer", lambda path: tokenizer)
     monkeypatch.setattr(sample, "generate", spy)
