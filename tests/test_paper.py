@@ -509,6 +509,7 @@ def test_committed_results_are_those_of_the_code():
     for name, record in committed["figures"].items():
         assert record["caption"] == FIGURES[name].caption
         assert "png" not in record or (ROOT / "results" / record["png"]).exists()
+        assert not re.search(r"[= ](/|~|[A-Z]:)", record["environment"]["command"]), f"{name}: a folder of one machine"
 
 
 def test_the_rates_of_scale_night_are_the_best():
