@@ -545,7 +545,8 @@ def test_a_lost_rank_ends_the_other(victim, data_dir, tmp_path):
     while ranks[0].is_alive() and len(checkpoint.steps(out)) < 2:
         time.sleep(0.01)
     ranks[victim].kill()
-    ended(ranks, *((-signal.SIGKILL, 1) if victim == 0 else (1, -signal.SIGKILL)))
+    said = ended(ranks, *((-signal.SIGKILL, 2) if victim == 0 else (2, -signal.SIGKILL)))[1 - victim]
+    assert "error: another rank has ended or cannot be reached" in said and "Traceback" not in said
     trained(data_dir, out, **kw | dict(max_steps=max(checkpoint.steps(out)) + 1), resume="auto")
 
 
