@@ -80,7 +80,9 @@ def called(script, words, folder):
 
 
 def contents(folder):
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("[!.]*") if p.is_file()}
+    """{name: bytes} of the files in a folder, without temporary ones, which are hidden."""
+    found = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    return {name: p.read_bytes() for name, p in found.items() if "/." not in f"/{name}"}
 
 
 class House:
