@@ -14,7 +14,7 @@ DEMO := vanilla resformer_lambda svformer
 # OpenMP threads that wait a long time awake make each other late when anything else runs (1.6 x on 2 busy cores)
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo figures test fuzz test-peers bench-gpu bench-82m bench-468m bench-memory bench-decoding lint clean
+.PHONY: demo figures test fuzz test-peers bench-gpu bench-82m bench-468m bench-decoding lint clean
 demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6
 	for mode in $(DEMO); do \
@@ -39,10 +39,10 @@ test-peers: .venv/ready-peers
 # fails does not stop the others. NO_INSTALL=1 uses the Python and the packages of the machine: no network is needed.
 OUT ?= results
 BENCH := $(PY) -m bench.training --device=cuda --block_size=2048
-DECODING := $(PY) -m bench.decoding --device=cuda --compile=on --dtype=bfloat16 --prompt=1024
 ON := --compile=on --dtype=bfloat16
+DECODING := $(PY) -m bench.decoding --device=cuda $(ON) --prompt=1024 --modes=vanilla,svformer --peers=dynamic,static
 LLAMAS := --peers=llama,llama_no_mask
-bench-gpu: bench-82m bench-468m bench-memory bench-decoding
+bench-gpu: bench-82m bench-468m bench-decoding
 
 bench-82m: .venv/ready-peers
 	-timeout 380 $(BENCH) $(ON) --shape=82M --micro_batch=32 $(LLAMAS) \
@@ -55,15 +55,10 @@ bench-468m: .venv/ready-peers
 	  --out_file=$(OUT)/gpu_train_468m.json
 	-timeout 150 $(BENCH) $(ON) --shape=468M --micro_batch=16 --modes=vanilla --out_file=$(OUT)/gpu_train_468m_16.json
 
-bench-memory: .venv/ready-peers
-	-timeout 300 $(BENCH) memory --compile=off --dtype=bfloat16 --shape=82M --micro_batch=32 \
-	  --peers=llama --modes=vanilla --recompute=off,on --out_file=$(OUT)/gpu_memory_82m.json
-
 bench-decoding: .venv/ready-peers
-	-timeout 150 $(DECODING) --shape=82M --batch=1 --modes=vanilla,svformer --peers=dynamic,static \
-	  --out_file=$(OUT)/gpu_decode_82m.json
-	-timeout 400 $(DECODING) --shape=468M --batch=1,8 --modes=vanilla,svformer --peers=dynamic,static \
-	  --out_file=$(OUT)/gpu_decode_468m.json
+	-timeout 150 $(DECODING) --shape=82M --out_file=$(OUT)/gpu_decode_82m.json
+	-timeout 200 $(DECODING) --shape=468M --out_file=$(OUT)/gpu_decode_468m.json
+	-timeout 250 $(DECODING) --shape=468M --batch=8 --out_file=$(OUT)/gpu_decode_468m_8.json
 
 lint: .venv/ready-dev
 	$(PY) -m ruff check .

@@ -2,7 +2,7 @@
 
     python analyze.py out/vanilla out/resformer                    1,000 validation chunks through each model
     python analyze.py --init=config/size_468m.py --chunks=4        the same of a model before its training
-    python analyze.py path/to/Llama-3.1-8B --length=2048 --data_dir=data/demo     Llama or Mistral, Hugging Face layout
+    python analyze.py path/to/Llama-3.1-8B --length=2048 --data_dir=data/demo     a Llama in Hugging Face layout
 
 A chunk is the end-of-text token, as before a first document, then consecutive tokens of validation text. We write
 analysis.json (numbers by layer) and analysis.npz (by token position, and spectra) into the run's folder, print the main
@@ -14,7 +14,6 @@ import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -23,9 +22,9 @@ import torch.nn.functional as F
 from common import checkpoint
 from common.data import EOT, Corpus, Tokenizer, raw_bits
 from common.files import write_atomic, write_record
-from common.layers import attend, attend_across, repeat_heads, to_fp32
+from common.layers import attend, attend_across, repeat_heads
 from common.plan import count_parameters
-from common.ranks import enough_memory, environment, only_process, pick_dtype
+from common.ranks import enough_memory, environment, only_process
 from common.report import markdown, plus_minus, progress
 from configurator import UserError, check_fields, load_settings, run, setting
 from model import GPT, join_scores
@@ -33,6 +32,7 @@ from train import TrainConfig
 
 NUMBERS = "analyze.py's numbers"  # the kind of analysis.json
 BLOCK = 2**24  # attention probabilities at a time, so that no memory grows with the length's square
+SEED = 42  # for the choice of chunks
 SINK = 0.3  # a sink gets more than this share of a head's attention (arXiv 2410.10781)
 SHOWN = ("entropy", "entropy_minus_uniform", "first", "value_norm_first", "value_norm_rest", "value_rank")  # printed
 
@@ -50,16 +50,12 @@ class AnalyzeConfig:
     data_dir: str = setting("", "prepared data with validation text; empty = the run's own data", group="Text")
     chunks: int = setting(1000, "chunks to average over, divided among the domains as the mixture is", least=1)
     length: int = setting(0, "tokens per chunk; 0 = the model's block_size", least=0)
-    seed: int = setting(42, "random seed for the choice of chunks")
 
     batch_tokens: int = setting(8192, "tokens per forward pass", least=1, group="Machine")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps")
-    dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of weights and states; sums are fp32")
 
     def __post_init__(self):
         check_fields(self)
-        if self.runs and self.init:
-            raise UserError("runs and --init exclude each other: name either runs or config files")
 
 
 # -- where attention goes
@@ -83,18 +79,18 @@ def received(q, keys, scale):
     """Attention that each position receives: column sums of softmax(q [k_1; k_2; …]^T * scale).
 
     One softmax runs over the keys of all layers given, those of each up to the query. We add a position's columns of
-    all layers. q (B, H, T, D), each k (B, G, T, D) -> (B, H, T), fp32 or float64.
+    all layers. q (B, H, T, D), each k (B, G, T, D) -> (B, H, T).
     """
     B, H, T, _ = q.shape
-    keys = [repeat_heads(to_fp32(k), H) for k in keys]  # (B, H, T, D)
+    keys = [repeat_heads(k, H) for k in keys]  # (B, H, T, D)
     # the probabilities of so many queries exist at a time
     rows = max(1, BLOCK // (B * H * T * len(keys)))
-    total = torch.zeros(B, H, T, dtype=to_fp32(q).dtype, device=q.device)
+    total = torch.zeros(B, H, T, dtype=q.dtype, device=q.device)
     for first in range(0, T, rows):
         # no query sees a later token, so the block ends where its last query stands
         last = min(T, first + rows)
         later = torch.ones(last - first, last, dtype=torch.bool, device=q.device).triu(first + 1)
-        block = to_fp32(q[:, :, first:last]) * scale
+        block = q[:, :, first:last] * scale
         scores = [(block @ k[:, :, :last].mT).masked_fill_(later, -math.inf) for k in keys]
         sums = torch.cat(scores, dim=-1).softmax(dim=-1).sum(dim=2)  # (B, H, parts * last)
         total[..., :last] += sums.view(B, H, len(keys), last).sum(dim=2)
@@ -173,8 +169,8 @@ def measure_importance(heads):
 
 
 def join_heads(t):
-    """Heads side by side: (B, h, T, D) -> (B, T, h * D), fp32 or float64."""
-    return to_fp32(t).transpose(1, 2).flatten(2)
+    """Heads side by side: (B, h, T, D) -> (B, T, h * D)."""
+    return t.transpose(1, 2).flatten(2)
 
 
 def spectrum(x):
@@ -184,10 +180,7 @@ def spectrum(x):
     """
     device = "cpu" if x.device.type == "mps" else x.device  # mps has no float64
     x = x.to(device, torch.float64)
-    _, T, E = x.shape
-    products = x @ x.mT if T < E else x.mT @ x  # both have the same eigenvalues, but for zeros
-    found = torch.linalg.eigvalsh(products / T).flip(-1).clamp(min=0)
-    return F.pad(found, (0, E - found.size(-1)))
+    return torch.linalg.eigvalsh(x.mT @ x / x.size(1)).flip(-1).clamp(min=0)
 
 
 def measure_vectors(x):
@@ -195,7 +188,7 @@ def measure_vectors(x):
     mean cosine of two different tokens (Eq 13 of https://arxiv.org/abs/2410.17897)."""
     norms = x.norm(dim=-1)
     if not norms.isfinite().all():
-        raise UserError("the model computes NaN or infinity: its weights are damaged, or --dtype is too narrow")
+        raise UserError("the model computes NaN or infinity, so its weights are damaged")
     # (|sum of unit vectors|^2 - T) / (T (T - 1)) needs no T x T products
     T, unit = x.size(1), F.normalize(x, dim=-1)
     cosines = (unit.sum(dim=1).square().sum(dim=-1) - unit.square().sum(dim=(1, 2))) / (T * (T - 1))
@@ -264,7 +257,7 @@ class Recorder:
         """Before a block, and before the final norm."""
         x = args[0]  # (B, T, C)
         self.chunks += len(x) if n == 0 else 0
-        self.add(n, measure_vectors(to_fp32(x)), "hidden_")
+        self.add(n, measure_vectors(x), "hidden_")
 
     def layer(self, n, attn, args, output):
         """After the attention of a layer."""
@@ -272,12 +265,9 @@ class Recorder:
         self.add(n, measure_importance(importance(mixes, used)))
         self.add(n, measure_vectors(join_heads(used["k"])), "key_")
 
-        # A spectrum takes long, so values that are used as they were projected are measured once.
-        values = measure_values(used["v"])
-        self.add(n, values, "value_")
+        self.add(n, measure_values(used["v"]), "value_")
         if "v" in projected:
-            is_mixed = projected["v"] is not used["v"]
-            self.add(n, measure_values(projected["v"]) if is_mixed else values, "raw_value_")
+            self.add(n, measure_vectors(join_heads(projected["v"])), "raw_value_")
 
         # Eq 6 needs the sum over all layers before, so we carry it along.
         v_sum = used["v"]
@@ -305,7 +295,7 @@ class Subject:
 def open_run(path, cfg, device):
     """The Subject of a weights file, in a run's folder or in a Hugging Face folder."""
     data_dir, mixture = checkpoint.trained_on(path.parent, cfg.data_dir, "the prepared data by --data_dir")
-    model = checkpoint.load(path, device=device, dtype=pick_dtype(cfg.dtype, device.type))
+    model = checkpoint.load(path, device=device)
     tokenizer, step = checkpoint.load_tokenizer(path), checkpoint.read_header(path)["step"]
     return Subject(model, path.parent, data_dir, mixture, tokenizer, step)
 
@@ -316,22 +306,21 @@ def open_initial(cfg, device):
     words = [*cfg.init, *([f"--data_dir={cfg.data_dir}"] if cfg.data_dir else [])]
     trained = load_settings(TrainConfig, words)
     tokenizer = Tokenizer.load(Path(trained.data_dir) / "tokenizer.json")
-    model = GPT(trained.model_config(tokenizer.n_vocab), trained.seed)
-    model = model.to(device, pick_dtype(cfg.dtype, device.type)).eval()
-    folder = Path("out", "-".join(["init", *(Path(file).stem for file in cfg.init)]))
-    return Subject(model, folder, trained.data_dir, trained.mixture, tokenizer, step=0)
+    model = GPT(trained.model_config(tokenizer.n_vocab), trained.seed).to(device).eval()
+    folder = "-".join(["init", *(Path(file).stem for file in cfg.init)])
+    return Subject(model, Path("out", folder), trained.data_dir, trained.mixture, tokenizer, step=0)
 
 
-def choose_windows(corpus, n, seed):
+def choose_windows(corpus, n):
     """[(domain, window)] of n validation windows, divided among the domains by their weight, in random order. A domain
     that has too few gives all of them."""
     bounds = np.rint(n * np.cumsum([0, *corpus.mixture.values()])).astype(int)
     found = []
     for domain, quota in zip(corpus.domains, np.diff(bounds), strict=True):
-        order = np.argsort(raw_bits(seed, "analysis", domain, n=corpus.windows("val", domain)), kind="stable")
+        order = np.argsort(raw_bits(SEED, "analysis", domain, n=corpus.windows("val", domain)), kind="stable")
         found += [(domain, int(window)) for window in order[:quota]]
     # each batch has text of all domains
-    order = np.argsort(raw_bits(seed, "analysis", n=len(found)), kind="stable")
+    order = np.argsort(raw_bits(SEED, "analysis", n=len(found)), kind="stable")
     return [found[i] for i in order]
 
 
@@ -346,7 +335,7 @@ def read_chunks(subject, cfg):
     corpus = Corpus(subject.data_dir, T - 1 if is_ours else 3 * (T - 1), mixture=subject.mixture)
     if is_ours and corpus.tokenizer.hash != tokenizer.hash:
         raise UserError(f"{subject.data_dir} was made with another tokenizer than {subject.folder}; name its own data")
-    windows = choose_windows(corpus, cfg.chunks, cfg.seed)
+    windows = choose_windows(corpus, cfg.chunks)
     rows = [corpus.val_batch(domain, w, w + 1)[0][0] for domain, w in windows]
     if not is_ours:
         texts = [corpus.tokenizer.decode(row.tolist()).replace(EOT, "\n\n") for row in rows]
@@ -373,16 +362,14 @@ def summarize(recorder, L, T):
         is_state = name.startswith("hidden_")
         table, rows = (states, L + 1) if is_state else (layers, L)
         means = [recorder.mean(name, n) for n in range(rows)]
-        widths = [len(mean) for mean in means if isinstance(mean, np.ndarray)]
-        if not widths:
+        # a layer may lack a quantity; any layer that has it says whether it is a number or an array
+        found = next(mean for mean in reversed(means) if mean is not None)
+        if isinstance(found, float):
             table[name] = {"mean": rounded(means)}
-            continue
-        # A layer without the quantity has NaN. A spectrum is shorter where a layer owns fewer value heads.
-        rows = np.full((len(means), max(widths)), np.nan, np.float32)
-        for row, mean in zip(rows, means, strict=True):
-            if mean is not None:
-                row[: len(mean)] = mean
-        arrays[name] = rows
+        else:
+            arrays[name] = np.stack([np.full_like(found, np.nan) if mean is None else mean for mean in means]).astype(
+                "f4"
+            )
     level = uniform_entropy(T)
     layers["entropy_minus_uniform"] = {"mean": rounded([x - level for x in layers["entropy"]["mean"]])}
     return {"entropy_uniform": level, "layers": layers, "states": states}, arrays
@@ -400,7 +387,7 @@ def analyze(subject, cfg, device):
 
     numbers, arrays = summarize(recorder, model.cfg.n_layer, T)
     about = {"mode": model.cfg.value_mode.name, "step": subject.step, "parameters": count_parameters(model.cfg)}
-    about |= {"chunks": N, "length": T, "dtype": cfg.dtype, "device": device.type, "environment": environment()}
+    about |= {"chunks": N, "length": T, "device": device.type, "environment": environment()}
     archive = io.BytesIO()  # numpy would add .npz to the name of a temporary file
     np.savez_compressed(archive, **arrays)
     write_atomic(out / "analysis.npz", lambda temporary: temporary.write_bytes(archive.getvalue()))
@@ -418,8 +405,8 @@ def main(cfg: AnalyzeConfig):
     device = only_process(cfg.device).device
     if cfg.init:
         analyze(open_initial(cfg, device), cfg, device)
-        return
-    paths = [checkpoint.find(name) for name in cfg.runs or ("",)]
+    newest = () if cfg.init else ("",)
+    paths = [checkpoint.find(name) for name in cfg.runs or newest]
     if len({cfg.out_dir or path.parent.resolve() for path in paths}) < len(paths):
         raise UserError("several of these models would write into one folder; name one of them, without --out_dir")
     for path in paths:

@@ -18,6 +18,7 @@ import sys
 import types
 import typing
 
+WORDS = {"true": "True", "on": "True", "false": "False", "off": "False", "none": "None"}
 UNIONS = (typing.Union, types.UnionType)
 
 
@@ -91,7 +92,7 @@ def parse(text, hint):
     if hint is str or origin is typing.Literal or (origin in UNIONS and str in typing.get_args(hint)):
         return text
     try:
-        value = ast.literal_eval(text.title() if text.lower() in ("true", "false", "none") else text)
+        value = ast.literal_eval(WORDS.get(text.lower(), text))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return tuple(text.split(",")) if origin is tuple else text
     return (value,) if origin is tuple and not isinstance(value, tuple) else value
@@ -162,6 +163,12 @@ def run(main, usage, skip_unknown=False):
         return main(load_settings(typing.get_type_hints(main)["cfg"], sys.argv[1:], usage, skip_unknown))
     except UserError as e:
         message = e
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # nobody reads the output any more, as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except OSError as e:  # a full disk, a folder without permission
         message = f"{e.filename or 'a file'} cannot be read or written: {e.strerror or e}"
     rank = os.environ.get("RANK", "0")

@@ -4,7 +4,6 @@
     python eval.py out/vanilla out/resformer --task=table1,table5       the paper's tables, side by side
     torchrun --nproc_per_node=8 eval.py out/resformer --task=all        documents split over the ranks
     python eval.py out/resformer --task=piqa --data_dir=evals           local files, no network
-    lm_eval --model hf --model_args pretrained=hf/svformer,trust_remote_code=True …    by the harness, see export.py
 
 Tasks: loss (validation loss by domain), hellaswag openbookqa winogrande arc_challenge arc_easy piqa, lambada;
 table1 = the six multiple-choice tasks, table5 = loss, all = everything. Prints Markdown tables, writes eval.json beside
@@ -26,7 +25,7 @@ from common.checkpoint import load_tokenizer, trained_on, trained_with_bos
 from common.data import Corpus, Tokenizer
 from common.files import hold, read_record, sha256, write_record, write_text
 from common.ranks import Distributed, enough_memory, environment, weights_dtype
-from common.report import markdown, progress, side_by_side, table_row
+from common.report import markdown, progress, side_by_side
 from common.scoring import domain_losses, requests_of, rows_of, score
 from common.tasks import GROUPS, TABLE1, TASKS, per_document, questions, task_record
 from configurator import UserError, check_fields, run, setting
@@ -41,23 +40,17 @@ class EvalConfig:
     runs: tuple[str, ...] = setting((), "runs or checkpoint files, the baseline first", group="Models", positional=True)
     which: Literal["last", "best"] = setting("last", "a run's last checkpoint, or its best in validation")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of weights; auto = bf16 on newer GPUs")
-    task: tuple[str, ...] = setting(("all",), "tasks, several with commas, see above", group="Tasks")
+    task: tuple[Literal[*GROUPS["all"], *GROUPS], ...] = setting(("all",), "tasks, see above", group="Tasks")
     data_dir: str = setting("", "folder of local task files; empty = from the hub through `datasets`")
     corpus: str = setting("", "prepared data for the loss; empty = what the run was trained on")
-    limit: int = setting(0, "only the first documents of each task, so many; 0 = all", least=0)
+    limit: int = setting(0, "a trial: only so many documents of each task, and nothing written; 0 = all", least=0)
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
     batch_tokens: int = setting(0, "tokens in a forward pass; 0 = 65,536 on a CUDA GPU, else 2,048", least=0)
 
     def __post_init__(self):
         check_fields(self)
         names = [name for group in self.task for name in GROUPS.get(group, (group,))]
-        if unknown := set(names) - set(GROUPS["all"]):
-            raise UserError(f"unknown task {min(unknown)!r}; choose from {', '.join((*GROUPS['all'], *GROUPS))}")
         object.__setattr__(self, "task", tuple(dict.fromkeys(names)))  # each once
-
-    def tokens_per_pass(self, world):
-        # On a CPU, more is slower.
-        return self.batch_tokens or (65536 if world.kind == "cuda" else 2048)
 
 
 @dataclass
@@ -68,8 +61,6 @@ class Entry:
     header: dict
     tokenizer: Tokenizer
     digest: str
-    corpus: Corpus | None = None  # for --task=loss
-    label: str = ""  # in the tables
     correct: dict = field(default_factory=dict)  # {task: what `per_document` returns}
     records: dict = field(default_factory=dict)  # {task: what eval.json says}
 
@@ -84,26 +75,6 @@ def open_corpus(entry, cfg, world):
     return corpus
 
 
-def open_entries(cfg, world):
-    """An Entry for each checkpoint."""
-    entries = []
-    for name in cfg.runs or ("",):
-        path = checkpoint.find(name, cfg.which)
-        read_results(path.parent)
-        entry = Entry(path, checkpoint.read_header(path), load_tokenizer(path), sha256(path))
-        entries.append(entry)
-        if "loss" in cfg.task:
-            entry.corpus = open_corpus(entry, cfg, world)
-            if entry.corpus.val_hash != entries[0].corpus.val_hash:
-                how = "compare their losses on one --corpus, and only if both or none were trained with --bos"
-                raise UserError(f"{entries[0].path} and {path} have different data: {how}")
-    # The modes name the rows of the tables, if they differ.
-    modes = {entry.header["mode"] for entry in entries}
-    for entry in entries:
-        entry.label = entry.header["mode"] if len(modes) == len(entries) else str(entry.path)
-    return entries
-
-
 # ---- what a model answers
 
 
@@ -113,7 +84,7 @@ def require_finite(values, name):
         raise UserError(f"{name}: the model's log-probabilities are not finite; {remedy}")
 
 
-def score_task(entry, model, name, documents, cfg, world):
+def score_task(model, name, documents, cfg, world):
     """For each document an array (choices, 2): the sum of log-probabilities in nats, and 1 if each token is the
     likeliest one, else 0. The ranks share the work, and all of them get the scores."""
     sizes = [len(requests) for requests in documents]
@@ -121,9 +92,8 @@ def score_task(entry, model, name, documents, cfg, world):
 
     # Rows hold parts of documents, so we add up by the number of the choice.
     sums = np.zeros((sum(sizes), 2))  # nats, and tokens that are not the likeliest ones
-    n_tokens = sum(row.scored.shape[1] for row in rows)
-    with progress(f"{entry.label}, {name}", n_tokens, "tok", world.rank == 0) as bar:
-        for owners, log_p, is_likeliest in score(model, rows, cfg.tokens_per_pass(world)):
+    with progress(name, sum(row.scored.shape[1] for row in rows), "tok", world.rank == 0) as bar:
+        for owners, log_p, is_likeliest in score(model, rows, cfg.batch_tokens):
             require_finite(log_p, name)
             np.add.at(sums, owners, np.stack((log_p, ~is_likeliest), axis=1))
             bar.update(len(owners))
@@ -133,27 +103,25 @@ def score_task(entry, model, name, documents, cfg, world):
     return np.split(sums, np.cumsum(sizes)[:-1])
 
 
-def write_samples(entry, name, asked, documents, scores):
-    """One JSON line for each choice, in a file beside the checkpoint."""
+def write_samples(path, asked, scores):
+    """One JSON line for each choice."""
     lines = []
-    for i, (q, requests) in enumerate(zip(asked, documents, strict=True)):
-        for j, (request, (log_prob, greedy)) in enumerate(zip(requests, scores[i].tolist(), strict=True)):
-            sample = {"checkpoint": entry.label, "task": name, "document": i, "choice": j, "context": q.contexts[j]}
-            sample |= {"continuation": q.delimiter + q.choices[j], "ids": request.ids[-request.n_scored :]}
-            sample |= {"gold": q.gold, "log_prob": log_prob, "greedy": greedy == 1}
+    for i, (q, of_choices) in enumerate(zip(asked, scores, strict=True)):
+        for j, (log_prob, greedy) in enumerate(of_choices.tolist()):
+            sample = {"document": i, "choice": j, "gold": q.gold, "context": q.contexts[j]}
+            sample |= {"continuation": q.delimiter + q.choices[j], "log_prob": log_prob, "greedy": greedy == 1}
             lines.append(json.dumps(sample) + "\n")
-    write_text(entry.path.with_name(f"samples_{name}.{entry.path.stem}.jsonl"), "".join(lines))
+    write_text(path, "".join(lines))
 
 
 @torch.inference_mode()
-def loss_record(entry, model, cfg, world):
+def loss_record(corpus, model, cfg, world):
     """The record of the loss in eval.json, over the whole validation split: every token once but a domain's first."""
-    corpus = entry.corpus
-    n_windows = max(1, cfg.tokens_per_pass(world) // corpus.block_size)  # in a forward pass
+    n_windows = max(1, cfg.batch_tokens // corpus.block_size)  # in a forward pass
     parts = corpus.val_parts(n_windows)[world.rank :: world.size]
     n_bytes = corpus.tokenizer.token_bytes()
     sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes of text
-    with progress(f"{entry.label}, loss", len(parts), "batch", world.rank == 0) as bar:
+    with progress("loss", len(parts), "batch", world.rank == 0) as bar:
         for d, first, last in parts:
             x, y = corpus.val_batch(corpus.domains[d], first, last)
             _, loss = model(*world.to_device((x, y)))
@@ -163,9 +131,7 @@ def loss_record(entry, model, cfg, world):
     # Each rank has its share of the windows.
     sums = world.sum(sums).numpy()
     require_finite(sums, "loss")
-    record = domain_losses(corpus, sums)
-    record["tokens"] = {domain: int(n) for domain, n in zip(corpus.domains, sums[:, 1], strict=True)}
-    return record | {"data": corpus.val_hash}
+    return domain_losses(corpus, sums) | {"data": corpus.val_hash}
 
 
 def read_results(folder):
@@ -174,93 +140,88 @@ def read_results(folder):
     return read_record(path, RESULTS) if path.exists() else {}
 
 
-def store(entry, name, cfg):
+def store(entry, name):
     """Put a task's record into eval.json. What is there of other tasks and checkpoints stays."""
-    # A result with a limit, or in another dtype, does not replace the usual one.
-    limit = f" limit={cfg.limit}" if cfg.limit and name != "loss" else ""
-    dtype = f" dtype={cfg.dtype}" if cfg.dtype != "float32" else ""
     about = {"mode": entry.header["mode"], "step": entry.header["step"], "sha256": entry.digest, "env": environment()}
     with hold(entry.path.parent, ".eval.lock", seconds=60):
         found = read_results(entry.path.parent)
         before = found.get(entry.path.name, {})
         results = before["results"] if before.get("sha256") == entry.digest else {}  # else of other weights
-        found[entry.path.name] = about | {"results": results | {name + limit + dtype: entry.records[name]}}
+        found[entry.path.name] = about | {"results": results | {name: entry.records[name]}}
         write_record(entry.path.with_name("eval.json"), RESULTS, found)
 
 
 @enough_memory("set a smaller --batch_tokens")
-def evaluate(entry, asked, cfg, world):
-    """Score a checkpoint on all tasks, and write each one down when it is done."""
-    model = checkpoint.load(entry.path, device=world.device, dtype=getattr(torch, cfg.dtype))
+def evaluate(path, asked, cfg, world):
+    """The Entry of a checkpoint, scored on all tasks. We write each task down when it is done."""
+    entry = Entry(path, checkpoint.read_header(path), load_tokenizer(path), sha256(path))
+    model = checkpoint.load(path, device=world.device, dtype=getattr(torch, cfg.dtype))
     for name in cfg.task:
         began = time.time()
         if name == "loss":
-            record = loss_record(entry, model, cfg, world)
+            record = loss_record(open_corpus(entry, cfg, world), model, cfg, world)
         else:
             of_task, where = asked[name]
             documents = requests_of(name, of_task, entry.tokenizer, model.cfg.block_size)
-            scores = score_task(entry, model, name, documents, cfg, world)
+            scores = score_task(model, f"{path.parent}, {name}", documents, cfg, world)
             entry.correct[name] = per_document(name, of_task, scores)
-            record = task_record(of_task, documents, entry.correct[name]) | {"data": where, "limit": cfg.limit}
-            if world.rank == 0:
-                write_samples(entry, name, of_task, documents, scores)
+            record = task_record(entry.correct[name]) | {"data": where}
+            if world.rank == 0 and not cfg.limit:
+                write_samples(path.with_name(f"samples_{name}.{path.stem}.jsonl"), of_task, scores)
         entry.records[name] = record | {"dtype": cfg.dtype, "seconds": round(time.time() - began, 3)}
-        if world.rank == 0:
-            store(entry, name, cfg)
+        # A trial on a few documents must not replace a result.
+        if world.rank == 0 and not cfg.limit:
+            store(entry, name)
+    return entry
 
 
 # ---- the tables
 
 
-def accuracy_table(entries, metric, names):
-    """The paper's Table 1 for one metric. "Avg" is the mean of those of its six tasks that have the metric, where all
-    of them were asked for."""
-    averaged = [t for t in TABLE1 if metric in TASKS[t].metrics]
-    if not set(averaged) <= set(names):
-        averaged = []
-    values = [{t: e.correct[t][metric] for t in names} for e in entries]
-    rows = side_by_side([e.label for e in entries], values, averaged)
-    records = entries[0].records
-    rows.append(table_row("chance", {t: np.array([records[t]["chance"]]) for t in names}, averaged))
-    return markdown([metric, *names, *(["Avg"] if averaged else [])], rows)
+def accuracy_table(labels, entries, metric, names):
+    """The paper's Table 1 for one metric. "Avg" is the mean over its six tasks, as far as they were asked for."""
+    averaged = [name for name in names if name in TABLE1]
+    values = [{name: e.correct[name][metric] for name in names} for e in entries]
+    header = [metric, *names, *(["Avg"] if averaged else [])]
+    return markdown(header, side_by_side(labels, values, averaged))
 
 
-def loss_table(entries):
+def loss_table(labels, entries):
     """The paper's Table 5: nats per token by domain, their plain mean, and their mean with the weights of training."""
+    if len({e.records["loss"]["data"] for e in entries}) > 1:
+        how = "compare their losses on one --corpus, and only if all or none were trained with --bos"
+        raise UserError(f"{', '.join(labels)} have different validation data: {how}")
     values = []
     for loss in (e.records["loss"] for e in entries):
         nats = loss["val"] | {"Avg": loss["val_mean"], "mixture": loss["val_mixture"]}
         values.append({column: np.array([number]) for column, number in nats.items()})
-    return markdown(["loss (nats per token)", *values[0]], side_by_side([e.label for e in entries], values))
+    return markdown(["loss (nats per token)", *values[0]], side_by_side(labels, values))
 
 
-def all_tables(entries, names):
+def tables(entries, names):
     """All tables, as Markdown. eval.json has more, such as bits per byte and LAMBADA's perplexity."""
-    tables = []
-    tasks = [t for t in TASKS if t in names]
+    # The modes name the rows, if they differ.
+    labels = [e.header["mode"] for e in entries]
+    if len(set(labels)) < len(labels):
+        labels = [str(e.path) for e in entries]
     for metric in ("acc", "acc_norm"):
-        having = [t for t in tasks if metric in TASKS[t].metrics]
+        having = [name for name in TASKS if name in names and metric in TASKS[name].metrics]
         if having:
-            tables.append(accuracy_table(entries, metric, having))
+            yield accuracy_table(labels, entries, metric, having)
     if "loss" in names:
-        tables.append(loss_table(entries))
-    for e in entries:
-        cut = [f"{e.records[t]['cut']:,} of {t}" for t in tasks if e.records[t]["cut"]]
-        if cut:
-            tables.append(f"{e.label}: longer than the block and cut on the left: {', '.join(cut)}")
-    return "".join(table + "\n\n" for table in tables)
+        yield loss_table(labels, entries)
 
 
 def main(cfg: EvalConfig):
     world = Distributed(cfg.device)
-    cfg = dataclasses.replace(cfg, dtype=str(weights_dtype(cfg.dtype, world.kind)).removeprefix("torch."))
-    # We open all checkpoints and read all questions before we score any: a mistake shows now, not after hours.
-    entries = open_entries(cfg, world)
+    dtype = str(weights_dtype(cfg.dtype, world.kind)).removeprefix("torch.")
+    batch_tokens = cfg.batch_tokens or (65536 if world.kind == "cuda" else 2048)  # on a CPU more is slower
+    cfg = dataclasses.replace(cfg, dtype=dtype, batch_tokens=batch_tokens)
     asked = {name: questions(name, cfg.data_dir, cfg.limit) for name in cfg.task if name != "loss"}
-    for entry in entries:
-        evaluate(entry, asked, cfg, world)
-    if world.rank == 0:
-        print(all_tables(entries, cfg.task), end="")
+    entries = [evaluate(checkpoint.find(name, cfg.which), asked, cfg, world) for name in cfg.runs or ("",)]
+    for table in tables(entries, cfg.task):
+        if world.rank == 0:
+            print(table, end="\n\n")
     world.close()
 
 

@@ -310,6 +310,7 @@ class GPT(nn.Module):
         """N(0, std) for every matrix, each from (seed, its name), so modes share the weights of equal name and shape.
         A fused product is drawn part by part, so its weights do not depend on what is fused. std is the config's
         init_std, but 1/sqrt(C) for token tables (nanochat's), 0 with tables="one", and Linear.std where that is set."""
+        # norms start at 1 and biases at 0; each matrix draws from a random stream of its own
         for name, module in self.named_modules():
             if isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
                 module.weight.fill_(1)
@@ -333,6 +334,7 @@ class GPT(nn.Module):
     def hidden(self, idx, cache=None):
         """Token ids (B, T) -> normed output of the last layer (B, T, C). cache: a KVCache, whose tokens come before
         these (it then stores these too), or another class with its methods, such as scoring.PrefixTree."""
+        # where these tokens stand: at the beginning, or behind those of the cache
         B, T = idx.shape
         assert cache or T <= self.cfg.block_size, f"{T} tokens do not fit block_size={self.cfg.block_size}"
         positions = cache.positions(T) if cache else slice(T)  # a slice, or (B, T)

@@ -1,10 +1,10 @@
 """Pictures and tables of runs, from their metrics.jsonl and from what analyze.py writes beside it.
 
-    python plot.py compare out/demo/*                             a table, and training loss minus the baseline's
+    python plot.py compare out/demo/vanilla out/demo/svformer     a table, and training loss minus vanilla's
     python plot.py analysis out/demo/vanilla out/demo/svformer    attention concentration by layer
 
-Name runs by their folders. `compare` draws runs of one value_mode that differ only in their seed as one line, their
-mean, with a band of one standard deviation (n - 1) on each side. paper/ draws its figures with the functions below.
+`compare` draws runs of one value_mode that differ only in their seed as one line, their mean, with a band of one
+standard deviation (n - 1) on each side. paper/ draws its figures with the functions below.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import numpy as np
 from common.files import read_record, read_record_lines, reading, write_atomic
 from common.report import markdown, mean_std, plus_minus
 from configurator import UserError, check_fields, need, run, setting
-from value_modes import row_and_number
 
 GROWTH = 1.15  # a point averages the losses over the last 1 - 1/1.15 = 13 % of the tokens so far
 SHOWN, EARLY = 1 / 40, 1 / 10  # the x axis begins at 1/40 of training; losses before 1/10 may leave the y axis
@@ -28,13 +27,12 @@ class PlotConfig:
     """Every setting of plot.py."""
 
     words: tuple[str, ...] = setting((), "what to draw, see above, then the runs", positional=True)
-    baseline: str = setting("vanilla", "value_mode that we compare the others with")
     out_file: str = setting("", "PNG to write; empty = <what is drawn>.png in the folder that holds the first run")
 
     def __post_init__(self):
         check_fields(self)
         if len(self.words) < 2 or self.words[0] not in ("compare", "analysis"):
-            raise UserError("say compare or analysis, then name runs: `python plot.py compare out/demo/*`")
+            raise UserError("say compare or analysis, then name runs: `python plot.py compare out/a out/b`")
         if self.out_file and not self.out_file.endswith(".png"):
             raise UserError(f"out_file={self.out_file} must end in .png")
 
@@ -57,20 +55,19 @@ def styles_of(modes):
     """{label: mode} -> {label: look of its line, as keywords of matplotlib's `plot`}.
 
     A headline mode has a colour of its own, and vanilla's is black. Any other mode gets the colour that this figure
-    has used least so far. Lines of one colour, such as neutreno and neutreno_0.6, differ in dash and marker.
+    has used least so far. Lines of one colour differ in dash and marker.
     """
-    names = {label: row_and_number(mode)[0] for label, mode in modes.items()}  # neutreno for neutreno_0.6
-    colors = {name: COLORS[HEADLINE.index(name)] for name in names.values() if name in HEADLINE}
-    for name in names.values():
-        if name not in colors:
-            colors[name] = min(COLORS[1:], key=list(colors.values()).count)
+    colors = {mode: COLORS[HEADLINE.index(mode)] for mode in modes.values() if mode in HEADLINE}
+    for mode in modes.values():
+        if mode not in colors:
+            colors[mode] = min(COLORS[1:], key=list(colors.values()).count)
     # the n-th line of a colour has another dash and marker than the first one
     styles, drawn = {}, []
-    for label, name in names.items():
-        look = COLORS.index(colors[name]) + drawn.count(colors[name])
-        drawn.append(colors[name])
+    for label, mode in modes.items():
+        look = COLORS.index(colors[mode]) + drawn.count(colors[mode])
+        drawn.append(colors[mode])
         dash, marker = DASHES[look % len(DASHES)], MARKERS[look % len(MARKERS)]
-        styles[label] = {"color": colors[name], "linestyle": dash, "marker": marker, "markerfacecolor": "none"}
+        styles[label] = {"color": colors[mode], "linestyle": dash, "marker": marker, "markerfacecolor": "none"}
     return styles
 
 
@@ -129,12 +126,11 @@ class Curves:
     val: dict  # {step: validation loss, mean over the domains}
     domains: dict  # {domain: its last validation loss}
     step_tokens: float  # tokens of one optimizer step
-    finished: bool
+    final_loss: float | None  # the validation loss at the end; None if the run has not come that far
 
     @property
-    def final_loss(self):
-        """The validation loss of a finished run."""
-        return self.val[self.start["max_steps"]]
+    def finished(self):
+        return self.final_loss is not None
 
 
 def read_run(folder):
@@ -157,16 +153,8 @@ def read_run(folder):
             val=val,
             domains=events["eval"][-1]["val"] if val else {},
             step_tokens=float(steps["tokens"][-1] / steps["step"][-1]),
-            finished=start["max_steps"] in val,
+            final_loss=val.get(start["max_steps"]),
         )
-
-
-def read_runs(names):
-    """The Curves of runs. out/demo/* also matches the pictures beside the runs, so we leave files out."""
-    runs = [read_run(name) for name in names if not Path(name).is_file()]
-    if not runs:
-        raise UserError(f"none of {', '.join(names)} is a run; name folders that train.py has written")
-    return runs
 
 
 def plan_of(run):
@@ -175,15 +163,13 @@ def plan_of(run):
     return f"length {run.start['block_size']}{bos}, {run.start['max_steps']:,} steps of {run.step_tokens:,.0f} tokens"
 
 
-def by_mode(runs, baseline):
-    """{value_mode: its runs}, the baseline first. All were trained alike; those of a mode differ only in their seed."""
+def by_mode(runs):
+    """{value_mode: its runs}, vanilla first. All were trained alike; those of a mode differ only in their seed."""
     groups, first = {}, runs[0]
-    for one in sorted(runs, key=lambda run: run.start["value_mode"] != baseline):
-        if (plan_of(one), one.start["data"]) != (plan_of(first), first.start["data"]):
-            data = " on other data" if one.start["data"] != first.start["data"] else ""
-            raise UserError(f"{one.name} had {plan_of(one)}{data}, {first.name} had {plan_of(first)}: not comparable")
-
-        # the mean over seeds is one only of equal runs
+    for one in sorted(runs, key=lambda run: run.start["value_mode"] != "vanilla"):
+        its, wanted = (f"{plan_of(run)} of data {run.start['data']}" for run in (one, first))
+        if its != wanted:
+            raise UserError(f"{one.name} had {its}, {first.name} had {wanted}: not comparable")
         mode = one.start["value_mode"]
         for other in groups.setdefault(mode, []):
             # an unfinished run has fewer steps, so we compare the learning rates of those that both have
@@ -195,23 +181,13 @@ def by_mode(runs, baseline):
     return groups
 
 
-def pair(groups, baseline):
-    """{value_mode: [(run, the baseline's run of its seed)]}. Both saw the same batches, so their noise cancels."""
-    partners = {run.start["seed"]: run for run in groups.get(baseline, [])}
-    pairs = {mode: [(one, partners.get(one.start["seed"])) for one in groups[mode]] for mode in groups}
-    pairs.pop(baseline, None)
-    if not pairs:
-        raise UserError(f"all runs are {baseline}; name runs of other modes to compare with them")
-    for one, base in sum(pairs.values(), []):
-        if base is None:
-            raise UserError(f"{one.name} needs a {baseline} run with its seed, {one.start['seed']}; name it too")
-    return pairs
-
-
-def title_of(groups):
-    """What the runs of a picture have in common. Their sizes may differ."""
-    runs = [run for of_mode in groups.values() for run in of_mode]
-    return f"{count_range([run.start['parameters'] for run in runs])} parameters, {plan_of(runs[0])}"
+def pair(groups):
+    """{value_mode: [(run, vanilla's run of its seed)]}. Both saw the same batches, so their noise cancels."""
+    vanilla = {one.start["seed"]: one for one in groups.get("vanilla", [])}
+    seeds = {one.start["seed"] for runs in groups.values() for one in runs}
+    if len(groups) == 1 or not seeds <= vanilla.keys():
+        raise UserError("name runs of vanilla and of other modes, and for each of them vanilla's with its seed")
+    return {mode: [(one, vanilla[one.start["seed"]]) for one in groups[mode]] for mode in groups if mode != "vanilla"}
 
 
 # -- curves
@@ -268,8 +244,8 @@ def token_axis(ax):
     ax.set_xlabel(f"training tokens (a point averages the {1 - 1 / GROWTH:.0%} before it)")
 
 
-def relative_panel(ax, pairs, styles, baseline="vanilla"):
-    """pairs: {label: [(run, the baseline's run of its seed)]} -> training loss minus the baseline's, over tokens."""
+def relative_panel(ax, pairs, styles):
+    """pairs: {label: [(run, vanilla's run of its seed)]} -> training loss minus vanilla's, over tokens."""
     for label, both in pairs.items():
         runs = [run for run, _ in both] + [base for _, base in both]
         x, losses = align([(run.steps["tokens"], run.steps["loss"]) for run in runs])
@@ -277,7 +253,7 @@ def relative_panel(ax, pairs, styles, baseline="vanilla"):
         draw_line(ax, *growing_means(x, gaps), label, styles[label])
     token_axis(ax)
     ax.axhline(0, **ZERO)
-    ax.set_ylabel(f"training loss minus {baseline}'s\n(nats per token)")
+    ax.set_ylabel("training loss minus vanilla's\n(nats per token)")
     legend(ax)
 
 
@@ -298,28 +274,26 @@ def layer_panel(ax, lines, styles, ylabel, first=1, level=None):
 # -- what we draw of runs
 
 
-def compare(path, groups, baseline):
-    """Print the table of modes, and draw the training loss of each minus that of the baseline with the same seeds."""
-    pairs, rows = pair(groups, baseline), []
+def compare(path, groups):
+    """Print the table of modes, and draw the training loss of each minus that of vanilla with the same seeds."""
+    pairs, rows = pair(groups), []
     for mode, runs in groups.items():
         # only finished runs have a loss in the table
         losses = [run.final_loss for run in runs if run.finished]
         both = [(run, base) for run, base in pairs.get(mode, []) if run.finished and base.finished]
         gaps = [run.final_loss - base.final_loss for run, base in both]
-        count = f"{len(runs)}" if len(losses) == len(runs) else f"{len(losses)} of {len(runs)} finished"
         # a median, because the first steps of a run are slow
         speed = np.mean([np.median(run.steps["tokens_per_s"]) for run in runs])
         cells = [mode, f"{runs[0].start['parameters']:,}"]
         cells += [plus_minus(*mean_std(losses)), plus_minus(*mean_std(gaps), sign=True), f"{speed:,.0f}"]
-        cells += [f"{runs[0].start['kv_bytes_per_token']:,}", count]
-        rows.append(cells)
-    head = ["mode", "parameters", "val loss", f"vs {baseline}", "tokens/s", "KV bytes/token", "runs"]
-    print(markdown(head, rows))
-    print("losses: nats per token ± standard deviation over seeds")
+        rows.append([*cells, f"{runs[0].start['kv_bytes_per_token']:,}", f"{len(losses)}"])
+    print(markdown(["mode", "parameters", "val loss", "vs vanilla", "tokens/s", "KV bytes/token", "runs"], rows))
+    print("losses: nats per token ± standard deviation over seeds, of the runs that have finished")
     with page(path, (6, 4.4)) as fig:
         ax = fig.subplots()
-        ax.set_title(title_of(groups), loc="left")
-        relative_panel(ax, pairs, styles_of({mode: mode for mode in groups}), baseline)
+        sizes = count_range([run.start["parameters"] for of_mode in groups.values() for run in of_mode])
+        ax.set_title(f"{sizes} parameters, {plan_of(groups['vanilla'][0])}", loc="left")
+        relative_panel(ax, pairs, styles_of({mode: mode for mode in groups}))
 
 
 # -- what we read and draw of eval.py's and analyze.py's results
@@ -355,33 +329,27 @@ def read_analysis(folder):
 
 def analysis(path, names):
     """Draw what analyze.py found of several models, by layer."""
-    # a model is called by its mode, if no other one has that
     every = {name: read_analysis(name) for name in names}
-    modes = [found["mode"] for found in every.values()]
-    labels = {name: found["mode"] if modes.count(found["mode"]) == 1 else name for name, found in every.items()}
-    styles = styles_of({labels[name]: found["mode"] for name, found in every.items()})
+    styles = styles_of({name: found["mode"] for name, found in every.items()})
     with page(path, (12.5, 7.5)) as fig:
         for ax, (title, part, key, over) in zip(fig.subplots(2, 3).flat, ANALYSIS, strict=True):
             lines = {}
             for name, found in every.items():
                 y = np.array([found[part][key]["mean"]], float)  # (1, layers): a single seed
-                lines[labels[name]] = y / np.array(found[part][over]["mean"]) if over else y
+                lines[name] = y / np.array(found[part][over]["mean"]) if over else y
             layer_panel(ax, lines, styles, title, 0 if part == "states" else 1)
             ax.get_legend().remove()
         # all panels have the same lines, so one legend serves them
-        size = count_range([found["parameters"] for found in every.values()])
-        title = f"{size} parameters, length {count_range([found['length'] for found in every.values()])}"
-        fig.legend(*ax.get_legend_handles_labels(), title=title, loc="outside upper left", ncols=4, **LEGEND)
+        fig.legend(*ax.get_legend_handles_labels(), loc="outside upper left", ncols=4, **LEGEND)
 
 
 def main(cfg: PlotConfig):
     kind, *names = cfg.words
-    names = list(dict.fromkeys(names))  # each once
     path = cfg.out_file or Path(names[0]).parent / f"{kind}.png"
     if kind == "analysis":
         analysis(path, names)
     else:
-        compare(path, by_mode(read_runs(names), cfg.baseline), cfg.baseline)
+        compare(path, by_mode([read_run(name) for name in names]))
 
 
 if __name__ == "__main__":

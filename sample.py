@@ -29,14 +29,12 @@ class SampleConfig:
     """Every setting of sample.py."""
 
     run: str = setting("", "run, checkpoint or Hugging Face folder; empty = the newest run in out/", positional=True)
-    which: Literal["last", "best"] = setting("last", "which checkpoint of a run: last, or best in validation")
     prompt: str = setting("\n", "text to continue; '<|endoftext|>' in it ends a document", group="Text")
     prompt_file: str = setting("", "file with one prompt per line, instead of prompt")
     max_new_tokens: int = setting(200, "most new tokens; fewer if the document or the block ends", 1, 10**6)
     num_samples: int = setting(1, "continuations of each prompt, all in one batch", least=1, most=10**5)
     temperature: float = setting(0.8, "temperature of the softmax; 0 = always the likeliest token", 0, group="Sampling")
     top_k: int = setting(0, "draw from the k likeliest tokens only; 0 = from all", least=0)
-    top_p: float = setting(1.0, "draw from the likeliest tokens that together have this probability", 1e-9, 1)
     seed: int = setting(1, "random seed; the same seed and prompts give the same text")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of weights; auto = bf16 on newer GPUs")
@@ -46,7 +44,7 @@ class SampleConfig:
         check_fields(self)
 
 
-def sample_token(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
+def sample_token(logits, generator, temperature=1.0, top_k=0):
     """One token id for each row of logits (B, V), fp32 -> (B, 1)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
@@ -56,14 +54,7 @@ def sample_token(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
         values, order = logits.topk(min(top_k, logits.size(-1)))
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, values)
 
-    # top_p: a token goes if those before it already have top_p together, so the first one always stays.
     probs = logits.softmax(dim=-1)
-    if top_p < 1:
-        ranked, order = probs.sort(dim=-1, descending=True)
-        before = ranked.cumsum(dim=-1) - ranked
-        ranked[before >= top_p] = 0
-        probs = torch.zeros_like(probs).scatter(1, order, ranked)
-
     # This is what torch.multinomial computes, without its check of probs, which makes a GPU wait.
     return (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax(dim=-1, keepdim=True)
 
@@ -78,13 +69,12 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
     """Continue prompts by at most n_new tokens, each num_samples times, all as one batch: one pass over the prompts,
     then one token a step from the KV cache.
 
-    prompts: lists of token ids of any lengths, or one such list. sampling: temperature, top_k, top_p of `sample_token`.
+    prompts: lists of token ids, of any lengths. sampling: temperature and top_k of `sample_token`.
     A row ends with its first `eot`, and where the model's block is full. Returns (the list of new ids, without eot, for
     each prompt and sample; the cache; seconds of the "prefill", of the first step ("compile") and of the others
     ("decode")).
     """
     device, block_size = model.head.weight.device, model.cfg.block_size
-    prompts = prompts if isinstance(prompts[0], list) else [prompts]
     prompts = [ids for ids in prompts for _ in range(num_samples)]
     lengths = [len(ids) for ids in prompts]
     assert 1 <= min(lengths) and max(lengths) <= block_size, f"prompts have 1 to {block_size} tokens, not {lengths}"
@@ -140,7 +130,7 @@ def read_prompts(cfg):
 @enough_memory("set fewer --num_samples, a shorter prompt or fewer --max_new_tokens")
 def main(cfg: SampleConfig):
     device = only_process(cfg.device).device
-    path = checkpoint.find(cfg.run, cfg.which)
+    path = checkpoint.find(cfg.run)
     tokenizer = checkpoint.load_tokenizer(path)
     texts = read_prompts(cfg)
     model = checkpoint.load(path, device=device, dtype=weights_dtype(cfg.dtype, device.type))
@@ -148,10 +138,8 @@ def main(cfg: SampleConfig):
     if max(map(len, prompts)) > model.cfg.block_size:
         raise UserError(f"a prompt has more tokens than the model's block, {model.cfg.block_size}; shorten it")
 
-    sampling = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
-    rows, cache, seconds = generate(
-        model, prompts, cfg.max_new_tokens, cfg.num_samples, cfg.seed, tokenizer.end, cfg.compile, **sampling
-    )
+    how = {"temperature": cfg.temperature, "top_k": cfg.top_k, "compile": cfg.compile}
+    rows, cache, seconds = generate(model, prompts, cfg.max_new_tokens, cfg.num_samples, cfg.seed, tokenizer.end, **how)
     for i, row in enumerate(rows):
         if len(rows) > 1:
             print(f"--- {i + 1}")

@@ -1,7 +1,7 @@
-"""Speed and memory against transformers' Llama: training.py times training steps, decoding.py times decoding.
+"""Speed against transformers' Llama: training.py times training steps, decoding.py times decoding.
 
-Here is what both need: settings, equal weights, turns, results. docs/performance.md says how we measure, and has the
-tables. A side is one of those that we compare. It has a row in the results.
+Here is what both need. A side is one of the models that we compare; it has a row in the results. docs/performance.md
+says how we measure, and has the tables.
 """
 
 import contextlib
@@ -18,14 +18,13 @@ from common.files import write_json
 from common.hf import to_llama
 from common.ranks import environment
 from common.report import markdown
-from configurator import UserError, check_fields, setting
+from configurator import check_fields, setting
 from model import GPT
 from value_modes import ModelConfig
 
 SHAPES = {
     "tiny": dict(n_layer=8, n_head=4, n_embd=128, vocab_size=4096),  # the demo's
     "82M": dict(n_layer=8, n_head=8, n_embd=512, vocab_size=50277),
-    "180M": dict(n_layer=12, n_head=12, n_embd=768, vocab_size=50277),
     "468M": dict(n_layer=24, n_head=16, n_embd=1024, vocab_size=50277),
 }
 LLAMA = "transformers' Llama"
@@ -34,24 +33,21 @@ NO_MASK = f"{LLAMA} without its mask"
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Settings of both benchmarks. Each dtype runs with torch.compile off, on, or both."""
+    """Settings of both benchmarks."""
 
     rounds: int = setting(3, "times that each side runs", least=1, group="Measuring")
     out_file: str = setting("", "JSON file to write; empty = results/bench_<what>.json")
-    shape: tuple[Literal[*SHAPES], ...] = setting(("tiny",), "shapes of the models; tiny is the demo's", group="Sides")
-    modes: tuple[str, ...] = setting(("vanilla", "resformer", "svformer"), "value modes, vanilla first")
-    dtype: tuple[Literal["float32", "bfloat16", "float16"], ...] = setting(("float32",), "dtypes of the products")
-    compile: tuple[Literal["off", "on"], ...] = setting(("off", "on"), "torch.compile")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1")
+    modes: tuple[str, ...] = setting(("resformer", "svformer"), "value modes to compare with vanilla", group="Sides")
+    shape: Literal[*SHAPES] = setting("tiny", "shape of the models; tiny is the demo's")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "dtype of the products")
+    compile: bool = setting(False, "torch.compile")
 
     def __post_init__(self):
         check_fields(self)
-        if self.modes[:1] != ("vanilla",):
-            raise UserError("modes must begin with vanilla, because we compare the others with it")
-        # A mode that does not exist, or does not fit a shape, is told before anything runs
-        for shape in self.shape:
-            for mode in self.modes:
-                model_config(mode, shape)
+        # a mode that does not exist, or does not fit the shape, is told before anything runs
+        for mode in self.modes:
+            model_config(mode, self.shape)
 
 
 # ---- equal weights, equal data
@@ -63,9 +59,9 @@ def model_config(name, shape, block_size=2048):
     return ModelConfig(**SHAPES[shape], block_size=block_size, value_mode=mode)
 
 
-def new_model(name, shape, block_size, device, **options):
+def new_model(name, shape, block_size, device):
     """One of our modes, or transformers' Llama with the weights of our vanilla. They all follow from seed 0."""
-    model = GPT(model_config(name, shape, block_size), **options).to(device)
+    model = GPT(model_config(name, shape, block_size)).to(device)
     return to_llama(model) if name.startswith(LLAMA) else model
 
 
@@ -89,36 +85,36 @@ def mean_loss(name, model, idx, targets):
 # ---- turns and results
 
 
-class Results:
-    """The rows of a benchmark, and their file. derive(rows) adds to them what follows from their seconds."""
-
-    def __init__(self, what, out_file, derive):
-        self.path, self.derive, self.rows = out_file or f"results/bench_{what}.json", derive, []
-        self.about = {"what": what, **environment()}
-
-    def write(self):
-        self.derive([row for row in self.rows if "error" not in row])
-        transformers = getattr(sys.modules.get("transformers"), "__version__", None)
-        write_json(self.path, {**self.about, "transformers": transformers, "rows": self.rows})
+def new_rows(cfg, peers):
+    """The row of each side, with what it is: vanilla, the other modes, the peers."""
+    about = {"shape": cfg.shape, "dtype": cfg.dtype, "compile": "on" if cfg.compile else "off"}
+    return [{"name": name, **about, "seconds": []} for name in dict.fromkeys(["vanilla", *cfg.modes, *peers])]
 
 
-def race(rows, start, rounds, results):
+def race(what, cfg, rows, start, derive):
     """Let all sides, given by their rows, run in turn: A B C, C B A, … A machine that slows down slows them all.
-    start(row) warms a side up and returns its turn, a function that adds to row["seconds"]. We write after each side
-    and each round, so a kill leaves what was measured."""
+
+    start(row) warms a side up and returns its turn, a function that adds to row["seconds"]. derive(row) adds to a row
+    what follows from these. We write the results after each round, so a kill leaves what was measured.
+    """
+    path = cfg.out_file or f"results/bench_{what}.json"
     # Warm every side up, which compiles it.
     turns = []
     for row in rows:
-        print(*(row[key] for key in ("shape", "name", "dtype", "compile")), sep=", ", file=sys.stderr, flush=True)
-        results.rows.append(row)
+        print(row["name"], file=sys.stderr, flush=True)
         turns.append((row, attempt(row, start, row)))
-        results.write()
     # Then the rounds, forwards and backwards.
-    for n in range(rounds):
+    for n in range(cfg.rounds):
         for row, turn in turns if n % 2 == 0 else reversed(turns):
             if "error" not in row:
                 attempt(row, turn)
-        results.write()
+        finished = [row for row in rows if "error" not in row]
+        compare(finished)
+        for row in finished:
+            derive(row)
+        transformers = getattr(sys.modules.get("transformers"), "__version__", None)
+        write_json(path, {"what": what, **environment(), "transformers": transformers, "rows": rows})
+    print(f"wrote {path}")
 
 
 def attempt(row, function, *args):
@@ -127,19 +123,15 @@ def attempt(row, function, *args):
         return function(*args)
     except Exception as e:
         row["error"] = " ".join(f"{type(e).__name__}: {e}".split())[:200]
-        print(f"{row['name']}: {row['error']}", file=sys.stderr, flush=True)
 
 
-def compare(rows, conditions, seconds_of):
-    """Add the ratios of each row to vanilla, and to each peer, under the same conditions. seconds_of(row): a list."""
+def compare(rows):
+    """Add the ratios of each row to vanilla, and to each peer."""
     for row, other in itertools.product(rows, rows):
-        ours, others = seconds_of(row), seconds_of(other)
-        is_like = all(row[key] == other[key] for key in conditions)
-        if is_like and len(ours) == len(others):
-            if other["name"] == "vanilla" and other["compile"] == row["compile"]:
-                row["to_vanilla"] = ratio(ours, others)
-            if other["name"].startswith(LLAMA):
-                row[f"to {other['name']}"] = ratio(ours, others)
+        if other["name"] == "vanilla":
+            row["to_vanilla"] = ratio(row["seconds"], other["seconds"])
+        elif other["name"].startswith(LLAMA):
+            row[f"to {other['name']}"] = ratio(row["seconds"], other["seconds"])
 
 
 def ratio(seconds, others):

@@ -4,7 +4,7 @@ A run's folder holds, for each saved step,
 
     step_00000400.safetensors          weights, and what they are: the mode is in the header, because ResFormer has
                                        the tensors of vanilla
-    step_00000400.state.safetensors    optimizer and loss scaler: what --resume needs besides
+    step_00000400.state.safetensors    optimizer, random generators, loss scaler: what --resume needs besides
 
 Each file is either complete or absent, and the weights come last: a step whose .safetensors is there is complete.
 Models in Hugging Face layout are read by hf.py.
@@ -141,6 +141,10 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
         return path
     if optimizer:
         tensors = {f"{key}/{name}": tensor for name, of in state.get("state", {}).items() for key, tensor in of.items()}
+        # the model draws nothing while it trains, but a mode of yours may, as dropout does
+        tensors["rng"] = torch.get_rng_state()
+        if torch.cuda.is_available():
+            tensors["rng_cuda"] = torch.cuda.get_rng_state()
         write_tensors(state_file(path), STATE, tensors, {"step": step, "scaler": scaler.state_dict()})
     config = dataclasses.asdict(model.cfg)
     header = {"step": step, "val_loss": val_loss, "mode": model.cfg.value_mode.name, "config": config}
@@ -162,7 +166,7 @@ def prune(run, keep):
 
 
 def resume(path, model, optimizer, scaler, tokenizer_hash):
-    """Restore model, optimizer and scaler as `save` found them; returns the header."""
+    """Restore model, optimizer, scaler and random generators as `save` found them; returns the header."""
     header = read_header(path)
     check_same(path, header, model, tokenizer_hash, vars(model.cfg))
     with reading(path, WEIGHTS):
@@ -179,6 +183,9 @@ def resume(path, model, optimizer, scaler, tokenizer_hash):
             set_optimizer_state_dict(model, optimizer, found, options=WHOLE)
         if record["scaler"]:
             scaler.load_state_dict(record["scaler"])
+        torch.set_rng_state(tensors["rng"])
+        if torch.cuda.is_available() and "rng_cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng_cuda"])
     return header
 
 

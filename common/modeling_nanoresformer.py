@@ -13,7 +13,6 @@ import math
 import torch
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils.generic import can_return_tuple
 
 from common.layers import Rope
 from model import GPT
@@ -80,17 +79,16 @@ class Body(GPT):
 
     gradient_checkpointing = False  # transformers sets it
 
-    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False, cache=None, **kw):
-        """Token ids (B, T) -> the last hidden state (B, T, C). transformers 5.24 calls past_key_values `cache`."""
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False, **kw):
+        """Token ids (B, T) -> the last hidden state (B, T, C)."""
         if kw.get("position_ids") is not None:  # such as those of several documents in one row
             raise ValueError("position_ids are not supported; positions follow from attention_mask")
-        past = cache if past_key_values is None else past_key_values
-        if past is None and use_cache and not self.training:
-            past = DynamicCache()
+        if past_key_values is None and use_cache and not self.training:
+            past_key_values = DynamicCache()
         # Recomputing is ours, so transformers only says whether it wants it.
         self.recompute = self.training and self.gradient_checkpointing
-        x = self.hidden(input_ids, Tokens(self.cfg, past, attention_mask, input_ids.size(1)))
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past)
+        x = self.hidden(input_ids, Tokens(self.cfg, past_key_values, attention_mask, input_ids.size(1)))
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
 
 
 class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
@@ -99,11 +97,11 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]
     _supports_sdpa = True
+    _input_embed_layer = "embed"
 
     def __init__(self, config):
         super().__init__(config)
-        kind = "eager" if config._attn_implementation == "eager" else "sdpa"
-        self.model = Body(ModelConfig(**config.shape), attn=kind)
+        self.model = Body(ModelConfig(**config.shape))
         self.post_init()
 
     def _init_weights(self, module):
@@ -113,13 +111,9 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
             rope = Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling)
             module.cos, module.sin = rope.cos.to(module.cos.device), rope.sin.to(module.sin.device)
 
-    def get_input_embeddings(self):
-        return self.model.embed
-
     def get_output_embeddings(self):
         return self.model.head
 
-    @can_return_tuple
     def forward(self, input_ids, attention_mask=None, labels=None, use_cache=None, logits_to_keep=0, **kw):
         """Token ids (B, T) -> logits (B, T, V), or (B, n, V) with logits_to_keep=n; with labels (B, T), -100 = ignored,
         also the mean cross-entropy of the next tokens."""

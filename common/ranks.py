@@ -18,10 +18,13 @@ from torch.distributed.fsdp import fully_shard
 
 from configurator import UserError, need
 
-# Dense bf16/fp16 peak of GPUs that people train on, in FLOP/s, from the makers' data sheets: no sparsity, sums in fp32.
+# Dense bf16/fp16 peak of GPUs in FLOP/s, from the makers' data sheets: no sparsity, sums in fp32. Longer names first.
 PEAK_FLOPS = {
-    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12,
-    "V100": 125e12, "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "GB300": 2500e12, "B300": 2250e12, "GB200": 2500e12, "B200": 2250e12, "GH200": 989e12, "H200 NVL": 835e12,
+    "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H800 PCIe": 756e12, "H800": 989e12,
+    "A100": 312e12, "A800": 312e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
+    "RTX 6000 Ada": 364e12, "RTX A6000": 155e12, "RTX 5090": 209e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "V100": 125e12, "T4": 65e12,
 }  # fmt: skip
 
 
@@ -112,11 +115,17 @@ class Distributed:
 
 @contextlib.contextmanager
 def enough_memory(remedy):
-    """Turns a GPU's full memory into a sentence."""
+    """Turns two failures of the machine into a sentence: a GPU whose memory is full, and a rank that has ended."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise UserError(f"the GPU has too little memory; {remedy}") from None
+    except RuntimeError as e:
+        is_connection = any(word in str(e).lower() for word in ("gloo", "nccl", "connection", "tcpstore"))
+        if not (dist.is_initialized() and is_connection):
+            raise
+        way_out = "what was saved is intact: run it again, train.py with --resume=auto"
+        raise UserError(f"another rank has ended or cannot be reached; {way_out}") from None
 
 
 def only_process(device, fixed_lengths=False):
@@ -175,10 +184,13 @@ def weights_dtype(name, kind):
 
 
 def need_flash_attn(kind, dtype):
-    """Refuse attn=flash where the flash-attn package cannot compute."""
+    """Refuse attn=flash where the flash-attn package cannot compute, or is not the one that layers.attend calls."""
     if kind != "cuda" or dtype == torch.float32:
         raise UserError("attn=flash needs a GPU and dtype bfloat16 or float16; use attn=sdpa")
-    need("flash_attn", "flash-attn")
+    version = getattr(need("flash_attn", "flash-attn"), "__version__", "?")
+    if version.split(".")[0] != "2":
+        remedy = "run `pip install 'flash-attn<3'`, or set --attn=sdpa"
+        raise UserError(f"attn=flash calls flash-attn 2, and here is version {version}; {remedy}")
 
 
 def peak_flops(device, dtype):
@@ -186,7 +198,7 @@ def peak_flops(device, dtype):
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)  # such as "NVIDIA A100-SXM4-80GB"
-    found = re.search(rf"\b({'|'.join(PEAK_FLOPS)})\b(?! (PCIe|NVL|Laptop|Ti|D|SUPER)\b)", name)  # those are slower
+    found = re.search(rf"\b({'|'.join(PEAK_FLOPS)})\b(?! (Laptop|Ti|D|SUPER)\b)", name)  # the first that fits
     return PEAK_FLOPS[found[1]] if found else None
 
 
@@ -199,16 +211,18 @@ def clock(device):
 
 def environment():
     """What a reader needs to repeat a run: commit, versions, processor, command."""
+    here = Path(__file__).parent.parent
+    commit = here / "COMMIT"  # of a copy that travels without git
 
     def git(*words):
         with contextlib.suppress(OSError):  # there may be no git here
-            result = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+            result = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
             return result.stdout.strip()
 
     cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     return {
-        "commit": git("rev-parse", "HEAD") or None,
+        "commit": git("rev-parse", "HEAD") or (commit.read_text().strip() if commit.exists() else None),
         "changed_files": git("status", "--porcelain", "--untracked-files=no"),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -18,12 +18,10 @@ MAX_BRANCHES = 8  # most choices in a row, because the mask grows with the squar
 
 
 class Request(NamedTuple):
-    """A choice as the model sees it: token ids, of which it scores the last n_scored. cut: it was longer than the
-    block, so its beginning is gone."""
+    """A choice as the model sees it: token ids, of which it scores the last n_scored."""
 
     ids: list[int]
     n_scored: int
-    cut: bool = False
 
 
 def encode_pair(tokenizer, context, scored):
@@ -50,8 +48,7 @@ def requests_of(name, asked, tokenizer, block_size):
             if not 0 < len(scored) <= block_size:
                 here = f"{name}, document {i}: {len(scored)} tokens are to be scored, and the model's block takes"
                 raise UserError(f"{here} 1 to {block_size}; leave this task out, or use a model with a longer block")
-            ids = ids + scored
-            documents[i].append(Request(ids[-(block_size + 1) :], len(scored), len(ids) > block_size + 1))
+            documents[i].append(Request((ids + scored)[-(block_size + 1) :], len(scored)))
     return documents
 
 
@@ -127,9 +124,8 @@ def log_probs(model, x, targets):
 
     x: hidden states (n, C), each of which predicts its target (n,).
     """
-    # The head is the widest product here, so we cut it: at most 256 MiB of fp32 logits at a time, or 1 GiB on a GPU.
-    most_logits = 2**26 if x.device.type == "cpu" else 2**28
-    size = max(1, most_logits // model.cfg.vocab_size)
+    # The head is the widest product here, so we cut it: at most 256 MiB of fp32 logits at a time.
+    size = max(1, 2**26 // model.cfg.vocab_size)
     log_p, greedy = [], []
     for states, ids in zip(x.split(size), targets.split(size), strict=True):
         logits = to_fp32(model.head(states))  # (size, V)
@@ -147,12 +143,12 @@ def log_probs(model, x, targets):
 def score(model, rows, batch_tokens):
     """Yields three arrays for each forward pass, over its scored tokens: the number of the request that each belongs
     to, its log-probability in nats, and whether it is the likeliest token. rows: from `rows_of`."""
-    first, device = 0, model.head.weight.device
-    while first < len(rows):
+    device = model.head.weight.device
+    while rows:
         # We pad a batch at the end with token 0, where nothing sees it, to its widest row, the first one.
-        width = rows[first].tokens.shape[1]
-        batch = rows[first : first + max(1, batch_tokens // width)]
-        first += len(batch)
+        width = rows[0].tokens.shape[1]
+        n_rows = max(1, batch_tokens // width)
+        batch, rows = rows[:n_rows], rows[n_rows:]
         tokens = np.zeros((3, len(batch), width), np.int64)
         scored = []
         for b, row in enumerate(batch):

@@ -111,60 +111,44 @@ REVISIONS = {
 }
 
 
-def download_command(name, path):
-    """A command that writes a task's file of JSON lines."""
-    task = TASKS[name]
-    how = f"{task.hub!r}, {task.config!r}, split={task.split!r}, revision={REVISIONS[task.hub]!r}"
-    return f'python -c "import datasets; datasets.load_dataset({how}).to_json({str(path)!r})"'
-
-
 def hub_rows(name):
     """The rows of a task's split from the hub, or without network from the cache that `datasets` keeps."""
     task, datasets = TASKS[name], need("datasets")
     try:
         return list(datasets.load_dataset(task.hub, task.config, revision=REVISIONS[task.hub], split=task.split))
     except Exception as e:  # network, hub, disk: each library has its own
-        command = download_command(name, f"{name}.jsonl")
-        remedy = f"without network, run `{command}` where there is one, and name that file's folder by --data_dir"
+        remedy = "without network, name a folder of local files by --data_dir"
         raise UserError(f"{task.hub} cannot be read from the hub ({e}); {remedy}") from None
 
 
-def jsonl_rows(path):
-    """The rows of a file of JSON lines. We parse them as one list, so that an error has the number of its line."""
-    lines = path.read_text(encoding="utf-8-sig").strip().split("\n")  # JSON strings may hold other line separators
-    return json.loads("[" + ",\n".join(lines) + "]")
-
-
-def local_rows(name, data_dir):
-    """(rows of a task's split in a folder of local files, name and hash of what was read)."""
-    path = Path(data_dir, f"{name}.jsonl")
-    if not path.exists():
-        raise UserError(f"{path} is missing; with network, `{download_command(name, path)}` makes it")
-    with reading(path, f"the {TASKS[name].split} split of {name} as JSON lines"):
-        return jsonl_rows(path), f"{path.name} (sha256 {sha256(path)[:16]})"
-
-
-def question(name, row, where):
-    """The Question of a row. Raises UserError that says what is wrong with the row. where: its file and number."""
-    with reading(where, f"a row of {TASKS[name].hub}, which {name} reads"):
-        asked = TASKS[name].ask(row)
-        "".join((*asked.contexts, *asked.choices))  # a TypeError where one is no text
-        if not 0 <= asked.gold < len(asked.choices):
-            raise ValueError(f"its label is not one of its {len(asked.choices)} choices")
-        if "" in asked.choices:
-            raise ValueError("a choice is empty, so there is nothing to score")
-    return asked
+def local_rows(path, name):
+    """The rows of a task's split in a file of JSON lines."""
+    task = TASKS[name]
+    how = f"{task.hub!r}, {task.config!r}, split={task.split!r}, revision={REVISIONS[task.hub]!r}"
+    command = f'python -c "import datasets; datasets.load_dataset({how}).to_json({str(path)!r})"'
+    with reading(path, f"the {task.split} split of {name} as JSON lines", f"with network, `{command}` makes it"):
+        # We split bytes, because text would also end its lines at separators inside a JSON string.
+        return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
 
 
 def questions(name, data_dir="", limit=0):
     """(a task's Questions, where they are from: dataset and revision, or file and hash). limit: only the first ones."""
     if data_dir:
-        rows, where = local_rows(name, data_dir)
+        path = Path(data_dir, f"{name}.jsonl")
+        rows, where = local_rows(path, name), f"{path.name} (sha256 {sha256(path)[:16]})"
     else:
         rows, where = hub_rows(name), f"{TASKS[name].hub}@{REVISIONS[TASKS[name].hub][:8]}"
     if not rows:
         raise UserError(f"{where} has no rows")
-    return [question(name, row, f"{where}, row {i}") for i, row in enumerate(rows[: limit or None])], where
+    asked = []
+    for i, row in enumerate(rows[: limit or None]):
+        with reading(f"{where}, row {i}", f"a row of {TASKS[name].hub}, which {name} reads"):
+            q = TASKS[name].ask(row)
+            "".join((*q.contexts, *q.choices))  # a TypeError where one is no text
+            if "" in q.choices or not 0 <= q.gold < len(q.choices):
+                raise ValueError(f"a choice is empty, or the label is not one of {len(q.choices)} choices")
+            asked.append(q)
+    return asked, where
 
 
 def per_document(name, asked, scores):
@@ -183,15 +167,13 @@ def per_document(name, asked, scores):
     return found
 
 
-def task_record(asked, documents, correct):
+def task_record(correct):
     """The record of a task in eval.json, from what `per_document` returns."""
-    cut = sum(any(request.cut for request in requests) for requests in documents)
-    record = {"n": len(asked), "cut": cut, "chance": float(np.mean([1 / len(q.choices) for q in asked]))}
+    record = {"n": len(correct["acc"])}
     for metric, values in correct.items():
         mean, error = mean_error(values)
         if metric == "perplexity":
             mean = math.exp(mean)
             error = error and error * mean  # the delta method; the harness draws bootstrap samples
-            record["chance"] = 0.0  # nobody guesses a word
         record |= {metric: mean, f"{metric}_stderr": error}
     return record

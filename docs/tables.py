@@ -3,8 +3,7 @@
     python -m docs.tables            write them into the pages
     python -m docs.tables --check    end with code 1, and name the pages that differ from the results
 
-A page holds each table between `<!-- table: NAME -->` and `<!-- end -->`. To add one, write these two lines into one
-page, and a function that returns the table into MAKERS below, under that NAME.
+A page holds each table between `<!-- table: NAME -->` and `<!-- end -->`. MAKERS has a function for each NAME.
 """
 
 import functools
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from bench import LLAMA
 from bench.decoding import decoding_table
-from bench.training import memory_table, training_table
+from bench.training import training_table
 from common.files import write_text
 from common.plan import mode_table
 from configurator import run, setting
@@ -39,17 +38,10 @@ class TablesConfig:
     check: bool = setting(False, "only compare: write nothing, end with code 1 if a page differs")
 
 
-def recorded():
-    """The records of scale night."""
-    kept = read_kept(ROOT / "results/night/runs.jsonl")
-    return Found(kept, NIGHT, lambda job: SEEDS[: NIGHT.n_seeds(NIGHT.here(job))])
-
-
 def bench_rows(*names, **shown):
     """The rows of results/<name>.json that have what is `shown`, without sides that do not exist any more."""
     rows = [row for name in names for row in json.loads((ROOT / f"results/{name}.json").read_text())["rows"]]
-    exist = [row for row in rows if row["name"].partition(", attn=")[0] in TABLE or row["name"].startswith(LLAMA)]
-    return [row for row in exist if row | shown == row]
+    return [r for r in rows if r | shown == r and (r["name"] in TABLE or r["name"].startswith(LLAMA))]
 
 
 def digits_table():
@@ -68,8 +60,10 @@ def group_of_modes(first, after=None):
     """The rows from one mode to the one before `after`, at the paper's 82M shape, and what our small models lost or
     gained, both at vanilla's best rate; "-" if we did not train that."""
     header, line, *rows = rows_of_modes()
-    found, modes = recorded(), list(TABLE)
+    kept = read_kept(ROOT / "results/night/runs.jsonl")
+    found = Found(kept, NIGHT, lambda job: SEEDS[: NIGHT.n_seeds(NIGHT.here(job))])
     lines = [f"{header} our loss minus vanilla's |", f"{line}---:|"]
+    modes = list(TABLE)
     for i in range(modes.index(first), modes.index(after) if after else len(modes)):
         job = Job(modes[i], lr=NIGHT_LR)
         is_trained = job != job.baseline and f"{job.name}-{SEEDS[0]}" in found.records
@@ -85,7 +79,6 @@ MAKERS = {
     "modes-successors": lambda: group_of_modes("resformer_zero"),
     "vit": digits_table,
     "gpu-training": lambda: training_table(bench_rows("gpu_train_82m_modes", "gpu_train_82m", "gpu_train_468m")),
-    "gpu-memory": lambda: memory_table(bench_rows("gpu_memory_82m")),
     "gpu-decoding": lambda: decoding_table(bench_rows("gpu_decode_82m", "gpu_decode_468m", batch=1)),
     "cpu-training": lambda: training_table(bench_rows("bench_train_intel_xeon_x1_tiny")),
     "cpu-decoding": lambda: decoding_table(
@@ -94,16 +87,11 @@ MAKERS = {
 }
 
 
-def with_tables(text):
-    """The text of a page with its tables as the results have them."""
-    return PLACE.sub(lambda place: f"{place[1]}\n{compact(MAKERS[place[2]]())}\n\n{place[3]}", text)
-
-
 def main(cfg: TablesConfig):
     changed = []
     for page in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("results/README.md")]):
         before = page.read_text(encoding="utf-8")
-        after = with_tables(before)
+        after = PLACE.sub(lambda place: f"{place[1]}\n{compact(MAKERS[place[2]]())}\n\n{place[3]}", before)
         if after != before:
             changed.append(str(page.relative_to(ROOT)))
             if not cfg.check:

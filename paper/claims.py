@@ -15,7 +15,7 @@ import numpy as np
 import plot
 from common.report import mean_interval, with_interval
 from common.tasks import TABLE1
-from paper.found import NoSeed, NotHere
+from paper.found import NotMade
 from paper.runs import INSPECTED, ONE_RATE, Job
 
 LABELS = {
@@ -26,8 +26,6 @@ LABELS = {
     "resformer_learned": "Learnable ResFormer",
 }  # fmt: skip
 HEADER = ["claim", "paper", "here", "ours", "n"]  # three columns of texts, two of numbers
-VERDICTS = ("confirmed", "contradicted", "undetermined", "agrees", "differs")  # the last two are of one seed
-CONFIRMED, CONTRADICTED, UNDETERMINED, AGREES, DIFFERS = VERDICTS
 LOWER, HIGHER = (-math.inf, 0.0), (0.0, math.inf)  # sides of a number
 
 
@@ -79,7 +77,7 @@ def claim_row(claim, found, seeds):
     95 % interval over seeds. A value that is undefined or infinite is None."""
     values = {}
     for seed in seeds:
-        with suppress(NoSeed):  # a run or a score of this claim has fewer seeds
+        with suppress(NotMade):  # a run or a score of this claim has fewer seeds
             value = claim.value(found, seed)
             values[seed] = None if value is None or not math.isfinite(value) else float(value)
     # seeds pair two runs on the same batches, so their noise cancels in each value before we average
@@ -91,29 +89,27 @@ def claim_row(claim, found, seeds):
 
 
 def verdict(side, row):
-    """CONFIRMED if the whole interval is on the paper's side, CONTRADICTED if all of it is on the other side. Equal
+    """Confirmed if the whole interval is on the paper's side, contradicted if all of it is on the other side. Equal
     values decide nothing, because their spread says nothing. One seed only points to a side."""
     if side is None:
         return ""
     mean, interval = row["mean"], row["interval"]
     if not row["values"] or None in row["values"] or interval == 0:
-        return UNDETERMINED
+        return "undetermined"
     low, high = side
     if interval is None:
-        return AGREES if low < mean < high else DIFFERS
+        return "agrees" if low < mean < high else "differs"
     if low < mean - interval and mean + interval < high:
-        return CONFIRMED
-    return CONTRADICTED if mean + interval < low or mean - interval > high else UNDETERMINED
+        return "confirmed"
+    return "contradicted" if mean + interval < low or mean - interval > high else "undetermined"
 
 
 def claim_rows(figure, found):
     """The rows of a figure's claims, without those on runs that the scale does not make."""
     seeds = max((found.seeds(job) for job in figure.jobs), key=len, default=())
-    rows = []
-    for claim in figure.claims:
-        with suppress(NotHere):
-            rows.append(claim_row(claim, found, seeds))
-    return rows
+    is_here = found.scale.has
+    here = [claim for claim in figure.claims if is_here(claim.a) and (claim.b is None or is_here(claim.b))]
+    return [claim_row(claim, found, seeds) for claim in here]
 
 
 def claim_cells(row):
@@ -249,17 +245,31 @@ def later_when_longer(job, found, seed):
 
 
 def of_layers(key, reduce):
-    """A quantity: `reduce` of what a run's layers or states have under `key`, see found.means_of."""
+    """A quantity: `reduce` of what a run's layers or states have under `key`, see Found.by_layer."""
     return lambda job, found, seed: reduce([x for x in found.by_layer(job, seed, key) if x is not None])
 
 
-DEEP_ENTROPY = of_layers("entropy", lambda x: np.mean(x[len(x) // 2 :]))  # in the deeper half of the layers
 MOST_IMPORTANCE = of_layers("first", max)  # these three are the first token's extremes
 LEAST_VALUE = of_layers("value_norm", min)
 MOST_HIDDEN = of_layers("hidden_norm", max)
-TOP_1 = of_layers("top_1", np.mean)
 EQ4, EQ6 = of_layers("eq4", np.mean), of_layers("eq6", np.mean)
-LOG_EIGENVALUE = of_layers("value_largest", lambda x: np.log(x).mean())
+
+ENTROPY = "entropy in the deeper layers"
+# no sink, no drain and no peak at the first token
+EXTREMES = ("first token's importance", "first token's value", "first token's hidden state")
+MEASURED = {  # how the paper sees a value residual beside vanilla: its word, its side, the quantity
+    ENTROPY: ("higher", HIGHER, of_layers("entropy", lambda x: np.mean(x[len(x) // 2 :]))),
+    EXTREMES[0]: ("lower", LOWER, MOST_IMPORTANCE),
+    EXTREMES[1]: ("higher", HIGHER, LEAST_VALUE),
+    EXTREMES[2]: ("lower", LOWER, MOST_HIDDEN),
+    "largest importance": ("lower", LOWER, of_layers("top_1", np.mean)),
+    "ln of a layer's largest eigenvalue": ("larger", HIGHER, of_layers("value_largest", lambda x: np.log(x).mean())),
+}
+
+
+def over_vanilla(mode, what, size):
+    """The claim on how a quantity of MEASURED differs from vanilla's."""
+    return Claim(Job(mode, size), Job("vanilla", size), *MEASURED[what], f": {what}")
 
 
 def eq4_minus_eq6(job, found, seed):
@@ -271,23 +281,6 @@ def importance_ratio(job, found, seed):
     later tokens."""
     importance = found.arrays(job, seed)["importance"][:, :100]  # (layers, tokens)
     return (importance[:, 0] / importance[:, 1:].mean(axis=1)).max()
-
-
-def over_vanilla(mode, size, what, paper, side, quantity):
-    """The claim on how a quantity of `mode` differs from vanilla's."""
-    return Claim(Job(mode, size), Job("vanilla", size), paper, side, quantity, f": {what}")
-
-
-def more_entropy(mode, size):
-    """The claim that `mode` concentrates its attention less than vanilla."""
-    return over_vanilla(mode, size, "entropy in the deeper layers", "higher", HIGHER, DEEP_ENTROPY)
-
-
-def fewer_extremes(size):
-    """Claims that the first token stands out less in ResFormer than in vanilla: no sink, no drain, no peak."""
-    yield over_vanilla("resformer", size, "first token's importance", "lower", LOWER, MOST_IMPORTANCE)
-    yield over_vanilla("resformer", size, "first token's value", "higher", HIGHER, LEAST_VALUE)
-    yield over_vanilla("resformer", size, "first token's hidden state", "lower", LOWER, MOST_HIDDEN)
 
 
 def start_token(mode):
@@ -317,5 +310,5 @@ def accuracy_gap(job, found, seed):
     gaps = accuracies(job, found, seed) - accuracies(job.baseline, found, seed)
     # tasks are scored with some seeds only, and some have texts that are too long for a small model
     if np.isnan(gaps).all():
-        raise NoSeed(f"no task is scored with seed {seed}")
+        raise NotMade(f"no task is scored with seed {seed}")
     return np.nanmean(gaps)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from paper import claims, panels, tables
-from paper.claims import HIGHER, LABELS, LOWER, Claim, at_best, gap
-from paper.panels import page_of_panels
+from paper.claims import ENTROPY, EXTREMES, HIGHER, LABELS, LOWER, Claim, at_best, gap, over_vanilla
 from paper.runs import DEEP, INSPECTED, ONE_RATE, SCALES, Job
+from value_modes import TABLE
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,19 @@ class Figure:
     table: Callable | None = None  # found -> rows of texts
     runs: tuple[Job, ...] = ()  # that the table or the claims need and no panel draws
     scored: bool = False  # on the tasks of Table 1
-    page: Callable = page_of_panels  # how the panels share a page
     same_y: bool = False  # the panels have one y axis, so that a reader can compare them
-    scale: str = ""  # the only one that it is made for
-    title: str = ""  # where the paper has no number for it
-
-    @property
-    def needs(self):
-        """{Job: parts of its record that we need besides the last loss}; see panels.NEEDS."""
-        needed = {job: {"scores"} if self.scored else set() for job in self.runs}
-        for panel in self.panels:
-            for job in panel.jobs:
-                needed.setdefault(job, set()).update(panels.NEEDS.get(panel.draw, ()))
-        # baselines come after all runs that we draw, so that the plan lists the drawn ones first
-        for panel in self.panels:
-            for job in panel.jobs if panel.draw in panels.MINUS_VANILLA else ():
-                needed.setdefault(job.baseline, set()).update(panels.NEEDS.get(panel.draw, ()))
-        return needed
 
     @property
     def jobs(self):
-        return list(self.needs)
+        """All runs that we need: of the table and the claims, those that we draw, then their baselines."""
+        drawn = [job for panel in self.panels for job in panel.jobs]
+        bases = [job.baseline for panel in self.panels if panel.draw in panels.MINUS_VANILLA for job in panel.jobs]
+        return list(dict.fromkeys([*self.runs, *drawn, *bases]))
+
+    @property
+    def analysed(self):
+        """Those of which we draw what analyze.py measured."""
+        return {job for panel in self.panels if panel.draw in panels.OF_ANALYSES for job in panel.jobs}
 
     def at(self, scale):
         """The figure without the lines and runs that a Scale does not have. A panel with a single line left compares
@@ -109,13 +101,13 @@ def sweep_pairs(sweep, best):
 
 
 FOUR = ("vanilla", "neutreno", "resformer", "svformer")
-SIZES = ("82M", "180M", "320M", "468M")
+SIZES, TABLE5_SIZES = ("82M", "180M", "320M", "468M"), ("82M", "180M", "468M")
 SV = Job("svformer")
 SV_LENGTHS = by_length("svformer", lengths=SCALES["paper"].lengths, lr=ONE_RATE)
 SV_RATES = tuple(("rate {0.rate}", Job("svformer", lr=lr)) for lr in (1e-4, 3e-4, 6e-4))
 SV_WARMUPS = tuple(("{0.warmup} steps of warmup", Job("svformer", warmup=n)) for n in (120, 1200))
 INSPECTED_FOUR = named(*FOUR, size=INSPECTED)
-ENTROPY = "entropy of token importance (nats)"
+NATS = "entropy of token importance (nats)"
 FIRST = {
     "first": "importance of the first token",
     "value_norm": "norm of the first token's value\nrelative to other tokens",
@@ -135,14 +127,14 @@ FIGURES = {
         "Entropy of token importance by layer: low is concentrated. Uniform causal attention itself favours early "
         "tokens, so a model can lie above it. Before training the paper's curve lies at 7.194–7.204; our 468M, by "
         "`python analyze.py --init=config/size_468m.py --length=2048`, has 7.2007.",
-        (Panel(panels.layers, "", INSPECTED_FOUR, "entropy", ENTROPY),),
-        (claims.more_entropy("resformer", INSPECTED), claims.more_entropy("svformer", INSPECTED)),
+        (Panel(panels.layers, "", INSPECTED_FOUR, "entropy", NATS),),
+        (over_vanilla("resformer", ENTROPY, INSPECTED), over_vanilla("svformer", ENTROPY, INSPECTED)),
     ),
     "fig2": Figure(
         "The first token by layer: what attention it gets, and how long its value and its hidden state are, relative "
         "to other tokens. Numbers are of each model's extreme layer.",
         tuple(Panel(panels.layers, "", INSPECTED_FOUR, key, label) for key, label in FIRST.items()),
-        tuple(claims.fewer_extremes(INSPECTED)),
+        tuple(over_vanilla("resformer", what, INSPECTED) for what in EXTREMES),
         table=lambda found: tables.concentration_table(found, [job for _, job in INSPECTED_FOUR]),
     ),
     "fig4": Figure(
@@ -189,11 +181,10 @@ FIGURES = {
         "resformer resformer_prev", "resformer resformer_all"),
     "fig12": Figure(
         "Spectra of value states: eigenvalues of layer 1, and the largest one of each layer.",
-        (Panel(panels.spectrum, "eigenvalues of layer 1", by_size("vanilla", "resformer", sizes=tables.PARAMETERS)),
+        (Panel(panels.spectrum, "eigenvalues of layer 1", by_size("vanilla", "resformer", sizes=TABLE5_SIZES)),
          Panel(panels.layers, "largest eigenvalue of each layer",
                by_size("vanilla", "resformer", sizes=("180M", "468M")), "value_largest", "largest eigenvalue")),
-        tuple(claims.over_vanilla("resformer", size, "ln of a layer's largest eigenvalue", "larger",
-                                  HIGHER, claims.LOG_EIGENVALUE) for size in ("180M", "468M")),
+        tuple(over_vanilla("resformer", "ln of a layer's largest eigenvalue", size) for size in ("180M", "468M")),
     ),
     "fig13": Figure(
         "SVFormer beside other methods with a smaller KV cache. The paper: GQA2 is better at length 2,048, SVFormer at "
@@ -222,12 +213,12 @@ FIGURES = {
          Panel(panels.relative, "SVFormer by steps of warmup", SV_WARMUPS),
          Panel(panels.relative, "SVFormer by architecture", (("Llama", SV), ("GPT2", Job("svformer", arch="gpt2")))),
          Panel(panels.scaling, "by size\n(in the paper SVFormer needs 12.2 % more parameters)",
-               by_size("vanilla", "svformer", sizes=("2M", *tables.PARAMETERS)))),
+               by_size("vanilla", "svformer", sizes=("2M", *TABLE5_SIZES)))),
         (*(Claim(Job("svformer", lr=lr), Job("svformer", lr=6e-4), "lower", LOWER, gap, ": loss minus vanilla's")
            for lr in (1e-4, 3e-4)),
          Claim(Job("svformer", warmup=1200), SV, "about 0", None, gap, ": loss minus vanilla's"),
          Claim(Job("svformer", arch="gpt2"), SV, "about 0", None, gap, ": loss minus vanilla's"),
-         Claim(SV, None, "-0.122", LOWER, claims.saved_parameters(*tables.PARAMETERS), ": share of parameters saved")),
+         Claim(SV, None, "-0.122", LOWER, claims.saved_parameters(*TABLE5_SIZES), ": share of parameters saved")),
         table=lambda found: tables.critical_table(found, found.labels((*SV_RATES, *SV_WARMUPS))),
     ),
     "fig16": compared(
@@ -248,21 +239,20 @@ FIGURES = {
         "relative to others, in its extreme layer.",
         tuple(Panel(panels.heat, "", INSPECTED_FOUR, key, label) for key, label in HEAT.items()),
         (*claims.start_token("resformer"), *claims.start_token("vanilla")),
-        page=panels.page_of_maps,
     ),
     "fig20": Figure(
         "The quantities of Figures 1 and 2 in the base model, with cross-layer attention.",
         tuple(Panel(panels.layers, "", named(*FOUR, "cross"), key, label)
-              for key, label in ({"entropy": ENTROPY} | FIRST).items()),
-        (claims.more_entropy("resformer", "82M"), *claims.fewer_extremes("82M"), claims.more_entropy("cross", "82M"),
+              for key, label in ({"entropy": NATS} | FIRST).items()),
+        (*(over_vanilla("resformer", what, "82M") for what in (ENTROPY, *EXTREMES)),
+         over_vanilla("cross", ENTROPY, "82M"),
          Claim(Job("cross"), Job("resformer"), "lower", LOWER, claims.LEAST_VALUE, ": first token's value")),
     ),
     "fig21": Figure(
         "The largest token importances of a sequence, by rank and layer.",
         tuple(Panel(panels.layers, LABELS[mode], tuple((name, Job(mode, INSPECTED)) for name in TOP), TOP, "importance")
               for mode in FOUR),
-        tuple(claims.over_vanilla(mode, INSPECTED, "largest importance", "lower", LOWER, claims.TOP_1)
-              for mode in ("resformer", "svformer")),
+        tuple(over_vanilla(mode, "largest importance", INSPECTED) for mode in ("resformer", "svformer")),
         same_y=True,
     ),
     "fig22": compared(
@@ -287,27 +277,16 @@ FIGURES = {
         runs=tuple(Job(mode, size) for mode, size in tables.PAPER_LOSSES),
     ),
 }
-PAPER = tuple(FIGURES)  # the paper's own, which `all` draws. We draw those below where somebody names them
+PAPER = tuple(FIGURES)  # the paper's own, which `all` draws. Those below are for scale night, by name
 
-# -- figures that the paper does not have: first every mode, in the order of the paper's figures, then others
+# -- figures that the paper does not have: first every mode, then others
 
-MODES = (
-    "share_v2 share_k2 cla2 resformer denseformer neutreno resformer_neutreno resformer_neutreno_literal "
-    "resformer_denseformer denseformer_2x2 " + " ".join(LAMBDAS.values()) + " query key identity cross identity_all "
-    "cross_prev resformer_prev resformer_all svformer gqa2 svformer_gqa4 cla2_gqa4 gqa8 share_q share_k "
-    "svformer_2anchors svformer_3anchors svformer_4anchors neutreno_0.2 neutreno_0.6 neutreno_0.8 resformer_plus "
-    "resformer_sparse resformer_learned hidden probs resformer_plus_deep resformer_dense scores scaled resformer_v2 "
-    "resformer_v3 cut resformer_v2_cut resformer_v3_cut share_q2 cla2_svformer cla4 gqa4 mqa mlkv resformer_lerp "
-    "resformer_head resformer_relu hidden_learned value_embed value_embed_unet value_embed_cycle value_embed_gated "
-    "value_embed_gated2 resformer_zero resformer_unit skipv1 fusedkv_lite share_last k_eq_v value_embed_shared xsa "
-    "gated_attention gated_attention_heads"
-).split()
+PUBLISHED = [mode for mode, (*_, source) in TABLE.items() if source and mode != "vanilla"]
+MODES = dict.fromkeys([*PUBLISHED, *LAMBDAS.values(), *NEUTRENOS.values(), "scaled"])
 FIGURES["modes"] = Figure(
     "Every mode's validation loss minus vanilla's. A hollow mark is one seed: inside the band it says little.",
     (Panel(panels.gaps, "", tuple((mode, Job(mode)) for mode in MODES)),),
     table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs),
-    scale="night",
-    title="All modes",
 )
 
 # Rates in the paper's units. We leave out 2.4e-3 at 82M: vanilla's loss was 6.1 after 1,200 steps.
@@ -345,8 +324,6 @@ FIGURES["rates"] = Figure(
      Panel(panels.rates, "", rate_lines("2M"))),
     tuple(claims_on_rates()),
     table=lambda found: tables.gaps_table(found, tuple(("{0.size}", job) for jobs in GRIDS.values() for job in jobs)),
-    scale="night",
-    title="Learning rates",
 )
 
 # What the paper's last version claims, and a control: does λ = 2 gain only because its values are larger?
@@ -361,8 +338,6 @@ FIGURES["v5"] = Figure(
      Claim(Job("resformer_lambda"), Job("scaled")), Claim(Job("scaled"), Job())),
     runs=(Job("hidden"), Job("probs")),
     table=lambda found: tables.weights_table(found, ("resformer_learned", "resformer_plus")),
-    scale="night",
-    title="The paper's last version",
 )
 
 # What may move the sign of a gain: one thing at a time, at the same number of tokens. Smaller and larger models and
@@ -402,8 +377,6 @@ FIGURES["regime"] = Figure(
     (Claim(changed(DEEP), None, "lower", LOWER, at_best(LOW_RATES), " − vanilla, each at its better rate"),
      Claim(replace(changed(DEEP), lr=1.5e-4), Job("resformer"), quantity=gap, what=": loss minus vanilla's")),
     table=lambda found: tables.gaps_table(found, REGIME_LINES),
-    scale="night",
-    title="What moves the sign",
 )
 
 # Do the gains last when training does? Each run has a schedule of its own: a quarter of night's steps, as many, four
@@ -421,14 +394,12 @@ FIGURES["longer"] = Figure(
     (Panel(panels.slopes, "at the end of each schedule", LONGER_LINES, "tokens"),
      Panel(panels.relative, "along 49.2M tokens", named(*SCALED, change=LONG))),
     table=lambda found: tables.gaps_table(found, LONGER_LINES),
-    scale="night",
-    title="Longer training",
 )
 
 # Do the gains last in larger models?
 SIZE_LINES = tuple(
     ("{0} layers, width {2}".format(*SCALES["night"].sizes[size]), Job(mode, size))
-    for size in ("82M", "180M", "468M") for mode in SCALED
+    for size in TABLE5_SIZES for mode in SCALED
 )
 FIGURES["sizes"] = Figure(
     "Validation loss minus vanilla's, by size. At the larger sizes vanilla and ResFormer have the best of two or three "
@@ -440,21 +411,5 @@ FIGURES["sizes"] = Figure(
        for size in ("180M", "468M")),
      *(Claim(Job(mode, "468M"), Job(mode), quantity=gap, what=": loss minus vanilla's") for mode in SCALED)),
     table=lambda found: tables.gaps_table(found, SIZE_LINES),
-    scale="night",
-    title="Larger models",
-)
-
-# What half an hour of a GPU is for, the most valuable runs first
-ON_GPU = tuple(
-    (f"{LABELS[job.mode]}, rate {{0.rate}}", job)
-    for job in (Job(), Job("resformer"), Job(lr=2.4e-3), Job("resformer", lr=2.4e-3), SV, Job("neutreno"))
-)
-FIGURES["gpu"] = Figure(
-    "The paper's 82M model, by mode and learning rate, on the same batches.",
-    (Panel(panels.tokens, "validation loss", ON_GPU),
-     Panel(panels.relative, "training loss", tuple(line for line in ON_GPU if line[1].mode != "vanilla"))),
-    (*lower("resformer vanilla", lr=6e-4), *lower("resformer vanilla", lr=2.4e-3), *lower("neutreno vanilla", lr=6e-4)),
-    scale="gpu",
-    title="82M on one GPU",
 )
 # fmt: on

@@ -15,28 +15,18 @@ from common.checkpoint import RUN
 from common.files import read_record, read_record_lines, reading, record_line, write_text
 from common.report import METRICS
 from configurator import UserError
-from paper.runs import INSPECTED, WITH_BOS
+from paper.runs import INSPECTED
 from train import ENVIRONMENT, MAY_DIFFER
 
 RECORD = "a run's record"
 START = ("value_mode", "data", "device", "dtype", "seed", "parameters", "block_size", "max_steps", "kv_bytes_per_token")
 
 
-class NoSeed(Exception):
-    """A run or a score does not exist with this seed."""
-
-
-class NotHere(Exception):
-    """The scale does not make this run."""
+class NotMade(Exception):
+    """The scale does not make this run, or not with this seed, or nobody scored it."""
 
 
 # -- records
-
-
-def means(values, every):
-    """Means of `every` values at a time. We drop the values that are left over at the end."""
-    n = len(values) // every * every
-    return np.array(values[:n]).reshape(-1, every).mean(axis=1)
 
 
 def difference(made, asked):
@@ -45,27 +35,26 @@ def difference(made, asked):
     return f"{wrong[0]}={made.get(wrong[0])} instead of {asked[wrong[0]]}" if wrong else ""
 
 
-def fresh_analysis(folder):
-    """What analyze.py found of a run's last weights; None if it is missing or older than they are."""
-    path = folder / "analysis.json"
-    weights = [file for file in folder.glob("step_*.safetensors") if not file.stem.endswith(".state")]
-    if not path.exists() or any(path.stat().st_mtime < file.stat().st_mtime for file in weights):
-        return None
-    return plot.read_analysis(folder)
+def finished(folder):
+    """Whether a folder has a run that has ended."""
+    try:
+        return plot.read_run(folder).finished
+    except UserError:  # there is no such run, or it has no steps yet
+        return False
 
 
 def make_record(folder, asked, every):
     """The record of a finished run with the settings that were asked for. Each of its losses averages `every` steps."""
-    run = plot.read_run(folder) if (folder / "metrics.jsonl").exists() else None
-    if not run or not run.finished:
+    if not finished(folder):
         raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
-    made = read_record(folder / "config.json", RUN)
+    run, made = plot.read_run(folder), read_record(folder / "config.json", RUN)
     made["value_mode"] = made["value_mode_name"]
     environment = read_record(folder / "env.json", ENVIRONMENT)
     # a folder may hold a run with other settings, made by hand or for another scale
     wrong = difference(made, asked)
     if wrong:
         raise UserError(f"{folder} has {wrong}; remove it, or set another --out_dir")
+    n = len(run.steps["loss"]) // every * every  # a last mean of fewer steps would be noisier than the others
     record = {
         "name": folder.name,
         "commit": environment["commit"],
@@ -74,7 +63,7 @@ def make_record(folder, asked, every):
         "start": {name: run.start[name] for name in START},
         "step_tokens": run.step_tokens,
         "every": every,
-        "losses": means(run.steps["loss"], every).round(5).tolist(),  # of training
+        "losses": run.steps["loss"][:n].reshape(-1, every).mean(axis=1).round(5).tolist(),  # of training
         "val": {str(step): loss for step, loss in run.val.items()},  # step -> validation loss, mean over the domains
         "domains": run.domains,  # the last validation loss of each
         "seconds": round(float(np.sum(run.step_tokens / run.steps["tokens_per_s"])), 1),  # of training steps
@@ -82,8 +71,9 @@ def make_record(folder, asked, every):
     evaluations = [line for line in read_record_lines(folder / "metrics.jsonl", METRICS) if line.get("event") == "eval"]
     if evaluations[-1].get("lam"):
         record["lam"] = evaluations[-1]["lam"]  # the learned weights of residuals
-    analysis = fresh_analysis(folder)
-    return record if analysis is None else record | {"analysis": analysis}
+    if (folder / "analysis.json").exists():
+        record["analysis"] = plot.read_analysis(folder)
+    return record
 
 
 def read_kept(path):
@@ -94,16 +84,6 @@ def read_kept(path):
 def write_kept(path, kept):
     """Write {name: record} as a file, a line for each."""
     write_text(path, "".join(record_line(RECORD, kept[name]) for name in sorted(kept)))
-
-
-def means_of(analysis, key):
-    """A quantity's means by layer or state; None in layers without it. key "value_norm" or "hidden_norm": the first
-    token's norm relative to other tokens."""
-    if key in ("value_norm", "hidden_norm"):
-        first, rest = (np.array(means_of(analysis, f"{key}_{part}"), float) for part in ("first", "rest"))
-        return (first / rest).tolist()
-    part = "states" if key in analysis["states"] else "layers"
-    return analysis[part][key]["mean"]
 
 
 # -- all runs of a scale
@@ -122,10 +102,8 @@ class Found:
 
     def name(self, job, seed):
         """The name of a run."""
-        if not self.scale.has(job):
-            raise NotHere(f"this scale does not make {job}")
-        if seed not in self.seeds(job):
-            raise NoSeed(f"{job} has no seed {seed}")
+        if not self.scale.has(job) or seed not in self.seeds(job):
+            raise NotMade(f"this scale does not make {job} with seed {seed}")
         return f"{self.scale.here(job).name}-{seed}"
 
     def record(self, job, seed):
@@ -180,12 +158,17 @@ class Found:
         record = self.record(job, seed)
         if "analysis" not in record:
             folder = self.root / record["name"]
-            raise UserError(f"{folder} has no analysis.json of its last weights; make it: `python analyze.py {folder}`")
+            raise UserError(f"{folder} has no analysis.json; make it: `python analyze.py {folder}`")
         return record["analysis"]
 
     def by_layer(self, job, seed, key):
-        """A quantity of a run's analysis, see `means_of`."""
-        return means_of(self.analysis(job, seed), key)
+        """A quantity's means by layer or state; None in layers without it. key "value_norm" or "hidden_norm": the first
+        token's norm relative to other tokens."""
+        if key in ("value_norm", "hidden_norm"):
+            first, rest = (np.array(self.by_layer(job, seed, f"{key}_{part}"), float) for part in ("first", "rest"))
+            return (first / rest).tolist()
+        analysis = self.analysis(job, seed)
+        return analysis["states" if key in analysis["states"] else "layers"][key]["mean"]
 
     def arrays(self, job, seed):
         """{name: array} of a run's analysis. Records do not have them."""
@@ -204,18 +187,11 @@ class Found:
         """A Job's peak learning rate."""
         return f"{self.scale.here(job).lr * self.scale.lr_factor:.4g}"
 
-    def units(self, job):
-        """A Job's size, length, rate and steps of warmup here, as texts."""
-        return SimpleNamespace(
-            size=plot.short_count(self.parameters(job)),
-            length=f"{self.scale.lengths[job.length][0]:,}",
-            rate=self.rate(job),
-            warmup=f"{self.scale.warmups[job.warmup]:,}",
-        )
-
     def in_words(self, text, job):
         """A text whose {0.size}, {0.length}, {0.rate} and {0.warmup} become a Job's."""
-        return text.format(self.units(job))
+        here = SimpleNamespace(rate=self.rate(job), size=plot.short_count(self.parameters(job)))
+        here.length, here.warmup = f"{self.scale.lengths[job.length][0]:,}", f"{self.scale.warmups[job.warmup]:,}"
+        return text.format(here)
 
     def labels(self, lines):
         """[(label in words, Job)] of the lines that the scale has."""
@@ -243,12 +219,3 @@ class Found:
         if self.differs(a) == self.differs(b):
             return f"{a.mode} − {b.mode} {self.differs(a)}".strip()
         return " − ".join(f"{job.mode} {self.differs(job)}".strip() for job in (a, b))
-
-    def with_bos(self, job):
-        """Whether it is the inspected model, and sequences begin with end-of-text there."""
-        return job.size == INSPECTED and self.scale.here(job).change == WITH_BOS
-
-    def rate_in_words(self, job):
-        """`, rate 0.006` if a Job has another rate than its baseline, else nothing."""
-        rate = self.rate(job)
-        return "" if rate == self.rate(job.baseline) else f", rate {rate}"

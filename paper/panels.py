@@ -13,6 +13,7 @@ import plot
 from common.report import mean_interval
 from configurator import UserError
 from paper.claims import LABELS, best_pair, critical, mean_losses, semi_log
+from paper.runs import WITH_BOS
 from paper.tables import by_rate
 from plot import ZERO, count_range, legend, page, short_count, style_of, styles_of
 
@@ -23,29 +24,13 @@ LOSS = "validation loss (nats per token)"
 GAP = "validation loss minus vanilla's\n(nats per token)"
 
 
-def real_size(jobs, found):
-    """Parameters and length of what is drawn, and how the inspected model differs: all jobs are of it, or none is."""
-    lengths = count_range([found.scale.lengths[job.length][0] for job in jobs], "{:,}".format)
-    size = f"{count_range([found.parameters(job) for job in jobs])} parameters, length {lengths}"
-    return size + ",\ntrained with end-of-text first" * found.with_bos(jobs[0])
-
-
 def heading(panel, found):
-    """A panel's title and the size of its runs."""
-    return f"{found.in_words(panel.title, panel.jobs[0])}\n{real_size(panel.jobs, found)}".strip()
-
-
-def first_row(key):
-    """The number of an analysis's first row: state 0 is the embedding, layers count from 1."""
-    return 0 if key in ("hidden_norm", "hidden_similarity") else 1
-
-
-def by_mode(jobs):
-    """{mode: its Jobs}"""
-    modes = {}
-    for job in jobs:
-        modes.setdefault(job.mode, []).append(job)
-    return modes
+    """A panel's title, the size of its runs, and whether their sequences begin with end-of-text."""
+    lengths = count_range([found.scale.lengths[job.length][0] for job in panel.jobs], "{:,}".format)
+    size = f"{count_range([found.parameters(job) for job in panel.jobs])} parameters, length {lengths}"
+    if found.scale.here(panel.jobs[0]).change == WITH_BOS:  # of all runs of a panel, or of none
+        size += ",\ntrained with end-of-text first"
+    return f"{found.in_words(panel.title, panel.jobs[0])}\n{size}".strip()
 
 
 def ticks(ax, places, labels):
@@ -67,7 +52,8 @@ def relative(ax, panel, found):
             if all(len(of["loss"]) for of in steps):
                 both.append([SimpleNamespace(steps=of) for of in steps])
         if both:
-            label += found.rate_in_words(job)
+            rate = found.rate(job)
+            label += f", rate {rate}" if rate != found.rate(job.baseline) else ""
             pairs[label], modes[label] = both, job.mode
     if not pairs:
         raise UserError("no run of this panel has training losses; leave out --run=false to make them")
@@ -83,7 +69,8 @@ def layers(ax, panel, found):
         modes[label] = job.mode
         if key == "entropy":
             level = found.analysis(job, found.seeds(job)[0])["entropy_uniform"], "uniform causal attention"
-    plot.layer_panel(ax, lines, styles_of(modes), panel.label, first_row(panel.key), level)
+    first = 0 if panel.key in ("hidden_norm", "hidden_similarity") else 1  # state 0 is the embedding
+    plot.layer_panel(ax, lines, styles_of(modes), panel.label, first, level)
 
 
 def spectrum(ax, panel, found):
@@ -116,7 +103,8 @@ def scaling(ax, panel, found):
     """Validation losses at the end over parameters, with lines over ln N. These leave the 2M out, as the claims do."""
     least = min(found.parameters(job) for job in panel.jobs if job.size != "2M")
     points, lines = {}, {}
-    for mode, jobs in by_mode(panel.jobs).items():
+    for mode in dict.fromkeys(job.mode for job in panel.jobs):
+        jobs = [job for job in panel.jobs if job.mode == mode]
         points[mode] = [(found.parameters(job), found.losses(job)) for job in jobs]
         a, c = semi_log([(n, np.mean(losses)) for n, losses in points[mode] if n >= least])
         n = np.array([max(min(points[mode])[0], least), max(points[mode])[0]])
@@ -145,7 +133,8 @@ def tokens(ax, panel, found):
 def rates(ax, panel, found):
     """Validation losses at the end over rates; lines are means over the seeds that all rates of a mode have."""
     factor, points, lines = found.scale.lr_factor, {}, {}
-    for mode, jobs in by_mode(panel.jobs).items():
+    for mode in dict.fromkeys(job.mode for job in panel.jobs):
+        jobs = [job for job in panel.jobs if job.mode == mode]
         points[mode] = [(job.lr * factor, found.losses(job)) for job in jobs]
         lines[mode] = [lr for lr, _ in points[mode]], mean_losses(found, jobs)
     ax.set(xlabel="peak learning rate", ylabel=LOSS)
@@ -165,7 +154,7 @@ def critical_points(ax, panel, found):
 
 
 def gaps(ax, panel, found):
-    """Losses minus vanilla's, a row for each label, the lowest on top: seeds in grey, their mean and 95 % interval.
+    """Losses minus vanilla's, a row for each label, the input side on top: seeds in grey, their mean and 95 % interval.
     Each mode, and vanilla, is at the best of its rates. A single seed is hollow, because it says little."""
     rows = []
     for (label, mode), jobs in by_rate(found, panel.lines).items():
@@ -209,44 +198,27 @@ def slopes(ax, panel, found):
     legend(ax)
 
 
-def heat(axes, panel, found):
-    """One quantity over tokens and layers, one model on each of `axes`, all on one logarithmic colour scale."""
-    from matplotlib.colors import LogNorm
-
+def heat(ax, panel, found):
+    """One quantity over tokens and layers, the models one above the other on one logarithmic colour scale."""
     maps = []  # (layers, positions) of each model, mean over its seeds
     for job in panel.jobs:
         maps.append(np.mean([found.arrays(job, seed)[panel.key][:, :100] for seed in found.seeds(job)], 0))
-    every = np.stack(maps)
-    norm = LogNorm(max(every[every > 0].min(), every.max() / 1e4), every.max())
-    first = first_row(panel.key) - 0.5
-    for ax, values, (label, _) in zip(axes, maps, panel.lines, strict=True):
-        rows, columns = values.shape
-        extent = (0.5, columns + 0.5, first, first + rows)
-        image = ax.imshow(values, norm=norm, extent=extent, aspect="auto", interpolation="nearest", origin="lower")
-        ax.yaxis.get_major_locator().set_params(integer=True)
-        ax.set_title(f"{label}: {panel.label}", fontsize=8, loc="left")
-    # four ticks are enough for a logarithmic bar, and more would overlap
-    places = np.geomspace(norm.vmin, norm.vmax, 4)
-    bar = ax.figure.colorbar(image, ax=list(axes), location="bottom", aspect=40, ticks=places, format="{x:.3g}")
-    bar.ax.minorticks_off()
-    bar.set_label(f"{panel.label} (one scale)")
-    ax.set_xlabel("token position")
+    rows, height = np.concatenate(maps), len(maps[0])
+    floor = max(rows[rows > 0].min(), rows.max() / 1e4)
+    image = ax.imshow(np.maximum(rows, floor), norm="log", aspect="auto", interpolation="nearest")
+    ends = height * np.arange(len(maps)) - 0.5  # rows count from 0, and each is centred on its number
+    ax.hlines(ends[1:], *ax.get_xlim(), color="white")
+    ax.set_yticks(ends + height / 2, [label for label, _ in panel.lines])
+    ax.set(xlabel="token position, from 0", ylabel=f"{height} rows a model, the input side on top")
+    ax.figure.colorbar(image, ax=ax, location="bottom", aspect=40, label=panel.label)
 
 
 MINUS_VANILLA = (relative, critical_points, gaps, slopes)  # these need vanilla's runs, too
-# what a panel needs of a run besides its last validation loss; "arrays" are those of analysis.npz
-NEEDS = {
-    **dict.fromkeys((relative, critical_points, tokens), {"losses"}),
-    layers: {"analysis"},
-    **dict.fromkeys((spectrum, heat), {"analysis", "arrays"}),
-}
-
-
-# -- whole pages
+OF_ANALYSES = (layers, spectrum, heat)
 
 
 def page_of_panels(path, figure, found):
-    """Up to three panels in a row, more in two columns; a panel with many rows is taller."""
+    """A whole figure: up to three panels in a row, more in two columns; a panel with many rows is taller."""
     panels = figure.panels
     columns = len(panels) if len(panels) < 4 else 2
     rows = math.ceil(len(panels) / columns)
@@ -259,15 +231,3 @@ def page_of_panels(path, figure, found):
         for ax, panel in zip(axes.flat, panels, strict=False):
             ax.set_title(heading(panel, found), loc="left", fontsize=9)
             panel.draw(ax, panel, found)
-
-
-def page_of_maps(path, figure, found):
-    """A row for each model, a column for each quantity."""
-    jobs = figure.panels[0].jobs
-    with page(path, (3.6 * len(figure.panels), 2.1 * len(jobs) + 0.4)) as fig:
-        fig.suptitle(real_size(jobs, found), x=0.01, ha="left", fontsize=9)
-        axes = fig.subplots(len(jobs), len(figure.panels), squeeze=False)
-        for column, panel in zip(axes.T, figure.panels, strict=True):
-            panel.draw(column, panel, found)
-        for ax in axes[:, 0]:
-            ax.set_ylabel("layer")

@@ -3,7 +3,6 @@
 Read next: reproduce.py.
 """
 
-import math
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from common.ranks import environment
 from common.report import markdown
 from paper.claims import HEADER, claim_cells, claim_rows
 from paper.figures import FIGURES
+from paper.panels import page_of_panels
 
 RESULTS = "results of paper.reproduce"
 
@@ -20,7 +20,7 @@ def publish(name, figure, cfg, found):
     """Draw a figure or print a table, and write its numbers into results/<scale>.json."""
     print(f"{name}: {figure.caption}")
     record = {"caption": figure.caption, "environment": environment()}  # before it changes files of the repository
-    record |= about_runs(figure, found)
+    record["runs"] = {found.name(job, s): found.loss(job, s) for job in figure.jobs for s in found.seeds(job)}
     if figure.table:
         record["table"] = list(figure.table(found))
         print(markdown(record["table"][0], record["table"][1:]))
@@ -28,7 +28,7 @@ def publish(name, figure, cfg, found):
     if record["rows"]:
         print(markdown(HEADER, map(claim_cells, record["rows"]), left=3), flush=True)
     if figure.panels:  # last, so that an error leaves the old picture beside the old numbers
-        figure.page(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)
+        page_of_panels(Path(cfg.results_dir, cfg.scale, f"{name}.png"), figure, found)
         record["png"] = f"{cfg.scale}/{name}.png"
     # other figures of this scale keep their records, in the order of figures.py
     path = Path(cfg.results_dir, f"{cfg.scale}.json")
@@ -36,18 +36,6 @@ def publish(name, figure, cfg, found):
     figures[name] = record
     figures = {key: figures[key] for key in FIGURES if key in figures}
     write_record(path, RESULTS, {"scale": cfg.units.what, "figures": figures})
-
-
-def about_runs(figure, found):
-    """What we note of a figure's runs: losses, commits, how many are timed, and their hours."""
-    losses, made = {}, {}
-    for job in figure.jobs:
-        for seed in found.seeds(job):
-            name = found.name(job, seed)  # some Jobs are one run
-            losses[name], made[name] = found.loss(job, seed), found.record(job, seed)
-    commits = sorted({run["commit"] or "unknown" for run in made.values()})
-    seconds = [run["seconds"] for run in made.values() if run["seconds"] is not None]
-    return {"runs": losses, "commits": commits, "timed": len(seconds), "hours": round(math.fsum(seconds) / 3600, 2)}
 
 
 # -- results/<scale>/README.md
@@ -67,8 +55,7 @@ def compact(table):
 
 def section(name, record):
     """A figure or table of the report, as Markdown."""
-    kind = "Figure" if name.startswith("fig") else "Table"
-    title = FIGURES[name].title or f"{kind} {name[3:]}"
+    title = f"{'Table' if name.startswith('tab') else 'Figure'} {name.removeprefix('fig').removeprefix('tab')}"
     parts = [f"## {title}", record["caption"]]
     if "png" in record:
         parts.append(f"![{title}]({Path(record['png']).name})")
@@ -76,8 +63,8 @@ def section(name, record):
         parts.append(compact(markdown(record["table"][0], record["table"][1:])))
     if record["rows"]:
         parts.append(compact(markdown(HEADER, map(claim_cells, record["rows"]), left=3)))
-    # the JSON file beside has the commits of all runs, and the machine
-    made = f"{len(record['runs'])} runs, {record['hours']} hours; drawn" if record["runs"] else "Drawn"
+    # the JSON file beside has the runs' losses and the machine
+    made = f"{len(record['runs'])} runs; drawn" if record["runs"] else "Drawn"
     return "\n\n".join([*parts, f"<sub>{made} by {(record['environment']['commit'] or 'unknown')[:10]}</sub>"])
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
 PAPER_LR = 6e-4
+VOCAB = 50277  # tokens of the paper's tokenizer
 INSPECTED = "inspected"  # the size of the model in Figures 1, 2, 18, 19 and 21: Scale.inspected says which it is
 ONE_RATE = "one"  # Figure 14's rate, the same for all modes: Scale.one_rate says which it is
 
@@ -117,16 +118,13 @@ class Scale:
     n_seeds: Callable = lambda job: 1
     settings: dict = field(default_factory=dict)  # of train.py, in place of those that train_settings computes
     micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
-    vocab: int = 50277
     every: int = 1  # steps that one loss of a figure or a record averages
     lr: float = PAPER_LR  # the usual rate, in the paper's units
     tuned: dict = field(default_factory=dict)  # (size, mode) -> another rate
     one_rate: float = PAPER_LR  # every mode's in Figure 14
     of_length: dict = field(default_factory=dict)  # length -> settings of train.py that differ there
     inspected: dict = field(default_factory=lambda: {"size": "468M"})  # the model whose attention Figure 1 looks into
-    figures: tuple[str, ...] = ()  # the only ones that it is for; () = any
     without: tuple[str, ...] = ()  # figures that `all` leaves out
-    core_speed: float = 0.0  # FLOP/s of a core, for a plan's hours; 0 = not measured
     leaves_out: Callable = lambda job: False
 
     def has(self, job):
@@ -161,7 +159,6 @@ PYSOURCE_NIGHT = (
     "python prepare.py pysource --tokenizer=bpe:2048 --packages=datasets,fontTools,fsspec,huggingface_hub,"
     "matplotlib,mpmath,networkx,numpy,pandas,PIL,pyarrow,sympy,torch,torchgen"
 )
-PYSOURCE_GPU = "python prepare.py pysource --tokenizer=bpe:16384 --tokens=42e6 --val_tokens=200000"
 ON_CORES = {"eval_tokens": 8192, "dtype": "float32", "compile": False, "device": "cpu"}
 SCALES = {
     "paper": Scale(
@@ -173,29 +170,12 @@ SCALES = {
         data_dir="data/slimpajama", prepare=SLIMPAJAMA,
         window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 4, "468M": 4},
     ),
-    "small": Scale(
-        "the paper's models and lengths, 0.52B tokens a run on one GPU",
-        PAPER_SIZES,
-        {512: (512, 1024, 64), 2048: (2048, 256, 16), 8192: (8192, 64, 4), 32000: (32000, 16, 1), 64000: (64000, 8, 1)},
-        steps=1000, lr_factor=1.0, warmups={120: 40, 1200: 120}, gpus=1,
-        data_dir="data/slimpajama", prepare=SLIMPAJAMA + " --tokens=2e9",
-        window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 2, "468M": 4},
-    ),
-    "gpu": Scale(
-        "the paper's 82M model on 52M tokens of Python at length 2,048, on one GPU",
-        {"82M": (8, 8, 512)},
-        {2048: (2048, 64, 32)},
-        steps=400, lr_factor=1.0, warmups={120: 40}, gpus=1, inspected={"size": "82M"},
-        data_dir="data/gpu", prepare=PYSOURCE_GPU, vocab=16384,
-        window=20, evals=1, chunks=40, settings={"eval_every": 200, "eval_tokens": 65536, "save_every": 200},
-        figures=("gpu", "fig2", "fig19", "fig20", "fig21", "tab5"),
-    ),
     "cpu": Scale(
         "a quick look: models of 0.1 to 3.4M parameters on 0.15M tokens each, for 2 cores without a GPU",
         {"2M": (4, 2, 16), "82M": (8, 8, 64), "180M": (8, 8, 96), "320M": (8, 8, 128), "468M": (12, 8, 128)},
         {512: (64, 16, 16), 2048: (128, 8, 8), 8192: (256, 4, 4), 32000: (512, 2, 2), 64000: (1024, 1, 1)},
         steps=150, lr_factor=5.0, warmups={120: 20, 1200: 60}, gpus=0,
-        data_dir="data/small", prepare=PYSOURCE, vocab=2048,
+        data_dir="data/small", prepare=PYSOURCE,
         window=15, evals=5, chunks=50, settings=ON_CORES,
     ),
     "night": Scale(
@@ -204,8 +184,8 @@ SCALES = {
         # no 64000: at length 1,024 models learn too little in 6,000 steps to be compared
         {512: (32, 64, 64), 2048: (128, 16, 16), 8192: (256, 8, 8), 32000: (512, 4, 4)},
         steps=6000, lr_factor=10.0, warmups={120: 100}, gpus=0,
-        data_dir="data/night", prepare=PYSOURCE_NIGHT, vocab=2048,
-        window=300, every=20, evals=5, chunks=200, core_speed=180e9,
+        data_dir="data/night", prepare=PYSOURCE_NIGHT,
+        window=300, every=20, evals=5, chunks=200,
         n_seeds=n_seeds_at_night, leaves_out=left_out_at_night,
         lr=NIGHT_LR, tuned=NIGHT_RATES, one_rate=NIGHT_ONE_RATE,
         # tasks are longer than its sequences; spectra need the weights of 18 runs at once

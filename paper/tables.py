@@ -15,7 +15,7 @@ from common.tasks import TABLE1
 from configurator import UserError
 from paper import claims
 from paper.claims import LABELS, critical
-from paper.runs import SCALES, Job, train_settings
+from paper.runs import SCALES, VOCAB, Job, train_settings
 from prepare import PAPER_MIXTURE
 from train import TrainConfig
 
@@ -35,12 +35,6 @@ PAPER_LOSSES = {
     ("resformer", "180M"): (3.0631, 3.2504, 1.2200, 2.1350, 2.5435, 3.0994, 1.9732, 2.4692),
     ("resformer", "468M"): (2.8214, 3.0115, 1.0730, 1.9388, 2.2477, 2.8696, 1.8142, 2.2537),
 }
-PARAMETERS = {"82M": 81_901_056, "180M": 179_874_048, "468M": 467_921_920}
-
-
-def size_and_loss(mode):
-    """[(parameters, the paper's validation loss, mean over domains)] of a mode, from Table 5."""
-    return [(PARAMETERS[size], losses[-1]) for (name, size), losses in PAPER_LOSSES.items() if name == mode]
 
 
 def beside(ours, paper):
@@ -83,7 +77,7 @@ def table1(found):
         rows = np.stack([claims.accuracies(job, found, seed) for seed in found.seeds(job)])  # (seeds, tasks)
         rows = rows[~np.isnan(rows).all(axis=1)]
         if not len(rows):
-            raise UserError(f"no task is scored at length {length:,}; without the hub, set --eval_dir")
+            raise UserError(f"no task is scored at length {length:,}; without the hub, use eval.py --data_dir")
         means = rows.mean(axis=0)
         means = [*means, means.mean()]  # no average where a task is missing
         cells = [beside(mean, f"{accuracy:.3f}") for mean, accuracy in zip(means, paper, strict=True)]
@@ -118,7 +112,7 @@ def table4(found):
     columns = []
     for size in found.scale.sizes:
         model, ours = recipe(found.scale, size, vocab)
-        _, theirs = recipe(SCALES["paper"], size, SCALES["paper"].vocab)
+        _, theirs = recipe(SCALES["paper"], size, VOCAB)
         if size == "320M":
             theirs[:4] = ["-"] * 4
         columns.append([size, *settings_row(ours, theirs), f"{count_parameters(model):,}"])
@@ -200,16 +194,12 @@ def weights_table(found, modes):
 def concentration_table(found, jobs):
     """How concentrated the attention of modes is, and their losses. The first token's quantities are extremes over
     layers."""
-    quantities = {
-        "entropy in the deeper layers": claims.DEEP_ENTROPY,
-        "first token's importance": claims.MOST_IMPORTANCE,
-        "its value": claims.LEAST_VALUE,
-        "its hidden state": claims.MOST_HIDDEN,
-    }
-    yield ["mode", "loss", *quantities]
+    measured = (claims.ENTROPY, *claims.EXTREMES)
+    yield ["mode", "loss", *measured]
     for job in jobs:
         cells = [interval(found.losses(job))]
-        for quantity in quantities.values():
+        for what in measured:
+            *_, quantity = claims.MEASURED[what]
             cells.append(interval([quantity(job, found, seed) for seed in found.seeds(job)]))
         yield [LABELS[job.mode], *cells]
 

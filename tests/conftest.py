@@ -253,7 +253,7 @@ def hf_folder(folder, model, shards=False, extra=None, **changes):
 
     folder.mkdir(exist_ok=True)
     c = {theirs: getattr(model.cfg, ours) for ours, theirs in FIELDS.items()}
-    c |= dict(model_type="llama", num_key_value_heads=model.cfg.n_kv_head) | changes
+    c |= dict(model_type="llama", bos_token_id=3, eos_token_id=3) | changes
     (folder / "config.json").write_text(json.dumps({k: v for k, v in c.items() if v is not None}))
     parts = {name: tensor.clone() for name, tensor in named_tensors(model, "llama").items()} | (extra or {})
     names = SHARDS if shards else ["model.safetensors"]

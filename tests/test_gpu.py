@@ -100,9 +100,9 @@ def test_too_little_memory_is_not_taken_for_a_compiler_that_fails(monkeypatch):
 
 
 PEAKS = {
-    "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A10": None, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200 NVL": None,
-    "NVIDIA GH200 480GB": 989e12, "NVIDIA GB200": None, "NVIDIA GeForce RTX 4090": 165e12,
-    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A10": 125e12, "NVIDIA A10G": None, "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200 NVL": 835e12, "NVIDIA GB200": 2500e12, "NVIDIA H800 PCIe": 756e12,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA RTX 6000 Ada Generation": 364e12,
 }  # fmt: skip
 
 

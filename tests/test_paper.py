@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import re
 import shlex
 import shutil
@@ -18,20 +17,18 @@ from matplotlib.figure import Figure as Paper
 
 import plot
 from analyze import AnalyzeConfig
-from common.files import read_record, read_record_lines, record_line
+from common.files import read_record
 from common.plan import count_parameters
-from common.report import METRICS
 from configurator import UserError, load_settings
 from eval import EvalConfig
 from paper import claims, figures, found, panels, reproduce, results, tables
 from paper.claims import Claim, claim_cells, claim_row, claim_rows
-from paper.figures import FIGURES, PAPER, Figure, Panel
-from paper.found import Found, NoSeed, read_kept
-from paper.reproduce import ReproduceConfig, make_plans
+from paper.figures import FIGURES, PAPER
+from paper.found import Found, NotMade, read_kept
+from paper.reproduce import ReproduceConfig, runs_of
 from paper.runs import SCALES, SEEDS, Job, train_settings
 from prepare import PrepareConfig
 from train import TrainConfig
-from value_modes import TABLE
 
 N = {"2M": 1_623_856, "82M": 81_901_056, "180M": 179_874_048, "320M": 331_064_320, "468M": 467_921_920}
 N_SV = {"2M": 1_623_088, "82M": 80_066_048, "180M": 173_385_984, "468M": 443_804_672}
@@ -68,7 +65,6 @@ def test_scale_paper_is_tables_3_and_4():
         for size, total in counts.items():
             cfg = TrainConfig(**train_settings(Job(mode, size), SCALES["paper"], 42, "x"))
             assert count_parameters(cfg.model_config(50277)) == total
-    assert tables.PARAMETERS == {size: N[size] for size in ("82M", "180M", "468M")}
 
 
 @pytest.mark.parametrize("name", SCALES)
@@ -93,29 +89,16 @@ def test_config_file_of_scale_night_has_its_settings():
 
 
 def test_all_figures_are_there():
-    """And every row of the table of modes that says where it is from is in figure modes."""
     assert list(PAPER) == [f"fig{i}" for i in (1, 2, *range(4, 23))] + [f"tab{i}" for i in range(1, 6)]
-    assert sum(len(figure.claims) for figure in FIGURES.values()) == 119
-    assert list(FIGURES) == [*PAPER, "modes", "rates", "v5", "regime", "longer", "sizes", "gpu"]
-    assert {job.mode for job in FIGURES["modes"].jobs} >= {name for name, (*_, source) in TABLE.items() if source}
-    shown = {panel.title for name in ("fig13", "fig15") for panel in FIGURES[name].at(NIGHT).panels}
-    gone = {"about 1/8 of the KV cache", "SVFormer by steps of warmup", "SVFormer by architecture"}
-    assert "about 1/2 of the KV cache" in shown and not gone & shown  # one line alone compares nothing
-
-
-@pytest.mark.parametrize("name", ["regime", "longer"])
-def test_runs_see_as_many_tokens_as_their_label_says(name):
-    for label, job in FIGURES[name].panels[0].lines:
-        cfg = TrainConfig(**train_settings(job, NIGHT, 42, "x"))
-        tokens = label.removesuffix("M tokens") if label.endswith("M tokens") else "12.3"
-        assert f"{cfg.max_steps * cfg.batch_tokens / 1e6:.1f}" == tokens, job
+    assert sum(len(figure.claims) for figure in FIGURES.values()) == 116
+    assert list(FIGURES) == [*PAPER, "modes", "rates", "v5", "regime", "longer", "sizes"]
 
 
 # ---- made-up runs
 
 CPU = dataclasses.replace(SCALES["cpu"], steps=40, window=5)
-LAYERS = {"2M": 4, "82M": 8, "180M": 12, "320M": 15, "468M": 24}
-CROSSINGS = {512: 10.5, 2048: 15.5, 8192: 20.5, 32000: 30.5, 64000: 50.5}  # training ends before the last one
+KEPT = read_kept(ROOT / "results/night/runs.jsonl")
+LIKE = KEPT["82M-2048-vanilla-lr0.0003-bosTrue-42"] | {"lam": [[None, [0.5, 2]]]}  # a record that has everything
 
 
 def rng(*words):
@@ -123,51 +106,33 @@ def rng(*words):
 
 
 class Made(Found):
-    """Runs with random numbers. SVFormer crosses vanilla at CROSSINGS. It notes what it is asked for."""
+    """Runs with random losses, arrays and scores. It notes what it is asked for."""
 
     def __init__(self, scale=CPU):
         super().__init__({}, scale, lambda job: (42, 1) if (job.size, job.length) == ("82M", 2048) else (42,))
         self.asked, self.analysed, self.scored = set(), set(), set()
 
     def record(self, job, seed):
-        name, job, every = self.name(job, seed), self.scale.here(job), self.scale.every
+        name, last = self.name(job, seed), train_settings(job, self.scale, seed, "x")["max_steps"]
         self.asked.add(job)
-        last = train_settings(job, self.scale, seed, "x")["max_steps"]
-        losses = rng("train", job.baseline.name, seed).random(last // every) + 3
-        if job.mode == "svformer":
-            losses += 0.01 * (np.arange(1, len(losses) + 1) - CROSSINGS[job.length])
-        elif job.mode != "vanilla":
-            losses += rng("of", job.name, seed).random(len(losses))
-        loss = rng("loss", job.name, seed).random()
-        start = {"max_steps": last, "parameters": N[job.size] + len(job.mode), "kv_bytes_per_token": 1}
-        record = {"name": name, "start": start, "processor": None, "step_tokens": 512.0, "every": every}
-        record |= {"losses": losses.tolist(), "val": {str(last // 2): 3.0, str(last): loss}, "lam": [[None, [0.5, 2]]]}
-        return record | {"domains": {"C4": loss, "mine": loss + 0.2}, "analysis": made_analysis(job, seed)}
+        start = LIKE["start"] | {"max_steps": last, "parameters": N[self.scale.here(job).size] + len(job.mode)}
+        losses, loss = rng("steps", name).random(last // self.scale.every) + 3, rng("loss", name).random()
+        made = {"name": name, "start": start, "every": self.scale.every, "losses": losses.tolist()}
+        made |= {"val": {str(last // 2): 3.0, str(last): loss}, "domains": {"C4": loss, "mine": loss + 0.2}}
+        return LIKE | made
 
     def analysis(self, job, seed):
-        self.analysed.add(self.scale.here(job))
+        self.analysed.add(job)
         return super().analysis(job, seed)
 
     def arrays(self, job, seed):
-        name, job = self.name(job, seed), self.scale.here(job)
         self.analysed.add(job)
-        L, numbers = LAYERS[job.size], rng("arrays", name)
-        shapes = dict(importance=(L, 256), value_norm=(L, 256), hidden_norm=(L + 1, 256), value_spectrum=(L, 64))
-        return {key: numbers.random(shape) for key, shape in shapes.items()}
+        numbers, shapes = rng("arrays", self.name(job, seed)), {"hidden_norm": (7, 256), "value_spectrum": (6, 64)}
+        return {key: numbers.random(shapes.get(key, (6, 256))) for key in (*shapes, "importance", "value_norm")}
 
     def evaluation(self, job, seed, task):
-        self.scored.add(self.scale.here(job))
+        self.scored.add(job)
         return {"acc": rng("eval", self.name(job, seed), task).random()}
-
-
-def made_analysis(job, seed):
-    numbers, L = rng("analysis", job.name, seed), LAYERS[job.size]
-    names = "entropy first top_1 top_2 top_3 top_10 top_1% eq4 eq6 value_largest value_norm_first value_norm_rest"
-    layers = {name: {"mean": numbers.random(L).tolist()} for name in names.split()}
-    layers["eq4"]["mean"][0] = layers["eq6"]["mean"][0] = None
-    names = ("hidden_norm_first", "hidden_norm_rest", "hidden_similarity")
-    states = {name: {"mean": numbers.random(L + 1).tolist()} for name in names}
-    return {"layers": layers, "states": states, "parameters": 7, "length": 2048, "entropy_uniform": 7.2025}
 
 
 @pytest.fixture
@@ -186,7 +151,7 @@ def axes_of(figure, found):
 
     with pytest.MonkeyPatch.context() as m:
         m.setattr(panels, "page", page)
-        figure.page("x.png", figure, found)
+        panels.page_of_panels("x.png", figure, found)
     return kept[0].axes
 
 
@@ -197,32 +162,29 @@ def lines(ax):
 
 
 @pytest.mark.parametrize("scale", ["cpu", "night"])
-@pytest.mark.parametrize("name", [name for name in FIGURES if name != "gpu"])
+@pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_names_all_runs_that_it_needs_and_no_more(name, scale, made):
-    if FIGURES[name].scale not in ("", scale) or name in SCALES[scale].without:
+    if (scale == "cpu" and name not in PAPER) or name in SCALES[scale].without:
         pytest.skip("not at this scale")
     made.scale = dataclasses.replace({"cpu": CPU, "night": NIGHT}[scale], data_dir=made.scale.data_dir)
-    figure = FIGURES[name].at(made.scale)
+    figure, here = FIGURES[name].at(made.scale), made.scale.here
     if figure.panels:
         axes_of(figure, made)
     if figure.table:
         assert list(figure.table(made))[1:]
     claim_rows(figure, made)
-    needs = {}
-    for job, parts in figure.needs.items():
-        needs.setdefault(made.scale.here(job), set()).update(parts)
-    assert made.asked | made.analysed | made.scored == needs.keys()
-    assert made.analysed == {job for job, parts in needs.items() if "analysis" in parts}
-    assert made.scored == {job for job, parts in needs.items() if "scores" in parts}
+    asked = made.asked | made.analysed | made.scored
+    assert {here(job) for job in asked} == {here(job) for job in figure.jobs}
+    assert {here(job) for job in made.analysed} == {here(job) for job in figure.analysed}
+    assert made.scored == (set(figure.jobs) if figure.scored else set())
 
 
 def test_relative_panels(made):
     """Each line is the run's loss minus vanilla's with its seed and all its settings, averaged over growing windows."""
-    for ax, panel in zip(axes_of(FIGURES["fig15"], made)[:3], FIGURES["fig15"].panels, strict=False):
-        for label, job in made.labels(panel.lines):
-            gaps = [made.steps(job, s)["loss"] - made.steps(job.baseline, s)["loss"] for s in made.seeds(job)]
-            x, (y,) = plot.growing_means(np.arange(1.0, 41), np.mean(gaps, 0)[None])
-            np.testing.assert_allclose(lines(ax)[label], [512 * x, y], atol=1e-9)
+    for label, job in made.labels(FIGURES["fig15"].panels[2].lines):
+        gaps = [made.steps(job, s)["loss"] - made.steps(job.baseline, s)["loss"] for s in made.seeds(job)]
+        x, (y,) = plot.growing_means(made.steps(job, 42)["tokens"], np.mean(gaps, 0)[None])
+        np.testing.assert_allclose(lines(axes_of(FIGURES["fig15"], made)[2])[label], [x, y], atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["fig4", "fig18", "fig21"])
@@ -236,54 +198,25 @@ def test_layer_panels(name, made):
             np.testing.assert_allclose(lines(ax)[label], [x + (not key.startswith("hidden")), y[x]])
 
 
-def test_critical_points_are_drawn(made):
-    ax = axes_of(FIGURES["fig14"], made)[1]
-    drawn = [point for line in ax.lines for point in line.get_xydata().tolist()]
-    np.testing.assert_allclose(drawn, [[64, 10.5], [128, 15.5], [128, 15.5], [256, 20.5], [512, 30.5]])
-
-
 def test_maps_of_one_quantity_share_a_scale(made):
-    images = {ax.get_title(loc="left"): ax.images[0] for ax in axes_of(FIGURES["fig19"], made) if ax.images}
-    for key, quantity in figures.HEAT.items():
-        for label, job in figures.INSPECTED_FOUR:
-            image = images[f"{label}: {quantity}"]
-            assert image.norm is images[f"Transformer: {quantity}"].norm
-            np.testing.assert_allclose(image.get_array(), made.arrays(job, 42)[key][:, :100])
+    for ax, (key, _) in zip(axes_of(FIGURES["fig19"], made), figures.HEAT.items(), strict=False):
+        rows = np.concatenate([made.arrays(job, 42)[key][:, :100] for _, job in figures.INSPECTED_FOUR])
+        np.testing.assert_allclose(ax.images[0].get_array(), np.maximum(rows, rows.max() / 1e4))
+        assert [tick.get_text() for tick in ax.get_yticklabels()] == [label for label, _ in figures.INSPECTED_FOUR]
 
 
-class Losses(Found):
-    """Runs that have a final loss alone: {(mode, rate): [of seeds 0, 1, …]}."""
-
-    def __init__(self, losses):
-        super().__init__({}, NIGHT, lambda job: range(len(losses[job.mode, job.lr])))
-        self.given = losses
-
-    def record(self, job, seed):
-        start = {"max_steps": 1, "parameters": 1_200_000}
-        return {
-            "start": start,
-            "step_tokens": 1,
-            "val": {"1": self.given[job.mode, job.lr][seed]},
-            "processor": job.mode == "svformer",
-        }
-
-
-def test_each_mode_at_its_better_rate_and_both_at_one():
-    """Seed 0 chooses the rate, because all rates have it: low for ResFormer, high for vanilla and SVFormer."""
-    low, high = rates = (1.5e-4, 3e-4)
-    losses = {("vanilla", low): [5.0], ("vanilla", high): [4.0, 4.2], ("resformer", low): [4.1, 4.0]}
-    losses |= {("resformer", high): [4.6], ("svformer", low): [4.9], ("svformer", high): [3.5, 3.9]}
-    rows = tuple((mode, Job(mode, lr=lr)) for mode in ("resformer", "svformer") for lr in rates)
-    drawn = Figure("x", (Panel(panels.gaps, "", rows), Panel(panels.slopes, "", rows, "parameters")))
-    ax, over = axes_of(drawn, Losses(losses))
-    marks = [line.get_xdata().round(9).tolist() for line in ax.lines if line.get_color() == "0.65"]
-    assert marks == [[0.1, -0.2], [-0.5, -0.3]]  # the lowest on top
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["resformer", "svformer"]
-    means = {label: y.round(9).tolist() for label, (_, y) in lines(over).items()}
-    assert means == {"ResFormer": [-0.05], "SVFormer": [-0.4]}
-    _, base, shared = tables.gaps_table(Losses(losses), rows)
-    assert base[2:] == ["0.0015; 0.003", "-0.9000; +0.6000", "0.0015", "0.003: 4.1 ± 1.3", "-0.1 ± 1.9"]
-    assert shared[3:] == ["-0.1000*; -0.4 ± 1.3*", "0.003", "0.003: 4.1 ± 1.3", "-0.4 ± 1.3"]  # another processor
+@pytest.mark.parametrize("name", ["regime", "longer", "sizes"])
+def test_pictures_of_gaps_show_what_their_tables_say(name):
+    """From the runs of scale night. A gap beyond the edge of a picture stands there as a text."""
+    night = Found(KEPT, NIGHT, lambda job: SEEDS[: NIGHT.n_seeds(NIGHT.here(job))])
+    figure = FIGURES[name].at(NIGHT)
+    bars = [bar[0].get_xydata() for bar in axes_of(figure, night)[0].containers]
+    drawn = np.concatenate(bars)[:, 0 if figure.panels[0].draw == panels.gaps else 1]
+    cells = [row[-1].split(" ± ")[0] for row in figure.table(night)][1:]
+    inside = [cell for cell in cells if name != "regime" or float(cell) <= panels.CLIP]
+    assert len(inside) == len(drawn) > 8
+    for cell in inside:
+        assert min(abs(drawn - float(cell))) < 10.0 ** -len(cell.partition(".")[2]), cell
 
 
 # ---- tables of the paper
@@ -303,7 +236,7 @@ def test_accuracies_and_losses(made):
     assert one["ResFormer, length 128"][-3:] == ["0.5000 (0.414)", "- (0.604)", "- (0.355)"]
     assert claims.accuracy_gap(Job("resformer"), made, 42) == 0
     made.evaluation = lambda job, seed, task: None
-    with pytest.raises(UserError, match="no task is scored at length 2,048; without the hub, set --eval_dir"):
+    with pytest.raises(UserError, match="no task is scored at length 2,048; without the hub, use eval.py --data_dir"):
         list(FIGURES["tab1"].table(made))
     five = {line[0]: line[1:] for line in FIGURES["tab5"].table(made)}
     loss = np.mean(made.losses(Job("resformer")))
@@ -336,8 +269,10 @@ def test_parameters_that_are_saved():
     rising, falling = [(1e6, 2.0), (2e6, 2.1)], [(1e6, 2.2), (2e6, 2.1)]
     assert claims.saving(rising, falling) is claims.saving(falling, rising) is None  # there is no line to follow
     assert claims.saving([(1e6, 2.0), (2e6, 1.99)], falling) is None  # 2**-20 of the parameters is no measurement
-    of_paper = [tables.size_and_loss(mode) for mode in ("resformer", "vanilla")]
-    assert round(claims.saving(*of_paper), 3) == 0.104  # the paper's
+    of_paper = {mode: [] for mode, _ in tables.PAPER_LOSSES}
+    for (mode, size), losses in tables.PAPER_LOSSES.items():
+        of_paper[mode].append((N[size], losses[-1]))
+    assert round(claims.saving(of_paper["resformer"], of_paper["vanilla"]), 3) == 0.104  # the paper's
 
 
 def test_tokens_that_are_saved():
@@ -364,7 +299,8 @@ def test_quantities_that_scale_night_does_not_have(made):
     row = max(row[0] / (sum(row[1:100]) / 99) for row in made.arrays(Job(), 42)["importance"].tolist())
     assert claims.importance_ratio(Job(), made, 42) == pytest.approx(row)
     values = [math.log(x) for x in made.by_layer(Job(), 42, "value_largest")]
-    assert claims.LOG_EIGENVALUE(Job(), made, 42) == pytest.approx(sum(values) / 8)
+    *_, quantity = claims.MEASURED["ln of a layer's largest eigenvalue"]
+    assert quantity(Job(), made, 42) == pytest.approx(sum(values) / 6)
 
 
 LOWER, HIGHER = (-math.inf, 0), (0, math.inf)
@@ -389,7 +325,7 @@ def test_verdicts(values, side, verdict):
 def test_a_row_has_the_seeds_that_exist_and_json_numbers(made):
     def value(job, found, seed):
         if seed == 1:
-            raise NoSeed("no seed 1")
+            raise NotMade("no seed 1")
         return (0.25, None, 0.75, math.inf)[seed]
 
     row = claim_row(Claim(Job("cla2", "180M"), None, "paper", None, value, ": a − b"), made, range(4))
@@ -407,26 +343,21 @@ def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
     result = in_process(reproduce, "all", f"--scale={scale}", "--dry_run", cwd=tmp_path)
     assert result.returncode == 0 and not list(tmp_path.iterdir())
     cfg, text = asked("all", f"--scale={scale}"), result.stdout
-    plans = {str(plan.folder): plan for plan in make_plans(cfg, {})}
-    assert list(plans) == [f"out/{scale}/{job.name}-{seed}" for job in jobs_at(scale) for seed in cfg.seeds_of(job)]
+    runs = {settings["out_dir"]: (settings, needs) for settings, needs in runs_of(cfg).values()}
+    assert list(runs) == [f"out/{scale}/{job.name}-{seed}" for job in jobs_at(scale) for seed in cfg.seeds_of(job)]
     made = {"train": set(), "analyze": set(), "eval": set(), "prepare": set()}
     for command, name, words in re.findall(r"^(python|torchrun \S+) (\w+)\.py (.*)", text, re.M):
         kinds = {"train": TrainConfig, "analyze": AnalyzeConfig, "eval": EvalConfig, "prepare": PrepareConfig}
         given = load_settings(kinds[name], shlex.split(words))
         made[name] |= {given.out_dir} if name in ("train", "prepare") else set(given.runs)
         if name == "train":
-            assert given == TrainConfig(**plans[given.out_dir].values, resume="auto")
+            assert given == TrainConfig(**runs[given.out_dir][0], resume="auto")
         assert (command != "python") == (scale == "paper" and name == "train")
         if name != "prepare":  # at a scale of cores even where a GPU would be picked
             assert ("--device=cpu" in words) == (cfg.units.gpus == 0)
-    assert made["train"] == plans.keys() and made["prepare"] == {cfg.units.data_dir}
-    assert made["analyze"] == {name for name, plan in plans.items() if "analysis" in plan.needs}
-    assert made["eval"] == {name for name, plan in plans.items() if "scores" in plan.needs}
-    if scale == "paper":  # GPU-hours by FLOPs at 40 % of an A100
-        multiply = N["82M"] - 50277 * 512 - 17 * 512  # without the embedding and gains: 6 N + 12 L d T FLOPs a token
-        hours = (6 * multiply + 12 * 8 * 512 * 2048) * 10_000 * 2_097_152 / (0.4 * 312e12) / 3600
-        assert f"| 82M-2048-vanilla-42 | to do | {N['82M']:,} | 20,971,520,000 | {hours:.2f} |" in text
-        assert "64 runs, 0 of them done; training takes 3,312.2 GPU-hours" in text
+    assert made["train"] == runs.keys() and made["prepare"] == {cfg.units.data_dir}
+    assert made["analyze"] == {name for name, (_, needs) in runs.items() if "analysis" in needs}
+    assert made["eval"] == {name for name, (_, needs) in runs.items() if "scores" in needs}
 
 
 @pytest.mark.parametrize(
@@ -435,9 +366,7 @@ def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
         ("", "say which figure, as in `python -m paper.reproduce fig7 --dry_run`"),
         ("fig3", "cannot reproduce 'fig3'; there are fig1, "),
         ("report fig4", "report stands alone"),
-        ("fig4 --scale=gpu", "scale=gpu is for gpu, fig2, fig19, fig20, fig21, tab5 alone"),
-        ("rates fig4 --scale=cpu", "one of these is for scale=night, not for scale=cpu"),
-        ("report", "results/cpu.json is missing; it should be results of paper.reproduce"),
+        ("rates fig4 --scale=cpu", "rates is for scale=night, not for scale=cpu"),
         ("tab5 --scale=paper", "scale=paper needs GPUs, and there is none; add --dry_run, or set --scale=cpu"),
         ("fig4 --data_dir=missing", "missing has no manifest.json; make the data: `python prepare.py pysource"),
     ],
@@ -456,10 +385,8 @@ def shrink(monkeypatch):
     """Make scale cpu tiny, with few figures of two runs."""
     shape = dict(sizes={"82M": (2, 2, 16)}, lengths={2048: (16, 8, 8)}, steps=4, window=2, evals=2, chunks=4)
     quick = {"eval_tokens": 512, "dtype": "float32", "compile": False}
-    tiny = dataclasses.replace(SCALES["cpu"], what="tiny", settings=quick, core_speed=1e4, **shape)
-    value = Figure(
-        "Values.", (Panel(panels.relative, lines=(("Value", Job("resformer")),)),), FIGURES["fig9"].claims[:1]
-    )
+    tiny = dataclasses.replace(SCALES["cpu"], what="tiny", settings=quick, **shape)
+    value = figures.compared("Values.", {"Value": "resformer"}, "resformer vanilla")
     few = {"fig4": FIGURES["fig4"], "fig9": value, "tab5": FIGURES["tab5"]}
     monkeypatch.setattr(reproduce, "PAPER", tuple(few))
     monkeypatch.setattr(reproduce, "SCALES", SCALES | {"cpu": tiny})
@@ -472,9 +399,8 @@ def shrink(monkeypatch):
 
 def command(folder, data_dir, *words):
     """paper.reproduce with all its files in a folder."""
-    return in_process(
-        reproduce, *words, f"--out_dir={folder}/out", f"--results_dir={folder}/results", f"--data_dir={data_dir}"
-    )
+    folders = (f"--out_dir={folder}/out", f"--results_dir={folder}/results", f"--data_dir={data_dir}")
+    return in_process(reproduce, *words, *folders)
 
 
 @pytest.fixture(scope="module")
@@ -483,7 +409,7 @@ def real(tmp_path_factory, data_dir):
     folder = tmp_path_factory.mktemp("real")
     with pytest.MonkeyPatch.context() as m:
         shrink(m)
-        result = command(folder, data_dir, "all", "--jobs=2")
+        result = command(folder, data_dir, "all")
     assert result.returncode == 0, (result.stdout, result.stderr)
     return folder, result.stdout
 
@@ -504,9 +430,8 @@ def numbers_in(folder):
 
 def test_it_trains_analyses_and_draws(real):
     folder, said = real
-    runs = {name: plot.read_run(folder / "out" / name) for name in RUNS}
-    losses = {name: run.final_loss for name, run in runs.items()}
-    assert all(run.finished and f"out/{name}: validation loss {losses[name]:.4f}" in said for name, run in runs.items())
+    losses = {name: plot.read_run(folder / "out" / name).final_loss for name in RUNS}
+    assert all(f"out/{name}: validation loss {loss:.4f}" in said for name, loss in losses.items())
     assert not (folder / "out" / RUNS[1] / "analysis.json").exists()  # Figure 4 is of vanilla
     drawn = numbers_in(folder)
     assert list(drawn) == ["fig4", "fig9", "tab5"] and drawn["fig9"]["runs"] == losses
@@ -517,62 +442,42 @@ def test_it_trains_analyses_and_draws(real):
     assert (folder / "results" / drawn["fig9"]["png"]).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_what_is_finished_does_not_run_again(copied, monkeypatch):
+def test_what_is_finished_or_kept_does_not_run_again(copied, monkeypatch):
+    """A kept record counts if its settings and its data are those that we ask for."""
     folder, call = copied
-    before, image = numbers_in(folder), (folder / "results/cpu/fig9.png").read_bytes()
-    monkeypatch.setattr(reproduce, "run_logged", None)
-    assert "2 runs, 2 of them done; training takes 0.0 core-hours" in call("all").stdout
-    assert numbers_in(folder) == before and (folder / "results/cpu/fig9.png").read_bytes() == image
-    assert "3 figures and tables" in call("report").stdout
-    assert "![Figure 9](fig9.png)" in (folder / "results/cpu/README.md").read_text()
-
-
-def test_kept_records_do_for_runs_that_are_gone(copied, monkeypatch):
-    """They are enough for what they have, with the settings and the data that they were made with."""
-    folder, call = copied
-    before = numbers_in(folder)
+    before, file = numbers_in(folder), folder / "results/cpu/runs.jsonl"
     monkeypatch.setattr(reproduce, "run_logged", None)
     assert call("all", "--kept").returncode == 0
     shutil.rmtree(folder / "out")
     assert call("all", "--kept").returncode == 0 and numbers_in(folder) == before
     refused(call("fig9", "--run=false"), f"{RUNS[1]} is missing or not finished; leave out --run=false")
-    file = folder / "results/cpu/runs.jsonl"
     kept = read_kept(file)
-    assert list(kept) == sorted(RUNS) and "analysis" in kept[RUNS[0]] and "analysis" not in kept[RUNS[1]]
-
-    def to_run(**changes):
-        plans = make_plans(asked("fig4"), kept | {RUNS[0]: kept[RUNS[0]] | changes})
-        return [plan.folder.name for plan in plans if not plan.record]
-
-    assert to_run() == [] and to_run(settings=kept[RUNS[0]]["settings"] | {"learning_rate": 1}) == [RUNS[0]]
-    found.write_kept(file, {name: run | {"start": run["start"] | {"data": "other"}} for name, run in kept.items()})
-    refused(call("fig9", "--kept"), f"the data of {RUNS[0]} and", "differ; leave out --kept")
+    kept[RUNS[0]]["settings"]["learning_rate"] = 1
+    kept[RUNS[1]]["start"]["data"] = "other"
+    found.write_kept(file, kept)
+    asked_again = call("fig9", "--kept", "--dry_run").stdout
+    assert RUNS[0] in asked_again and RUNS[1] not in asked_again
+    refused(call("fig9", "--kept"), f"the data of {RUNS[1]} and", "differ; leave out --kept")
+    assert "3 figures and tables" in call("report").stdout
+    assert "![Figure 9](fig9.png)" in (folder / "results/cpu/README.md").read_text()
 
 
 def test_a_record_of_a_run(copied):
     folder = copied[0] / "out" / RUNS[0]
     run, settings = plot.read_run(folder), {"max_steps": 4, "out_dir": "elsewhere"}
     record = found.make_record(folder, settings, 2)
-    assert record["settings"] == {"max_steps": 4}
+    assert record["settings"] == {"max_steps": 4} and "lam" not in record
     assert record["losses"] == pytest.approx(run.steps["loss"].reshape(2, 2).mean(1), abs=1e-5)
-    metrics, lam = folder / "metrics.jsonl", [[None, [0.3, 1.7]]]  # as train.py writes it for learned weights
-    written = [of | ({"lam": lam} if of.get("event") == "eval" else {}) for of in read_record_lines(metrics, METRICS)]
-    metrics.write_text("".join(record_line(METRICS, of) for of in written))
-    assert found.make_record(folder, settings, 1)["lam"] == lam and "lam" not in record
     with pytest.raises(UserError, match="has max_steps=4 instead of 8; remove it, or set another --out_dir"):
         found.make_record(folder, {"max_steps": 8}, 1)
-    (weights,), path = folder.glob("step_*4.safetensors"), folder / "analysis.json"
-    for age in (-1, 1):  # an analysis that is older than the weights does not count
-        os.utime(weights, ns=(path.stat().st_mtime_ns + age * 10**9,) * 2)
-        assert ("analysis" in found.make_record(folder, settings, 1)) == (age < 0)
 
 
 def test_one_failure_does_not_stop_the_rest(copied, monkeypatch):
     folder, call = copied
     shutil.rmtree(folder / "out" / RUNS[1])
     (folder / "results/cpu.json").unlink()
-    monkeypatch.setattr(reproduce, "train_command", lambda plan, cfg: ["python", "-c", "raise SystemExit('exploded')"])
-    refused(call("all"), "not drawn: fig9, tab5, the first because", "1 runs failed", "exploded", "train.log")
+    monkeypatch.setattr(reproduce, "commands", lambda *_: {"train": ["python", "-c", "raise SystemExit('exploded')"]})
+    refused(call("all"), "not drawn: fig9, tab5, the first because", "exploded", "train.log")
     assert list(numbers_in(folder)) == ["fig4"]
 
 
@@ -584,8 +489,7 @@ def test_night_follows_from_its_records(tmp_path, monkeypatch):
     committed = read_record(ROOT / "results/night.json", results.RESULTS)["figures"]
     (tmp_path / "night").mkdir()
     shutil.copy(ROOT / "results/night/runs.jsonl", tmp_path / "night")
-    for name, figure in FIGURES.items():
-        monkeypatch.setitem(FIGURES, name, dataclasses.replace(figure, page=lambda *_: None))
+    monkeypatch.setattr(results, "page_of_panels", lambda *_: None)
     words = [*(committed.keys() - {"fig19", "tab2", "tab4"}), "--scale=night", "--kept", "--run=false"]
     again = in_process(reproduce, *words, f"--results_dir={tmp_path}", cwd=tmp_path)  # those need more than records
     assert again.returncode == 0, again.stderr
@@ -610,13 +514,9 @@ def test_committed_results_are_those_of_the_code():
 
 def test_the_rates_of_scale_night_are_the_best():
     """By seed 42, of those that we tried."""
-    kept = read_kept(ROOT / "results/night/runs.jsonl")
-    night = Found(kept, NIGHT, lambda job: SEEDS[:1])
-    grids = dict(figures.GRIDS)
-    for size in ("180M", "468M"):
-        for mode in ("vanilla", "resformer"):
-            grids[size, mode] = [Job(mode, size, lr=lr) for lr in figures.RATES["82M"]]
-    for (size, mode), jobs in grids.items():
-        jobs = [job for job in jobs if f"{job.name}-42" in kept]
-        if (size, mode) in NIGHT.tuned or size == "82M":
-            assert claims.best_rate(night, jobs) == NIGHT.here(Job(mode, size)), (size, mode)
+    night = Found(KEPT, NIGHT, lambda job: SEEDS[:1])
+    tuned = [(size, mode) for size, mode in figures.GRIDS if size == "82M" or (size, mode) in NIGHT.tuned]
+    for size, mode in [*tuned, *((size, mode) for size in ("180M", "468M") for mode in ("vanilla", "resformer"))]:
+        jobs = [Job(mode, size, lr=lr) for lr in figures.RATES["2M" if size == "2M" else "82M"]]
+        tried = [job for job in jobs if f"{job.name}-42" in KEPT]
+        assert claims.best_rate(night, tried) == NIGHT.here(Job(mode, size)), (size, mode)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import (
     COMPILED,
-    MODES,
+    COVER,
     byte_tokenizer,
     config,
     fewest_layers,
@@ -40,28 +40,14 @@ def decode(model, prompts, later, static=False, step=next_logits):
     return torch.stack(logits, dim=1), cache
 
 
-def alone(model, prompts, later):
-    """What `decode` returns, by a full forward pass of each prompt with its tokens."""
-    rows = [model(torch.tensor([ids + new.tolist()]))[0][0] for ids, new in zip(prompts, later, strict=True)]
-    return torch.stack([logits[-1 - later.size(1) :] for logits in rows])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_greedy_text_equals_the_full_forward(mode):
-    model, ids = tiny(mode).float(), [3, 1, 4, 1, 5]
-    rows, cache, _ = generate(model, ids, 12, temperature=0)
-    logits = model(torch.tensor([[*ids, *rows[0]]]))[0][0]
-    assert rows[0] == logits[4:-1].argmax(-1).tolist() and len(rows[0]) == 12
-    assert cache.nbytes == 16 * 4 * kv_floats_per_token(model.cfg)
-
-
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("mode,n_kv_head", widths(*MODES))
+@pytest.mark.parametrize("mode,n_kv_head", widths(*COVER))
 @torch.no_grad()
 def test_rows_of_several_lengths_equal_each_alone(mode, n_kv_head, static):
     model, later = tiny(mode, n_kv_head=n_kv_head), tokens((3, 7), seed=99)
     found, cache = decode(model, PROMPTS, later, static)
-    same(found, alone(model, PROMPTS, later))
+    rows = [model(torch.tensor([ids + new.tolist()]))[0][0, -8:] for ids, new in zip(PROMPTS, later, strict=True)]
+    same(found, torch.stack(rows))
     assert cache.nbytes == 3 * 16 * 8 * kv_floats_per_token(model.cfg)
 
 
@@ -77,12 +63,15 @@ def test_one_graph_serves_all_steps(backend, mode):
             same(decode(model, PROMPTS, later, True, step)[0], plain, atol=1e-6)
 
 
-def test_prompts_of_several_lengths_make_the_text_of_each_alone():
+def test_greedy_text_equals_the_full_forward():
+    """Of prompts of several lengths, each twice."""
     model = tiny("resformer").float()
-    each = [generate(model, ids, 30, temperature=0)[0][0] for ids in PROMPTS]
-    together, _, _ = generate(model, PROMPTS, 30, temperature=0, num_samples=2)
-    assert together == [row for row in each for _ in range(2)]
-    assert [len(row) for row in each] == [28, 30, 24]  # the block is full, or 30 are there
+    rows, _, _ = generate(model, PROMPTS, 30, temperature=0, num_samples=2)
+    assert [len(row) for row in rows] == [28, 28, 30, 30, 24, 24]  # the block is full, or 30 are there
+    for ids, row in zip(PROMPTS, rows[::2], strict=True):
+        logits = model(torch.tensor([ids + row[:-1]]))[0][0]
+        assert row == logits[len(ids) - 1 :].argmax(-1).tolist()
+    assert rows[::2] == rows[1::2]
 
 
 def test_compiled_text_equals_eager(monkeypatch):
@@ -98,7 +87,7 @@ def test_compiled_text_equals_eager(monkeypatch):
 
 def test_samples_differ_and_seeds_repeat():
     def text(seed):
-        return generate(tiny().float(), [7], 10, num_samples=3, seed=seed)[0]
+        return generate(tiny().float(), [[7]], 10, num_samples=3, seed=seed)[0]
 
     a = text(1)
     assert a == text(1) != text(2) and len({tuple(row) for row in a}) == 3
@@ -106,9 +95,9 @@ def test_samples_differ_and_seeds_repeat():
 
 def test_end_of_text_ends_a_sample():
     model = tiny().float()
-    plain = generate(model, [7], 20, num_samples=4)[0]
+    plain = generate(model, [[7]], 20, num_samples=4)[0]
     eot = plain[0][5]
-    rows = generate(model, [7], 20, num_samples=4, eot=eot)[0]
+    rows = generate(model, [[7]], 20, num_samples=4, eot=eot)[0]
     for row, whole in zip(rows, plain, strict=True):
         assert eot not in row and row == whole[: len(row)]
         assert len(row) == 20 or whole[len(row)] == eot
@@ -116,16 +105,10 @@ def test_end_of_text_ends_a_sample():
 
 def test_generation_ends_when_all_rows_have(monkeypatch):
     model, steps = tiny().float(), []
-    eot = generate(model, [7], 1, temperature=0)[0][0][0]
+    eot = generate(model, [[7]], 1, temperature=0)[0][0][0]
     monkeypatch.setattr(sample, "next_logits", lambda *args: steps.append(1) or next_logits(*args))
-    assert generate(model, [7], 30, temperature=0, eot=eot)[0] == [[]]
+    assert generate(model, [[7]], 30, temperature=0, eot=eot)[0] == [[]]
     assert len(steps) == 1 + sample.CHECK_EVERY - 1  # the prompt, and the steps before we look
-
-
-def test_draws_are_those_of_multinomial():
-    logits, first, second = 3 * torch.randn(50, 61), *(torch.Generator().manual_seed(5) for _ in range(2))
-    found = sample_token(logits, first, temperature=0.7)
-    assert torch.equal(found, torch.multinomial((logits / 0.7).softmax(-1), 1, generator=second))
 
 
 def test_filters():
@@ -137,9 +120,8 @@ def test_filters():
 
     torch.testing.assert_close(share(), [0.1, 0.4, 0.2, 0.3], rtol=0, atol=0.03)
     torch.testing.assert_close(share(top_k=2), [0.0, 4 / 7, 0.0, 3 / 7], rtol=0, atol=0.03)
-    torch.testing.assert_close(share(top_p=0.5), [0.0, 4 / 7, 0.0, 3 / 7], rtol=0, atol=0.03)
     torch.testing.assert_close(share(temperature=0.5), [1 / 30, 16 / 30, 4 / 30, 9 / 30], rtol=0, atol=0.03)
-    for how in (dict(temperature=0), dict(top_k=1), dict(top_p=0.01), dict(temperature=0.001)):
+    for how in (dict(temperature=0), dict(top_k=1), dict(temperature=0.001)):
         assert share(**how) == [0, 1, 0, 0]
 
 
@@ -165,54 +147,31 @@ def test_command_with_a_file_of_prompts(run, tmp_path):
     (tmp_path / "prompts.txt").write_text("hello\nhi there\n")
     words = [run, f"--prompt_file={tmp_path / 'prompts.txt'}", "--max_new_tokens=8"]
     found, plain = in_process(sample, *words, "--compile"), in_process(sample, *words)
-    assert found.returncode == 0, found.stderr
     texts = [part.splitlines()[1] for part in found.stdout.split("--- ")[1:]]
     assert [text[:5] for text in texts] == ["hello", "hi th"] and all(text in plain.stdout for text in texts)
-    assert "prefill 13 tokens" in found.stdout
     assert "KV cache 19,200 bytes = 2 x 15 tokens x 640" in found.stdout
 
 
-def test_bad_input(run, tmp_path):
-    path = tmp_path / "prompts.txt"
-    for text, says in (
-        (b"a\n\nb\n", "a prompt is empty"),
-        (b"x\n" + 33 * b"y", "a prompt has more tokens than"),
-        (b"\xff\xfe", "not prompts in UTF-8"),
-    ):
-        path.write_bytes(text)
-        refused(in_process(sample, run, f"--prompt_file={path}"), says)
-    for word, says in (
-        (f"--prompt_file={tmp_path / 'none.txt'}", "none.txt is missing"),
-        ("--prompt=", "a prompt is empty"),
-        ("--prompt=" + "x" * 33, "than the model's block, 32"),
-        ("--top_p=0", "top_p=0.0 must be at least"),
-        ("--max_new_tokens=0", "at least 1"),
-    ):
-        refused(in_process(sample, run, word), says)
+@pytest.mark.parametrize("text", ["a\n\nb\n", "x\n" + 33 * "y"])
+def test_prompts_that_the_model_cannot_continue(run, tmp_path, text):
+    (tmp_path / "prompts.txt").write_text(text)
+    refused(in_process(sample, run, f"--prompt_file={tmp_path / 'prompts.txt'}"), "a prompt ")
 
 
-def test_the_end_of_a_model_in_hugging_face_layout(run, monkeypatch):
-    """It is the tokenizer's end, not what starts a sequence there."""
+def test_a_text_ends_with_the_tokenizers_end_not_with_what_starts_a_sequence(run, monkeypatch):
     ends, tokenizer = [], byte_tokenizer()
     tokenizer.eot, tokenizer.end = 1, 2
 
-    def spy(model, prompts, n_new, num_samples, seed, end, *more, **sampling):
-        ends.append(end)
-        return generate(model, prompts, n_new, num_samples, seed, end, *more, **sampling)
+    def spy(*words, **how):
+        ends.append(words[5])
+        return generate(*words, **how)
 
     monkeypatch.setattr(checkpoint, "load_tokenizer", lambda path: tokenizer)
     monkeypatch.setattr(sample, "generate", spy)
     assert in_process(sample, run, "--max_new_tokens=1").returncode == 0 and ends == [2]
 
 
-def test_ranks_are_refused(run, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(in_process(sample, run), "runs in one process; start it without torchrun")
-
-
-def test_no_run_or_tokenizer(run, tmp_path):
-    refused(in_process(sample, tmp_path), "holds no checkpoint")
+def test_another_tokenizer_is_refused(run, tmp_path):
     (tmp_path / "step_00000001.safetensors").write_bytes((run / "step_00000001.safetensors").read_bytes())
-    refused(in_process(sample, tmp_path), "tokenizer.json is missing")
     byte_tokenizer("(?s:..)").save(tmp_path / "tokenizer.json")
     refused(in_process(sample, tmp_path), "is not the tokenizer")
