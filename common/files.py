@@ -52,23 +52,18 @@ def write_atomic(path, write):
     if path.exists() and not path.is_file():  # as root, a rename would even replace /dev/null
         raise UserError(f"{path} is no file that can be replaced; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with writing(path):
-            write(temporary)
-            # First the bytes reach the disk, then the name: a power cut leaves the old file or the new one.
-            with open(temporary, "rb+") as f:
-                os.fsync(f.fileno())
-            os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    temporary = path.with_name(f".{path.name}.tmp")  # a kill or a full disk may leave it, the next write replaces it
+    with writing(path):
+        write(temporary)
+        # First the bytes reach the disk, then the name: a power cut leaves the old file or the new one.
+        with open(temporary, "rb+") as f:
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
 
 
 def write_text(path, text):
     """Write text as UTF-8. Half surrogate pairs, which UTF-8 does not have, are escaped."""
-    encoded = text.encode("utf-8", "backslashreplace")
-    write_atomic(path, lambda temporary: Path(temporary).write_bytes(encoded))
+    write_atomic(path, lambda temporary: temporary.write_bytes(text.encode("utf-8", "backslashreplace")))
 
 
 def write_json(path, value):
@@ -76,11 +71,10 @@ def write_json(path, value):
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def append(file, text):
-    """Add text to an open file, so that another process can read it at once."""
-    with writing(file.name):
+def append(path, text):
+    """Add text to a file, so that another process can read it at once."""
+    with writing(path), open(path, "a", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
 
 
 def sha256(path):
@@ -99,10 +93,8 @@ def sealed(kind, record):
 def unsealed(kind, found):
     """The record in what `sealed` made. Raises ValueError if it was altered, or is of another kind."""
     record = {key: value for key, value in found.items() if key not in ("kind", "seal")}
-    if found["kind"] != kind:
-        raise ValueError(f"it is {found['kind']}")
     if found != sealed(kind, record):
-        raise ValueError("it was altered: its checksum is another one")
+        raise ValueError(f"{found['kind']}, or altered: its checksum is another one")
     return record
 
 

@@ -89,9 +89,9 @@ def progress(name, total, unit, show=True):
     """A tqdm bar over `total` units, with update(n) and close(). Off a terminal it prints a line every ten seconds."""
     from tqdm import tqdm  # here, because prepare.py's workers show nothing
 
-    interval = 0.1 if sys.stderr.isatty() else 10.0
-    look = {"desc": name, "unit": unit, "unit_scale": True, "dynamic_ncols": True, "leave": False, "disable": not show}
-    return tqdm(total=total, mininterval=interval, maxinterval=interval, delay=interval, **look)
+    interval = 0.1 if sys.stderr.isatty() else 10
+    look = {"desc": name, "unit": unit, "unit_scale": True, "leave": False, "disable": not show}
+    return tqdm(total=total, mininterval=interval, delay=interval, **look)
 
 
 class Metrics:
@@ -102,16 +102,15 @@ class Metrics:
 
     def __init__(self, cfg, world, done):
         self.cfg, self.is_main, self.wandb = cfg, world.rank == 0, None
+        self.path = path = Path(cfg.out_dir, "metrics.jsonl")
         if not self.is_main:
             return
-        path = Path(cfg.out_dir, "metrics.jsonl")
         records = [r for r in read_record_lines(path, METRICS) if r["step"] <= done] if path.exists() else []
         steps = [r["step"] for r in records if "event" not in r]
         # The first record is of a start, after as many steps as the checkpoint had that it went on from.
         if records and steps != list(range(records[0]["step"] + 1, done + 1)):
             raise UserError(f"{path} lacks steps before {done}, or has some twice; copy it again, or remove it")
         write_text(path, "".join(record_line(METRICS, r) for r in records))
-        self.file = open(path, "a", encoding="utf-8")
         if cfg.log == "wandb":
             self.wandb = need("wandb")
             name = Path(cfg.out_dir).name
@@ -120,7 +119,7 @@ class Metrics:
     def write(self, record):
         """Append a record. All have "step"; those of evaluations and starts also have "event": "eval" or "start"."""
         if self.is_main:
-            append(self.file, record_line(METRICS, record))
+            append(self.path, record_line(METRICS, record))
         if self.wandb and record.get("event") != "start":
             self.wandb.log(record, step=record["step"])
 
@@ -150,7 +149,5 @@ class Metrics:
         self.say(f"step {step}  " + "  ".join(means))
 
     def close(self):
-        if self.is_main:
-            self.file.close()
         if self.wandb:
             self.wandb.finish()
