@@ -52,13 +52,16 @@ def write_atomic(path, write):
     if path.exists() and not path.is_file():  # as root, a rename would even replace /dev/null
         raise UserError(f"{path} is no file that can be replaced; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")  # a kill or a full disk may leave it, the next write replaces it
-    with writing(path):
-        write(temporary)
-        # First the bytes reach the disk, then the name: a power cut leaves the old file or the new one.
-        with open(temporary, "rb+") as f:
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
+    temporary = path.with_name(f".{path.name}.tmp")  # a kill may leave it; the next write replaces it
+    try:
+        with writing(path):
+            write(temporary)
+            # First the bytes reach the disk, then the name: a power cut leaves the old file or the new one.
+            with open(temporary, "rb+") as f:
+                os.fsync(f.fileno())
+            os.replace(temporary, path)
+    finally:  # half a checkpoint would keep a full disk full
+        temporary.unlink(missing_ok=True)
 
 
 def write_text(path, text):

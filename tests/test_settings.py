@@ -122,7 +122,7 @@ def test_a_failed_write_names_its_file_and_leaves_the_old_one(tmp_path):
     files.write_text(tmp_path / "a", "old")
     with pytest.raises(OSError, match=str(tmp_path / "a")):
         files.write_atomic(tmp_path / "a", full)
-    assert (tmp_path / "a").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
 
 
 def test_half_a_surrogate_pair_is_escaped(tmp_path):
