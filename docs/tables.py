@@ -87,11 +87,16 @@ MAKERS = {
 }
 
 
+def with_tables(text):
+    """The text of a page with its tables as the results have them."""
+    return PLACE.sub(lambda place: f"{place[1]}\n{compact(MAKERS[place[2]]())}\n\n{place[3]}", text)
+
+
 def main(cfg: TablesConfig):
     changed = []
     for page in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("results/README.md")]):
         before = page.read_text(encoding="utf-8")
-        after = PLACE.sub(lambda place: f"{place[1]}\n{compact(MAKERS[place[2]]())}\n\n{place[3]}", before)
+        after = with_tables(before)
         if after != before:
             changed.append(str(page.relative_to(ROOT)))
             if not cfg.check:
