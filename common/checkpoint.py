@@ -179,7 +179,8 @@ def resume(path, model, optimizer, scaler, tokenizer_hash):
         if any(name.startswith("exp_avg/") for name in tensors):
             found = get_optimizer_state_dict(model, optimizer)
             for name, of in found["state"].items():
-                found["state"][name] = {key: tensors[f"{key}/{name}"] for key in of}
+                # the view fails for the state of another model, which AdamW would notice only in its step
+                found["state"][name] = {key: tensors[f"{key}/{name}"].view(t.shape) for key, t in of.items()}
             set_optimizer_state_dict(model, optimizer, found, options=WHOLE)
         if record["scaler"]:
             scaler.load_state_dict(record["scaler"])

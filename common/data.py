@@ -139,6 +139,10 @@ class Corpus:
             rows.append(self._files[split][domain][start : start + self.block_size + 1].astype(np.int64))
         # As copies they are contiguous, so that a compiled model sees one layout.
         rows = np.stack(rows)
+        # Without verify nobody has looked, and on a GPU such an id ends the process.
+        if rows.max() >= self.tokenizer.n_vocab:
+            wrong = f"{self.dir} holds the token id {rows.max()}, and its vocabulary has {self.tokenizer.n_vocab}"
+            raise UserError(f"{wrong}; delete it and prepare it again")
         x, y = rows[:, :-1].copy(), rows[:, 1:].copy()
         if self.bos:
             x[:, 0] = self.tokenizer.eot
