@@ -60,7 +60,7 @@ OF_USERS = {  # calls, and the files of a user that they read
 }
 CALLS = OF_OURS | OF_USERS
 VALUES = "x 0 1 -1 3 1e3 .5 nan 1e-320 true none [1] (1,2) (.5,) {'code':1} {'code':'x'} {1:1} (( é .. svformer cuda"
-VALUES += " a=b '1' True 0x10 float('nan') 10**400 {1} b'x' 1j range(3) ... __import__('numpy').arange(3)"
+VALUES += " a=b '1' True 0x10 float('nan') 2**2000 {1} b'x' 1j range(3) ... __import__('numpy').arange(3)"
 VALUES = [*VALUES.split(), "", "9" * 400, "[" * 999]
 LINES = "||import math|def f(): return 1|x = (|raise SystemExit(3)|import no_such|\0|z = 1".split("|")
 COMPLETED = "out_dir value_mode mixture task tokens workers tokenizer n_kv_head head_dim n_hidden".split()  # if empty
