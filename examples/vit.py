@@ -30,45 +30,37 @@ from value_modes import ModelConfig, get_mode
 
 MODES = ("vanilla", "neutreno", "resformer", "svformer")
 SIZE, PATCH = 8, 2  # pixels of an image's side and of a patch's
+SHAPE = dict(n_layer=4, n_head=4, n_embd=64, init_std=0.07)  # DeiT starts from 0.02, at 12 times the width
+BATCH, PEAK, DECAY, WARMUP = 64, 2e-3, 0.05, 2  # images per step; learning rate; weight decay; epochs of warmup
 
 
 @dataclass(frozen=True)
 class VitConfig:
-    """Settings of examples/vit.py. The defaults suit digits of 8 x 8 pixels."""
+    """Settings of examples/vit.py."""
 
-    value_mode: tuple[str, ...] = setting(MODES, "modes to compare with the first one", group="Runs")
+    value_mode: tuple[str, ...] = setting(MODES, "modes to compare with the first one")
     seeds: tuple[int, ...] = setting((1, 2, 3), "random seeds for weights and batches; each mode runs with each", 0)
+    epochs: int = setting(20, "passes over the training images", least=1)
     out_file: str = setting("out/vit.json", "JSON to write: settings, machine, and each run")
-
-    n_layer: int = setting(4, "layers", group="Model")
-    n_head: int = setting(4, "heads")
-    n_embd: int = setting(64, "width of the residual stream")
-    init_std: float = setting(0.07, "spread of the initial weights; DeiT's is 0.02, at 12 times the width", 0, 100)
-
-    epochs: int = setting(20, "passes over the training images", least=1, group="Optimization")
-    batch_size: int = setting(64, "images per step", least=1)
-    warmup_epochs: int = setting(2, "epochs of linear warmup; then a cosine to 0", least=0)
-    learning_rate: float = setting(2e-3, "peak learning rate", least=0, most=1)
-    weight_decay: float = setting(0.05, "AdamW's decay of matrices, embeddings included; vectors have none", 0, 1)
 
     def __post_init__(self):
         check_fields(self)
         for mode in self.value_mode:
             if any(residual.source == "token" for residual in get_mode(mode).residuals):
                 raise UserError(f"value_mode={mode} looks up values by token id, and images have none")
-            self.model_config(mode)  # an impossible shape is told at once
-
-    def model_config(self, mode):
-        shape = dict(n_layer=self.n_layer, n_head=self.n_head, n_embd=self.n_embd, init_std=self.init_std)
-        sizes = dict(vocab_size=10, block_size=1 + (SIZE // PATCH) ** 2)
-        return ModelConfig(arch="gpt2", norm_eps=1e-6, value_mode=mode, **sizes, **shape)
+            model_config(mode)  # an impossible shape is told at once
 
 
-def batches(split, batch_size, generator=None):
+def model_config(mode, **shape):
+    sizes = dict(vocab_size=10, block_size=1 + (SIZE // PATCH) ** 2)
+    return ModelConfig(arch="gpt2", norm_eps=1e-6, value_mode=mode, **sizes, **SHAPE | shape)
+
+
+def batches(split, generator=None):
     """Yields all images (B, 8, 8) with their labels (B,), in random order if there is a generator."""
     images, labels = split
     order = torch.randperm(len(labels), generator=generator) if generator else torch.arange(len(labels))
-    for rows in order.split(batch_size):
+    for rows in order.split(BATCH):
         yield images[rows], labels[rows]
 
 
@@ -131,16 +123,15 @@ class ViT(GPT):
 # ---- the experiment
 
 
-def train(model, split, cfg, seed, bar):
-    """Train with AdamW. The seed alone decides the batches."""
-    steps = math.ceil(len(split[1]) / cfg.batch_size)
-    schedule = cfg.learning_rate, 0.0, cfg.warmup_epochs * steps, cfg.epochs * steps
-    optimizer = adamw(model, cfg.learning_rate, cfg.weight_decay, (0.9, 0.999), "cpu")
+def train(model, split, epochs, seed, bar):
+    """Train with AdamW: a linear warmup, then a cosine to 0. The seed alone decides the batches."""
+    steps = math.ceil(len(split[1]) / BATCH)  # in an epoch
+    optimizer = adamw(model, PEAK, DECAY, (0.9, 0.999), "cpu")
     generator = torch.Generator().manual_seed(seed)
-    for epoch in range(cfg.epochs):
-        for i, (images, labels) in enumerate(batches(split, cfg.batch_size, generator)):
+    for epoch in range(epochs):
+        for i, (images, labels) in enumerate(batches(split, generator)):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(epoch * steps + i, *schedule)
+                group["lr"] = learning_rate(epoch * steps + i, PEAK, 0.0, WARMUP * steps, epochs * steps)
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()
@@ -148,23 +139,23 @@ def train(model, split, cfg, seed, bar):
 
 
 @torch.inference_mode()
-def test(model, split, batch_size):
+def test(model, split):
     """(accuracy in %, mean loss in nats) on a split."""
     right, nats, n = 0, 0.0, len(split[1])
-    for images, labels in batches(split, batch_size):
+    for images, labels in batches(split):
         logits = model(images)
         right += (logits.argmax(dim=1) == labels).sum().item()
         nats += F.cross_entropy(logits, labels, reduction="sum").item()
     return 100 * right / n, nats / n
 
 
-def train_and_test(mode, seed, cfg, splits, bar):
+def train_and_test(mode, seed, epochs, splits, bar):
     """The record of one run. Modes share weights and batches, because both follow from the seed."""
-    model = ViT(cfg.model_config(mode), seed)
-    train(model, splits[0], cfg, seed, bar)
+    model = ViT(model_config(mode), seed)
+    train(model, splits[0], epochs, seed, bar)
     record = dict(value_mode=mode, seed=seed, parameters=sum(p.numel() for p in model.parameters()))
-    record["accuracy"], record["loss"] = test(model, splits[1], cfg.batch_size)
-    record["train_accuracy"], record["train_loss"] = test(model, splits[0], cfg.batch_size)
+    record["accuracy"], record["loss"] = test(model, splits[1])
+    record["train_accuracy"], record["train_loss"] = test(model, splits[0])
     return record
 
 
@@ -193,7 +184,7 @@ def main(cfg: VitConfig):
     record |= {"settings": dataclasses.asdict(cfg), **environment(), "runs": []}
     with progress("train", len(cfg.seeds) * len(cfg.value_mode) * cfg.epochs, "epoch") as bar:
         for seed, mode in itertools.product(cfg.seeds, cfg.value_mode):
-            record["runs"].append(train_and_test(mode, seed, cfg, splits, bar))
+            record["runs"].append(train_and_test(mode, seed, cfg.epochs, splits, bar))
             write_json(cfg.out_file, record)
 
     print(table(record["runs"], cfg.value_mode))

@@ -11,12 +11,12 @@ from conftest import in_process, refused
 from examples import vit
 from value_modes import VALUE_MODES
 
-SMALL = dict(n_layer=3, n_head=2, n_embd=8)
 
 
-def small(mode, **shape):
+def small(mode, n_layer=3, n_head=2, n_embd=8):
     """A float64 ViT with large random weights, so that nothing hides in rounding or at its initial value."""
-    model = vit.ViT(vit.VitConfig(value_mode=(mode,), **SMALL | shape).model_config(mode)).double().eval()
+    shape = vit.model_config(mode, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+    model = vit.ViT(shape).double().eval()
     torch.manual_seed(1)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.4)
@@ -74,27 +74,26 @@ def test_tokens_read_all_tokens(mode):
     assert (images.grad[0] != 0).all() and not images.grad[1].any()
 
 
-def train(mode, seed, **settings):
+def train(mode, seed, epochs=2):
     """The record of a run on 24 images that are lighter above or below, by class."""
     labels = torch.arange(24) % 2
     images = pixels(24).float() / 4
     images[labels == 0, :4] += 0.7
     images[labels == 1, 4:] += 0.7
-    cfg = vit.VitConfig(**dict(value_mode=(mode,), epochs=2, warmup_epochs=1, batch_size=10) | SMALL | settings)
-    return vit.train_and_test(mode, seed, cfg, [(images, labels)] * 2, SimpleNamespace(update=lambda n: None))
+    return vit.train_and_test(mode, seed, epochs, [(images, labels)] * 2, SimpleNamespace(update=lambda n: None))
 
 
 def test_it_learns_and_the_seed_decides():
-    assert train("svformer", 0, epochs=15, learning_rate=1e-2)["accuracy"] == 100
+    assert train("svformer", 0, epochs=25)["accuracy"] == 100
     assert train("resformer", 3) == train("resformer", 3) != train("resformer", 4)
 
 
-def test_digits(tmp_path):
+def test_digits(tmp_path, monkeypatch):
     pytest.importorskip("sklearn.datasets")
+    monkeypatch.setattr(vit, "SHAPE", vit.SHAPE | dict(n_layer=2, n_head=2, n_embd=8))
     (images, labels), (_, held_out) = vit.read_digits()
     assert images.shape == (1437, 8, 8) and images.min() == -1 and images.max() == 1 and len(held_out) == 360
-    words = ["--n_layer=2", "--n_head=2", "--n_embd=8", "--epochs=1", "--warmup_epochs=0", "--seeds=1,2"]
-    result = in_process(vit, *words, "--value_mode=vanilla,svformer", cwd=tmp_path)
+    result = in_process(vit, "--epochs=1", "--seeds=1,2", "--value_mode=vanilla,svformer", cwd=tmp_path)
     assert result.returncode == 0 and "nothing about ImageNet" in result.stdout, result.stderr
     runs = json.loads((tmp_path / "out/vit.json").read_text())["runs"]
     assert [(r["value_mode"], r["seed"]) for r in runs] == [(m, s) for s in (1, 2) for m in ("vanilla", "svformer")]
