@@ -296,19 +296,7 @@ def compare(path, groups):
         relative_panel(ax, pairs, styles_of({mode: mode for mode in groups}))
 
 
-# -- what we read and draw of eval.py's and analyze.py's results
-
-
-def read_eval(folder):
-    """{"mode", "step", "results": {task: its record}} of the last checkpoint in a run's eval.json."""
-    path, kind, results = Path(folder, "eval.json"), "eval.py's results", {}
-    with reading(path, kind):
-        found = read_record(path, kind)
-        last = max(found.values(), key=lambda checkpoint: checkpoint["step"] or 0)
-        # "piqa", in fp32, stands before "piqa dtype=bfloat16"
-        for name, record in sorted(last["results"].items()):
-            results.setdefault(name.partition(" dtype=")[0], record)
-        return {"mode": last["mode"], "step": last["step"], "results": results}
+# -- what we draw of analyze.py's results
 
 
 # What `analysis` draws: title, a part of analysis.json, its quantity there, and by which other one it is divided.

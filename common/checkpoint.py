@@ -20,13 +20,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp
 
 from common.data import Tokenizer
 from common.files import read_record, reading, sealed, unsealed, write_atomic
@@ -37,7 +31,7 @@ from value_modes import ModelConfig
 
 RUN, WEIGHTS, STATE = "train.py's settings", "train.py's weights", "train.py's training state"  # kinds of records
 STEP = f"step_{'[0-9]' * 8}.safetensors"  # the names of weights files
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # rank 0 gets tensors as if there were one rank
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # rank 0 gets tensors as if there were one rank
 
 
 # ---- files
@@ -135,8 +129,8 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
     """Write a step's weights and training state into folder `run`, then delete all but the last `keep` and the best.
     Returns the weights file. All ranks call this, because they gather what is divided; the main one writes."""
     path = Path(run, f"step_{step:08d}.safetensors")
-    weights = get_model_state_dict(model, options=WHOLE)
-    state = get_optimizer_state_dict(model, optimizer, options=WHOLE) if optimizer else {}
+    weights = dcp.get_model_state_dict(model, options=WHOLE)
+    state = dcp.get_optimizer_state_dict(model, optimizer, options=WHOLE) if optimizer else {}
     if not is_main:
         return path
     if optimizer:
@@ -170,18 +164,18 @@ def resume(path, model, optimizer, scaler, tokenizer_hash):
     header = read_header(path)
     check_same(path, header, model, tokenizer_hash, vars(model.cfg))
     with reading(path, WEIGHTS):
-        set_model_state_dict(model, read_tensors(path, WEIGHTS)[1], options=WHOLE)
+        dcp.set_model_state_dict(model, read_tensors(path, WEIGHTS)[1], options=WHOLE)
     with reading(state_file(path), STATE):
         record, tensors = read_tensors(state_file(path), STATE)
         if record["step"] != header["step"]:
             raise ValueError(f"it is of step {record['step']}")
         # a scaler may have skipped all steps so far: then there are no moments, and AdamW must not count a step
         if any(name.startswith("exp_avg/") for name in tensors):
-            found = get_optimizer_state_dict(model, optimizer)
+            found = dcp.get_optimizer_state_dict(model, optimizer)
             for name, of in found["state"].items():
                 # the view fails for the state of another model, which AdamW would notice only in its step
                 found["state"][name] = {key: tensors[f"{key}/{name}"].view(t.shape) for key, t in of.items()}
-            set_optimizer_state_dict(model, optimizer, found, options=WHOLE)
+            dcp.set_optimizer_state_dict(model, optimizer, found, options=WHOLE)
         if record["scaler"]:
             scaler.load_state_dict(record["scaler"])
         torch.set_rng_state(tensors["rng"])

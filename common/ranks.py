@@ -30,10 +30,7 @@ PEAK_FLOPS = {
 
 class Distributed:
     """The processes of a run as torchrun starts them: this one's rank and device, and sums over all ranks.
-
-    Attributes: rank, size, is_first_of_node, device (a torch.device), kind (its type: "cpu", "cuda", "mps").
-    fixed_lengths: attention always has the same few shapes, as in training; see `choose_kernels`.
-    """
+    fixed_lengths: attention always has the same few shapes, as in training; see `choose_kernels`."""
 
     def __init__(self, device, fixed_lengths=False):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -48,7 +45,7 @@ class Distributed:
             torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError) as e:
             raise UserError(f"device={device} cannot be used here: {str(e)[:200]}") from None
-        self.kind = self.device.type
+        self.kind = self.device.type  # "cpu", "cuda" or "mps"
         if self.kind == "cuda":
             torch.cuda.set_device(self.device)
             choose_kernels(fixed_lengths)
@@ -94,11 +91,6 @@ class Distributed:
         mesh = dist.init_device_mesh(self.kind, (self.size,))
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh, reshard_after_forward=not keep_gathered)
-
-    def wait(self):
-        """Wait until all ranks are here."""
-        if self.size > 1:
-            dist.barrier()
 
     def close(self):
         """Under torchrun wait for all ranks, then end this process; else do nothing. gloo's threads can abort or hang

@@ -1,7 +1,6 @@
 """The tables of numbers in docs/ and results/README.md, made from results/ and from the table of modes.
 
     python -m docs.tables            write them into the pages
-    python -m docs.tables --check    end with code 1, and name the pages that differ from the results
 
 A page holds each table between `<!-- table: NAME -->` and `<!-- end -->`. MAKERS has a function for each NAME.
 """
@@ -9,8 +8,6 @@ A page holds each table between `<!-- table: NAME -->` and `<!-- end -->`. MAKER
 import functools
 import json
 import re
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from bench import LLAMA
@@ -18,7 +15,6 @@ from bench.decoding import decoding_table
 from bench.training import training_table
 from common.files import write_text
 from common.plan import mode_table
-from configurator import run, setting
 from examples import vit
 from paper.found import Found, read_kept
 from paper.results import compact
@@ -29,13 +25,6 @@ from value_modes import TABLE, ModelConfig
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n)(?:(?!<!-- table:).)*?(<!-- end -->)", re.S)
 NIGHT = SCALES["night"]
-
-
-@dataclass(frozen=True)
-class TablesConfig:
-    """Every setting of docs.tables."""
-
-    check: bool = setting(False, "only compare: write nothing, end with code 1 if a page differs")
 
 
 def bench_rows(*names, **shown):
@@ -92,19 +81,6 @@ def with_tables(text):
     return PLACE.sub(lambda place: f"{place[1]}\n{compact(MAKERS[place[2]]())}\n\n{place[3]}", text)
 
 
-def main(cfg: TablesConfig):
-    changed = []
-    for page in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("results/README.md")]):
-        before = page.read_text(encoding="utf-8")
-        after = with_tables(before)
-        if after != before:
-            changed.append(str(page.relative_to(ROOT)))
-            if not cfg.check:
-                write_text(page, after)
-    if cfg.check and changed:
-        sys.exit(f"{', '.join(changed)} differ from the results; run `python -m docs.tables`")
-    print(f"pages changed: {', '.join(changed) or 'none'}")
-
-
 if __name__ == "__main__":
-    run(main, __doc__)
+    for page in (*ROOT.glob("docs/*.md"), ROOT / "results/README.md"):
+        write_text(page, with_tables(page.read_text(encoding="utf-8")))

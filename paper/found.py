@@ -86,6 +86,15 @@ def write_kept(path, kept):
     write_text(path, "".join(record_line(RECORD, kept[name]) for name in sorted(kept)))
 
 
+def scores(folder):
+    """{task: what eval.py found of it} of the last checkpoint in a run's folder; empty if nothing is scored."""
+    path, kind = Path(folder, "eval.json"), "eval.py's results"
+    if not path.exists():
+        return {}
+    with reading(path, kind):
+        return max(read_record(path, kind).values(), key=lambda checkpoint: checkpoint["step"])["results"]
+
+
 # -- all runs of a scale
 
 
@@ -178,8 +187,7 @@ class Found:
 
     def evaluation(self, job, seed, task):
         """What eval.py found of a run on a task, or None."""
-        folder = self.root / self.name(job, seed)
-        return plot.read_eval(folder)["results"].get(task) if (folder / "eval.json").exists() else None
+        return scores(self.root / self.name(job, seed)).get(task)
 
     # the paper's units in words, as they are here
 

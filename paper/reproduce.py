@@ -20,13 +20,12 @@ from typing import Literal
 
 import torch
 
-import plot
 from common.data import Corpus
 from common.files import hold
 from common.tasks import TABLE1
 from configurator import UserError, check_fields, need, run, setting
 from paper.figures import FIGURES, PAPER
-from paper.found import Found, difference, finished, make_record, read_kept, write_kept
+from paper.found import Found, difference, finished, make_record, read_kept, scores, write_kept
 from paper.results import publish, write_report
 from paper.runs import SCALES, SEEDS, train_settings
 from train import TrainConfig
@@ -190,7 +189,7 @@ def is_made(folder, name):
         return finished(folder)
     if name == "analyze":
         return (folder / "analysis.json").exists()
-    return (folder / "eval.json").exists() and name in plot.read_eval(folder)["results"]
+    return name in scores(folder)
 
 
 def make_run(settings, needs, cfg):

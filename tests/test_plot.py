@@ -159,14 +159,7 @@ def test_bad_calls(words, says):
     refused(in_process(plot, *words.split()), says)
 
 
-# ---- what eval.py and analyze.py found
-
-
-def test_results_are_the_last_checkpoints_and_fp32_goes_first(tmp_path):
-    found = {"piqa dtype=bfloat16": {"acc": 0.7}, "piqa": {"acc": 0.5}, "arc_easy dtype=bfloat16": {"acc": 0.6}}
-    every = {"b": {"mode": "m", "step": 8, "results": found}, "a": {"mode": "m", "step": 1, "results": {}}}
-    write_record(tmp_path / "eval.json", "eval.py's results", every)
-    assert plot.read_eval(tmp_path)["results"] == {"piqa": {"acc": 0.5}, "arc_easy": {"acc": 0.6}}
+# ---- what analyze.py found
 
 
 def make_analysis(folder, mode, level):

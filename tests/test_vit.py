@@ -12,7 +12,6 @@ from examples import vit
 from value_modes import VALUE_MODES
 
 
-
 def small(mode, n_layer=3, n_head=2, n_embd=8):
     """A float64 ViT with large random weights, so that nothing hides in rounding or at its initial value."""
     shape = vit.model_config(mode, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
