@@ -1,7 +1,6 @@
 """Attention concentration: where each layer's attention goes, and norms, spectra and similarity of its states.
 
     python analyze.py out/vanilla out/resformer                    1,000 validation chunks through each model
-    python analyze.py --init=config/size_468m.py --chunks=4        the same of a model before its training
     python analyze.py path/to/Llama-3.1-8B --length=2048 --data_dir=data/demo     a Llama in Hugging Face layout
 
 A chunk is the end-of-text token, as before a first document, then consecutive tokens of validation text. We write
@@ -20,15 +19,14 @@ import torch
 import torch.nn.functional as F
 
 from common import checkpoint
-from common.data import EOT, Corpus, Tokenizer, raw_bits
+from common.data import EOT, Corpus, raw_bits
 from common.files import write_atomic, write_record
 from common.layers import attend, attend_across, repeat_heads
 from common.plan import count_parameters
 from common.ranks import enough_memory, environment, only_process
 from common.report import markdown, plus_minus, progress
-from configurator import UserError, check_fields, load_settings, run, setting
-from model import GPT, join_scores
-from train import TrainConfig
+from configurator import UserError, check_fields, run, setting
+from model import join_scores
 
 NUMBERS = "analyze.py's numbers"  # the kind of analysis.json
 BLOCK = 2**24  # attention probabilities at a time, so that no memory grows with the length's square
@@ -44,8 +42,7 @@ class AnalyzeConfig:
     runs: tuple[str, ...] = setting(
         (), "runs' folders, checkpoints, Hugging Face folders; empty = the newest run", group="Models", positional=True
     )
-    init: tuple[str, ...] = setting((), "config files of train.py: the model that training would start from")
-    out_dir: str = setting("", "folder of the results; empty = the run's own, out/init-<name> with --init")
+    out_dir: str = setting("", "folder of the results; empty = the run's own")
 
     data_dir: str = setting("", "prepared data with validation text; empty = the run's own data", group="Text")
     chunks: int = setting(1000, "chunks to average over, divided among the domains as the mixture is", least=1)
@@ -277,38 +274,7 @@ class Recorder:
         self.before = {"k": used["k"], "v": used["v"], "v_sum": v_sum}
 
 
-# -- models and their text
-
-
-@dataclass
-class Subject:
-    """A model to analyse, and where its chunks come from."""
-
-    model: GPT
-    folder: Path
-    data_dir: str
-    mixture: dict | None  # None: the data's own
-    tokenizer: object  # a data.Tokenizer, or an hf.HFTokenizer, which has no hash if it reads the data's text
-    step: int | None  # None: a Hugging Face folder does not say
-
-
-def open_run(path, cfg, device):
-    """The Subject of a weights file, in a run's folder or in a Hugging Face folder."""
-    data_dir, mixture = checkpoint.trained_on(path.parent, cfg.data_dir, "the prepared data by --data_dir")
-    model = checkpoint.load(path, device=device)
-    tokenizer, step = checkpoint.load_tokenizer(path), checkpoint.read_header(path)["step"]
-    return Subject(model, path.parent, data_dir, mixture, tokenizer, step)
-
-
-def open_initial(cfg, device):
-    """The Subject of a config of train.py: the model before its first step."""
-    # the settings that train.py would have, so the model is the one that it would start from
-    words = [*cfg.init, *([f"--data_dir={cfg.data_dir}"] if cfg.data_dir else [])]
-    trained = load_settings(TrainConfig, words)
-    tokenizer = Tokenizer.load(Path(trained.data_dir) / "tokenizer.json")
-    model = GPT(trained.model_config(tokenizer.n_vocab), trained.seed).to(device).eval()
-    folder = "-".join(["init", *(Path(file).stem for file in cfg.init)])
-    return Subject(model, Path("out", folder), trained.data_dir, trained.mixture, tokenizer, step=0)
+# -- text
 
 
 def choose_windows(corpus, n):
@@ -324,24 +290,25 @@ def choose_windows(corpus, n):
     return [found[i] for i in order]
 
 
-def read_chunks(subject, cfg):
-    """(at most cfg.chunks, T) token ids: the first token, then T - 1 of validation text."""
-    shape, tokenizer = subject.model.cfg, subject.tokenizer
-    T = cfg.length or shape.block_size
-    if not 2 <= T <= shape.block_size:
-        raise UserError(f"length={T} must be 2 to {shape.block_size}, the block_size of {subject.folder}")
+def read_chunks(path, block_size, cfg):
+    """(at most cfg.chunks, T) token ids for the model of a weights file: the first token, then T - 1 of the text that
+    it was trained on, or of cfg.data_dir."""
+    folder, tokenizer, T = path.parent, checkpoint.load_tokenizer(path), cfg.length or block_size
+    if not 2 <= T <= block_size:
+        raise UserError(f"length={T} must be 2 to {block_size}, the block_size of {folder}")
+    data_dir, mixture = checkpoint.trained_on(folder, cfg.data_dir, "the prepared data by --data_dir")
     # a public model reads our text in its own tokens: three times as many of ours will do for its T - 1
     is_ours = tokenizer.hash is not None
-    corpus = Corpus(subject.data_dir, T - 1 if is_ours else 3 * (T - 1), mixture=subject.mixture)
+    corpus = Corpus(data_dir, T - 1 if is_ours else 3 * (T - 1), mixture=mixture)
     if is_ours and corpus.tokenizer.hash != tokenizer.hash:
-        raise UserError(f"{subject.data_dir} was made with another tokenizer than {subject.folder}; name its own data")
+        raise UserError(f"{data_dir} was made with another tokenizer than {folder}; name its own data by --data_dir")
     windows = choose_windows(corpus, cfg.chunks)
     rows = [corpus.val_batch(domain, w, w + 1)[0][0] for domain, w in windows]
     if not is_ours:
         texts = [corpus.tokenizer.decode(row.tolist()).replace(EOT, "\n\n") for row in rows]
         rows = [ids[: T - 1] for ids in map(tokenizer.encode, texts) if len(ids) >= T - 1]
     if not rows:
-        raise UserError(f"the validation text of {subject.data_dir} has no chunk of {T} tokens; set a smaller --length")
+        raise UserError(f"the validation text of {data_dir} has no chunk of {T} tokens; set a smaller --length")
     idx = np.full((len(rows), T), tokenizer.eot, np.int64)
     idx[:, 1:] = rows
     return torch.from_numpy(idx)
@@ -375,9 +342,10 @@ def summarize(recorder, L, T):
     return {"entropy_uniform": level, "layers": layers, "states": states}, arrays
 
 
-def analyze(subject, cfg, device):
-    """Measure a Subject, write analysis.json and analysis.npz, print some numbers by layer."""
-    idx, model, out = read_chunks(subject, cfg), subject.model, Path(cfg.out_dir or subject.folder)
+def analyze(path, cfg, device):
+    """Measure the model of a weights file, write analysis.json and analysis.npz, print some numbers by layer."""
+    model, header, out = checkpoint.load(path, device), checkpoint.read_header(path), Path(cfg.out_dir or path.parent)
+    idx = read_chunks(path, model.cfg.block_size, cfg)
     N, T = idx.shape
     recorder = Recorder(model)
     with torch.inference_mode(), progress("analysis", idx.numel(), "token") as bar:
@@ -386,7 +354,7 @@ def analyze(subject, cfg, device):
             bar.update(rows.numel())
 
     numbers, arrays = summarize(recorder, model.cfg.n_layer, T)
-    about = {"mode": model.cfg.value_mode.name, "step": subject.step, "parameters": count_parameters(model.cfg)}
+    about = {"mode": header["mode"], "step": header["step"], "parameters": count_parameters(model.cfg)}
     about |= {"chunks": N, "length": T, "device": device.type, "environment": environment()}
     archive = io.BytesIO()  # numpy would add .npz to the name of a temporary file
     np.savez_compressed(archive, **arrays)
@@ -394,7 +362,7 @@ def analyze(subject, cfg, device):
     write_record(out / "analysis.json", NUMBERS, about | numbers)
 
     # Layers count from 1, as in the paper.
-    print(f"{subject.folder} ({about['mode']}): {N} of {cfg.chunks} chunks of {T} tokens; wrote {out}/analysis.json")
+    print(f"{path.parent} ({about['mode']}): {N} of {cfg.chunks} chunks of {T} tokens; wrote {out}/analysis.json")
     columns = [numbers["layers"][name]["mean"] for name in SHOWN]
     rows = [[n, *map(plus_minus, row)] for n, row in enumerate(zip(*columns, strict=True), start=1)]
     print(markdown(["layer", *SHOWN], rows), flush=True)
@@ -403,14 +371,11 @@ def analyze(subject, cfg, device):
 @enough_memory("set a smaller --batch_tokens")
 def main(cfg: AnalyzeConfig):
     device = only_process(cfg.device).device
-    if cfg.init:
-        analyze(open_initial(cfg, device), cfg, device)
-    newest = () if cfg.init else ("",)
-    paths = [checkpoint.find(name) for name in cfg.runs or newest]
+    paths = [checkpoint.find(name) for name in cfg.runs or ("",)]
     if len({cfg.out_dir or path.parent.resolve() for path in paths}) < len(paths):
         raise UserError("several of these models would write into one folder; name one of them, without --out_dir")
     for path in paths:
-        analyze(open_run(path, cfg, device), cfg, device)
+        analyze(path, cfg, device)
 
 
 if __name__ == "__main__":

@@ -125,8 +125,8 @@ NEUTRENOS["λ = 0.4"] = "neutreno"
 FIGURES = {
     "fig1": Figure(
         "Entropy of token importance by layer: low is concentrated. Uniform causal attention itself favours early "
-        "tokens, so a model can lie above it. Before training the paper's curve lies at 7.194–7.204; our 468M, by "
-        "`python analyze.py --init=config/size_468m.py --length=2048`, has 7.2007.",
+        "tokens, so a model can lie above it. Before training the paper's curve lies at 7.194–7.204, and our 468M at "
+        "7.2007.",
         (Panel(panels.layers, "", INSPECTED_FOUR, "entropy", NATS),),
         (over_vanilla("resformer", ENTROPY, INSPECTED), over_vanilla("svformer", ENTROPY, INSPECTED)),
     ),

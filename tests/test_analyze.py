@@ -255,9 +255,10 @@ def three(tmp_path_factory):
 
 
 def chunks(data_dir, n, T, mixture=None, tokenizer=None):
-    model = GPT(config(vocab_size=257, block_size=T))
-    subject = analyze.Subject(model, analyze.Path("it"), data_dir, mixture, tokenizer or byte_tokenizer(), 0)
-    return analyze.read_chunks(subject, analyze.AnalyzeConfig(chunks=n))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "trained_on", lambda *asked: (data_dir, mixture))
+        patch.setattr(checkpoint, "load_tokenizer", lambda path: tokenizer or byte_tokenizer())
+        return analyze.read_chunks(analyze.Path("it/weights"), T, analyze.AnalyzeConfig(chunks=n))
 
 
 def places(data_dir, idx):
@@ -381,21 +382,6 @@ def test_few_chunks(runs, tmp_path):
     """We say if there are fewer than asked."""
     result = call(runs / "a", "--chunks=100", f"--out_dir={tmp_path}")
     assert "72 of 100 chunks" in result.stdout  # 25 of prose, 2999 // 63 of code
-
-
-def test_a_model_before_training(runs, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    settings = f"data_dir = {str(runs / 'data')!r}\nn_layer, n_head, n_embd, block_size, seed = 3, 2, 32, 128, 5\n"
-    more = "value_mode, batch_tokens, micro_batch, mixture = 'resformer', 256, 1, {'code': 1}\n"
-    (tmp_path / "small.py").write_text(settings + more)
-    assert call("--init=small.py", "--chunks=4").returncode == 0
-    found, _ = written(tmp_path / "out" / "init-small")
-    assert (found["mode"], found["step"]) == ("resformer", 0)
-    assert max(abs(x) for x in found["layers"]["entropy_minus_uniform"]["mean"]) < 1e-3  # as Figure 1 has it
-    model = GPT(config("resformer", vocab_size=257, n_layer=3, n_head=2, n_embd=32, block_size=128), seed=5).eval()
-    recorder = recorded(model, chunks(runs / "data", 4, 128, {"code": 1}))
-    wanted = [recorder.mean("hidden_norm_rest", n) for n in range(4)]
-    assert found["states"]["hidden_norm_rest"]["mean"] == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_hugging_face_folder(runs, tmp_path):
