@@ -209,7 +209,7 @@ def settings_of(cfg, corpus, path):
 
 
 def compiled(model, cfg, world, autocast, is_sharded, say):
-    """The model as torch.compile makes it, after a first step on zeros. Where that fails, the model as it is."""
+    """The model as torch.compile makes it, after a first step on zeros."""
     began, (micro_batch, _) = time.perf_counter(), cfg.split_batch(world.size)
     # a sharded model is compiled block by block, because no graph can gather what it reads
     if is_sharded:
@@ -226,14 +226,10 @@ def compiled(model, cfg, world, autocast, is_sharded, say):
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # a compiler's failure can be anything
-        why = f"torch.compile does not work here ({type(e).__name__}: {' '.join(str(e).split())[:200]})"
-        if is_sharded:  # the other ranks wait in the middle of it
-            raise UserError(f"{why}; set --compile=false") from None
-        say(f"{why}; continuing without it")
-        return model
+        why = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        raise UserError(f"torch.compile does not work here ({why}); set --compile=false") from None
     # the zeros must leave no gradients behind
-    finally:
-        model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
     say(f"compiled in {time.perf_counter() - began:.0f} s")
     return net
 
@@ -297,22 +293,10 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
         corpus.tokenizer.save(Path(cfg.out_dir, "tokenizer.json"))
     # then a record of the start, and a line on the screen
     micro_batch, accumulation = cfg.split_batch(world.size)
-    record = {
-        "event": "start",
-        "step": done,
-        "value_mode": shape.value_mode.name,
-        "seed": cfg.seed,
-        "parameters": count_parameters(shape),
-        "arch": cfg.arch,
-        "block_size": cfg.block_size,
-        "data": corpus.hash,
-        "bos": cfg.bos,
-        "kv_bytes_per_token": 2 * kv_floats_per_token(shape),  # in bf16
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": world.kind,
-        "ranks": world.size,
-        "max_steps": cfg.max_steps,
-    }
+    record = {"event": "start", "step": done, "max_steps": cfg.max_steps, "ranks": world.size, "device": world.kind}
+    record |= {"value_mode": shape.value_mode.name, "arch": cfg.arch, "block_size": cfg.block_size, "seed": cfg.seed}
+    record |= {"data": corpus.hash, "bos": cfg.bos, "dtype": str(dtype).removeprefix("torch.")}
+    record |= {"parameters": count_parameters(shape), "kv_bytes_per_token": 2 * kv_floats_per_token(shape)}  # in bf16
     metrics.write(record)
     if note:
         metrics.say(note)

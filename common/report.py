@@ -54,25 +54,24 @@ def mean_error(values):
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else None
 
 
-def table_row(label, values, averaged=(), sign=False):
-    """Mean and standard error of each column's array, then the mean over the columns `averaged`, if there are any."""
-    pairs = {column: mean_error(array) for column, array in values.items()}
-    if averaged:
-        means, errors = zip(*(pairs[column] for column in averaged), strict=True)
-        pairs["Avg"] = math.fsum(means) / len(means), None if None in errors else math.hypot(*errors) / len(errors)
-    return [label, *(plus_minus(*pair, sign=sign) for pair in pairs.values())]
-
-
 def side_by_side(labels, values, averaged=()):
-    """Rows of a table: a row for each label, then their differences from the first, paired by document.
+    """Rows of a table: mean ± standard error of each column, then the mean over the columns `averaged`, if there are
+    any. A row for each label, then their differences from the first, paired by document.
 
     values: for each label {column: array with a number for each document}. A loss is an array of one number.
     """
     first = values[0]
-    rows = [table_row(label, {c: of[c] for c in first}, averaged) for label, of in zip(labels, values, strict=True)]
-    for label, of in zip(labels[1:], values[1:], strict=True):
-        gaps = {c: of[c] - first[c] for c in first}
-        rows.append(table_row(f"{label} − {labels[0]}", gaps, averaged, sign=True))
+    named = list(zip(labels, values, strict=True))
+    for label, of in named[1:]:
+        named.append((f"{label} − {labels[0]}", {column: of[column] - first[column] for column in first}))
+    rows = []
+    for i, (label, of) in enumerate(named):
+        pairs = {column: mean_error(of[column]) for column in first}
+        if averaged:
+            means, errors = zip(*(pairs[column] for column in averaged), strict=True)
+            error = None if None in errors else math.hypot(*errors) / len(errors)
+            pairs["Avg"] = math.fsum(means) / len(means), error
+        rows.append([label, *(plus_minus(*pair, sign=i >= len(labels)) for pair in pairs.values())])
     return rows
 
 

@@ -203,26 +203,15 @@ def train_settings(job, scale, seed, folder):
     job = scale.here(job)
     block, batch, micro = scale.lengths[job.length]
     n_layer, n_head, n_embd = scale.sizes[job.size]
-    values = {
-        "value_mode": job.mode,
-        "arch": job.arch,
-        "n_layer": n_layer,
-        "n_head": n_head,
-        "n_embd": n_embd,
-        "block_size": block,
-        "batch_tokens": block * batch,
-        "micro_batch": max(1, micro // scale.micro.get(job.size, 1)),
-        "max_steps": scale.steps,
-        "warmup_steps": scale.warmups[job.warmup],
-        "learning_rate": float(f"{job.lr * scale.lr_factor:.6g}"),
-        "eval_every": scale.steps // (scale.evals if job.size == "468M" else 1),
-        "save_every": max(1, scale.steps // (10 if scale.gpus else 2)),
-        "log_every": max(1, scale.steps // 10),
-        "keep": 1,
-        "data_dir": scale.data_dir,
-        "seed": seed,
-        "out_dir": str(folder),
-    }
+    values = {"value_mode": job.mode, "arch": job.arch, "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd}
+    values |= {"block_size": block, "batch_tokens": block * batch}
+    values |= {"micro_batch": max(1, micro // scale.micro.get(job.size, 1))}
+    values |= {"max_steps": scale.steps, "warmup_steps": scale.warmups[job.warmup]}
+    values |= {"learning_rate": float(f"{job.lr * scale.lr_factor:.6g}")}
+    values |= {"eval_every": scale.steps // (scale.evals if job.size == "468M" else 1)}
+    values |= {"save_every": max(1, scale.steps // (10 if scale.gpus else 2))}
+    values |= {"log_every": max(1, scale.steps // 10), "keep": 1}
+    values |= {"data_dir": scale.data_dir, "seed": seed, "out_dir": str(folder)}
     values |= scale.settings | scale.of_length.get(job.length, {})
     for change in filter(None, job.change.split(",")):
         name, value = change.split("=")
