@@ -120,23 +120,16 @@ def attend(q, k, v, kernel="sdpa", scale=None, mask=None):
 
 def fused_attention(q, k, v, mask, is_causal, scale):
     """torch's scaled_dot_product_attention with grouped heads, in a form that its fused kernels take."""
-    heads_as_rows = q.size(2) == 1 and mask is not None
-    if heads_as_rows:  # one token each: the heads of a group become the rows of one query, and no key is repeated
+    # one token each: the heads of a group become the rows of one query, and no key is repeated
+    if q.size(2) == 1:
         q = q.unflatten(1, (k.size(1), -1)).squeeze(3)  # (B, H, 1, D) -> (B, G, H/G, D)
-    elif q.is_cuda and k.size(1) < q.size(1) and not takes_groups(q, mask):
-        k, v = repeat_heads(k, q.size(1)), repeat_heads(v, q.size(1))
-    shares_keys = q.size(1) != k.size(1)
-    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=shares_keys)
-    if heads_as_rows:
+        y = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
         return y.flatten(1, 2).unsqueeze(2)  # (B, G, H/G, E) -> (B, H, 1, E)
-    return y
-
-
-def takes_groups(q, mask):
-    """Whether a fused kernel of a GPU takes fewer key heads than query heads: FlashAttention and cuDNN do, in half
-    precision since Ampere. With a mask only cuDNN does, which we do not count on."""
-    is_ampere = torch.cuda.get_device_properties(q.device).major >= 8
-    return mask is None and q.dtype in (torch.float16, torch.bfloat16) and is_ampere
+    # not every fused kernel of a GPU takes fewer key heads than query heads
+    if q.is_cuda and k.size(1) < q.size(1):
+        k, v = repeat_heads(k, q.size(1)), repeat_heads(v, q.size(1))
+    shares_keys = k.size(1) < q.size(1)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=shares_keys)
 
 
 def attend_across(q, keys, values, kernel="sdpa", mask=None):

@@ -128,20 +128,17 @@ FIGURES = {
         "tokens, so a model can lie above it. Before training the paper's curve lies at 7.194–7.204, and our 468M at "
         "7.2007.",
         (Panel(panels.layers, "", INSPECTED_FOUR, "entropy", NATS),),
-        (over_vanilla("resformer", ENTROPY, INSPECTED), over_vanilla("svformer", ENTROPY, INSPECTED)),
-    ),
+        (over_vanilla("resformer", ENTROPY, INSPECTED), over_vanilla("svformer", ENTROPY, INSPECTED))),
     "fig2": Figure(
         "The first token by layer: what attention it gets, and how long its value and its hidden state are, relative "
         "to other tokens. Numbers are of each model's extreme layer.",
         tuple(Panel(panels.layers, "", INSPECTED_FOUR, key, label) for key, label in FIRST.items()),
         tuple(over_vanilla("resformer", what, INSPECTED) for what in EXTREMES),
-        table=lambda found: tables.concentration_table(found, [job for _, job in INSPECTED_FOUR]),
-    ),
+        table=lambda found: tables.concentration_table(found, [job for _, job in INSPECTED_FOUR])),
     "fig4": Figure(
         "How near two cheap substitutes come to true cross-layer attention (Eq 2) in a trained Transformer.",
         (Panel(panels.layers, "", tuple((name, Job()) for name in EQUATIONS), EQUATIONS, "cosine similarity to Eq 2"),),
-        (Claim(Job(), None, "higher", HIGHER, claims.eq4_minus_eq6, ": similarity to Eq 2, Eq 4's − Eq 6's"),),
-    ),
+        (Claim(Job(), None, "higher", HIGHER, claims.eq4_minus_eq6, ": similarity to Eq 2, Eq 4's − Eq 6's"),)),
     "fig5": compared(
         "Sharing keys, values or both between every two layers. The paper: sharing values hurts least.",
         {"CLAttention": "cla2", "Only Share Keys": "share_k2", "Only Share Values": "share_v2"},
@@ -155,15 +152,13 @@ FIGURES = {
                named("vanilla", "resformer", size="468M"))),
         (Claim(Job("resformer"), None, "0.104", HIGHER, claims.saved_parameters(*SIZES),
                ": share of parameters saved"),
-         Claim(Job("resformer", "468M"), None, "0.136", HIGHER, claims.saved_tokens, ": share of tokens saved")),
-    ),
+         Claim(Job("resformer", "468M"), None, "0.136", HIGHER, claims.saved_tokens, ": share of tokens saved"))),
     "fig7": Figure(
         "ResFormer by length, and beside other ways to pass information up.",
         (Panel(panels.relative, "by length", by_length("resformer", lengths=(2048, 32000, 64000))),
          Panel(panels.relative, "by mode", named("denseformer", "neutreno", "resformer", "resformer_neutreno"))),
         (*lower("resformer vanilla", "resformer denseformer", "resformer neutreno", "resformer_neutreno resformer"),
-         *lower("resformer vanilla", length=32000), *lower("resformer vanilla", length=64000)),
-    ),
+         *lower("resformer vanilla", length=32000), *lower("resformer vanilla", length=64000))),
     "fig8": compared(
         "ResFormer with other weights λ of the first layer's values. The paper: 2 is best.",
         LAMBDAS | {"ResFormer": "resformer"}, *sweep_pairs(LAMBDAS, "resformer_lambda")),
@@ -184,8 +179,7 @@ FIGURES = {
         (Panel(panels.spectrum, "eigenvalues of layer 1", by_size("vanilla", "resformer", sizes=TABLE5_SIZES)),
          Panel(panels.layers, "largest eigenvalue of each layer",
                by_size("vanilla", "resformer", sizes=("180M", "468M")), "value_largest", "largest eigenvalue")),
-        tuple(over_vanilla("resformer", "ln of a layer's largest eigenvalue", size) for size in ("180M", "468M")),
-    ),
+        tuple(over_vanilla("resformer", "ln of a layer's largest eigenvalue", size) for size in ("180M", "468M"))),
     "fig13": Figure(
         "SVFormer beside other methods with a smaller KV cache. The paper: GQA2 is better at length 2,048, SVFormer at "
         "64,000.",
@@ -194,8 +188,7 @@ FIGURES = {
          Panel(panels.relative, "about 1/8 of the KV cache",
                named("svformer_gqa4", "gqa8", "cla2_gqa4", length=64000))),
         (*lower("gqa2 svformer"),
-         *lower("svformer gqa2", "svformer cla2", "svformer_gqa4 gqa8", "svformer_gqa4 cla2_gqa4", length=64000)),
-    ),
+         *lower("svformer gqa2", "svformer cla2", "svformer_gqa4 gqa8", "svformer_gqa4 cla2_gqa4", length=64000))),
     "fig14": Figure(
         "SVFormer by length, and the step at which vanilla overtakes it. The paper: the longer, the later.",
         (Panel(panels.relative, "SVFormer, both at rate {0.rate}", SV_LENGTHS),
@@ -205,8 +198,7 @@ FIGURES = {
                ": share of pairs of lengths whose longer one is overtaken later"),
          Claim(*(Job("svformer", length=n, lr=ONE_RATE) for n in (64000, 512)), "lower", LOWER, gap,
                ": loss minus vanilla's")),
-        table=lambda found: tables.critical_table(found, found.labels(SV_LENGTHS)),
-    ),
+        table=lambda found: tables.critical_table(found, found.labels(SV_LENGTHS))),
     "fig15": Figure(
         "What SVFormer's loss against vanilla's depends on: learning rate, warmup, architecture, size.",
         (Panel(panels.relative, "SVFormer by learning rate", SV_RATES),
@@ -219,8 +211,7 @@ FIGURES = {
          Claim(Job("svformer", warmup=1200), SV, "about 0", None, gap, ": loss minus vanilla's"),
          Claim(Job("svformer", arch="gpt2"), SV, "about 0", None, gap, ": loss minus vanilla's"),
          Claim(SV, None, "-0.122", LOWER, claims.saved_parameters(*TABLE5_SIZES), ": share of parameters saved")),
-        table=lambda found: tables.critical_table(found, found.labels((*SV_RATES, *SV_WARMUPS))),
-    ),
+        table=lambda found: tables.critical_table(found, found.labels((*SV_RATES, *SV_WARMUPS)))),
     "fig16": compared(
         "Layer 1's values, queries or keys for all layers.",
         {"Value": "svformer", "Query": "share_q", "Key": "share_k"},
@@ -232,29 +223,25 @@ FIGURES = {
         "svformer_4anchors svformer_3anchors", "svformer_3anchors svformer_2anchors", "svformer_2anchors svformer"),
     "fig18": Figure(
         "Token similarity of hidden states by layer. The paper has public models: `python analyze.py models/NAME`.",
-        (Panel(panels.layers, "", INSPECTED_FOUR, "hidden_similarity", "token similarity"),),
-    ),
+        (Panel(panels.layers, "", INSPECTED_FOUR, "hidden_similarity", "token similarity"),)),
     "fig19": Figure(
         "Importance, value norm and hidden norm of the first hundred tokens, by layer. Claims are on the first token, "
         "relative to others, in its extreme layer.",
         tuple(Panel(panels.heat, "", INSPECTED_FOUR, key, label) for key, label in HEAT.items()),
-        (*claims.start_token("resformer"), *claims.start_token("vanilla")),
-    ),
+        (*claims.start_token("resformer"), *claims.start_token("vanilla"))),
     "fig20": Figure(
         "The quantities of Figures 1 and 2 in the base model, with cross-layer attention.",
         tuple(Panel(panels.layers, "", named(*FOUR, "cross"), key, label)
               for key, label in ({"entropy": NATS} | FIRST).items()),
         (*(over_vanilla("resformer", what, "82M") for what in (ENTROPY, *EXTREMES)),
          over_vanilla("cross", ENTROPY, "82M"),
-         Claim(Job("cross"), Job("resformer"), "lower", LOWER, claims.LEAST_VALUE, ": first token's value")),
-    ),
+         Claim(Job("cross"), Job("resformer"), "lower", LOWER, claims.LEAST_VALUE, ": first token's value"))),
     "fig21": Figure(
         "The largest token importances of a sequence, by rank and layer.",
         tuple(Panel(panels.layers, LABELS[mode], tuple((name, Job(mode, INSPECTED)) for name in TOP), TOP, "importance")
               for mode in FOUR),
         tuple(over_vanilla(mode, "largest importance", INSPECTED) for mode in ("resformer", "svformer")),
-        same_y=True,
-    ),
+        same_y=True),
     "fig22": compared(
         "NeuTRENO with other λ. The paper: 0.4 is best.", NEUTRENOS, *sweep_pairs(NEUTRENOS, "neutreno")),
     "tab1": Figure(
@@ -263,8 +250,7 @@ FIGURES = {
                            " − vanilla: mean accuracy") for n in (2048, 64000)),
         table=tables.table1,
         runs=tuple(Job(mode, length=length) for mode, length in tables.PAPER_ACCURACIES),
-        scored=True,
-    ),
+        scored=True),
     "tab2": Figure("What the training data consists of.", table=tables.table2),
     "tab3": Figure("Batches by sequence length, the paper's in brackets.", table=tables.table3),
     "tab4": Figure("Models by size, the paper's in brackets.", table=tables.table4),
@@ -274,8 +260,7 @@ FIGURES = {
                 *lower("resformer vanilla", paper="-0.0323", size="180M"),
                 *lower("resformer vanilla", paper="-0.0269", size="468M")),
         table=tables.table5,
-        runs=tuple(Job(mode, size) for mode, size in tables.PAPER_LOSSES),
-    ),
+        runs=tuple(Job(mode, size) for mode, size in tables.PAPER_LOSSES)),
 }
 PAPER = tuple(FIGURES)  # the paper's own, which `all` draws. Those below are for scale night, by name
 
@@ -286,8 +271,7 @@ MODES = dict.fromkeys([*PUBLISHED, *LAMBDAS.values(), *NEUTRENOS.values(), "scal
 FIGURES["modes"] = Figure(
     "Every mode's validation loss minus vanilla's. A hollow mark is one seed: inside the band it says little.",
     (Panel(panels.gaps, "", tuple((mode, Job(mode)) for mode in MODES)),),
-    table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs),
-)
+    table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs))
 
 # Rates in the paper's units. We leave out 2.4e-3 at 82M: vanilla's loss was 6.1 after 1,200 steps.
 RATES = {"82M": (0.75e-4, 1.5e-4, 3e-4, 6e-4, 1.2e-3), "2M": (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3)}
@@ -323,8 +307,7 @@ FIGURES["rates"] = Figure(
      Panel(panels.relative, "each at its best rate", named(*TUNED[1:])),
      Panel(panels.rates, "", rate_lines("2M"))),
     tuple(claims_on_rates()),
-    table=lambda found: tables.gaps_table(found, tuple(("{0.size}", job) for jobs in GRIDS.values() for job in jobs)),
-)
+    table=lambda found: tables.gaps_table(found, tuple(("{0.size}", job) for jobs in GRIDS.values() for job in jobs)))
 
 # What the paper's last version claims, and a control: does λ = 2 gain only because its values are larger?
 FIGURES["v5"] = Figure(
@@ -337,8 +320,7 @@ FIGURES["v5"] = Figure(
             "resformer_lambda resformer_learned", "resformer_learned resformer", "vanilla hidden", "vanilla probs"),
      Claim(Job("resformer_lambda"), Job("scaled")), Claim(Job("scaled"), Job())),
     runs=(Job("hidden"), Job("probs")),
-    table=lambda found: tables.weights_table(found, ("resformer_learned", "resformer_plus")),
-)
+    table=lambda found: tables.weights_table(found, ("resformer_learned", "resformer_plus")))
 
 # What may move the sign of a gain: one thing at a time, at the same number of tokens. Smaller and larger models and
 # longer sequences want another rate than the base, so these have two; the others have the base's.
@@ -376,8 +358,7 @@ FIGURES["regime"] = Figure(
     (Panel(panels.gaps, lines=REGIME_LINES),),
     (Claim(changed(DEEP), None, "lower", LOWER, at_best(LOW_RATES), " − vanilla, each at its better rate"),
      Claim(replace(changed(DEEP), lr=1.5e-4), Job("resformer"), quantity=gap, what=": loss minus vanilla's")),
-    table=lambda found: tables.gaps_table(found, REGIME_LINES),
-)
+    table=lambda found: tables.gaps_table(found, REGIME_LINES))
 
 # Do the gains last when training does? Each run has a schedule of its own: a quarter of night's steps, as many, four
 # times as many. The longest sees nearly all of the data.
@@ -393,14 +374,12 @@ FIGURES["longer"] = Figure(
     "better of two rates, in the others its best at 12.3M tokens.",
     (Panel(panels.slopes, "at the end of each schedule", LONGER_LINES, "tokens"),
      Panel(panels.relative, "along 49.2M tokens", named(*SCALED, change=LONG))),
-    table=lambda found: tables.gaps_table(found, LONGER_LINES),
-)
+    table=lambda found: tables.gaps_table(found, LONGER_LINES))
 
 # Do the gains last in larger models?
 SIZE_LINES = tuple(
     ("{0} layers, width {2}".format(*SCALES["night"].sizes[size]), Job(mode, size))
-    for size in TABLE5_SIZES for mode in SCALED
-)
+    for size in TABLE5_SIZES for mode in SCALED)
 FIGURES["sizes"] = Figure(
     "Validation loss minus vanilla's, by size. At the larger sizes vanilla and ResFormer have the best of two or three "
     "rates; λ = 2 and SVFormer were tuned at the smallest alone, and have half of that rate.",
@@ -410,6 +389,5 @@ FIGURES["sizes"] = Figure(
        for mode, paper, side in (("resformer_lambda", "lower", LOWER), ("svformer", "higher", HIGHER))
        for size in ("180M", "468M")),
      *(Claim(Job(mode, "468M"), Job(mode), quantity=gap, what=": loss minus vanilla's") for mode in SCALED)),
-    table=lambda found: tables.gaps_table(found, SIZE_LINES),
-)
+    table=lambda found: tables.gaps_table(found, SIZE_LINES))
 # fmt: on

@@ -207,18 +207,15 @@ class Found:
 
     def differs(self, job):
         """How a Job differs from the base, in words: `5.07M`, `length 512`, `rate 0.006`."""
-        parts = []
-        if job.size not in ("82M", INSPECTED):
-            parts.append(plot.short_count(self.parameters(job.baseline)))
-        if job.length != 2048:
-            parts.append(f"length {self.scale.lengths[job.length][0]:,}")
-        if job.lr is not None:
-            parts.append(f"rate {self.rate(job)}")
-        if job.warmup != 120:
-            parts.append(f"{self.scale.warmups[job.warmup]:,} warmup steps")
-        if job.arch != "llama":
-            parts.append(job.arch)
-        return " ".join([*parts, job.change]).strip()
+        parts = [
+            "" if job.size in ("82M", INSPECTED) else plot.short_count(self.parameters(job.baseline)),
+            "" if job.length == 2048 else f"length {self.scale.lengths[job.length][0]:,}",
+            "" if job.lr is None else f"rate {self.rate(job)}",
+            "" if job.warmup == 120 else f"{self.scale.warmups[job.warmup]:,} warmup steps",
+            "" if job.arch == "llama" else job.arch,
+            job.change,
+        ]
+        return " ".join(filter(None, parts))
 
     def names_of(self, a, b):
         """Two Jobs as `resformer − vanilla 5.07M`; how both differ is said once. b may be None."""

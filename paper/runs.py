@@ -32,16 +32,13 @@ class Job:
     @property
     def name(self):
         """The name of its folder without the seed: size, length, mode, and what is not the paper's default."""
-        parts = [self.size, str(self.length), self.mode]
-        if self.lr not in (None, PAPER_LR):
-            parts.append(f"lr{self.lr:g}")
-        if self.warmup != 120:
-            parts.append(f"warmup{self.warmup}")
-        if self.arch != "llama":
-            parts.append(self.arch)
-        if self.change:
-            parts.append(self.change.replace("=", "").replace(",", "-"))
-        return "-".join(parts)
+        parts = [
+            "" if self.lr in (None, PAPER_LR) else f"lr{self.lr:g}",
+            "" if self.warmup == 120 else f"warmup{self.warmup}",
+            "" if self.arch == "llama" else self.arch,
+            self.change.replace("=", "").replace(",", "-"),
+        ]
+        return "-".join([self.size, str(self.length), self.mode, *filter(None, parts)])
 
     @property
     def baseline(self):
