@@ -40,7 +40,7 @@ class AnalyzeConfig:
     """Every setting of analyze.py."""
 
     runs: tuple[str, ...] = setting(
-        (), "runs' folders, checkpoints, Hugging Face folders; empty = the newest run", group="Models", positional=True
+        (), "runs or Hugging Face folders; empty = newest run", group="Models", positional=True
     )
     out_dir: str = setting("", "folder of the results; empty = the run's own")
 

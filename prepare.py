@@ -66,20 +66,14 @@ class PrepareConfig:
     text_field: str = setting("text", "column of .jsonl and .parquet files that holds the text")
     hub_id: str = setting("cerebras/SlimPajama-627B", "data set on the hub, for slimpajama without input_dir")
     revision: str = setting("", "commit of the hub's data set; give one to be able to get the same data again")
-    tokenizer: str = setting(
-        "", "bpe:<vocabulary size>, gpt2 or neox; if empty bpe:4096, or neox for slimpajama", group="Tokenizer"
-    )
+    tokenizer: str = setting("", "bpe:<size>, gpt2 or neox; if empty bpe:4096, slimpajama's neox", group="Tokenizer")
     tokenizer_file: str = setting("", "gpt2's or neox's tokenizer.json; downloaded if empty")
     bpe_bytes: int = setting(16_000_000, "bytes of train text that bpe is trained on", least=0)
-    tokens: int | None = setting(
-        None, "train tokens over all domains, 0 for all there is; 20e9 for slimpajama", least=0, group="Amounts"
-    )
+    tokens: int | None = setting(None, "train tokens; 0 = all there is, slimpajama: 20e9", least=0, group="Amounts")
     val_tokens: int = setting(0, "validation tokens per domain, 0 for all there is", least=0)
-    val_fraction: float = setting(
-        0.05, "share of documents held out (one in round(1 / share)) if the source has no validation split", 0, 0.5
-    )
+    val_fraction: float = setting(0.05, "share of documents held out, if there is no validation split", 0, 0.5)
     mixture: dict[str, float] = setting(
-        {}, "domain: weight; splits `tokens`, drops other domains; if empty the shares of the text"
+        {}, "weight per domain: splits tokens, drops others; if empty the text's shares"
     )
     seed: int = setting(0, "random seed for the order of the input files", group="Work")
     workers: int = setting(0, "processes, 0 for one per core", least=0)

@@ -52,17 +52,11 @@ class TrainConfig:
     seed: int = setting(42, "random seed for weights and data order", least=0)
 
     data_dir: str = setting("data/slimpajama", "folder made by prepare.py", group="Data")
-    mixture: dict[str, float] = setting(
-        {}, "sampling weight per domain, {'C4': 0.5, …}; others are left out; empty = the data's"
-    )
+    mixture: dict[str, float] = setting({}, "weight per domain, {'C4': 0.5, …}, others left out; empty = the data's")
     bos: bool = setting(False, "begin each sequence with end-of-text in place of its first token")
     verify: bool = setting(True, "compare the sha256 of the data with the manifest at the start")
 
-    value_mode: str | ValueMode = setting(
-        "vanilla",
-        "a row of `python model.py table`; neutreno_0.6 = with λ 0.6; a ValueMode in a config file",
-        group="Model",
-    )
+    value_mode: str | ValueMode = setting("vanilla", "a row of `python model.py table`, or a ValueMode", group="Model")
     block_size: int = setting(2048, "tokens per sequence", least=1)
     n_layer: int = setting(8, "layers")
     n_head: int = setting(8, "query heads")
@@ -96,9 +90,7 @@ class TrainConfig:
     attn: Literal["sdpa", "flash", "eager"] = setting("sdpa", "attention kernel: torch's, flash-attn's, or plain")
     half_stream: bool = setting(False, "residual stream in half precision too: faster on GPUs, rounds more")
     recompute: bool = setting(False, "activation checkpointing: less memory, more computing, the same numbers")
-    shard: Literal["none", "zero2", "zero3"] = setting(
-        "none", "divide among the ranks: nothing; gradients and optimizer; weights too, see docs/performance.md"
-    )
+    shard: Literal["none", "zero2", "zero3"] = setting("none", "zero2: ranks divide the optimizer; zero3: weights too")
 
     def __post_init__(self):
         check_fields(self)

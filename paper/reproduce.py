@@ -35,20 +35,14 @@ from train import TrainConfig
 class ReproduceConfig:
     """Every setting of paper.reproduce."""
 
-    words: tuple[str, ...] = setting(
-        (), "fig1 … fig22, tab1 … tab5, all, modes, rates, v5, regime, longer, sizes, or report", positional=True
-    )
-    scale: Literal["", "cpu", "night", "paper"] = setting(
-        "", "what the paper's sizes, lengths and tokens are here; empty = cpu, or night for our own figures"
-    )
+    words: tuple[str, ...] = setting((), "fig1, tab5, modes, …, see docs/reproduction.md; all; report", positional=True)
+    scale: Literal["", "cpu", "night", "paper"] = setting("", "see runs.py; empty = cpu, for our own figures night")
     seeds: int = setting(0, "seeds of every run; 0 = as many as the scale says", least=0, most=len(SEEDS))
     dry_run: bool = setting(False, "only say what would run")
     run: bool = setting(True, "train and analyse what is missing; false = only draw what is there")
     kept: bool = setting(False, "take runs from results/<scale>/runs.jsonl where it has them, and add new ones to it")
     out_dir: str = setting("", "folder of the runs; empty = out/<scale>")
-    data_dir: str = setting(
-        "", "prepared data; empty = the scale's own, which is made where it is missing if it is pysource"
-    )
+    data_dir: str = setting("", "prepared data; empty = the scale's own, which is made if it is pysource")
     results_dir: str = setting("results", "folder of the figures and numbers")
 
     def __post_init__(self):
