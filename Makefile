@@ -24,7 +24,6 @@ demo: .venv/ready
 
 figures: .venv/ready
 	$(PY) -m paper.reproduce all
-	$(PY) -m paper.reproduce report
 
 test: .venv/ready-dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests --numprocesses=auto --maxprocesses=4

@@ -178,14 +178,6 @@ def evaluate(path, asked, cfg, world):
 # ---- the tables
 
 
-def accuracy_table(labels, entries, metric, names):
-    """The paper's Table 1 for one metric. "Avg" is the mean over its six tasks, as far as they were asked for."""
-    averaged = [name for name in names if name in TABLE1]
-    values = [{name: e.correct[name][metric] for name in names} for e in entries]
-    header = [metric, *names, *(["Avg"] if averaged else [])]
-    return markdown(header, side_by_side(labels, values, averaged))
-
-
 def loss_table(labels, entries):
     """The paper's Table 5: nats per token by domain, their plain mean, and their mean with the weights of training."""
     if len({e.records["loss"]["data"] for e in entries}) > 1:
@@ -204,10 +196,14 @@ def tables(entries, names):
     labels = [e.header["mode"] for e in entries]
     if len(set(labels)) < len(labels):
         labels = [str(e.path) for e in entries]
+    # The paper's Table 1. "Avg" is the mean over its six tasks, as far as they were asked for.
     for metric in ("acc", "acc_norm"):
         having = [name for name in TASKS if name in names and metric in TASKS[name].metrics]
+        averaged = [name for name in having if name in TABLE1]
+        values = [{name: e.correct[name][metric] for name in having} for e in entries]
         if having:
-            yield accuracy_table(labels, entries, metric, having)
+            header = [metric, *having, *(["Avg"] if averaged else [])]
+            yield markdown(header, side_by_side(labels, values, averaged))
     if "loss" in names:
         yield loss_table(labels, entries)
 

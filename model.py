@@ -277,12 +277,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The model. attn: "sdpa", "flash" or "eager" (see `attend`), which changes no number beyond rounding.
     recompute: activation checkpointing. The forward keeps each block's inputs (x, and what it reads of earlier layers),
-    and the backward computes the inside of the block a second time. init=False: a checkpoint will set the weights.
-    half_stream: under autocast the residual stream is in its dtype too, which moves less memory and rounds more."""
+    and the backward computes the inside of the block a second time. init=False: a checkpoint will set the weights."""
 
-    def __init__(self, cfg, seed=0, attn="sdpa", init=True, recompute=False, half_stream=False):
+    def __init__(self, cfg, seed=0, attn="sdpa", init=True, recompute=False):
         super().__init__()
-        self.cfg, self.recompute, self.half_stream = cfg, recompute, half_stream
+        self.cfg, self.recompute = cfg, recompute
         # what comes in: token ids, their positions, and the values of token tables where the mode has some
         plan = plan_layers(cfg)
         self.embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
@@ -340,10 +339,8 @@ class GPT(nn.Module):
         positions = cache.positions(T) if cache else slice(T)  # a slice, or (B, T)
         # the residual stream begins with the embeddings
         x = self.embed(idx)
-        if self.half_stream and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         if self.positions:
-            x = x + self.positions.weight[positions].to(x.dtype)
+            x = x + self.positions.weight[positions]
         # rotary angles are computed once for all layers
         angles = self.rope(positions) if self.rope else None
         projected = {}  # the values of token tables, (B, T, G * D) -> (B, G, T, D)

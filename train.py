@@ -88,7 +88,6 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "autocast's dtype; auto = bf16 if fast")
     compile: bool | None = setting(None, "torch.compile; none = on GPUs only")
     attn: Literal["sdpa", "flash", "eager"] = setting("sdpa", "attention kernel: torch's, flash-attn's, or plain")
-    half_stream: bool = setting(False, "residual stream in half precision too: faster on GPUs, rounds more")
     recompute: bool = setting(False, "activation checkpointing: less memory, more computing, the same numbers")
     shard: Literal["none", "zero2", "zero3"] = setting("none", "zero2: ranks divide the optimizer; zero3: weights too")
 
@@ -316,7 +315,7 @@ def train(cfg, world):
     # ---- the model: from a seed, or with another run's weights
     torch.manual_seed(cfg.seed)
     shape = cfg.model_config(corpus.tokenizer.n_vocab)
-    model = GPT(shape, cfg.seed, cfg.attn, recompute=cfg.recompute, half_stream=cfg.half_stream)
+    model = GPT(shape, cfg.seed, cfg.attn, recompute=cfg.recompute)
     path = checkpoint_to_resume(cfg)
     config, note = settings_of(cfg, corpus, path)  # refuses what may not change before any weights are read
     if cfg.init_from and not path:

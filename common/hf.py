@@ -145,18 +145,14 @@ def hf_config(folder):
             if c.get(field) not in (None, value):
                 raise ValueError(f"{field}={c[field]!r} is not supported, only {value!r}")
         fields = {ours: c[theirs] or 0 for ours, theirs in FIELDS.items()}
-        fields["rope_theta"], fields["rope_scaling"] = hf_rope(c)
+        # Newer files have rope_theta among rope_parameters.
+        rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise ValueError(f"rope_scaling of type {kind!r} is not supported, only 'llama3'")
+        fields["rope_theta"] = rope.get("rope_theta", c.get("rope_theta", 10000.0))
+        fields["rope_scaling"] = tuple(rope[name] for name in SCALING) if kind == "llama3" else ()
         return ModelConfig(value_mode=c.get("value_mode", "vanilla"), **fields)
-
-
-def hf_rope(c):
-    """(rope_theta, rope_scaling) of a ModelConfig, from the dict of a config.json."""
-    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}  # newer files have rope_theta in there too
-    rope_theta = rope.get("rope_theta", c.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope_scaling of type {kind!r} is not supported, only 'llama3'")
-    return rope_theta, tuple(rope[name] for name in SCALING) if kind == "llama3" else ()
 
 
 def is_plain_llama(cfg):

@@ -114,11 +114,8 @@ REVISIONS = {
 def hub_rows(name):
     """The rows of a task's split from the hub, or without network from the cache that `datasets` keeps."""
     task, datasets = TASKS[name], need("datasets")
-    try:
+    with reading(task.hub, "within reach on the hub", "without network, name a folder of local files by --data_dir"):
         return list(datasets.load_dataset(task.hub, task.config, revision=REVISIONS[task.hub], split=task.split))
-    except Exception as e:  # network, hub, disk: each library has its own
-        remedy = "without network, name a folder of local files by --data_dir"
-        raise UserError(f"{task.hub} cannot be read from the hub ({e}); {remedy}") from None
 
 
 def local_rows(path, name):

@@ -97,11 +97,8 @@ def find_inputs(cfg):
         raise UserError(f"no texts in {cfg.input_dir}: there should be {layout}files {', '.join(SUFFIXES)}")
 
     # The order of hashes does not depend on a library's shuffle. Names may have bytes that are not UTF-8.
-    def order(source):
-        name = f"{cfg.seed}/{source.name}".encode("utf-8", "surrogateescape")
-        return hashlib.sha256(name).digest()
-
-    return sorted(inputs, key=order)
+    names = {source: f"{cfg.seed}/{source.name}".encode("utf-8", "surrogateescape") for source in inputs}
+    return sorted(inputs, key=lambda source: hashlib.sha256(names[source]).digest())
 
 
 def read_input(source, cfg):

@@ -2,11 +2,10 @@
 
     python -m paper.reproduce fig7 --dry_run        the commands of what would run here
     python -m paper.reproduce fig7                  run it and draw it; what is finished does not run again
-    python -m paper.reproduce report                results/cpu/README.md, from results/cpu.json
 
 docs/reproduction.md says what the names stand for, figures.py what each is made of. A run is an ordinary run of
 train.py in out/<scale>/<its name>-<seed>. Figures go to results/<scale>/, the numbers beside the paper's to
-results/<scale>.json. After a kill the same command goes on.
+results/<scale>.json, and results/<scale>/README.md shows all. After a kill the same command goes on.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from common.tasks import TABLE1
 from configurator import UserError, check_fields, need, run, setting
 from paper.figures import FIGURES, PAPER
 from paper.found import Found, difference, finished, make_record, read_kept, scores, write_kept
-from paper.results import publish, write_report
+from paper.results import publish
 from paper.runs import SCALES, SEEDS, train_settings
 from train import TrainConfig
 
@@ -35,7 +34,7 @@ from train import TrainConfig
 class ReproduceConfig:
     """Every setting of paper.reproduce."""
 
-    words: tuple[str, ...] = setting((), "fig1, tab5, modes, …, see docs/reproduction.md; all; report", positional=True)
+    words: tuple[str, ...] = setting((), "fig1, tab5, modes, …, see docs/reproduction.md; or all", positional=True)
     scale: Literal["", "cpu", "night", "paper"] = setting("", "see runs.py; empty = cpu, for our own figures night")
     seeds: int = setting(0, "seeds of every run; 0 = as many as the scale says", least=0, most=len(SEEDS))
     dry_run: bool = setting(False, "only say what would run")
@@ -50,10 +49,8 @@ class ReproduceConfig:
         if not self.words:
             raise UserError("say which figure, as in `python -m paper.reproduce fig7 --dry_run`")
         for word in self.words:
-            if word not in (*FIGURES, "all", "report"):
-                raise UserError(f"cannot reproduce {word!r}; there are {', '.join(FIGURES)}, all, report")
-        if "report" in self.words and len(self.words) > 1:
-            raise UserError("report stands alone: it shows all that has been drawn")
+            if word not in (*FIGURES, "all"):
+                raise UserError(f"cannot reproduce {word!r}; there are {', '.join(FIGURES)}, all")
         # we made the figures that the paper does not have for scale night
         own = [word for word in self.words if word in FIGURES and word not in PAPER]
         object.__setattr__(self, "scale", self.scale or ("night" if own else "cpu"))
@@ -216,9 +213,6 @@ def make_all(runs, records, cfg):
 
 
 def main(cfg: ReproduceConfig):
-    if cfg.words == ("report",):
-        write_report(cfg)
-        return
     runs, kept = runs_of(cfg), read_kept(cfg.records_file) if cfg.kept else {}
     # a record of other settings is of another run
     same = [name for name in runs if name in kept and not difference(kept[name]["settings"], runs[name][0])]

@@ -17,7 +17,7 @@ RESULTS = "results of paper.reproduce"
 
 
 def publish(name, figure, cfg, found):
-    """Draw a figure or print a table, and write its numbers into results/<scale>.json."""
+    """Draw a figure or print a table, write its numbers into results/<scale>.json, and the report anew."""
     print(f"{name}: {figure.caption}")
     record = {"caption": figure.caption, "environment": environment()}  # before it changes files of the repository
     record["runs"] = {found.name(job, s): found.loss(job, s) for job in figure.jobs for s in found.seeds(job)}
@@ -35,7 +35,9 @@ def publish(name, figure, cfg, found):
     figures = read_record(path, RESULTS)["figures"] if path.exists() else {}
     figures[name] = record
     figures = {key: figures[key] for key in FIGURES if key in figures}
-    write_record(path, RESULTS, {"scale": cfg.units.what, "figures": figures})
+    results = {"scale": cfg.units.what, "figures": figures}
+    write_record(path, RESULTS, results)
+    write_text(Path(cfg.results_dir, cfg.scale, "README.md"), report_text(results, cfg.scale))
 
 
 # -- results/<scale>/README.md
@@ -72,16 +74,7 @@ def report_text(results, scale):
     """The text of results/<scale>/README.md, from what results/<scale>.json holds."""
     parts = [
         f"# The paper's figures and tables at scale `{scale}`",
-        f"Written by `python -m paper.reproduce report --scale={scale}` from [{scale}.json](../{scale}.json): "
-        f"{results['scale']}. {ABOUT}",
+        f"Written by `python -m paper.reproduce` with [{scale}.json](../{scale}.json): {results['scale']}. {ABOUT}",
     ]
     parts += [section(name, record) for name, record in results["figures"].items()]
     return "\n\n".join(parts) + "\n"
-
-
-def write_report(cfg):
-    """Write results/<scale>/README.md."""
-    path = Path(cfg.results_dir, cfg.scale, "README.md")
-    results = read_record(Path(cfg.results_dir, f"{cfg.scale}.json"), RESULTS)
-    write_text(path, report_text(results, cfg.scale))
-    print(f"wrote {path}: {len(results['figures'])} figures and tables")

@@ -167,10 +167,6 @@ def case_device():
         assert ranks.pick_dtype("auto", "cuda") == ranks.weights_dtype("auto", "cuda") == torch.bfloat16
 
     def before_ampere():
-        q = torch.empty(1, 4, 2, 8, dtype=torch.float16, device="cuda")
-        assert layers.takes_groups(q, None)
-        with patch.object(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(major=7)):
-            assert not layers.takes_groups(q, None)
         with patch.object(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False):
             assert ranks.pick_dtype("auto", "cuda") == torch.float16
             assert ranks.weights_dtype("auto", "cuda") == torch.float32
@@ -239,7 +235,6 @@ def case_train():
         if dtype == torch.float16 or key[0] == "vanilla":
             attempt((*key, "eager"), step, cfg, dtype, "eager")
             attempt((*key, "recompute"), lambda *of: step(*of, "sdpa", recompute=True), cfg, dtype)
-            attempt((*key, "stream"), lambda *of: step(*of, "sdpa", half_stream=True), cfg, dtype)
 
 
 def case_decode():
@@ -281,7 +276,7 @@ if __name__ == "__main__":
     import model as model_file
     import sample
     import train
-    from common import layers, ranks, scoring
+    from common import ranks, scoring
     from model import GPT
     from train import TrainConfig
 

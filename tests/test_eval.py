@@ -78,7 +78,7 @@ def test_the_hub_is_asked_for_a_fixed_revision(monkeypatch):
     assert where == "allenai/ai2_arc@210d026f"
     assert {task.hub for task in tasks.TASKS.values()} == tasks.REVISIONS.keys()
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **kw: 1 / 0)  # whatever fails there
-    with pytest.raises(UserError, match="allenai/ai2_arc cannot be read from the hub .*by --data_dir"):
+    with pytest.raises(UserError, match="allenai/ai2_arc is damaged or not within reach on the hub .*by --data_dir"):
         tasks.questions("arc_easy")
 
 

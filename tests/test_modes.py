@@ -139,16 +139,14 @@ def test_a_checkpoint_gives_the_model_back(mode, kw, tmp_path):
 
 
 @pytest.mark.parametrize("mode,arch", [*((mode, "llama") for mode in MODES), ("everything", "gpt2")])
-def test_the_residual_stream_stays_in_fp32_unless_asked(mode, arch):
-    """Under autocast too, so that modes are compared at the same precision. half_stream asks for bf16."""
+def test_the_residual_stream_stays_in_fp32(mode, arch):
+    """Under autocast too, so that modes are compared at the same precision."""
     model, found = GPT(config(mode, arch=arch)), []
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, output: found.append(output[0].dtype))
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         model(tokens((1, 5)))
-        model.half_stream = True
-        model(tokens((1, 5)))
-    assert found == [torch.float32] * 4 + [torch.bfloat16] * 4
+    assert found == [torch.float32] * 4
 
 
 @pytest.mark.parametrize("mode", COMPILED)

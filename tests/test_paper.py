@@ -365,7 +365,6 @@ def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
     [
         ("", "say which figure, as in `python -m paper.reproduce fig7 --dry_run`"),
         ("fig3", "cannot reproduce 'fig3'; there are fig1, "),
-        ("report fig4", "report stands alone"),
         ("rates fig4 --scale=cpu", "rates is for scale=night, not for scale=cpu"),
         ("tab5 --scale=paper", "scale=paper needs GPUs, and there is none; add --dry_run, or set --scale=cpu"),
         ("fig4 --data_dir=missing", "missing has no manifest.json; make the data: `python prepare.py pysource"),
@@ -458,7 +457,6 @@ def test_what_is_finished_or_kept_does_not_run_again(copied, monkeypatch):
     asked_again = call("fig9", "--kept", "--dry_run").stdout
     assert RUNS[0] in asked_again and RUNS[1] not in asked_again
     refused(call("fig9", "--kept"), f"the data of {RUNS[1]} and", "differ; leave out --kept")
-    assert "3 figures and tables" in call("report").stdout
     assert "![Figure 9](fig9.png)" in (folder / "results/cpu/README.md").read_text()
 
 
