@@ -39,9 +39,7 @@ SHOWN = ("entropy", "entropy_minus_uniform", "first", "value_norm_first", "value
 class AnalyzeConfig:
     """Every setting of analyze.py."""
 
-    runs: tuple[str, ...] = setting(
-        (), "runs or Hugging Face folders; empty = newest run", group="Models", positional=True
-    )
+    runs: tuple[str, ...] = setting((), "runs or Hugging Face folders; empty = the newest run", positional=True)
     out_dir: str = setting("", "folder of the results; empty = the run's own")
 
     data_dir: str = setting("", "prepared data with validation text; empty = the run's own data", group="Text")
@@ -317,11 +315,6 @@ def read_chunks(path, block_size, cfg):
 # -- results
 
 
-def rounded(numbers):
-    """Numbers in seven digits; None stays."""
-    return [None if x is None else float(f"{x:.7g}") for x in numbers]
-
-
 def summarize(recorder, L, T):
     """(the measured part of analysis.json, the arrays of analysis.npz: a row for each layer or state)."""
     layers, states, arrays = {}, {}, {}
@@ -332,13 +325,13 @@ def summarize(recorder, L, T):
         # a layer may lack a quantity; any layer that has it says whether it is a number or an array
         found = next(mean for mean in reversed(means) if mean is not None)
         if isinstance(found, float):
-            table[name] = {"mean": rounded(means)}
+            table[name] = {"mean": [None if x is None else float(f"{x:.7g}") for x in means]}
         else:
             arrays[name] = np.stack([np.full_like(found, np.nan) if mean is None else mean for mean in means]).astype(
                 "f4"
             )
     level = uniform_entropy(T)
-    layers["entropy_minus_uniform"] = {"mean": rounded([x - level for x in layers["entropy"]["mean"]])}
+    layers["entropy_minus_uniform"] = {"mean": [float(f"{x - level:.7g}") for x in layers["entropy"]["mean"]]}
     return {"entropy_uniform": level, "layers": layers, "states": states}, arrays
 
 

@@ -4,7 +4,8 @@
     python export.py out/vanilla --out_dir=hf/vanilla --dtype=bfloat16
 
 vanilla of arch=llama becomes a plain Llama; every other model brings its code along. transformers writes the folder and
-loads it again. We compare logits, generated text and token ids with ours, before the folder gets its name.
+loads it again. We compare logits, of a full pass and while it generates, and token ids with ours, before the folder
+gets its name.
 Read before: common/hf.py and common/modeling_nanoresformer.py.
 """
 
@@ -87,11 +88,10 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
     peer.generation_config.pad_token_id = tokenizer.eot
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOT)
     how = {"model_max_length": model.cfg.block_size, "padding_side": "left", "clean_up_tokenization_spaces": False}
-    made = fast_tokenizer(tokenizer)
-    made = need("transformers").PreTrainedTokenizerFast(tokenizer_object=made, **special, **how)
+    fast = need("transformers").PreTrainedTokenizerFast(tokenizer_object=fast_tokenizer(tokenizer), **special, **how)
     with writing(folder):
         peer.save_pretrained(folder)
-        made.save_pretrained(folder)
+        fast.save_pretrained(folder)
     if not is_plain_llama(model.cfg):
         write_code(folder)
 

@@ -128,10 +128,6 @@ class Curves:
     step_tokens: float  # tokens of one optimizer step
     final_loss: float | None  # the validation loss at the end; None if the run has not come that far
 
-    @property
-    def finished(self):
-        return self.final_loss is not None
-
 
 def read_run(folder):
     """The Curves of a run's folder."""
@@ -279,9 +275,9 @@ def compare(path, groups):
     pairs, rows = pair(groups), []
     for mode, runs in groups.items():
         # only finished runs have a loss in the table
-        losses = [run.final_loss for run in runs if run.finished]
-        both = [(run, base) for run, base in pairs.get(mode, []) if run.finished and base.finished]
-        gaps = [run.final_loss - base.final_loss for run, base in both]
+        losses = [run.final_loss for run in runs if run.final_loss]
+        ended = [(run.final_loss, base.final_loss) for run, base in pairs.get(mode, [])]
+        gaps = [loss - base for loss, base in ended if loss and base]
         # a median, because the first steps of a run are slow
         speed = np.mean([np.median(run.steps["tokens_per_s"]) for run in runs])
         cells = [mode, f"{runs[0].start['parameters']:,}"]

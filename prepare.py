@@ -57,10 +57,8 @@ PAPER_MIXTURE = dict(CommonCrawl=0.5, C4=0.2, Github=0.1, Book=0.05, ArXiv=0.05,
 
 @dataclass
 class PrepareConfig:
-    source: Literal["pysource", "slimpajama", "files"] = setting(
-        "pysource", "what to read", group="Input and output", positional=True
-    )
-    out_dir: str = setting("", "where the result goes; data/<source> if empty")
+    source: Literal["pysource", "slimpajama", "files"] = setting("pysource", "what to read", positional=True)
+    out_dir: str = setting("", "where the result goes; data/<source> if empty", group="Input and output")
     input_dir: str = setting("", "folder to read: texts for files, SlimPajama's layout for slimpajama")
     packages: tuple[str, ...] = setting((), "for pysource: read only these installed packages; empty = all")
     text_field: str = setting("text", "column of .jsonl and .parquet files that holds the text")
@@ -344,10 +342,8 @@ def check_output(cfg, inputs):
     out = Path(cfg.out_dir)
     settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_DIFFER}
     listing = json.dumps([[source.name, source.size] for source in inputs])
-    settings["input files"] = hashlib.sha256(listing.encode()).hexdigest()[:16]
-    settings["bytes in a batch"] = BATCH_BYTES
-    # As a file has them: lists in place of tuples.
-    settings = json.loads(json.dumps(settings))
+    settings |= {"input files": hashlib.sha256(listing.encode()).hexdigest()[:16], "bytes in a batch": BATCH_BYTES}
+    settings = json.loads(json.dumps(settings))  # as a file has them: lists in place of tuples
 
     remedy = "choose another --out_dir, or delete that folder"
     if (out / "settings.json").exists():

@@ -74,12 +74,6 @@ def write_json(path, value):
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def append(path, text):
-    """Add text to a file, so that another process can read it at once."""
-    with writing(path), open(path, "a", encoding="utf-8") as file:
-        file.write(text)
-
-
 def sha256(path):
     """Hex digest of a file's bytes."""
     with open(path, "rb") as f:

@@ -18,17 +18,10 @@ from model import GPT
 from value_modes import ModelConfig, ValueMode
 
 OURS = "nanoresformer"  # model_type of what plain Llama cannot express, see modeling_nanoresformer.py
-FIELDS = {  # of ModelConfig, and their names in config.json
-    "vocab_size": "vocab_size",
-    "block_size": "max_position_embeddings",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_kv_head": "num_key_value_heads",
-    "n_embd": "hidden_size",
-    "head_dim": "head_dim",
-    "n_hidden": "intermediate_size",
-    "norm_eps": "rms_norm_eps",
-}
+# Fields of ModelConfig, and their names in config.json.
+FIELDS = {"vocab_size": "vocab_size", "block_size": "max_position_embeddings", "n_layer": "num_hidden_layers"}
+FIELDS |= {"n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads", "n_embd": "hidden_size"}
+FIELDS |= {"head_dim": "head_dim", "n_hidden": "intermediate_size", "norm_eps": "rms_norm_eps"}
 SUPPORTED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 SUPPORTED |= {"quantization_config": None, "tie_word_embeddings": False}
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # see layers.Rope

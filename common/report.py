@@ -10,7 +10,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from common.files import append, read_record_lines, record_line, write_text
+from common.files import read_record_lines, record_line, write_text, writing
 from configurator import UserError, need
 
 METRICS = "train.py's metrics"  # the kind of record in each line of metrics.jsonl
@@ -118,7 +118,8 @@ class Metrics:
     def write(self, record):
         """Append a record. All have "step"; those of evaluations and starts also have "event": "eval" or "start"."""
         if self.is_main:
-            append(self.path, record_line(METRICS, record))
+            with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+                file.write(record_line(METRICS, record))
         if self.wandb and record.get("event") != "start":
             self.wandb.log(record, step=record["step"])
 

@@ -17,7 +17,7 @@ from common.files import write_text
 from common.plan import mode_table
 from examples import vit
 from paper.found import Found, read_kept
-from paper.results import compact
+from paper.reproduce import compact
 from paper.runs import NIGHT_LR, SCALES, SEEDS, Job
 from paper.tables import gap_in_words
 from value_modes import TABLE, ModelConfig
@@ -27,16 +27,14 @@ PLACE = re.compile(r"(<!-- table: (\S+) -->\n)(?:(?!<!-- table:).)*?(<!-- end --
 NIGHT = SCALES["night"]
 
 
+def results(name):
+    return json.loads((ROOT / f"results/{name}.json").read_text(encoding="utf-8"))
+
+
 def bench_rows(*names, **shown):
     """The rows of results/<name>.json that have what is `shown`, without sides that do not exist any more."""
-    rows = [row for name in names for row in json.loads((ROOT / f"results/{name}.json").read_text())["rows"]]
+    rows = [row for name in names for row in results(name)["rows"]]
     return [r for r in rows if r | shown == r and (r["name"] in TABLE or r["name"].startswith(LLAMA))]
-
-
-def digits_table():
-    """Accuracies and losses of the vision experiment."""
-    found = json.loads((ROOT / "results/vit_digits.json").read_text())
-    return vit.table(found["runs"], found["settings"]["value_mode"])
 
 
 @functools.cache
@@ -66,7 +64,7 @@ MAKERS = {
     "modes-neutreno": lambda: group_of_modes("neutreno", "resformer_lerp"),
     "modes-other": lambda: group_of_modes("resformer_lerp", "resformer_zero"),
     "modes-successors": lambda: group_of_modes("resformer_zero"),
-    "vit": digits_table,
+    "vit": lambda: vit.table(results("vit_digits")["runs"], vit.MODES),
     "gpu-training": lambda: training_table(bench_rows("gpu_train_82m_modes", "gpu_train_82m", "gpu_train_468m")),
     "gpu-decoding": lambda: decoding_table(bench_rows("gpu_decode_82m", "gpu_decode_468m", batch=1)),
     "cpu-training": lambda: training_table(bench_rows("bench_train_intel_xeon_x1_tiny")),

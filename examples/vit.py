@@ -1,6 +1,6 @@
 """The vision experiment of the paper's rebuttal: image classifiers that differ only in `value_mode`, side by side.
 
-    python examples/vit.py                  scikit-learn's digits, minutes on a CPU core
+    python -m examples.vit                  scikit-learn's digits, minutes on a CPU core
 
 A ViT (https://arxiv.org/abs/2010.11929) is our GPT-2-like model without the causal mask. Its tokens are a class token,
 which the logits are read from, and the patches of the image. So V_1 of a patch depends on its pixels and position.
@@ -9,15 +9,11 @@ which the logits are read from, and the patches of the image. So V_1 of a patch 
 import dataclasses
 import itertools
 import math
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.files import write_json
 from common.layers import MLP, Linear

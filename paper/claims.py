@@ -291,9 +291,8 @@ def start_token(mode):
         ("value norm", "above 0.5", LEAST_VALUE, (0.5, math.inf)),
         ("hidden norm", "below 3", MOST_HIDDEN, (-math.inf, 3.0)),
     ):
-        if mode != "resformer":
-            paper, side = "", None
-        yield Claim(Job(mode, INSPECTED), None, paper, side, quantity, f": {what}")
+        bound = (paper, side) if mode == "resformer" else ("", None)
+        yield Claim(Job(mode, INSPECTED), None, *bound, quantity, f": {what}")
 
 
 # -- what eval.py scored

@@ -1,7 +1,7 @@
 """The paper's figures and tables as data: the runs of each, how we draw it, and what the paper claims.
 
 The paper is https://arxiv.org/abs/2410.17897; "v5" is its last version, which has more variants and other names.
-Read next: results.py.
+Read next: reproduce.py.
 """
 
 from collections.abc import Callable

@@ -5,6 +5,7 @@ make it from the run's folder. results/<scale>/runs.jsonl keeps it, so that we c
 are gone. Read next: claims.py.
 """
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from common.checkpoint import RUN
 from common.files import read_record, read_record_lines, reading, record_line, write_text
 from common.report import METRICS
 from configurator import UserError
+from eval import read_results
 from paper.runs import INSPECTED
 from train import ENVIRONMENT, MAY_DIFFER
 
@@ -37,10 +39,9 @@ def difference(made, asked):
 
 def finished(folder):
     """Whether a folder has a run that has ended."""
-    try:
-        return plot.read_run(folder).finished
-    except UserError:  # there is no such run, or it has no steps yet
-        return False
+    with contextlib.suppress(UserError):  # there is no such run, or it has no steps yet
+        return plot.read_run(folder).final_loss is not None
+    return False
 
 
 def make_record(folder, asked, every):
@@ -55,19 +56,14 @@ def make_record(folder, asked, every):
     if wrong:
         raise UserError(f"{folder} has {wrong}; remove it, or set another --out_dir")
     n = len(run.steps["loss"]) // every * every  # a last mean of fewer steps would be noisier than the others
-    record = {
-        "name": folder.name,
-        "commit": environment["commit"],
-        "processor": environment["processor"],
-        "settings": {name: made[name] for name in asked if name not in MAY_DIFFER},
-        "start": {name: run.start[name] for name in START},
-        "step_tokens": run.step_tokens,
-        "every": every,
-        "losses": run.steps["loss"][:n].reshape(-1, every).mean(axis=1).round(5).tolist(),  # of training
-        "val": {str(step): loss for step, loss in run.val.items()},  # step -> validation loss, mean over the domains
-        "domains": run.domains,  # the last validation loss of each
-        "seconds": round(float(np.sum(run.step_tokens / run.steps["tokens_per_s"])), 1),  # of training steps
-    }
+    losses = run.steps["loss"][:n].reshape(-1, every).mean(axis=1)
+    record = {"name": folder.name, "commit": environment["commit"], "processor": environment["processor"]}
+    record |= {"settings": {name: made[name] for name in asked if name not in MAY_DIFFER}}
+    record |= {"start": {name: run.start[name] for name in START}}
+    record |= {"step_tokens": run.step_tokens, "every": every, "losses": losses.round(5).tolist()}  # of training
+    record |= {"val": {str(step): loss for step, loss in run.val.items()}}  # mean over the domains
+    record |= {"domains": run.domains}  # the last validation loss of each
+    record |= {"seconds": round(float(np.sum(run.step_tokens / run.steps["tokens_per_s"])), 1)}  # of training steps
     evaluations = [line for line in read_record_lines(folder / "metrics.jsonl", METRICS) if line.get("event") == "eval"]
     if evaluations[-1].get("lam"):
         record["lam"] = evaluations[-1]["lam"]  # the learned weights of residuals
@@ -88,11 +84,8 @@ def write_kept(path, kept):
 
 def scores(folder):
     """{task: what eval.py found of it} of the last checkpoint in a run's folder; empty if nothing is scored."""
-    path, kind = Path(folder, "eval.json"), "eval.py's results"
-    if not path.exists():
-        return {}
-    with reading(path, kind):
-        return max(read_record(path, kind).values(), key=lambda checkpoint: checkpoint["step"])["results"]
+    checkpoints = read_results(folder).values()
+    return max(checkpoints, key=lambda checkpoint: checkpoint["step"], default={"results": {}})["results"]
 
 
 # -- all runs of a scale

@@ -10,6 +10,7 @@ results/<scale>.json, and results/<scale>/README.md shows all. After a kill the 
 
 import contextlib
 import dataclasses
+import re
 import shlex
 import subprocess
 import sys
@@ -20,14 +21,19 @@ from typing import Literal
 import torch
 
 from common.data import Corpus
-from common.files import hold
+from common.files import hold, read_record, write_record, write_text
+from common.ranks import environment
+from common.report import markdown
 from common.tasks import TABLE1
 from configurator import UserError, check_fields, need, run, setting
+from paper.claims import HEADER, claim_cells, claim_rows
 from paper.figures import FIGURES, PAPER
 from paper.found import Found, difference, finished, make_record, read_kept, scores, write_kept
-from paper.results import publish
+from paper.panels import page_of_panels
 from paper.runs import SCALES, SEEDS, train_settings
 from train import TrainConfig
+
+RESULTS = "results of paper.reproduce"
 
 
 @dataclass(frozen=True)
@@ -74,9 +80,9 @@ class ReproduceConfig:
         return dataclasses.replace(scale, data_dir=data_dir, prepare=prepare)
 
     @property
-    def records_file(self):
-        """Where we keep records of runs, see found.py."""
-        return Path(self.results_dir, self.scale, "runs.jsonl")
+    def folder(self):
+        """Where figures and records of runs go."""
+        return Path(self.results_dir, self.scale)
 
     def seeds_of(self, job):
         """The seeds of a Job: as many as were asked for, or as the scale says."""
@@ -207,13 +213,75 @@ def make_all(runs, records, cfg):
             loss = list(record["val"].values())[-1]
             print(f"{len(records)} of {len(runs)}, {settings['out_dir']}: validation loss {loss:.4f}", flush=True)
             if cfg.run and cfg.kept:
-                write_kept(cfg.records_file, read_kept(cfg.records_file) | {name: record})
+                write_kept(cfg.folder / "runs.jsonl", read_kept(cfg.folder / "runs.jsonl") | {name: record})
     check_data(records, cfg)
     return failed
 
 
+# -- figures, numbers and the report
+
+
+def publish(name, figure, cfg, found):
+    """Draw a figure or print a table, write its numbers into results/<scale>.json, and the report anew."""
+    print(f"{name}: {figure.caption}")
+    record = {"caption": figure.caption, "environment": environment()}  # before it changes files of the repository
+    record["runs"] = {found.name(job, s): found.loss(job, s) for job in figure.jobs for s in found.seeds(job)}
+    if figure.table:
+        record["table"] = list(figure.table(found))
+        print(markdown(record["table"][0], record["table"][1:]))
+    record["rows"] = claim_rows(figure, found)
+    if record["rows"]:
+        print(markdown(HEADER, map(claim_cells, record["rows"]), left=3), flush=True)
+    if figure.panels:  # last, so that an error leaves the old picture beside the old numbers
+        page_of_panels(cfg.folder / f"{name}.png", figure, found)
+        record["png"] = f"{cfg.scale}/{name}.png"
+    # other figures of this scale keep their records, in the order of figures.py
+    path = Path(cfg.results_dir, f"{cfg.scale}.json")
+    figures = read_record(path, RESULTS)["figures"] if path.exists() else {}
+    figures[name] = record
+    figures = {key: figures[key] for key in FIGURES if key in figures}
+    results = {"scale": cfg.units.what, "figures": figures}
+    write_record(path, RESULTS, results)
+    write_text(cfg.folder / "README.md", report_text(results, cfg.scale))
+
+
+ABOUT = """Losses are in nats per token. "82M" and the like are the paper's sizes; Tables 3 and 4 say what they are.
+A claim's runs are the base, if it says nothing else: "82M", the paper's length 2,048, the best rate. "a − b" is a's
+validation loss minus b's. ± is half of a 95 % interval (Student's t) over n seeds, which differ in weights and batches.
+"here" judges the sign or bound that the paper claims of its own sizes: **confirmed** if the whole interval is on its
+side, **contradicted** if all of it is on the other, else **undetermined**; one seed only **agrees** or **differs**.
+Nothing is corrected for the number of verdicts. * marks another processor than vanilla's."""
+
+
+def compact(table):
+    """A Markdown table without the spaces around its pipes."""
+    return re.sub(r" *\| *", "|", table)
+
+
+def section(name, record):
+    """A figure or table of the report, as Markdown."""
+    title = f"{'Table' if name.startswith('tab') else 'Figure'} {name.removeprefix('fig').removeprefix('tab')}"
+    parts = [f"## {title}", record["caption"]]
+    if "png" in record:
+        parts.append(f"![{title}]({Path(record['png']).name})")
+    if "table" in record:
+        parts.append(compact(markdown(record["table"][0], record["table"][1:])))
+    if record["rows"]:
+        parts.append(compact(markdown(HEADER, map(claim_cells, record["rows"]), left=3)))
+    # the JSON file beside has the runs' losses and the machine
+    made = f"{len(record['runs'])} runs; drawn" if record["runs"] else "Drawn"
+    return "\n\n".join([*parts, f"<sub>{made} by {(record['environment']['commit'] or 'unknown')[:10]}</sub>"])
+
+
+def report_text(results, scale):
+    """The text of results/<scale>/README.md, from what results/<scale>.json holds."""
+    made = f"Written by `python -m paper.reproduce` with [{scale}.json](../{scale}.json): {results['scale']}. {ABOUT}"
+    sections = [section(name, record) for name, record in results["figures"].items()]
+    return "\n\n".join([f"# The paper's figures and tables at scale `{scale}`", made, *sections]) + "\n"
+
+
 def main(cfg: ReproduceConfig):
-    runs, kept = runs_of(cfg), read_kept(cfg.records_file) if cfg.kept else {}
+    runs, kept = runs_of(cfg), read_kept(cfg.folder / "runs.jsonl") if cfg.kept else {}
     # a record of other settings is of another run
     same = [name for name in runs if name in kept and not difference(kept[name]["settings"], runs[name][0])]
     records = {name: kept[name] for name in same}

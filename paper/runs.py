@@ -165,16 +165,14 @@ SCALES = {
          64000: (64000, 32, 1)},
         steps=10_000, lr_factor=1.0, warmups={120: 120, 1200: 1200}, gpus=8,
         data_dir="data/slimpajama", prepare=SLIMPAJAMA,
-        window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 4, "468M": 4},
-    ),
+        window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 4, "468M": 4}),
     "cpu": Scale(
         "a quick look: models of 0.1 to 3.4M parameters on 0.15M tokens each, for 2 cores without a GPU",
         {"2M": (4, 2, 16), "82M": (8, 8, 64), "180M": (8, 8, 96), "320M": (8, 8, 128), "468M": (12, 8, 128)},
         {512: (64, 16, 16), 2048: (128, 8, 8), 8192: (256, 4, 4), 32000: (512, 2, 2), 64000: (1024, 1, 1)},
         steps=150, lr_factor=5.0, warmups={120: 20, 1200: 60}, gpus=0,
         data_dir="data/small", prepare=PYSOURCE,
-        window=15, evals=5, chunks=50, settings=ON_CORES,
-    ),
+        window=15, evals=5, chunks=50, settings=ON_CORES),
     "night": Scale(
         "models of 0.5 to 5.1M parameters on 12M tokens each, for 2 cores without a GPU",
         {"2M": (4, 2, 64), "82M": (6, 4, 128), "180M": (6, 5, 160), "468M": (8, 6, 192)},

@@ -21,7 +21,7 @@ from common.files import read_record
 from common.plan import count_parameters
 from configurator import UserError, load_settings
 from eval import EvalConfig
-from paper import claims, figures, found, panels, reproduce, results, tables
+from paper import claims, figures, found, panels, reproduce, tables
 from paper.claims import Claim, claim_cells, claim_row, claim_rows
 from paper.figures import FIGURES, PAPER
 from paper.found import Found, NotMade, read_kept
@@ -389,8 +389,7 @@ def shrink(monkeypatch):
     few = {"fig4": FIGURES["fig4"], "fig9": value, "tab5": FIGURES["tab5"]}
     monkeypatch.setattr(reproduce, "PAPER", tuple(few))
     monkeypatch.setattr(reproduce, "SCALES", SCALES | {"cpu": tiny})
-    for module in (reproduce, results):
-        monkeypatch.setattr(module, "FIGURES", few)
+    monkeypatch.setattr(reproduce, "FIGURES", few)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(ROOT)
@@ -423,7 +422,7 @@ def copied(real, tmp_path, monkeypatch, data_dir):
 
 def numbers_in(folder):
     """{figure: its record} without the machine that drew it."""
-    drawn = read_record(folder / "results/cpu.json", results.RESULTS)["figures"]
+    drawn = read_record(folder / "results/cpu.json", reproduce.RESULTS)["figures"]
     return {name: {**record, "environment": None} for name, record in drawn.items()}
 
 
@@ -484,10 +483,10 @@ def test_one_failure_does_not_stop_the_rest(copied, monkeypatch):
 
 def test_night_follows_from_its_records(tmp_path, monkeypatch):
     """We compute the numbers and verdicts of scale night again from the committed records of its runs."""
-    committed = read_record(ROOT / "results/night.json", results.RESULTS)["figures"]
+    committed = read_record(ROOT / "results/night.json", reproduce.RESULTS)["figures"]
     (tmp_path / "night").mkdir()
     shutil.copy(ROOT / "results/night/runs.jsonl", tmp_path / "night")
-    monkeypatch.setattr(results, "page_of_panels", lambda *_: None)
+    monkeypatch.setattr(reproduce, "page_of_panels", lambda *_: None)
     words = [*(committed.keys() - {"fig19", "tab2", "tab4"}), "--scale=night", "--kept", "--run=false"]
     again = in_process(reproduce, *words, f"--results_dir={tmp_path}", cwd=tmp_path)  # those need more than records
     assert again.returncode == 0, again.stderr
@@ -496,14 +495,14 @@ def test_night_follows_from_its_records(tmp_path, monkeypatch):
         text = json.dumps({**record, "environment": None})
         return json.loads(text, parse_float=lambda text: float(f"{float(text):.12g}"))
 
-    for name, record in read_record(tmp_path / "night.json", results.RESULTS)["figures"].items():
+    for name, record in read_record(tmp_path / "night.json", reproduce.RESULTS)["figures"].items():
         assert comparable(record) == comparable(committed[name]), name
 
 
 def test_committed_results_are_those_of_the_code():
-    committed = read_record(ROOT / "results/night.json", results.RESULTS)
+    committed = read_record(ROOT / "results/night.json", reproduce.RESULTS)
     assert committed["scale"] == NIGHT.what
-    assert (ROOT / "results/night/README.md").read_text() == results.report_text(committed, "night")
+    assert (ROOT / "results/night/README.md").read_text() == reproduce.report_text(committed, "night")
     for name, record in committed["figures"].items():
         assert record["caption"] == FIGURES[name].caption
         assert "png" not in record or (ROOT / "results" / record["png"]).exists()
