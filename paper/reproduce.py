@@ -127,15 +127,6 @@ def commands(settings, needs, cfg):
     return made
 
 
-def show(runs, cfg):
-    """Print the commands of runs, also of finished ones."""
-    if not Path(cfg.units.data_dir, "manifest.json").exists():
-        print(cfg.units.prepare)
-    for settings, needs in runs.values():
-        print(*map(shlex.join, commands(settings, needs, cfg).values()), sep="\n")
-    print(f"{len(runs)} runs of {cfg.units.what}")
-
-
 # -- running
 
 
@@ -286,7 +277,12 @@ def main(cfg: ReproduceConfig):
     same = [name for name in runs if name in kept and not difference(kept[name]["settings"], runs[name][0])]
     records = {name: kept[name] for name in same}
     if cfg.dry_run:
-        show({name: run for name, run in runs.items() if name not in records}, cfg)
+        if not Path(cfg.units.data_dir, "manifest.json").exists():
+            print(cfg.units.prepare)
+        missing = [commands(*run, cfg) for name, run in runs.items() if name not in records]
+        for of_run in missing:
+            print(*map(shlex.join, of_run.values()), sep="\n")
+        print(f"{len(missing)} runs of {cfg.units.what}")
         return
     if cfg.run and cfg.units.gpus and not torch.cuda.is_available():
         raise UserError(f"scale={cfg.scale} needs GPUs, and there is none; add --dry_run, or set --scale=cpu")
