@@ -139,7 +139,8 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
         tensors["rng"] = torch.get_rng_state()
         if torch.cuda.is_available():
             tensors["rng_cuda"] = torch.cuda.get_rng_state()
-        write_tensors(state_file(path), STATE, tensors, {"step": step, "scaler": scaler.state_dict()})
+        record = {"weights": checksum(weights), "scaler": scaler.state_dict()}  # the weights that it belongs to
+        write_tensors(state_file(path), STATE, tensors, record)
     config = dataclasses.asdict(model.cfg)
     header = {"step": step, "val_loss": val_loss, "mode": model.cfg.value_mode.name, "config": config}
     write_tensors(path, WEIGHTS, weights, header | {"tokenizer": tokenizer_hash})
@@ -167,14 +168,13 @@ def resume(path, model, optimizer, scaler, tokenizer_hash):
         dcp.set_model_state_dict(model, read_tensors(path, WEIGHTS)[1], options=WHOLE)
     with reading(state_file(path), STATE):
         record, tensors = read_tensors(state_file(path), STATE)
-        if record["step"] != header["step"]:
-            raise ValueError(f"it is of step {record['step']}")
+        if record["weights"] != header["tensors"]:
+            raise ValueError(f"it belongs to other weights than {path.name}")
         # a scaler may have skipped all steps so far: then there are no moments, and AdamW must not count a step
         if any(name.startswith("exp_avg/") for name in tensors):
             found = dcp.get_optimizer_state_dict(model, optimizer)
             for name, of in found["state"].items():
-                # the view fails for the state of another model, which AdamW would notice only in its step
-                found["state"][name] = {key: tensors[f"{key}/{name}"].view(t.shape) for key, t in of.items()}
+                found["state"][name] = {key: tensors[f"{key}/{name}"] for key in of}
             dcp.set_optimizer_state_dict(model, optimizer, found, options=WHOLE)
         if record["scaler"]:
             scaler.load_state_dict(record["scaler"])

@@ -90,8 +90,10 @@ def sealed(kind, record):
 def unsealed(kind, found):
     """The record in what `sealed` made. Raises ValueError if it was altered, or is of another kind."""
     record = {key: value for key, value in found.items() if key not in ("kind", "seal")}
+    if found["kind"] != kind:
+        raise ValueError(f"it is {found['kind']}")
     if found != sealed(kind, record):
-        raise ValueError(f"{found['kind']}, or altered: its checksum is another one")
+        raise ValueError("it was altered: its checksum is another one")
     return record
 
 

@@ -306,8 +306,8 @@ def lines(change):
 
 LAST, STATE = "step_00000012.safetensors", "step_00000012.state.safetensors"
 DAMAGE = [  # test_bad_input.py tries many more
-    (STATE, lambda path: path.rename(path.with_name(LAST)), "train.py's training state, or altered"),
-    (STATE, lambda path: path.with_name(STATE.replace("12", "06")).rename(path), "it is of step 6"),
+    (STATE, lambda path: path.rename(path.with_name(LAST)), "it is train.py's training state"),
+    (STATE, lambda path: path.with_name(STATE.replace("12", "06")).rename(path), "it belongs to other weights"),
     ("metrics.jsonl", lines(lambda found: found[:5] + found[6:]), "lacks steps before 12"),
     ("metrics.jsonl", lines(lambda found: found[:5] + found[4:]), "or has some twice"),
 ]
