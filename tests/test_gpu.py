@@ -1,4 +1,4 @@
-"""The GPU path on an imitated GPU, see fake_cuda.py, and the faults that it must find."""
+"""The GPU path on an imitated GPU, see fake_cuda.py, and what a machine lacks."""
 
 import contextlib
 import os
@@ -9,58 +9,21 @@ from types import SimpleNamespace
 import fake_cuda
 import pytest
 import torch
-from conftest import ROOT, finished, in_process, refused
+from conftest import finished, in_process, refused
 
 import train
 from common import ranks
 from configurator import UserError
 
-# planted all at once: file, right words, wrong words, what is said
-FAULTS = {
-    "a device without an index": ("common/ranks.py", 'f"cuda:{local_rank}"', "device", "with a specified index"),
-    "a causal mask on the CPU": ("common/layers.py", "-math.inf, device=q.device)", "-math.inf)", "cuda:0 and cpu!"),
-    "token tables in fp32": ("model.py", "source.to(own.dtype)", "source", "torch.bfloat16, torch.float32"),
-    "a cache's padding on the CPU": ("model.py", "(lengths, device=device)", "(lengths)", "model.py:"),
-    "a result read too early": ("train.py", "+= loss.detach()", "+= loss.item()", "['sync', 'sync', 'launched"),
-}
 
-
-def run(library, root=ROOT, modes=""):
-    env = dict(os.environ, FAKE_CUDA=str(library), OMP_NUM_THREADS="1", NANO_ROOT=str(root), MODES=modes)
-    return finished([sys.executable, fake_cuda.__file__], env=env, timeout=600)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def test_every_command_runs_on_a_gpu(tmp_path):
     if not shutil.which("g++"):
         pytest.skip("there is no C++ compiler to make an imitated GPU with")
     if torch.backends.cuda.is_built():
         pytest.skip("this torch has a real CUDA, beside which no imitated one can be registered")
-    return fake_cuda.build(tmp_path_factory.mktemp("library"))
-
-
-@pytest.fixture(scope="module")
-def found(library, tmp_path_factory):
-    """What a run over a copy of our files with all faults prints."""
-    copy = tmp_path_factory.mktemp("copy")
-    (copy / "common").mkdir()
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("common/*.py")):
-        shutil.copy(path, copy / path.relative_to(ROOT))
-    for file, right, wrong, _ in FAULTS.values():
-        source = (copy / file).read_text()
-        assert source.count(right) == 1, (file, right)
-        (copy / file).write_text(source.replace(right, wrong))
-    return run(library, copy, modes="vanilla value_embed").stdout
-
-
-def test_every_command_runs_on_a_gpu(library):
-    result = run(library)
+    environment = dict(os.environ, FAKE_CUDA=str(fake_cuda.build(tmp_path)), OMP_NUM_THREADS="1")
+    result = finished([sys.executable, fake_cuda.__file__], env=environment, timeout=600)
     assert result.returncode == 0 and "tried, 0 kinds of failures" in result.stdout, result.stdout + result.stderr
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(fault, found):
-    assert FAULTS[fault][-1] in found, found
 
 
 # ---- what needs no imitation
