@@ -268,8 +268,9 @@ def test_tables_records_and_samples_say_the_same(runs):
         assert found[name]["n"] == len(best) == len(MORE[name])
         assert f"| {found[name]['acc']:.4f} ± {found[name]['acc_stderr']:.4f} |" in out
     lines = [json.loads(line) for line in (runs / "a" / "metrics.jsonl").read_text().splitlines()]
-    in_training = [line["val_mean"] for line in lines if line.get("event") == "eval"][-1]
-    assert found["loss"]["val_mean"] == pytest.approx(in_training, abs=1e-6)  # bos and all
+    in_training = [line for line in lines if line.get("event") == "eval"][-1]
+    for key in ("val", "val_mean", "val_mixture", "bpb", "bpb_mean"):
+        assert found["loss"][key] == pytest.approx(in_training[key], abs=1e-6)  # bos and all
 
 
 def test_runs_side_by_side(runs):

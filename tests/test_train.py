@@ -164,21 +164,6 @@ def test_a_run_equals_a_naive_loop(data_dir, tmp_path):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
-def test_an_evaluation_equals_a_naive_one(data_dir, tmp_path):
-    trained(data_dir, tmp_path, eval_tokens=0, max_steps=1, micro_batch=4)
-    (found,), model = records(tmp_path, "eval"), checkpoint.load(tmp_path)
-    for domain in ("prose", "code"):
-        ids = torch.from_numpy(np.fromfile(data_dir / f"val/{domain}.bin", "<u2").astype(np.int64))
-        nats = 0.0
-        for x, y in zip(ids[:-1].split(16), ids[1:].split(16), strict=True):  # the last window is shorter
-            nats += F.cross_entropy(model(x[None])[0][0], y, reduction="sum").item()
-        text_bytes = (ids[1:] != 256).sum().item()  # end-of-text is no byte of text
-        assert found["val"][domain] == pytest.approx(nats / (len(ids) - 1), abs=1e-5)
-        assert found["bpb"][domain] == pytest.approx(nats / text_bytes / math.log(2), abs=1e-5)
-    assert found["val_mean"] == pytest.approx(sum(found["val"].values()) / 2)
-    assert found["val_mixture"] == pytest.approx(0.6 * found["val"]["prose"] + 0.4 * found["val"]["code"])
-
-
 def test_what_a_run_leaves(base, data_dir):
     (start,), steps = records(base, "start"), records(base)
     assert {"value_mode": "vanilla", "seed": 1, "parameters": 46_304, "ranks": 1, "step": 0}.items() <= start.items()
