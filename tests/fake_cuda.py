@@ -11,7 +11,6 @@ What it cannot find: wrong numbers, memory, speed, what torch.compile makes.
 """
 
 import ctypes
-import os
 import subprocess
 import sys
 import tempfile
@@ -78,7 +77,8 @@ def build(folder):
 
 def load():
     """torch with the library, loaded before it, and with what Python asks of a CUDA device: an H100."""
-    ctypes.CDLL(os.environ.get("FAKE_CUDA") or str(build(tempfile.mkdtemp())))
+    with tempfile.TemporaryDirectory() as folder:
+        ctypes.CDLL(str(build(folder)))
     import torch
     import torch.cuda.amp.common
 

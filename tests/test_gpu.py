@@ -1,28 +1,25 @@
 """The GPU path on an imitated GPU, see fake_cuda.py, and what a machine lacks."""
 
 import contextlib
-import os
 import shutil
 import sys
 from types import SimpleNamespace
 
-import fake_cuda
 import pytest
 import torch
-from conftest import finished, in_process, refused
+from conftest import in_process, refused, script
 
 import train
 from common import ranks
 from configurator import UserError
 
 
-def test_every_command_runs_on_a_gpu(tmp_path):
+def test_every_command_runs_on_a_gpu():
     if not shutil.which("g++"):
         pytest.skip("there is no C++ compiler to make an imitated GPU with")
     if torch.backends.cuda.is_built():
         pytest.skip("this torch has a real CUDA, beside which no imitated one can be registered")
-    environment = dict(os.environ, FAKE_CUDA=str(fake_cuda.build(tmp_path)), OMP_NUM_THREADS="1")
-    result = finished([sys.executable, fake_cuda.__file__], env=environment, timeout=600)
+    result = script("tests/fake_cuda.py", timeout=600)
     assert result.returncode == 0 and "tried, 0 kinds of failures" in result.stdout, result.stdout + result.stderr
 
 
