@@ -2,6 +2,7 @@
 does not belong together, and loses nothing that was saved."""
 
 import functools
+import importlib
 import math
 import multiprocessing.forkserver
 import os
@@ -127,10 +128,11 @@ def ended(ranks, *codes):
     return said
 
 
-def command(*words):
-    """`python train.py WORDS` in a rank; RANK in the words is its number."""
-    sys.argv = ["train.py", *(word.replace("RANK", os.environ["RANK"]) for word in words)]
-    configurator.run(train.main, train.__doc__)
+def command(script, *words):
+    """`python SCRIPT.py WORDS` in a rank; RANK in the words is its number."""
+    sys.argv = [script, *(word.replace("RANK", os.environ["RANK"]) for word in words)]
+    module = importlib.import_module(script)
+    configurator.run(module.main, module.__doc__)
 
 
 # ---- what a run computes, and leaves
@@ -433,13 +435,9 @@ def test_any_ranks_and_shards_equal_one_process(mode, ranks):
     assert_close_runs(ranks / "one" / mode, ranks / "parts" / mode, 1e-6)
 
 
-def torchrun(n, *words, of="train.py"):
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", "--standalone"]
-    return finished([*start, str(ROOT / of), *map(str, words)], env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
 def test_two_ranks_of_torchrun_equal_one(base, data_dir, tmp_path):
-    result = torchrun(2, *flags(data_dir, tmp_path, micro_batch=2))
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", ROOT / "train.py"]
+    result = finished([*start, *flags(data_dir, tmp_path, micro_batch=2)])
     assert result.returncode == 0 and "= 2 x 2 x 2 x 16" in result.stdout, result.stderr
     assert_close_runs(base, tmp_path)
 
@@ -449,7 +447,7 @@ def test_init_from(n, shard, base, data_dir, tmp_path):
     """With a learning rate of 0 a run ends with the weights that it started from, and with those that are new."""
     out, kw = tmp_path / "new", dict(learning_rate=0, warmup_steps=0, value_mode="resformer_plus")
     words = flags(data_dir, out, **kw, max_steps=1, init_from=base, shard=shard)
-    said = ended(fork(tmp_path, n, command, *words), *[0] * n)[0]
+    said = ended(fork(tmp_path, n, command, "train", *words), *[0] * n)[0]
     assert f"weights from {base / LAST}" in said and "; new: mixing.0" in said
     found, theirs = load_file(checkpoint.find(out)), load_file(base / LAST)
     assert found.keys() > theirs.keys() and all(torch.equal(found[name], theirs[name]) for name in theirs)
@@ -459,7 +457,7 @@ def test_init_from(n, shard, base, data_dir, tmp_path):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_lost_rank_ends_the_other(victim, data_dir, tmp_path):
     out, kw = tmp_path / "out", dict(save_every=1, max_steps=5000, eval_every=5000)
-    ranks = fork(tmp_path, 2, command, *flags(data_dir, out, **kw))
+    ranks = fork(tmp_path, 2, command, "train", *flags(data_dir, out, **kw))
     while ranks[0].is_alive() and len(checkpoint.steps(out)) < 2:
         time.sleep(0.01)
     ranks[victim].kill()
@@ -472,4 +470,4 @@ def test_ranks_that_see_other_data_are_refused(tmp_path):
     for rank in range(2):
         make_data(tmp_path / f"data{rank}", seed=rank)
     words = flags(tmp_path / "dataRANK", tmp_path / "out")
-    assert "error: the ranks see different files in" in ended(fork(tmp_path, 2, command, *words), 2, 2)[0]
+    assert "error: the ranks see different files in" in ended(fork(tmp_path, 2, command, "train", *words), 2, 2)[0]
