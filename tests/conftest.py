@@ -244,21 +244,16 @@ def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
     return folder
 
 
-SHARDS = [f"model-{i + 1:05}-of-00003.safetensors" for i in range(3)]
-
-
-def hf_folder(folder, model, shards=False, extra=None, **changes):
-    """Write our model as a Hugging Face folder, in one file or three; a change to None takes a field out."""
+def hf_folder(folder, model, **changes):
+    """Write our model as a Hugging Face folder; a change to None takes a field out."""
     from common.hf import FIELDS, named_tensors
 
     folder.mkdir(exist_ok=True)
     c = {theirs: getattr(model.cfg, ours) for ours, theirs in FIELDS.items()}
     c |= dict(model_type="llama", bos_token_id=3, eos_token_id=3) | changes
     (folder / "config.json").write_text(json.dumps({k: v for k, v in c.items() if v is not None}))
-    parts = {name: tensor.clone() for name, tensor in named_tensors(model, "llama").items()} | (extra or {})
-    names = SHARDS if shards else ["model.safetensors"]
-    for i, name in enumerate(names):  # the parts of a product lie in different shards
-        save_file({part: parts[part] for part in list(parts)[i :: len(names)]}, folder / name)
+    parts = {name: tensor.clone() for name, tensor in named_tensors(model, "llama").items()}
+    save_file(parts, folder / "model.safetensors")
     return folder
 
 
