@@ -224,15 +224,10 @@ def case_train():
             optimizer.register_step_post_hook(lambda *of: events.append("launched"))
             return optimizer
 
-        stand_ins = dict(
-            Corpus=lambda *of: corpus,
-            GPT=made,
-            adamw=adamw,
-            start=lambda *of: nothing,
-            settings_of=lambda *of: ({}, ""),
-        )
+        stand_ins = dict(Corpus=lambda *of: corpus, GPT=made, adamw=adamw, start=lambda *of: nothing)
         stand_ins |= dict(validate=lambda *of: {"val_mean": 1.0}, checkpoint_to_resume=lambda cfg: None)
-        stand_ins |= dict(Stop=lambda: SimpleNamespace(asked=False), checkpoint=SimpleNamespace(save=lambda *of: None))
+        stand_ins |= dict(Stop=lambda: SimpleNamespace(asked=False), settings_of=lambda *of: ({}, ""))
+        stand_ins |= dict(checkpoint=SimpleNamespace(save=lambda *of: None))
         events.clear()
         with patch.multiple(train, **stand_ins), seen("__bool__", lambda t: True), seen("cpu"):
             with seen("item", lambda t: 1.0), seen("tolist", lambda t: [1.0] * t.numel()):
