@@ -50,7 +50,10 @@ def test_one_graph_serves_all_steps(backend, mode):
     step = torch.compile(next_logits, fullgraph=True, dynamic=False, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(2):  # and another batch, in a cache of its own
-            same(decode(model, PROMPTS, later, True, step)[0], plain, atol=1e-6)
+            found, cache = decode(model, PROMPTS, later, True, step)
+            same(found, plain, atol=1e-6)
+    for tensor in (cache.next, *cache.tensors.values()):  # else CUDA graphs would copy them
+        assert tensor._dynamo_static_input_type == "unguarded"
 
 
 def test_greedy_text_equals_the_full_forward():
@@ -62,17 +65,6 @@ def test_greedy_text_equals_the_full_forward():
         logits = model(torch.tensor([ids + row[:-1]]))[0][0]
         assert row == logits[len(ids) - 1 :].argmax(-1).tolist()
     assert rows[::2] == rows[1::2]
-
-
-def test_compiled_text_equals_eager(monkeypatch):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", mode=None))
-    model = tiny("svformer").float()
-    torch.compiler.reset()
-    plain = generate(model, PROMPTS, 12, num_samples=2, top_k=20)[0]
-    found, cache, seconds = generate(model, PROMPTS, 12, num_samples=2, top_k=20, compile=True)
-    assert found == plain and seconds["compile"] > 0
-    for tensor in (cache.next, *cache.tensors.values()):  # else CUDA graphs would copy them
-        assert tensor._dynamo_static_input_type == "unguarded"
 
 
 def test_samples_differ_and_seeds_repeat():
@@ -118,7 +110,7 @@ def test_filters():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     out, tokenizer = tmp_path_factory.mktemp("run"), byte_tokenizer()
-    checkpoint.save(out, 1, GPT(config("svformer", vocab_size=257)), tokenizer.hash)
+    checkpoint.save(out, 1, GPT(config("svformer", vocab_size=257, init_std=0.2)), tokenizer.hash)
     tokenizer.save(out / "tokenizer.json")
     return out
 
