@@ -1,9 +1,7 @@
 """The GPU path on an imitated GPU, see fake_cuda.py, and what a machine lacks."""
 
-import contextlib
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,32 +29,12 @@ def test_a_device_that_is_not_there():
         refused(in_process(train, f"--device={device}"), f"device={device}", "cannot be used here")
 
 
-def test_too_little_memory(monkeypatch):
-    def start(*of):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
-    monkeypatch.setattr(train, "train", start)
-    refused(in_process(train, "--device=cpu"), "too little memory", "--micro_batch", "--recompute", "--shard=zero2")
-
-
 def test_flash_attn_that_cannot_be_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(UserError, match="pip install flash-attn"):
         ranks.need_flash_attn("cuda", torch.bfloat16)
     with pytest.raises(UserError, match="needs a GPU"):
         ranks.need_flash_attn("cpu", torch.bfloat16)
-
-
-def test_too_little_memory_is_not_taken_for_a_compiler_that_fails(monkeypatch):
-    def full(*of, **how):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "compile", lambda model, **how: full)
-    cfg = SimpleNamespace(split_batch=lambda n_ranks: (1, 1), block_size=4)
-    world = SimpleNamespace(size=1, device="cpu")
-    model = SimpleNamespace(zero_grad=lambda set_to_none: None)
-    with pytest.raises(torch.OutOfMemoryError):
-        train.compiled(model, cfg, world, contextlib.nullcontext, False, print)
 
 
 PEAKS = {

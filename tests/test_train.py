@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import COMPILED, MODES, ROOT, byte_tokenizer, config, finished, in_process, make_data, refused
+from conftest import MODES, ROOT, byte_tokenizer, config, finished, in_process, make_data, refused
 from safetensors.torch import load_file
 
 import configurator
@@ -197,17 +197,15 @@ def test_where_compiling_fails_it_goes_on(base, data_dir, tmp_path, monkeypatch)
     assert_same_runs(base, tmp_path)
 
 
-@pytest.mark.parametrize("mode", COMPILED)
-def test_every_mode_trains(mode, data_dir, tmp_path, monkeypatch):
-    """In bf16, accumulated and recomputed: no dtypes that clash, and the weights that mix are on record."""
-    monkeypatch.setattr(train, "Stop", lambda: SimpleNamespace(asked=False))
-    kw = SMALL | dict(n_layer=4, n_head=8, micro_batch=4, dtype="bfloat16", recompute=True, max_steps=2)
-    cfg = TrainConfig(**kw, value_mode=MODES[mode], data_dir=str(data_dir), out_dir=str(tmp_path))
-    train.train(cfg, Distributed("cpu"))
-    assert [math.isfinite(r["loss"]) for r in records(tmp_path)] == [True, True]
-    learns = any(r.learn not in ("fixed", "head", "sigmoid", "relu") for r in MODES[mode].residuals)
-    (evaluation,) = records(tmp_path, "eval")
-    assert evaluation.get("lam") == (checkpoint.load(tmp_path).mixing_weights() if learns else None)
+def test_too_little_memory(data_dir, tmp_path, monkeypatch):
+    """Also where it compiles: it must not go on without."""
+
+    def full(*of):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(torch, "compile", lambda *of, **how: full)
+    remedies = ("--micro_batch", "--recompute", "--shard=zero2")
+    refused(called(data_dir, tmp_path, compile=True), "too little memory", *remedies)
 
 
 def test_wandb_gets_the_metrics(data_dir, tmp_path, monkeypatch):
@@ -245,6 +243,8 @@ def test_stopped_and_resumed_equals_uninterrupted(mode, dtype, scale, data_dir, 
     assert all(r["grad_norm"] is None for r in records(tmp_path / "stopped")) == (scale > 1)
     trained(data_dir, tmp_path / "stopped", value_mode=mode, dtype=dtype, resume="auto")
     assert_same_runs(tmp_path / "whole", tmp_path / "stopped")
+    learned = checkpoint.load(tmp_path / "whole").mixing_weights() or None
+    assert records(tmp_path / "whole", "eval")[-1].get("lam") == learned
 
 
 def test_only_the_second_ctrl_c_kills(monkeypatch):
