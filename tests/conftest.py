@@ -27,20 +27,14 @@ from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode  # noqa: E
 
 # The rows of the table, and combinations of its axes that no row uses: the frame has to carry them all.
 MODES = VALUE_MODES | {
-    "explicit_layers": ValueMode((Residual(lam=(1.0, 5.0), layers=(2, -1)),)),
     "numbered_source": ValueMode((Residual(source=2, layers="-1:"), Residual(of="hidden", source=1, learn="scalar"))),
     "all_learned_keys": ValueMode((Residual(of="k", source="all", learn="scalar"),)),
-    "probs_all": ValueMode((Residual(of="probs", source="all", learn="scalar"),)),
     "scores_twice": ValueMode((Residual(of="scores", source="all"), Residual(of="scores", lam=(1.0, -0.5)))),
     "hidden_all": ValueMode((Residual(of="hidden", source="all"), Residual())),
     "cross_all": ValueMode((Residual(map="cross", source="all"), Residual())),
-    "cross_share_k": ValueMode((Residual(map="cross"),), share_k="every 2"),
     "scores_share_q": ValueMode((Residual(of="scores", source="prev"),), share_q="every 2"),
     "prev_of_anchors": ValueMode((Residual(source="prev"), Residual(map="delta", source="all")), share_v=(0, 2, 3)),
-    "anchors": ValueMode(share_v=(0, 2)),
     "two_gates": ValueMode((Residual(learn="head"), Residual(source="token", learn="relu", layers="2:"))),
-    "resformer_share_k": ValueMode((Residual(),), share_k="every 2"),
-    "token_after_attention": ValueMode((Residual(map="identity", source="token", lam=(1.0, 0.5)),)),
     "keys_resformer_exclusive": ValueMode((Residual(),), values="keys", output="exclusive"),
     "skip_queries_gate": ValueMode((Residual(of="q"),), share_k="lower half", heads_from_layer_0=0.25,
         output="gate_heads"),
