@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import random
 import shutil
 import sys
 
 import pytest
 import torch
 from conftest import COMPILED, SHARED, config, gpt2_json, hf_folder, in_process, needs_shared, refused, tiny, tokens
+from test_data import hostile
 from test_eval import write_rows
 
 import analyze
@@ -183,34 +183,24 @@ def test_a_mode_comes_back_bit_for_bit(data_dir, tmp_path, mode, arch):
     assert checkpoint.load_tokenizer(found).encode("abc <|endoftext|>") == tokenizer.encode("abc <|endoftext|>")
 
 
-def replaced(file, old, new):
-    """export.write_code, but with a change in one of the files."""
-
-    def write_code(folder, write=export.write_code):
-        write(folder)
-        source = (folder / file).read_text()
-        assert old in source
-        (folder / file).write_text(source.replace(old, new))
-
-    return "write_code", write_code
-
-
-def other_tokenizer(tokenizer):
-    made = hf.fast_tokenizer(tokenizer)
-    made.normalizer = tokenizers.normalizers.Replace("a", "b")
-    return made
-
-
-FAULTS = {
-    "scale": replaced("layers.py", "to_fp32(x).unflatten(-1, (2", "to_fp32(3 * x).unflatten(-1, (2"),
-    "lost cache": replaced("modeling_nanoresformer.py", "self.cfg, past_key_values,", "self.cfg, DynamicCache(),"),
-    "token ids": ("fast_tokenizer", other_tokenizer),
+FAULTS = {  # a file of the folder, what stands there, and what is wrong
+    "scale": ("layers.py", "to_fp32(x).unflatten(-1, (2", "to_fp32(3 * x).unflatten(-1, (2"),
+    "lost cache": ("modeling_nanoresformer.py", "self.cfg, past_key_values,", "self.cfg, DynamicCache(),"),
+    "token ids": ("tokenizer.json", '"normalizer": null', '"normalizer": {"type": "Lowercase"}'),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_export_that_is_another_model_is_not_kept(runs, tmp_path, monkeypatch, fault):
-    monkeypatch.setattr(export, *FAULTS[fault])
+    file, right, wrong = FAULTS[fault]
+
+    def write_folder(folder, *about, write=export.write_folder):
+        write(folder, *about)
+        source = (folder / file).read_text()
+        assert right in source
+        (folder / file).write_text(source.replace(right, wrong))
+
+    monkeypatch.setattr(export, "write_folder", write_folder)
     result = in_process(export, runs["svformer"][0], f"--out_dir={tmp_path / 'hf'}")
     refused(result, "makes another model of the folder")
     assert not [*tmp_path.iterdir()]
@@ -261,24 +251,18 @@ def test_widths_of_heads_may_be_missing(tmp_path):
 
 # ---- tokenizers
 
-PIECES = [" ", "  ", "\t", "\n", "\r\n", "\u00a0", "\u2003", "\u200b", "\u0085", "\x1c", "\x00", "\x7f", "\ufeff", "a"]
-PIECES += ["Hello", "'s", "'LL", "don't", "1", "123", "٣", "½", "é", "e\u0301", "ﬁ", "ß", "İ", "漢字", "日本語"]
-PIECES += ["한국어", "ไทย", "🙂", "👨\u200d👩\u200d👧", "\u0300", "\u202e", "__init__", "(self):", "==", "->", "//"]
-PIECES += ["#include", "{}", "<|endoftext|>", "<|end", "\u2028", "\U0001d54f", "\ue000", "\uffff", "…", "“", "€"]
-PIECES += ["a" * 50, " " * 30, "\n" * 12, "\t" * 5, "=" * 40]
-
-
-def difficult(n=300):
-    rng = random.Random(0)
-    return ["".join(rng.choice(PIECES) for _ in range(rng.randint(1, 12))) for _ in range(n)]
-
 
 @needs_shared
 @pytest.mark.parametrize("kind", ["neox", "gpt2"])
 def test_token_ids_are_ours_on_all_text(tmp_path, kind):
     files = {"neox": SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json", "gpt2": gpt2_json(tmp_path)}
     tokenizer = Tokenizer(prepare.public_spec(kind, files[kind]))
-    texts = [*difficult(), (SHARED / "data/text/tinyshakespeare.txt").read_text()[:200_000]]
+    texts = [
+        *hostile(3, 300),
+        "a<|endoftext|><|end",
+        "👨\u200d👩\u200d👧\u202e",
+        (SHARED / "data/text/tinyshakespeare.txt").read_text()[:200_000],
+    ]
     theirs = hf.fast_tokenizer(tokenizer)
     theirs.encode_special_tokens = True
     for text in texts:
