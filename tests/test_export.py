@@ -7,14 +7,13 @@ import sys
 
 import pytest
 import torch
-from conftest import COMPILED, SHARED, config, gpt2_json, hf_folder, in_process, needs_shared, refused, tiny, tokens
-from test_data import hostile
+from conftest import COMPILED, SHARED, config, hf_folder, in_process, needs_shared, refused, tiny, tokens
+from test_data import hostile, reference
 from test_eval import write_rows
 
 import analyze
 import eval as evaluate
 import export
-import prepare
 import sample
 import train
 from common import checkpoint, files, hf, scoring
@@ -81,20 +80,16 @@ def test_it_decodes_with_transformers_cache_and_with_padding(mode):
 
 
 @pytest.mark.parametrize("mode", ["svformer", "everything"])
-def test_beams_and_loss_and_gradients_with_recomputing(mode):
-    model = tiny(mode, block_size=48).float()
-    peer, idx, grads = wrapped(model), tokens((2, 8)), []
+def test_beams_and_loss_and_recomputing(mode):
+    model = tiny(mode).float()
+    peer, idx = wrapped(model), tokens((2, 8))
     how = dict(attention_mask=torch.ones_like(idx), max_new_tokens=8, num_beams=3, do_sample=False, pad_token_id=0)
     assert torch.equal(peer.generate(idx, **how), peer.generate(idx, use_cache=False, **how))
     close(peer(idx, labels=idx).loss, model(idx[:, :-1], idx[:, 1:])[1])
-    for recompute in (False, True):
-        peer.zero_grad()
-        if recompute:
-            peer.gradient_checkpointing_enable()
-        peer.train()(idx, labels=idx).loss.backward()
-        assert peer.model.recompute == recompute
-        grads.append({name: p.grad.clone() for name, p in peer.named_parameters()})
-    close(grads[0], grads[1], atol=1e-6)
+    assert not peer.model.recompute
+    peer.gradient_checkpointing_enable()
+    peer.train()(idx, labels=idx).loss.backward()
+    assert peer.model.recompute and all(p.grad.any() for p in peer.parameters())
 
 
 def test_what_other_code_asks_for():
@@ -255,17 +250,11 @@ def test_widths_of_heads_may_be_missing(tmp_path):
 @needs_shared
 @pytest.mark.parametrize("kind", ["neox", "gpt2"])
 def test_token_ids_are_ours_on_all_text(tmp_path, kind):
-    files = {"neox": SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json", "gpt2": gpt2_json(tmp_path)}
-    tokenizer = Tokenizer(prepare.public_spec(kind, files[kind]))
-    texts = [
-        *hostile(3, 300),
-        "a<|endoftext|><|end",
-        "👨\u200d👩\u200d👧\u202e",
-        (SHARED / "data/text/tinyshakespeare.txt").read_text()[:200_000],
-    ]
+    _, tokenizer = reference(kind, tmp_path)
+    play = (SHARED / "data/text/tinyshakespeare.txt").read_text()[:200_000]
     theirs = hf.fast_tokenizer(tokenizer)
     theirs.encode_special_tokens = True
-    for text in texts:
+    for text in (play, *hostile(3, 300), "a<|endoftext|><|end", "👨\u200d👩\u200d👧\u202e"):
         ids = tokenizer.encode(text)
         assert theirs.encode(text, add_special_tokens=False).ids == ids, text[:200]
         assert theirs.decode(ids, skip_special_tokens=False) == tokenizer.decode(ids), text[:200]
@@ -310,14 +299,7 @@ def test_our_stages_make_the_same_of_a_folder_and_its_run(runs, data_dir, tmp_pa
 
 
 def test_a_run_starts_from_a_folder(runs, data_dir, tmp_path):
-    """What fits is copied, and the rest is named."""
-    _, folder = runs["vanilla"]
-    words = [f"--{key}={value}" for key, value in {**SHAPE, "data_dir": data_dir, "learning_rate": 0}.items()]
-    words += [f"--init_from={folder}", f"--out_dir={tmp_path / 'new'}"]
-    said = ran(train, *words, "--value_mode=resformer_learned")
-    assert "; new: mixing.0.scalars.0, mixing.0.scalars.1, mixing.0.scalars.2\n" in said
-    start, found = (checkpoint.load(run).state_dict() for run in (folder, tmp_path / "new"))
-    close({name: found[name] for name in start}, dict(start), atol=1e-6)
-    fewer = ran(train, *words, "--value_mode=svformer", f"--out_dir={tmp_path / 'fewer'}")
-    assert "; new: none" in fewer  # q and k of a fused projection fit without v
-    refused(in_process(train, *words, "--n_embd=64", f"--out_dir={tmp_path / 'none'}"), "another n_embd")
+    folder, words = runs["vanilla"][1], [f"--{key}={value}" for key, value in {**SHAPE, "data_dir": data_dir}.items()]
+    words += [f"--init_from={folder}", "--value_mode=svformer", f"--out_dir={tmp_path / 'new'}"]
+    refused(in_process(train, *words, "--n_embd=64"), "another n_embd")
+    assert "; new: none\n" in ran(train, *words)  # q and k of a fused projection fit without v
