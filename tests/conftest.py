@@ -27,20 +27,14 @@ from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode  # noqa: E
 
 # The rows of the table, and combinations of its axes that no row uses: the frame has to carry them all.
 MODES = VALUE_MODES | {
-    "explicit_layers": ValueMode((Residual(lam=(1.0, 5.0), layers=(2, -1)),)),
     "numbered_source": ValueMode((Residual(source=2, layers="-1:"), Residual(of="hidden", source=1, learn="scalar"))),
     "all_learned_keys": ValueMode((Residual(of="k", source="all", learn="scalar"),)),
-    "probs_all": ValueMode((Residual(of="probs", source="all", learn="scalar"),)),
     "scores_twice": ValueMode((Residual(of="scores", source="all"), Residual(of="scores", lam=(1.0, -0.5)))),
     "hidden_all": ValueMode((Residual(of="hidden", source="all"), Residual())),
     "cross_all": ValueMode((Residual(map="cross", source="all"), Residual())),
-    "cross_share_k": ValueMode((Residual(map="cross"),), share_k="every 2"),
     "scores_share_q": ValueMode((Residual(of="scores", source="prev"),), share_q="every 2"),
     "prev_of_anchors": ValueMode((Residual(source="prev"), Residual(map="delta", source="all")), share_v=(0, 2, 3)),
-    "anchors": ValueMode(share_v=(0, 2)),
     "two_gates": ValueMode((Residual(learn="head"), Residual(source="token", learn="relu", layers="2:"))),
-    "resformer_share_k": ValueMode((Residual(),), share_k="every 2"),
-    "token_after_attention": ValueMode((Residual(map="identity", source="token", lam=(1.0, 0.5)),)),
     "keys_resformer_exclusive": ValueMode((Residual(),), values="keys", output="exclusive"),
     "skip_queries_gate": ValueMode((Residual(of="q"),), share_k="lower half", heads_from_layer_0=0.25,
         output="gate_heads"),
@@ -244,21 +238,16 @@ def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
     return folder
 
 
-SHARDS = [f"model-{i + 1:05}-of-00003.safetensors" for i in range(3)]
-
-
-def hf_folder(folder, model, shards=False, extra=None, **changes):
-    """Write our model as a Hugging Face folder, in one file or three; a change to None takes a field out."""
+def hf_folder(folder, model, **changes):
+    """Write our model as a Hugging Face folder; a change to None takes a field out."""
     from common.hf import FIELDS, named_tensors
 
     folder.mkdir(exist_ok=True)
     c = {theirs: getattr(model.cfg, ours) for ours, theirs in FIELDS.items()}
     c |= dict(model_type="llama", bos_token_id=3, eos_token_id=3) | changes
     (folder / "config.json").write_text(json.dumps({k: v for k, v in c.items() if v is not None}))
-    parts = {name: tensor.clone() for name, tensor in named_tensors(model, "llama").items()} | (extra or {})
-    names = SHARDS if shards else ["model.safetensors"]
-    for i, name in enumerate(names):  # the parts of a product lie in different shards
-        save_file({part: parts[part] for part in list(parts)[i :: len(names)]}, folder / name)
+    parts = {name: tensor.clone() for name, tensor in named_tensors(model, "llama").items()}
+    save_file(parts, folder / "model.safetensors")
     return folder
 
 

@@ -2,31 +2,18 @@
 
 import dataclasses
 import json
-import random
-import subprocess
+import shutil
 import sys
 
 import pytest
 import torch
-from conftest import (
-    COVER,
-    SHARED,
-    config,
-    gpt2_json,
-    hf_folder,
-    in_process,
-    make_data,
-    needs_shared,
-    refused,
-    tiny,
-    tokens,
-)
+from conftest import COMPILED, SHARED, config, hf_folder, in_process, needs_shared, refused, tiny, tokens
+from test_data import hostile, reference
 from test_eval import write_rows
 
 import analyze
 import eval as evaluate
 import export
-import prepare
 import sample
 import train
 from common import checkpoint, files, hf, scoring
@@ -73,19 +60,19 @@ def same_weights(a, b):
 # ---- the class for transformers
 
 
-@pytest.mark.parametrize("mode", COVER)
+@pytest.mark.parametrize("mode", COMPILED)
 def test_it_decodes_with_transformers_cache_and_with_padding(mode):
-    model = tiny(mode, block_size=48).float()
+    model = tiny(mode).float()
     peer, idx, full = wrapped(model), tokens((2, 8)), tokens((2, 8))
     with torch.inference_mode():
         close(peer(idx).logits, model(idx)[0])
-        for _ in range(32):
+        for _ in range(16):
             full = torch.cat([full, model(full)[0][:, -1:].argmax(-1)], dim=1)
-        how = dict(max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0)
+        how = dict(max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
         made = peer.generate(idx, attention_mask=torch.ones_like(idx), return_dict_in_generate=True, **how)
         assert torch.equal(made.sequences, full)
         layers = [layer for layer in made.past_key_values.layers if layer.is_initialized]
-        assert sum(x.keys.nbytes + x.values.nbytes for x in layers) == 2 * 39 * 4 * kv_floats_per_token(model.cfg)
+        assert sum(x.keys.nbytes + x.values.nbytes for x in layers) == 2 * 23 * 4 * kv_floats_per_token(model.cfg)
         padded = torch.cat([tokens((1, 3), seed=1), idx[:1, :5]], dim=1)  # 3 tokens of padding, whatever they are
         mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
         alone = peer.generate(idx[:1, :5], attention_mask=mask[:, 3:], **how)
@@ -93,20 +80,16 @@ def test_it_decodes_with_transformers_cache_and_with_padding(mode):
 
 
 @pytest.mark.parametrize("mode", ["svformer", "everything"])
-def test_beams_and_loss_and_gradients_with_recomputing(mode):
-    model = tiny(mode, block_size=48).float()
-    peer, idx, grads = wrapped(model), tokens((2, 8)), []
+def test_beams_and_loss_and_recomputing(mode):
+    model = tiny(mode).float()
+    peer, idx = wrapped(model), tokens((2, 8))
     how = dict(attention_mask=torch.ones_like(idx), max_new_tokens=8, num_beams=3, do_sample=False, pad_token_id=0)
     assert torch.equal(peer.generate(idx, **how), peer.generate(idx, use_cache=False, **how))
     close(peer(idx, labels=idx).loss, model(idx[:, :-1], idx[:, 1:])[1])
-    for recompute in (False, True):
-        peer.zero_grad()
-        if recompute:
-            peer.gradient_checkpointing_enable()
-        peer.train()(idx, labels=idx).loss.backward()
-        assert peer.model.recompute == recompute
-        grads.append({name: p.grad.clone() for name, p in peer.named_parameters()})
-    close(grads[0], grads[1], atol=1e-6)
+    assert not peer.model.recompute
+    peer.gradient_checkpointing_enable()
+    peer.train()(idx, labels=idx).loss.backward()
+    assert peer.model.recompute and all(p.grad.any() for p in peer.parameters())
 
 
 def test_what_other_code_asks_for():
@@ -130,16 +113,11 @@ def test_what_other_code_asks_for():
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def runs(data, tmp_path_factory):
+def runs(data_dir, tmp_path_factory):
     """{mode: (its run, its export)} of a plain Llama, and of a model that brings its code."""
     folder, found = tmp_path_factory.mktemp("runs"), {}
     for mode in ("vanilla", "svformer"):
-        run, out = trained(data, folder / mode, value_mode=mode), folder / f"hf_{mode}"
+        run, out = trained(data_dir, folder / mode, value_mode=mode), folder / f"hf_{mode}"
         assert " 0 of " in ran(export, run, f"--out_dir={out}")
         found[mode] = run, out
     return found
@@ -162,12 +140,17 @@ def test_what_transformers_makes_of_it(runs, mode):
     assert (about["model_type"] == "llama") == (mode == "vanilla") == ("auto_map" not in about)
 
 
-def test_its_code_needs_none_of_our_files(runs, tmp_path):
+def test_its_code_needs_none_of_our_files(runs, tmp_path, monkeypatch):
     """Elsewhere `from model import GPT` would find nothing, so here it must not find ours."""
-    code = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)"
-    command = [sys.executable, "-c", code, str(runs["svformer"][1])]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+    ours = str(export.HERE)
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(ours):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not folder.startswith(ours)])
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(runs["svformer"][1], tmp_path / "elsewhere")  # under another name it is loaded again
+    transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert not {"model", "value_modes", "common"} & sys.modules.keys()
 
 
 def test_weights_in_half_precision(runs, tmp_path):
@@ -177,12 +160,12 @@ def test_weights_in_half_precision(runs, tmp_path):
     refused(in_process(export, run, f"--out_dir={tmp_path / 'hf'}"), "exists; remove it, or choose another --out_dir")
 
 
-@pytest.mark.parametrize(("mode", "arch"), [*((mode, "llama") for mode in (*COVER, "gqa2")), ("svformer", "gpt2")])
-def test_a_mode_comes_back_bit_for_bit(data, tmp_path, mode, arch):
+@pytest.mark.parametrize(("mode", "arch"), [*((mode, "llama") for mode in (*COMPILED, "gqa2")), ("svformer", "gpt2")])
+def test_a_mode_comes_back_bit_for_bit(data_dir, tmp_path, mode, arch):
     """Under the name of its mode. gqa2, too, which transformers takes for a plain Llama."""
     kw = dict(rope_theta=5e5, head_dim=8) if arch == "llama" else {}
     model = tiny(mode, vocab_size=257, arch=arch, norm_eps=1e-3, **kw).float()
-    tokenizer, folder = Tokenizer.load(data / "tokenizer.json"), tmp_path / "hf"
+    tokenizer, folder = Tokenizer.load(data_dir / "tokenizer.json"), tmp_path / "hf"
     path = checkpoint.save(tmp_path, 3, model, tokenizer.hash, val_loss=1.5)
     files.write_record(tmp_path / "config.json", checkpoint.RUN, {"bos": True})
     export.write_folder(folder, path, model, tokenizer)
@@ -195,34 +178,24 @@ def test_a_mode_comes_back_bit_for_bit(data, tmp_path, mode, arch):
     assert checkpoint.load_tokenizer(found).encode("abc <|endoftext|>") == tokenizer.encode("abc <|endoftext|>")
 
 
-def replaced(file, old, new):
-    """export.write_code, but with a change in one of the files."""
-
-    def write_code(folder, write=export.write_code):
-        write(folder)
-        source = (folder / file).read_text()
-        assert old in source
-        (folder / file).write_text(source.replace(old, new))
-
-    return "write_code", write_code
-
-
-def other_tokenizer(tokenizer):
-    made = hf.fast_tokenizer(tokenizer)
-    made.normalizer = tokenizers.normalizers.Replace("a", "b")
-    return made
-
-
-FAULTS = {
-    "scale": replaced("layers.py", "to_fp32(x).unflatten(-1, (2", "to_fp32(3 * x).unflatten(-1, (2"),
-    "lost cache": replaced("modeling_nanoresformer.py", "self.cfg, past_key_values,", "self.cfg, DynamicCache(),"),
-    "token ids": ("fast_tokenizer", other_tokenizer),
+FAULTS = {  # a file of the folder, what stands there, and what is wrong
+    "scale": ("layers.py", "to_fp32(x).unflatten(-1, (2", "to_fp32(3 * x).unflatten(-1, (2"),
+    "lost cache": ("modeling_nanoresformer.py", "self.cfg, past_key_values,", "self.cfg, DynamicCache(),"),
+    "token ids": ("tokenizer.json", '"normalizer": null', '"normalizer": {"type": "Lowercase"}'),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_export_that_is_another_model_is_not_kept(runs, tmp_path, monkeypatch, fault):
-    monkeypatch.setattr(export, *FAULTS[fault])
+    file, right, wrong = FAULTS[fault]
+
+    def write_folder(folder, *about, write=export.write_folder):
+        write(folder, *about)
+        source = (folder / file).read_text()
+        assert right in source
+        (folder / file).write_text(source.replace(right, wrong))
+
+    monkeypatch.setattr(export, "write_folder", write_folder)
     result = in_process(export, runs["svformer"][0], f"--out_dir={tmp_path / 'hf'}")
     refused(result, "makes another model of the folder")
     assert not [*tmp_path.iterdir()]
@@ -273,27 +246,15 @@ def test_widths_of_heads_may_be_missing(tmp_path):
 
 # ---- tokenizers
 
-PIECES = [" ", "  ", "\t", "\n", "\r\n", "\u00a0", "\u2003", "\u200b", "\u0085", "\x1c", "\x00", "\x7f", "\ufeff", "a"]
-PIECES += ["Hello", "'s", "'LL", "don't", "1", "123", "٣", "½", "é", "e\u0301", "ﬁ", "ß", "İ", "漢字", "日本語"]
-PIECES += ["한국어", "ไทย", "🙂", "👨\u200d👩\u200d👧", "\u0300", "\u202e", "__init__", "(self):", "==", "->", "//"]
-PIECES += ["#include", "{}", "<|endoftext|>", "<|end", "\u2028", "\U0001d54f", "\ue000", "\uffff", "…", "“", "€"]
-PIECES += ["a" * 50, " " * 30, "\n" * 12, "\t" * 5, "=" * 40]
-
-
-def difficult(n=1000):
-    rng = random.Random(0)
-    return ["".join(rng.choice(PIECES) for _ in range(rng.randint(1, 12))) for _ in range(n)]
-
 
 @needs_shared
 @pytest.mark.parametrize("kind", ["neox", "gpt2"])
 def test_token_ids_are_ours_on_all_text(tmp_path, kind):
-    files = {"neox": SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json", "gpt2": gpt2_json(tmp_path)}
-    tokenizer = Tokenizer(prepare.public_spec(kind, files[kind]))
-    texts = [*difficult(), (SHARED / "data/text/tinyshakespeare.txt").read_text()]
+    _, tokenizer = reference(kind, tmp_path)
+    play = (SHARED / "data/text/tinyshakespeare.txt").read_text()[:200_000]
     theirs = hf.fast_tokenizer(tokenizer)
     theirs.encode_special_tokens = True
-    for text in texts:
+    for text in (play, *hostile(3, 300), "a<|endoftext|><|end", "👨\u200d👩\u200d👧\u202e"):
         ids = tokenizer.encode(text)
         assert theirs.encode(text, add_special_tokens=False).ids == ids, text[:200]
         assert theirs.decode(ids, skip_special_tokens=False) == tokenizer.decode(ids), text[:200]
@@ -321,14 +282,14 @@ def test_llamas_tokenizer_puts_a_token_before_each_text(tmp_path):
 # ---- our stages on a folder
 
 
-def test_our_stages_make_the_same_of_a_folder_and_its_run(runs, data, tmp_path):
+def test_our_stages_make_the_same_of_a_folder_and_its_run(runs, data_dir, tmp_path):
     rows = [dict(goal=f"g{i}", sol1="ab", sol2="bcd", label=i % 2) for i in range(20)]
     write_rows(tmp_path, {"piqa": rows})
     texts, numbers = [], []
     for name in runs["svformer"]:
         texts.append(ran(sample, name, "--prompt=abc", "--max_new_tokens=20").split("\n\n[")[0])
-        ran(analyze, name, f"--data_dir={data}", "--chunks=2")
-        ran(evaluate, name, "--task=piqa,loss", f"--data_dir={tmp_path}", f"--corpus={data}")
+        ran(analyze, name, f"--data_dir={data_dir}", "--chunks=2")
+        ran(evaluate, name, "--task=piqa,loss", f"--data_dir={tmp_path}", f"--corpus={data_dir}")
         (record,) = evaluate.read_results(name).values()
         results = record["results"]
         entropy = json.loads((name / "analysis.json").read_text())["layers"]["entropy"]["mean"]
@@ -337,15 +298,8 @@ def test_our_stages_make_the_same_of_a_folder_and_its_run(runs, data, tmp_path):
     assert numbers[0] == pytest.approx(numbers[1], abs=1e-5)
 
 
-def test_a_run_starts_from_a_folder(runs, data, tmp_path):
-    """What fits is copied, and the rest is named."""
-    _, folder = runs["vanilla"]
-    words = [f"--{key}={value}" for key, value in {**SHAPE, "data_dir": data, "learning_rate": 0}.items()]
-    words += [f"--init_from={folder}", f"--out_dir={tmp_path / 'new'}"]
-    said = ran(train, *words, "--value_mode=resformer_learned")
-    assert "; new: mixing.0.scalars.0, mixing.0.scalars.1, mixing.0.scalars.2\n" in said
-    start, found = (checkpoint.load(run).state_dict() for run in (folder, tmp_path / "new"))
-    close({name: found[name] for name in start}, dict(start), atol=1e-6)
-    fewer = ran(train, *words, "--value_mode=svformer", f"--out_dir={tmp_path / 'fewer'}")
-    assert "; new: none" in fewer  # q and k of a fused projection fit without v
-    refused(in_process(train, *words, "--n_embd=64", f"--out_dir={tmp_path / 'none'}"), "another n_embd")
+def test_a_run_starts_from_a_folder(runs, data_dir, tmp_path):
+    folder, words = runs["vanilla"][1], [f"--{key}={value}" for key, value in {**SHAPE, "data_dir": data_dir}.items()]
+    words += [f"--init_from={folder}", "--value_mode=svformer", f"--out_dir={tmp_path / 'new'}"]
+    refused(in_process(train, *words, "--n_embd=64"), "another n_embd")
+    assert "; new: none\n" in ran(train, *words)  # q and k of a fused projection fit without v
