@@ -221,7 +221,7 @@ def gpt2_json(folder):
     return folder / "gpt2.json"
 
 
-def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
+def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None, n_val=3_000):
     """A data folder as prepare.py makes it, of letters in a learnable order; sizes: {domain: train tokens}."""
     from common.data import MANIFEST
     from common.files import sha256, write_record
@@ -229,7 +229,7 @@ def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
     tokenizer, splits, rng = tokenizer or byte_tokenizer(), {"train": {}, "val": {}}, np.random.default_rng(seed)
     sizes = sizes or {"prose": 30_000, "code": 20_000}
     for d, (domain, size) in enumerate(sizes.items()):
-        for split, n in (("train", size), ("val", 3_000)):
+        for split, n in (("train", size), ("val", n_val)):
             ids = np.cumsum(rng.choice([1, 1, 1, 2], n)) % 20 + 97 + d  # mostly the next letter, a to t
             ids[99::100] = tokenizer.eot
             file = folder / split / f"{domain}.bin"
