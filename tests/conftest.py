@@ -188,6 +188,14 @@ def in_process(module, *words, cwd=None):
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
+def in_this_process(cfg, function, calls):
+    """Stands in for prepare.in_workers, without the seconds to start processes."""
+    import prepare
+
+    prepare.load_tokenizer.cache_clear()
+    return (function(cfg, *call) for call in calls)
+
+
 def refused(result, *fragments):
     """Assert that a run ended as bad input should: exit code 2, one line on stderr that holds all fragments."""
     assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)

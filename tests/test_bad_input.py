@@ -22,7 +22,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from conftest import in_process, make_data, refused
+from conftest import in_process, in_this_process, make_data, refused
 from test_eval import ROWS, write_rows
 
 import prepare
@@ -305,10 +305,6 @@ FUZZ = os.environ.get("FUZZ", "1500")  # how many inputs, or a kind and a number
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory):
-    def in_this_process(cfg, function, calls):
-        prepare.load_tokenizer.cache_clear()
-        return (function(cfg, *call) for call in calls)
-
     def lines(figure, path, **how):
         path.write_text(str([line.get_xydata() for axes in figure.axes for line in axes.lines]))
 
