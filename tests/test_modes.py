@@ -71,19 +71,19 @@ def test_a_token_changes_its_own_output_and_later_ones_alone(mode):
     assert (before[:, 7:] - after[:, 7:]).abs().amax(dim=(0, 2)).min() > 1e-4
 
 
-@every_width
-def test_every_parameter_has_a_gradient_and_recompute_the_same_one(mode, n_kv_head):
-    model, idx = tiny(mode, n_kv_head=n_kv_head), tokens((2, 13))
+@pytest.mark.parametrize("mode", COVER)
+def test_recompute_gives_the_same_gradient(mode):
+    model, idx = tiny(mode), tokens((2, 13))
     plain = gradients(model, idx)
     model.recompute = True
     for name, grad in gradients(model, idx).items():
-        assert grad.abs().max() > 0 and torch.equal(grad, plain[name]), name
+        assert torch.equal(grad, plain[name]), name
 
 
 @every_mode
 def test_every_parameter_learns_from_its_start(mode):
     """Some start where a factor is 0: after one step all of them learn."""
-    model, idx = GPT(config(mode)), tokens((4, 25))
+    model, idx = GPT(config(mode)), tokens((4, 13))
     at_first = gradients(model, idx)
     with torch.no_grad():
         for p in model.parameters():
@@ -94,14 +94,15 @@ def test_every_parameter_learns_from_its_start(mode):
 
 @every_width
 def test_cached_decoding_equals_the_full_forward(mode, n_kv_head):
-    model, idx = tiny(mode, n_kv_head=n_kv_head), tokens((2, 14))
-    cuts = [0, 5, 6, 7, 11, 14]  # a prompt, single tokens, and pieces behind a filled cache
+    model, idx = tiny(mode, n_kv_head=n_kv_head), tokens((2, 11))
+    cuts = [0, 5, 6, 7, 11]  # a prompt, single tokens, and a piece behind a filled cache
     cache = KVCache(model.cfg, [0] * 2, 16, dtype=torch.float64)
     pieces = [model(idx[:, a:b], cache=cache)[0] for a, b in itertools.pairwise(cuts)]
     same(torch.cat(pieces, 1), model(idx)[0])
 
 
-@pytest.mark.parametrize("mode,attn", [*((mode, "sdpa") for mode in MODES), *((mode, "eager") for mode in COVER)])
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("mode", COVER)
 def test_continuations_in_one_row_equal_each_alone(mode, attn):
     """A row with a prefix of 5 tokens and two continuations, as evaluation scores it."""
     model, idx = tiny(mode, attn=attn), tokens((1, 10))
@@ -111,7 +112,7 @@ def test_continuations_in_one_row_equal_each_alone(mode, attn):
         same(together[alone], model.hidden(idx[:, alone])[0])
 
 
-@every_mode
+@pytest.mark.parametrize("mode", COVER)
 def test_kinds_of_attention_agree(mode):
     same(tiny(mode)(tokens((2, 12)))[0], tiny(mode, attn="eager")(tokens((2, 12)))[0])
 
@@ -490,8 +491,9 @@ def test_chunked_loss_equals_the_naive_one(rows, multiple, scatter):
     same(results(LinearCrossEntropy.apply, rows, multiple, scatter, True), results(naive_loss), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(
+    "dtype,is_compiled", [(torch.bfloat16, False), (torch.float16, False), (torch.float16, True)]
+)
 def test_chunked_loss_under_autocast_and_scaler(dtype, is_compiled):
     """Products in half precision, the loss in fp32; gradients under a loss scale of 65,536 neither clip nor vanish."""
     g = torch.Generator().manual_seed(0)
