@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: the tests are about CPUs, and about an imitated GPU
 
@@ -150,6 +152,17 @@ def tiny(mode="vanilla", seed=0, std=0.2, attn="sdpa", **kw):
 
 def tokens(shape, vocab=61, seed=0):
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Largest(TorchDispatchMode):
+    """The numbers in the largest tensor that any operation makes while this is active."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        out = f(*args, **(kwargs or {}))
+        self.numel = max(self.numel, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)), 0)
+        return out
 
 
 def finished(command, timeout=300, **kw):

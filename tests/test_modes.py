@@ -16,9 +16,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import COMPILED, COVER, MODES, SHARED, config, fewest_layers, needs_shared, same, tiny, tokens, widths
+from conftest import (
+    COMPILED,
+    COVER,
+    MODES,
+    SHARED,
+    Largest,
+    config,
+    fewest_layers,
+    needs_shared,
+    same,
+    tiny,
+    tokens,
+    widths,
+)
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import value_modes
@@ -240,14 +252,6 @@ def test_a_block_hands_on_only_what_is_read_later(mode, projected, used):
 @pytest.mark.parametrize("mode", ["cross", "cross_all"])
 def test_attention_across_layers_takes_memory_linear_in_the_length(mode):
     """Forward and backward: no mask of T x 2T exists. We compare the largest tensor with that at half the length."""
-
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            made = func(*args, **(kwargs or {}))
-            self.numel = max([self.numel, *(t.numel() for t in tree_leaves(made) if torch.is_tensor(t))])
-            return made
 
     def largest(T):
         model = GPT(config(mode, block_size=T, n_layer=2))
@@ -491,9 +495,7 @@ def test_chunked_loss_equals_the_naive_one(rows, multiple, scatter):
     same(results(LinearCrossEntropy.apply, rows, multiple, scatter, True), results(naive_loss), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "dtype,is_compiled", [(torch.bfloat16, False), (torch.float16, False), (torch.float16, True)]
-)
+@pytest.mark.parametrize("dtype,is_compiled", [(torch.bfloat16, False), (torch.float16, False), (torch.float16, True)])
 def test_chunked_loss_under_autocast_and_scaler(dtype, is_compiled):
     """Products in half precision, the loss in fp32; gradients under a loss scale of 65,536 neither clip nor vanish."""
     g = torch.Generator().manual_seed(0)
