@@ -213,10 +213,10 @@ def test_mixture_is_what_is_drawn(data_dir):
 
 
 def test_places_beyond_one_chunk(data_dir, monkeypatch):
-    whole = [Corpus(data_dir, 16, seed=5).place(s) for s in range(100)]
+    whole = [Corpus(data_dir, 16, seed=5).place(s) for s in range(50)]
     monkeypatch.setattr(data, "_CHUNK", 16)
     corpus = Corpus(data_dir, 16, seed=5)
-    assert [corpus.place(s) for s in reversed(range(100))] == whole[::-1]
+    assert [corpus.place(s) for s in reversed(range(50))] == whole[::-1]
 
 
 def test_order_does_not_depend_on_the_library_version():
