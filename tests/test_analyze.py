@@ -379,12 +379,6 @@ def test_what_is_written_and_printed_is_what_was_measured(runs, name, mode):
     assert np.isnan(arrays["raw_value_norm"][1]).all() == (mode == "svformer")  # it borrows
 
 
-def test_few_chunks(runs, tmp_path):
-    """We say if there are fewer than asked."""
-    result = call(runs / "a", "--chunks=100", f"--out_dir={tmp_path}")
-    assert "72 of 100 chunks" in result.stdout  # 25 of prose, 2999 // 63 of code
-
-
 def test_a_model_before_training(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = f"data_dir = {str(runs / 'data')!r}\nn_layer, n_head, n_embd, block_size, seed = 3, 2, 32, 128, 5\n"
