@@ -332,14 +332,6 @@ def test_depth_average_is_the_authors(dilation, period):
 
 # ---- formulas, reductions, and what weights start from
 
-NOTHING_ADDED = [dict(of=of) for of in ("q", "k", "v", "hidden", "scores", "probs")]
-NOTHING_ADDED += [dict(source="all"), dict(map="identity"), dict(map="delta")]
-
-
-@pytest.mark.parametrize("fields", NOTHING_ADDED)
-def test_a_source_of_weight_0_leaves_vanilla(fields):
-    same(tiny(mode_with(lam=(1.0, 0.0), **fields))(tokens((2, 12)))[0], tiny()(tokens((2, 12)))[0])
-
 
 @pytest.mark.parametrize("fields", [dict(map="identity"), dict(map="delta"), dict(of="probs")])
 def test_the_own_weight_scales_attention_as_that_of_values_does(fields):
