@@ -200,13 +200,6 @@ def test_layer_panels(name, made):
             np.testing.assert_allclose(lines(ax)[label], [x + (not key.startswith("hidden")), y[x]])
 
 
-def test_maps_of_one_quantity_share_a_scale(made):
-    for ax, (key, _) in zip(axes_of(FIGURES["fig19"], made), figures.HEAT.items(), strict=False):
-        rows = np.concatenate([made.arrays(job, 42)[key][:, :100] for _, job in figures.INSPECTED_FOUR])
-        np.testing.assert_allclose(ax.images[0].get_array(), np.maximum(rows, rows.max() / 1e4))
-        assert [tick.get_text() for tick in ax.get_yticklabels()] == [label for label, _ in figures.INSPECTED_FOUR]
-
-
 @pytest.mark.parametrize("name", ["regime", "longer", "sizes"])
 def test_pictures_of_gaps_show_what_their_tables_say(name):
     """From the runs of scale night. A gap beyond the edge of a picture stands there as a text."""
