@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: the tests are about CPUs, and about an imitated GPU
 
@@ -146,6 +148,17 @@ def tokens(shape, vocab=61, seed=0):
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
+class Largest(TorchDispatchMode):
+    """The numbers in the largest tensor that any operation makes while this is active."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        out = f(*args, **(kwargs or {}))
+        self.numel = max(self.numel, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)), 0)
+        return out
+
+
 def finished(command, timeout=300, **kw):
     """The completed process of a command, with stdout and stderr as text. Past the time limit it is killed with all the
     processes that it has started: one that is left would keep the pipes open, and with them whoever reads to their end.
@@ -182,6 +195,14 @@ def in_process(module, *words, cwd=None):
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
+def in_this_process(cfg, function, calls):
+    """Stands in for prepare.in_workers, without the seconds to start processes."""
+    import prepare
+
+    prepare.load_tokenizer.cache_clear()
+    return (function(cfg, *call) for call in calls)
+
+
 def refused(result, *fragments):
     """Assert that a run ended as bad input should: exit code 2, one line on stderr that holds all fragments."""
     assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)
@@ -215,7 +236,7 @@ def gpt2_json(folder):
     return folder / "gpt2.json"
 
 
-def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
+def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None, n_val=3_000):
     """A data folder as prepare.py makes it, of letters in a learnable order; sizes: {domain: train tokens}."""
     from common.data import MANIFEST
     from common.files import sha256, write_record
@@ -223,7 +244,7 @@ def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None):
     tokenizer, splits, rng = tokenizer or byte_tokenizer(), {"train": {}, "val": {}}, np.random.default_rng(seed)
     sizes = sizes or {"prose": 30_000, "code": 20_000}
     for d, (domain, size) in enumerate(sizes.items()):
-        for split, n in (("train", size), ("val", 3_000)):
+        for split, n in (("train", size), ("val", n_val)):
             ids = np.cumsum(rng.choice([1, 1, 1, 2], n)) % 20 + 97 + d  # mostly the next letter, a to t
             ids[99::100] = tokenizer.eot
             file = folder / split / f"{domain}.bin"

@@ -13,16 +13,16 @@ import os
 import random
 import re
 import resource
-import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from conftest import in_process, make_data, refused
+from conftest import in_process, in_this_process, make_data, refused
 from test_eval import ROWS, write_rows
 
 import prepare
@@ -79,18 +79,12 @@ def called(script, words, folder):
     return result
 
 
-def contents(folder):
-    """{name: bytes} of the files in a folder, without temporary ones, which are hidden."""
-    found = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    return {name: p.read_bytes() for name, p in found.items() if "/." not in f"/{name}"}
-
-
 class House:
-    """A folder with every kind of file that our stages read, and a copy of it, in which they are called."""
+    """A folder with every kind of file that our stages read, in which they are called."""
 
     def __init__(self, folder):
-        self.built, self.dir, self.files, self.changed = folder / "built", folder / "copy", {}, {}
-        make_data(self.dir / "data", {"prose": 400, "code": 300})
+        self.dir, self.files, self.changed = folder, {}, {}
+        make_data(self.dir / "data", {"prose": 400, "code": 300}, n_val=500)
         write_rows(self.dir / "evals", {name: [row] for name, row in ROWS.items()})
         write_rows(self.dir / "texts", {n: [{"text": f"value {n}{i} of it"} for i in range(40)] for n in "abc"})
         (self.dir / "prompts").write_text("one\nor two\n")
@@ -100,20 +94,45 @@ class House:
             patch.setattr(prepare.Placement, "add", lambda *of: None)
             patch.setattr(prepare, "write_manifest", lambda *of: sys.exit(1))  # cut off there: its parts stay
             in_process(prepare, *PREPARE.split()[1:], "--out_dir=cut", cwd=self.dir)
-        self.dir.rename(self.built)
-        self.files, self.changed = contents(self.built), {}
+        self.files, self.changed = self.contents(), {}
         self.made = {words: self.results(self.call(words)) for words in CALLS if self.renew()}
         assert all(self.made.values())  # each call was accepted
 
+    def is_untouched(self, path):
+        """Files that `renew` has written are from 1970."""
+        return path.lstat().st_mtime_ns == 0
+
     def renew(self):
-        shutil.rmtree(self.dir, ignore_errors=True)
-        return shutil.copytree(self.built, self.dir)
+        """Take away what is new, and write again what is not as it was."""
+        for folder, _, names in os.walk(self.dir, topdown=False):
+            for path in (Path(folder, name) for name in names):
+                if not self.is_untouched(path):
+                    path.unlink()
+            with contextlib.suppress(OSError):  # it is not empty
+                os.rmdir(folder)
+        for name, content in self.files.items():
+            path = self.dir / name
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+                os.utime(path, (0, 0))
+        return self
+
+    def contents(self):
+        """{name: bytes} of the files, without temporary ones, which are hidden. We only read what was touched."""
+        found, start = {}, len(f"{self.dir}/")
+        for folder, _, names in os.walk(self.dir):
+            for path in (Path(folder, name) for name in names):
+                name = str(path)[start:]
+                if path.is_file() and "/." not in f"/{name}":
+                    found[name] = self.files[name] if self.is_untouched(path) else path.read_bytes()
+        return found
 
     def call(self, words, *more):
         """The result of a call, which changes no other file than its first one does, where all is right."""
-        before, (script, *rest) = contents(self.dir), words.split()
+        before, (script, *rest) = self.contents(), words.split()
         result = called(SCRIPTS[script], [*rest, *more], self.dir)
-        now = contents(self.dir)
+        now = self.contents()
         changed = {file for file in self.files.keys() & before.keys() if now.get(file) != before[file]}
         lost = changed - self.changed.setdefault(words, changed)
         assert not lost, f"{words} {more}: {lost} lost or changed"
@@ -121,7 +140,7 @@ class House:
 
     def results(self, result):
         """What a call has made: numbers in new files, or on the screen, without times."""
-        new = {file: content for file, content in contents(self.dir).items() if file not in self.files}
+        new = {file: content for file, content in self.contents().items() if file not in self.files}
         made = {file: new[file] for file in new if file.endswith((".safetensors", ".png", ".npz", ".bin"))}
         return made or re.sub(r"[\d.,]+ tok.*", "", result.stdout)
 
@@ -286,10 +305,6 @@ FUZZ = os.environ.get("FUZZ", "1500")  # how many inputs, or a kind and a number
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory):
-    def in_this_process(cfg, function, calls):
-        prepare.load_tokenizer.cache_clear()
-        return (function(cfg, *call) for call in calls)
-
     def lines(figure, path, **how):
         path.write_text(str([line.get_xydata() for axes in figure.axes for line in axes.lines]))
 

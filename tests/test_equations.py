@@ -5,7 +5,6 @@ one by one: complex numbers turn q and k, softmaxes run row by row, what an equa
 Layers count from 1 here, as in the paper, so that V[1] is its V_1 and X[0] its H_0, the embedding.
 """
 
-import itertools
 import math
 from types import SimpleNamespace
 
@@ -267,7 +266,7 @@ def naive(model, mode, idx, queries_per_key=1):
 
 def check(mode, n_kv_head=0, gradients=True, **kw):
     """A model and its equation agree, in logits and gradients (a V_1 that is detached gives the same logits)."""
-    model, idx = tiny(mode, n_kv_head=n_kv_head, **kw), tokens((11,))
+    model, idx = tiny(mode, n_kv_head=n_kv_head, **kw), tokens((7,))
     group = QUERIES_PER_KEY.get(mode, 8 // (n_kv_head or 8))
     logits, right = model(idx[None])[0][0], naive(model, mode, idx, group)
     assert right.dtype == torch.float64 and right.std() > 0.1  # the comparison is of something
@@ -313,17 +312,3 @@ def test_rope_table():
     rope = Rope(8, 2048, 10000.0)
     angle = torch.arange(2048).double()[:, None] * 10000.0 ** (-torch.arange(4).double() / 4)
     torch.testing.assert_close(torch.complex(rope.cos, rope.sin), torch.exp(1j * angle).cfloat(), rtol=0, atol=2e-4)
-
-
-def test_equations_tell_rows_apart():
-    """Given vanilla's weights, rows that have them all compute something else than vanilla, and than each other."""
-    vanilla, idx, seen = tiny(n_layer=8).state_dict(), tokens((1, 12)), {}
-    for mode in sorted(EQUATIONS & VALUE_MODES.keys()):
-        model = tiny(mode, n_layer=8)
-        has = model.state_dict()
-        if all(name in has and has[name].shape == w.shape for name, w in vanilla.items()):  # not rows that share
-            model.load_state_dict(vanilla, strict=False)
-            seen[mode] = model(idx)[0]
-    assert len(seen) > 30
-    for a, b in itertools.combinations(seen, 2):
-        assert (seen[a] - seen[b]).abs().max() > 1e-3, (a, b)

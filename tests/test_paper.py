@@ -15,7 +15,9 @@ import pytest
 from conftest import ROOT, in_process, refused
 from matplotlib.figure import Figure as Paper
 
+import analyze
 import plot
+import train
 from analyze import AnalyzeConfig
 from common.files import read_record
 from common.plan import count_parameters
@@ -198,13 +200,6 @@ def test_layer_panels(name, made):
             np.testing.assert_allclose(lines(ax)[label], [x + (not key.startswith("hidden")), y[x]])
 
 
-def test_maps_of_one_quantity_share_a_scale(made):
-    for ax, (key, _) in zip(axes_of(FIGURES["fig19"], made), figures.HEAT.items(), strict=False):
-        rows = np.concatenate([made.arrays(job, 42)[key][:, :100] for _, job in figures.INSPECTED_FOUR])
-        np.testing.assert_allclose(ax.images[0].get_array(), np.maximum(rows, rows.max() / 1e4))
-        assert [tick.get_text() for tick in ax.get_yticklabels()] == [label for label, _ in figures.INSPECTED_FOUR]
-
-
 @pytest.mark.parametrize("name", ["regime", "longer", "sizes"])
 def test_pictures_of_gaps_show_what_their_tables_say(name):
     """From the runs of scale night. A gap beyond the edge of a picture stands there as a text."""
@@ -303,23 +298,11 @@ def test_quantities_that_scale_night_does_not_have(made):
     assert quantity(Job(), made, 42) == pytest.approx(sum(values) / 6)
 
 
-LOWER, HIGHER = (-math.inf, 0), (0, math.inf)
-
-
-@pytest.mark.parametrize(
-    "values, side, verdict",
-    [  # [1, 2, 3]: 2 ± 4.303 / √3 = 2.48. [-1, 2, 0.5]: 0.5 ± 3.73. [2.5, 2.6]: 2.55 ± 0.635
-        ([1, 2, 3], HIGHER, "undetermined"), ([1, 2, 3], (-0.5, math.inf), "confirmed"),
-        ([-1, 2, 0.5], (4.3, math.inf), "contradicted"), ([-1, 2, 0.5], (4.2, math.inf), "undetermined"),
-        ([2.5, 2.6], (1.9, 3.2), "confirmed"), ([2.5, 2.6], (1.0, 2.0), "undetermined"),
-        ([0.3], LOWER, "differs"), ([0.3], HIGHER, "agrees"), ([0.3, 0.5], None, ""),
-        ([0.5, 0.5], HIGHER, "undetermined"),  # equal shares show no spread
-        ([0.1, 0.1001, None], HIGHER, "undetermined"), ([], HIGHER, "undetermined"),
-    ],
-)  # fmt: skip
-def test_verdicts(values, side, verdict):
-    claim = Claim(Job(), None, "paper", side, lambda job, found, seed: values[seed])
-    assert claim_row(claim, Made(), range(len(values)))["verdict"] == verdict
+@pytest.mark.parametrize("values", [[0.5, 0.5], [0.1, 0.1001, None], []])
+def test_what_decides_nothing(values):
+    """Equal values show no spread, and some may be missing. The committed claims have all other verdicts."""
+    claim = Claim(Job(), None, "paper", (0, math.inf), lambda job, found, seed: values[seed])
+    assert claim_row(claim, Made(), range(len(values)))["verdict"] == "undetermined"
 
 
 def test_a_row_has_the_seeds_that_exist_and_json_numbers(made):
@@ -401,12 +384,19 @@ def command(folder, data_dir, *words):
     return in_process(reproduce, *words, *folders)
 
 
+def run_here(words, log):
+    """Stands in for reproduce.run_logged, without the seconds to import torch."""
+    result = in_process({"train.py": train, "analyze.py": analyze}[words[1]], *words[2:])
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.fixture(scope="module")
 def real(tmp_path_factory, data_dir):
     """A folder in which all of the shrunken figures were made by one command, and what it said."""
     folder = tmp_path_factory.mktemp("real")
     with pytest.MonkeyPatch.context() as m:
         shrink(m)
+        m.setattr(reproduce, "run_logged", run_here)
         result = command(folder, data_dir, "all")
     assert result.returncode == 0, (result.stdout, result.stderr)
     return folder, result.stdout
