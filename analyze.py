@@ -39,7 +39,7 @@ SHOWN = ("entropy", "entropy_minus_uniform", "first", "value_norm_first", "value
 class AnalyzeConfig:
     """Every setting of analyze.py."""
 
-    runs: tuple[str, ...] = setting((), "runs or Hugging Face folders; empty = the newest run", positional=True)
+    runs: tuple[str, ...] = setting((), "runs, weights files or exports; empty = the newest run", positional=True)
     out_dir: str = setting("", "folder of the results; empty = the run's own")
 
     data_dir: str = setting("", "prepared data with validation text; empty = the run's own data", group="Text")
@@ -337,9 +337,10 @@ def summarize(recorder, L, T):
 
 def analyze(path, cfg, device):
     """Measure the model of a weights file, write analysis.json and analysis.npz, print some numbers by layer."""
-    model, header, out = checkpoint.load(path, device), checkpoint.read_header(path), Path(cfg.out_dir or path.parent)
-    idx = read_chunks(path, model.cfg.block_size, cfg)
+    header, out = checkpoint.read_header(path), Path(cfg.out_dir or path.parent)
+    idx = read_chunks(path, header["config"].block_size, cfg)
     N, T = idx.shape
+    model = checkpoint.load(path, device)
     recorder = Recorder(model)
     with torch.inference_mode(), progress("analysis", idx.numel(), "token") as bar:
         for rows in idx.split(max(1, cfg.batch_tokens // T)):

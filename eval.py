@@ -37,7 +37,7 @@ RESULTS = "eval.py's results"
 class EvalConfig:
     """Every setting of eval.py."""
 
-    runs: tuple[str, ...] = setting((), "runs or checkpoint files, the baseline first", group="Models", positional=True)
+    runs: tuple[str, ...] = setting((), "runs, files or exports, the baseline first", group="Models", positional=True)
     which: Literal["last", "best"] = setting("last", "a run's last checkpoint, or its best in validation")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of weights; auto = bf16 on newer GPUs")
     task: tuple[Literal[*GROUPS["all"], *GROUPS], ...] = setting(("all",), "tasks, see above", group="Tasks")

@@ -370,8 +370,7 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None):
         """Token ids (B, T) -> (logits (B, T, V), None); with targets (B, T), below 0 = ignored, -> (None, loss): the
-        mean cross-entropy in nats. Its (B, T, V) logits never exist all at once, and its 1/n waits for the backward,
-        because in fp16 a softmax divided by 65,536 targets would underflow (see loss.py)."""
+        mean cross-entropy in nats. loss.py: its logits never exist all at once, and its 1/n waits for the backward."""
         # logits only where they are asked for: with targets the loss makes them, a chunk at a time
         x = self.hidden(idx, cache)
         if targets is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from common.files import read_record, read_record_lines, reading, write_atomic
-from common.report import markdown, mean_std, plus_minus
+from common.report import METRICS, markdown, mean_std, plus_minus
 from configurator import UserError, check_fields, need, run, setting
 
 GROWTH = 1.15  # a point averages the losses over the last 1 - 1/1.15 = 13 % of the tokens so far
@@ -131,10 +131,10 @@ class Curves:
 
 def read_run(folder):
     """The Curves of a run's folder."""
-    path, kind = Path(folder, "metrics.jsonl"), "train.py's metrics"
-    with reading(path, kind):
+    path = Path(folder, "metrics.jsonl")
+    with reading(path, METRICS):
         events = {"start": [], "eval": [], "step": []}
-        for record in read_record_lines(path, kind):
+        for record in read_record_lines(path, METRICS):
             events[record.get("event", "step")].append(record)
         if not events["step"]:
             raise UserError(f"{path} has no steps yet; wait until the run has made some")
@@ -275,9 +275,9 @@ def compare(path, groups):
     pairs, rows = pair(groups), []
     for mode, runs in groups.items():
         # only finished runs have a loss in the table
-        losses = [run.final_loss for run in runs if run.final_loss]
+        losses = [run.final_loss for run in runs if run.final_loss is not None]
         ended = [(run.final_loss, base.final_loss) for run, base in pairs.get(mode, [])]
-        gaps = [loss - base for loss, base in ended if loss and base]
+        gaps = [loss - base for loss, base in ended if None not in (loss, base)]
         # a median, because the first steps of a run are slow
         speed = np.mean([np.median(run.steps["tokens_per_s"]) for run in runs])
         cells = [mode, f"{runs[0].start['parameters']:,}"]
@@ -293,7 +293,6 @@ def compare(path, groups):
 
 
 # -- what we draw of analyze.py's results
-
 
 # What `analysis` draws: title, a part of analysis.json, its quantity there, and by which other one it is divided.
 ANALYSIS = (

@@ -67,7 +67,7 @@ class PrepareConfig:
     tokenizer: str = setting("", "bpe:<size>, gpt2 or neox; if empty bpe:4096, slimpajama's neox", group="Tokenizer")
     tokenizer_file: str = setting("", "gpt2's or neox's tokenizer.json; downloaded if empty")
     bpe_bytes: int = setting(16_000_000, "bytes of train text that bpe is trained on", least=0)
-    tokens: int | None = setting(None, "train tokens; 0 = all there is, slimpajama: 20e9", least=0, group="Amounts")
+    tokens: int | None = setting(None, "train tokens; 0 = all; none: slimpajama 20e9 or all", least=0, group="Amounts")
     val_tokens: int = setting(0, "validation tokens per domain, 0 for all there is", least=0)
     val_fraction: float = setting(0.05, "share of documents held out, if there is no validation split", 0, 0.5)
     mixture: dict[str, float] = setting(
@@ -212,8 +212,7 @@ def read_batch(cfg, batch):
     return items
 
 
-# Each worker loads it once.
-load_tokenizer = functools.cache(Tokenizer.load)
+load_tokenizer = functools.cache(Tokenizer.load)  # once in each worker
 
 
 def make_part(cfg, path, split, batch, full):

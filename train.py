@@ -126,8 +126,8 @@ def learning_rate(step, peak, end, warmup, steps):
     # a small rate first, because AdamW's second moments are still noise
     if step < warmup:
         return LR_START + (peak - LR_START) * step / warmup
-    # then a cosine, which reaches `end` in the last step
-    share_done = min(1, (step - warmup) / max(1, steps - warmup))
+    # then a cosine
+    share_done = (step - warmup) / (steps - warmup)
     return end + (peak - end) * (1 + math.cos(math.pi * share_done)) / 2
 
 

@@ -23,7 +23,7 @@ PEERS = {"llama": bench.LLAMA, "llama_no_mask": bench.NO_MASK}
 class TrainingConfig(bench.BenchConfig):
     """The sides are the modes and the peers."""
 
-    peers: tuple[Literal[*PEERS], ...] = setting((), "transformers' Llama, as it is or without its causal mask")
+    peers: tuple[Literal[*PEERS], ...] = setting((), "transformers' Llama, as it is or without the mask that slows it")
     block_size: int = setting(256, "tokens per sequence", least=1, group="Work")
     micro_batch: int = setting(8, "sequences per step", least=1)
     seconds: float = setting(2.0, "least time of a turn", least=0)

@@ -47,8 +47,8 @@ def checksum(tensors):
 
 
 def write_tensors(path, kind, tensors, record):
-    """A safetensors file with a sealed record in its header, which has the checksum of the tensors."""
-    text = json.dumps(sealed(kind, {**record, "tensors": checksum(tensors)}))
+    """A safetensors file with a sealed record in its header. record["tensors"]: their checksum."""
+    text = json.dumps(sealed(kind, record))
     write_atomic(path, lambda temporary: save_file(tensors, temporary, {"nanoresformer": text}))
 
 
@@ -133,17 +133,19 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
     state = dcp.get_optimizer_state_dict(model, optimizer, options=WHOLE) if optimizer else {}
     if not is_main:
         return path
+    digest = checksum(weights)
     if optimizer:
         tensors = {f"{key}/{name}": tensor for name, of in state.get("state", {}).items() for key, tensor in of.items()}
         # the model draws nothing while it trains, but a mode of yours may, as dropout does
         tensors["rng"] = torch.get_rng_state()
         if torch.cuda.is_available():
             tensors["rng_cuda"] = torch.cuda.get_rng_state()
-        record = {"weights": checksum(weights), "scaler": scaler.state_dict()}  # the weights that it belongs to
+        # the checksum of the weights says which ones this state belongs to
+        record = {"tensors": checksum(tensors), "weights": digest, "scaler": scaler.state_dict()}
         write_tensors(state_file(path), STATE, tensors, record)
     config = dataclasses.asdict(model.cfg)
     header = {"step": step, "val_loss": val_loss, "mode": model.cfg.value_mode.name, "config": config}
-    write_tensors(path, WEIGHTS, weights, header | {"tokenizer": tokenizer_hash})
+    write_tensors(path, WEIGHTS, weights, header | {"tokenizer": tokenizer_hash, "tensors": digest})
     prune(run, keep)
     return path
 

@@ -35,7 +35,7 @@ def load_manifest(data_dir, verify=True):
     data_dir = Path(data_dir)
     if not data_dir.is_dir():
         existing = sorted(manifest.parent.as_posix() for manifest in Path("data").glob("*/manifest.json"))
-        those = f", or use one that exists, with --data_dir=: {', '.join(existing)}" if existing else ""
+        those = f", or use one that exists: {', '.join(existing)}" if existing else ""
         raise UserError(f"no data folder {data_dir}; make it with prepare.py{those}")
 
     # The manifest is sealed, so its numbers are right; the token files have to be what they say.

@@ -10,7 +10,7 @@ from torch import nn
 from common.report import markdown
 from configurator import setting
 from model import GPT, MixingWeights
-from value_modes import TABLE, ModelConfig, ValueMode, kv_floats_per_token, plan_layers
+from value_modes import TABLE, ModelConfig, ValueMode, kv_floats_per_token, plan_layers, row_and_number
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,9 @@ def describe_mix(mix, weights):
 def describe(cfg):
     """The plan as text: the equation, per layer who owns q, k, v and what is mixed in, then sizes."""
     mode, plan = cfg.value_mode, plan_layers(cfg)
-    _, equation, source = TABLE.get(mode.name, (mode, "a mode of your own", ""))
+    row, number = row_and_number(mode.name)
+    other = f"{row} with the weight {number}" if number else "a mode of your own"
+    _, equation, source = TABLE.get(mode.name, (mode, other, ""))
     lines = [f"{mode.name}: {equation}  {source}".rstrip()]
 
     # per layer: owners, then mixes with the weights at the start, which are MixingWeights' own

@@ -179,7 +179,7 @@ def need_flash_attn(kind, dtype):
     """Refuse attn=flash where the flash-attn package cannot compute, or is not the one that layers.attend calls."""
     if kind != "cuda" or dtype == torch.float32:
         raise UserError("attn=flash needs a GPU and dtype bfloat16 or float16; use attn=sdpa")
-    version = need("flash_attn", "flash-attn").__version__
+    version = getattr(need("flash_attn", "flash-attn"), "__version__", "?")
     if not version.startswith("2."):
         raise UserError(f"attn=flash calls flash-attn 2, not {version}; pip install 'flash-attn<3', or set --attn=sdpa")
 

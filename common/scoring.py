@@ -1,7 +1,7 @@
 """What a model gives: the log-probability of each choice of a question, and the loss of each domain.
 
 The choices of one question mostly begin with the same tokens. We lay them out as one row, the shared beginning once and
-then the rest of each choice, and a mask keeps the choices apart. That makes HellaSwag three times as fast.
+then the rest of each choice, and a mask keeps the choices apart.
 """
 
 import math

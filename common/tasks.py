@@ -99,7 +99,6 @@ TASKS = {
 TABLE1 = ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "piqa")
 GROUPS = {"table1": TABLE1, "table5": ("loss",), "all": ("loss", *TASKS)}
 
-
 # Fixed, because a dataset on the hub can change.
 REVISIONS = {
     "Rowan/hellaswag": "218ec52e09a7e7462a5400043bb9a69a41d06b76",

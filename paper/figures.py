@@ -222,7 +222,7 @@ FIGURES = {
          "First + One Middle + Last": "svformer_3anchors", "First + Two Middle + Last": "svformer_4anchors"},
         "svformer_4anchors svformer_3anchors", "svformer_3anchors svformer_2anchors", "svformer_2anchors svformer"),
     "fig18": Figure(
-        "Token similarity of hidden states by layer. The paper has public models: `python analyze.py models/NAME`.",
+        "Token similarity of hidden states by layer. The paper has public models.",
         (Panel(panels.layers, "", INSPECTED_FOUR, "hidden_similarity", "token similarity"),)),
     "fig19": Figure(
         "Importance, value norm and hidden norm of the first hundred tokens, by layer. Claims are on the first token, "

@@ -56,7 +56,7 @@ def relative(ax, panel, found):
             label += f", rate {rate}" if rate != found.rate(job.baseline) else ""
             pairs[label], modes[label] = both, job.mode
     if not pairs:
-        raise UserError("no run of this panel has training losses; leave out --run=false to make them")
+        raise UserError("no run of this panel has training losses; leave out --kept to make them again")
     plot.relative_panel(ax, pairs, styles_of(modes))
 
 

@@ -110,7 +110,7 @@ def runs_of(cfg):
 
 
 def commands(settings, needs, cfg):
-    """{what it makes: words of a command} of one run: its training, its analysis, its scores on tasks."""
+    """{what it makes: words of a command} of what a run lacks: its training, its analysis, its scores on tasks."""
     folder, gpus = settings["out_dir"], cfg.units.gpus
     launcher = ["torchrun", f"--nproc_per_node={gpus}"] if gpus else ["python"]
     # at a scale without GPUs we compute on cores everywhere, so that all numbers are alike
@@ -124,7 +124,7 @@ def commands(settings, needs, cfg):
     # tasks one by one, because one of them may have longer texts than the model takes
     for task in TABLE1 if "scores" in needs else ():
         made[task] = ["python", "eval.py", folder, f"--task={task}", "--dtype=float32", *device]
-    return made
+    return {name: words for name, words in made.items() if not is_made(Path(folder), name)}
 
 
 # -- running
@@ -181,13 +181,11 @@ def is_made(folder, name):
 
 
 def make_run(settings, needs, cfg):
-    """Train, analyse and evaluate one run, as far as that is needed and not done."""
-    folder = Path(settings["out_dir"])
+    """Train, analyse and evaluate one run, as far as that is needed."""
     for name, words in commands(settings, needs, cfg).items():
         # a run without a task's score is still a run
         with noted({}, name) if name in TABLE1 else contextlib.nullcontext():
-            if not is_made(folder, name):
-                run_logged(words, folder / f"{name}.log")
+            run_logged(words, Path(settings["out_dir"], f"{name}.log"))
 
 
 def make_all(runs, records, cfg):
@@ -280,6 +278,7 @@ def main(cfg: ReproduceConfig):
         if not Path(cfg.units.data_dir, "manifest.json").exists():
             print(cfg.units.prepare)
         missing = [commands(*run, cfg) for name, run in runs.items() if name not in records]
+        missing = [of_run for of_run in missing if of_run]
         for of_run in missing:
             print(*map(shlex.join, of_run.values()), sep="\n")
         print(f"{len(missing)} runs of {cfg.units.what}")
