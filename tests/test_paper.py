@@ -460,10 +460,12 @@ def test_a_record_of_a_run(copied):
 
 
 def test_one_failure_does_not_stop_the_rest(copied, monkeypatch):
-    folder, call = copied
+    (folder, call), real = copied, reproduce.run_logged
     shutil.rmtree(folder / "out" / RUNS[1])
     (folder / "results/cpu.json").unlink()
-    monkeypatch.setattr(reproduce, "commands", lambda *_: {"train": ["python", "-c", "raise SystemExit('exploded')"]})
+    monkeypatch.setattr(
+        reproduce, "run_logged", lambda words, log: real(["python", "-c", "raise SystemExit('exploded')"], log)
+    )
     refused(call("all"), "not drawn: fig9, tab5, the first because", "exploded", "train.log")
     assert list(numbers_in(folder)) == ["fig4"]
 
