@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: the tests are about CPUs, and about an imitated GPU
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: the tests are about CPUs
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"

@@ -67,21 +67,6 @@ def test_a_missing_file_says_how_it_is_made(tmp_path):
         tasks.questions("hellaswag", tmp_path)
 
 
-def test_the_hub_is_asked_for_a_fixed_revision(monkeypatch):
-    import datasets
-
-    asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **kw: asked.append((*a, kw)) or [ROWS["arc_easy"]])
-    _, where = tasks.questions("arc_easy")
-    revision = "210d026faf9955653af8916fad021475a3f00453"
-    assert asked == [("allenai/ai2_arc", "ARC-Easy", {"revision": revision, "split": "test"})]
-    assert where == "allenai/ai2_arc@210d026f"
-    assert {task.hub for task in tasks.TASKS.values()} == tasks.REVISIONS.keys()
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **kw: 1 / 0)  # whatever fails there
-    with pytest.raises(UserError, match="allenai/ai2_arc is damaged or not within reach on the hub .*by --data_dir"):
-        tasks.questions("arc_easy")
-
-
 # ---- token ids and scores
 
 

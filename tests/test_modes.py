@@ -9,7 +9,6 @@ import gc
 import itertools
 import math
 import re
-import sys
 import weakref
 
 import numpy as np
@@ -39,7 +38,6 @@ from common.hf import hf_parts, load_hf
 from common.layers import DepthAverage
 from common.loss import LinearCrossEntropy
 from common.scoring import PrefixTree
-from configurator import run
 from model import GPT, KVCache
 from train import adamw, learning_rate
 from value_modes import TABLE, VALUE_MODES, ModelConfig, Residual, ValueMode, get_mode, mode_with, plan_layers
@@ -153,13 +151,14 @@ def test_a_checkpoint_gives_the_model_back(mode, kw, tmp_path):
 
 @pytest.mark.parametrize("mode,arch", [*((mode, "llama") for mode in MODES), ("everything", "gpt2")])
 def test_the_residual_stream_stays_in_fp32(mode, arch):
-    """Under autocast too, so that modes are compared at the same precision."""
+    """Under autocast too, so that modes are compared at the same precision. The backward takes its dtypes as well."""
     model, found = GPT(config(mode, arch=arch)), []
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, output: found.append(output[0].dtype))
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        model(tokens((1, 5)))
-    assert found == [torch.float32] * 4
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, tokens((1, 5)))
+    loss.backward()
+    assert found == [torch.float32] * 4 and loss.isfinite()
 
 
 @pytest.mark.parametrize("mode", COMPILED)
@@ -687,17 +686,3 @@ def test_the_plan_says_what_a_mode_does(mode):
 
 def test_the_table_leaves_out_rows_that_do_not_fit():
     assert "| `value_embed_gated2` |" not in plan.mode_table(config(n_layer=2))
-
-
-def test_a_mode_of_a_config_file_is_printed_with_its_own_name(tmp_path, monkeypatch, capsys):
-    mine = tmp_path / "mine.py"
-    mine.write_text(
-        "from value_modes import Residual, ValueMode\n"
-        'value_mode = ValueMode((Residual(source=2, layers="-1:"),), name="third_into_last")\n'
-        "max_steps = 5\n"  # a run's setting, which a plan ignores
-    )
-    monkeypatch.setattr(sys, "argv", ["model.py", str(mine)])
-    run(plan.main, "", skip_unknown=True)
-    out = capsys.readouterr().out
-    assert out.startswith("third_into_last: a mode of your own\n") and out.count("layer 2") == 1
-    assert "layer  7  q own         k own         v own         v: 0.5 own + 0.5 layer 2\n" in out

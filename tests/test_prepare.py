@@ -2,7 +2,6 @@
 
 import json
 import random
-import resource
 import signal
 import sys
 from collections import Counter
@@ -181,22 +180,6 @@ def test_rerun_and_other_settings(corpus, tmp_path):
     assert contents(out) == before
     (tmp_path / "train").mkdir()
     refused(call(*files(folder, tmp_path)), "did not write", "--out_dir")
-
-
-def test_full_disk_loses_nothing(corpus, tmp_path):
-    folder, out = corpus
-    words = files(folder, tmp_path / "out")
-    limit = min(size.stat().st_size for size in (out / "train").iterdir()) // 2
-    assert limit > 15_000  # the vocabulary and the records fit, the data does not
-    _, before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before))
-    try:
-        result = call(*words)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before, before))
-    refused(result, f"{tmp_path}/out/parts/", "File too large")
-    make(*words)
-    assert contents(tmp_path / "out") == contents(out)
 
 
 @pytest.mark.parametrize("line", ['{"text": "torn', '{"body": 1}', "[]", "[" * 100_000])
