@@ -37,6 +37,7 @@ MODES = VALUE_MODES | {
     "scores_share_q": ValueMode((Residual(of="scores", source="prev"),), share_q="every 2"),
     "prev_of_anchors": ValueMode((Residual(source="prev"), Residual(map="delta", source="all")), share_v=(0, 2, 3)),
     "two_gates": ValueMode((Residual(learn="head"), Residual(source="token", learn="relu", layers="2:"))),
+    "resformer_exclusive": ValueMode((Residual(),), output="exclusive"),
     "keys_resformer_exclusive": ValueMode((Residual(),), values="keys", output="exclusive"),
     "skip_queries_gate": ValueMode((Residual(of="q"),), share_k="lower half", heads_from_layer_0=0.25,
         output="gate_heads"),

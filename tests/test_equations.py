@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tiny, tokens, widths
+from conftest import MODES, tiny, tokens, widths
 
 from common.layers import Rope
 from value_modes import TABLE, VALUE_MODES
@@ -202,6 +202,7 @@ OUTPUTS |= {
     "fusedkv_lite": lambda n, Q, K, V, s: upper_half(n, Q, K, V, s, 1),
     "share_last": lambda n, Q, K, V, s: upper_half(n, Q, K, V, s, s.L // 2),
     "xsa": exclusive,
+    "resformer_exclusive": lambda n, Q, K, V, s: exclusive(n, Q, K, {n: (V[n] + V[1]) / 2}, s),  # it takes out V'
     "gated_attention": lambda n, Q, K, V, s: gated_output(n, Q, K, V, s, V[n].size(1)),
     "gated_attention_heads": lambda n, Q, K, V, s: gated_output(n, Q, K, V, s, 1),
 }
@@ -215,7 +216,7 @@ STREAMS["resformer_denseformer"] = STREAMS["denseformer"]
 VALUES = dict.fromkeys((*STREAMS, "gqa2", "gqa4", "gqa8", "mqa", "skipv1", "cut"), VALUES["vanilla"]) | VALUES
 VALUES |= {"resformer_v2_cut": VALUES["resformer_v2"], "resformer_v3_cut": VALUES["resformer_v3"]}
 LAYER_1_TOO = {name for name in VALUES if name.startswith("value_embed")}  # a table is a source for layer 1 as well
-LAYER_1_TOO |= {"k_eq_v", "xsa", "gated_attention", "gated_attention_heads"}
+LAYER_1_TOO |= {"k_eq_v", "xsa", "resformer_exclusive", "gated_attention", "gated_attention_heads"}
 QUERIES_PER_KEY = dict(gqa2=2, gqa4=4, gqa8=8, mqa=8, mlkv=8, svformer_gqa4=4, cla2_gqa4=4)  # 8 query heads in all
 EQUATIONS = VALUES.keys() | OUTPUTS.keys()
 
@@ -289,7 +290,7 @@ def test_every_row_that_names_a_source_has_a_transcription():
     )
 
 
-@pytest.mark.parametrize("mode,n_kv_head", widths(*(name for name in VALUE_MODES if name in EQUATIONS)))
+@pytest.mark.parametrize("mode,n_kv_head", widths(*(name for name in MODES if name in EQUATIONS)))
 def test_mode_equals_its_equation(mode, n_kv_head):
     check(mode, n_kv_head)
 
