@@ -267,6 +267,7 @@ def test_runs_side_by_side(runs):
     assert f"{b['loss']['val_mean'] - a['loss']['val_mean']:+.4f}" in differences[2]
     same = evaluate(runs, *[runs / "a" / "step_00000008.safetensors"] * 2, "--task=piqa")
     assert "+0.0000 ± 0.0000" in same  # paired, so however wide the error of each
+    assert "±" not in evaluate(runs, runs / "a", "--task=piqa", "--limit=1")
 
 
 def test_later_calls_keep_what_is_known(runs, tmp_path):

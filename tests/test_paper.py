@@ -340,7 +340,8 @@ def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
             assert ("--device=cpu" in words) == (cfg.units.gpus == 0)
     assert made["train"] == runs.keys() and made["prepare"] == {cfg.units.data_dir}
     assert made["analyze"] == {name for name, (_, needs) in runs.items() if "analysis" in needs}
-    assert made["eval"] == {name for name, (_, needs) in runs.items() if "scores" in needs}
+    scored = {name for name, (_, needs) in runs.items() if "scores" in needs}
+    assert made["eval"] == scored and len(scored) == {"paper": 4, "cpu": 4, "night": 0}[scale]
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def corpus(tmp_path_factory):
     write_lines(folder / "web" / "a.jsonl", [{"text": t, "id": i} for i, t in enumerate(sentences(400, 1))])
     write_lines(folder / "web" / "deep" / "b.jsonl.zst", [{"text": t} for t in sentences(400, 2)] + [{"text": ""}])
     write_lines(folder / "code" / "c.jsonl.zst", [{"text": t} for t in sentences(300, 3)])
-    (folder / "d.txt").write_text("\n".join(sentences(2000, 4)), encoding="utf-8")
+    (folder / "d.txt").write_text("\n".join(sentences(2000, 4)), encoding="utf-8-sig")  # its mark is no text
     result = script("prepare.py", *files(folder, f"{folder}.out"))  # the real start
     assert result.returncode == 0, result.stderr
     return folder, Path(f"{folder}.out")
@@ -98,7 +98,7 @@ def test_files_become_documents(corpus):
         val, rest = decoded(out, "val", domain), decoded(out, "train", domain)
         assert sorted(val + rest) == sorted(right) and len(val) == len(right) // 20
     pieces = decoded(out, "train", "text") + decoded(out, "val", "text")
-    assert sum(map(len, pieces)) == len((folder / "d.txt").read_text(encoding="utf-8")) and len(pieces) > 4
+    assert sum(map(len, pieces)) == len((folder / "d.txt").read_text(encoding="utf-8-sig")) and len(pieces) > 4
     length = Tokenizer.load(out / "tokenizer.json").token_bytes()
     for about in (about for split in manifest["splits"].values() for about in split.values()):
         assert about["bytes"] == length[np.fromfile(out / about["file"], "<u2")].sum()
