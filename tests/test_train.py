@@ -420,7 +420,7 @@ def ranks(tmp_path_factory):
         compiled = [mode == "cross" and kw.get("shard") == "zero2" for mode in SHARDED]
         configs = [mini(mode, folder, out, **kw, compile=c) for mode, c in zip(SHARDED, compiled, strict=True)]
         (said, *_) = ended(fork(folder, n, train_all, configs), *[0] * n)
-        assert "Warning" not in said
+        assert "UserWarning" not in said
     return folder
 
 
