@@ -102,8 +102,7 @@ def test_links_and_files_exist():
             assert (ROOT / name).exists(), command
 
 
-def test_pages():
-    """They are short, and their Python blocks are Python."""
+def test_pages_are_short_and_their_python_is_python():
     for page, text in TEXTS.items():
         assert len(text.splitlines()) <= LIMITS.get(page, 250), page
         for language, block in BLOCK.findall(text):

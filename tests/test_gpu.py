@@ -55,7 +55,6 @@ def test_a_step(mode, attn, dtype, gpu):
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 2)])
 @pytest.mark.parametrize("mode", [*COMPILED, "gqa2"])
 def test_decoding(mode, lengths, dtype, gpu):
-    """Prompts of one length, and of several as one static graph."""
     model, idx = on_gpu(mode, dtype)
     with torch.inference_mode():
         cache = KVCache(model.cfg, lengths, 16, "meta", dtype)

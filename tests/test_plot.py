@@ -150,7 +150,6 @@ def test_the_last_start_of_a_resumed_run_counts(tmp_path):
 
 
 def test_bad_calls():
-    """test_bad_input.py has runs that are missing."""
     refused(in_process(plot), "say compare or analysis, then name runs: `python plot.py compare")
     refused(in_process(plot, "compare", "x", "--out_file=x.pdf"), "must end in .png")
 

@@ -103,7 +103,6 @@ def test_configs_compose():
 
 
 def test_packages(tmp_path, monkeypatch):
-    """One that is not there, and one whose own imports fail."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken.py").write_text("from math import nothing")
     with pytest.raises(UserError, match="broken cannot be imported .cannot import name 'nothing'.*pip install broken"):
@@ -124,6 +123,11 @@ def test_a_failed_write_names_its_file_and_leaves_the_old_one(tmp_path):
     with pytest.raises(OSError, match=str(tmp_path / "a")):
         files.write_atomic(tmp_path / "a", full)
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+def test_a_librarys_own_error_keeps_its_reason():
+    with pytest.raises(UserError, match="a gated dataset"), files.reading("x/y", "a data set", "ask for it"):
+        raise FileNotFoundError("a gated dataset")  # those of `datasets` are of this kind, and name no file
 
 
 def test_half_a_surrogate_pair_is_escaped(tmp_path):

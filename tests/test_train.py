@@ -43,7 +43,6 @@ def called(data, out, **kw):
 
 
 def trained(data, out, **kw):
-    """What such a run prints."""
     result = called(data, out, **kw)
     assert result.returncode == 0, result.stderr
     return result.stdout
