@@ -4,7 +4,7 @@
     python prepare.py pysource --packages=torch,numpy            # of the packages only these
     python prepare.py slimpajama --input_dir=/data/SlimPajama --tokenizer_file=tokenizer.json
     python prepare.py slimpajama --hub_id=DKYoon/SlimPajama-6B --tokens=5e9
-    python prepare.py files --input_dir=texts                    # .txt, .jsonl, .jsonl.zst, .parquet, recursively
+    python prepare.py files --input_dir=texts                    # .txt, .jsonl, .parquet, .gz, …, recursively
 
 Stop it at any time, even with kill -9: the same command goes on, and the result is the same to the byte. That works
 because each batch of documents becomes a file of its own in out_dir/parts, which is either complete or absent. We join
@@ -40,17 +40,15 @@ from common.data import MANIFEST
 from common.files import hold, read_record, reading, sha256, write_atomic, write_record, writing
 from common.report import progress
 from common.texts import find_inputs, raw_items, to_documents
-from common.tokenizer import EOT, PATTERN, Tokenizer, make_spec, public_spec
+from common.tokenizer import EOT, PATTERN, Tokenizer, make_spec, read_vocabulary, vocabulary_file
 from configurator import UserError, check_fields, need, run, setting
 
 PART = "prepare.py's part"
 SETTINGS = "prepare.py's settings"
 BATCH_BYTES = 2**20  # of text that a worker gets at a time. What is held out depends on it where --tokens ends the work
+CONTENT_BYTES = 2**32  # of input that we read a second time to tell whether it is the same: 4 GB
 MAY_DIFFER = ("out_dir", "input_dir", "workers")  # settings that a run that goes on may change
-PUBLIC = {  # where a tokenizer's file is, and the hash of its vocabulary
-    "gpt2": ("openai-community/gpt2", "5a90c42525bd6047"),
-    "neox": ("EleutherAI/gpt-neox-20b", "99ee2de5ef94ce93"),
-}
+PUBLIC = {"gpt2": "openai-community/gpt2", "neox": "EleutherAI/gpt-neox-20b"}  # where on the hub
 # Table 2 of the paper, https://arxiv.org/abs/2410.17897
 PAPER_MIXTURE = dict(CommonCrawl=0.5, C4=0.2, Github=0.1, Book=0.05, ArXiv=0.05, Wikipedia=0.05, StackExchange=0.05)
 
@@ -61,11 +59,12 @@ class PrepareConfig:
     out_dir: str = setting("", "where the result goes; data/<source> if empty", group="Input and output")
     input_dir: str = setting("", "folder to read: texts for files, SlimPajama's layout for slimpajama")
     packages: tuple[str, ...] = setting((), "for pysource: read only these installed packages; empty = all")
-    text_field: str = setting("text", "column of .jsonl and .parquet files that holds the text")
+    text_field: str = setting("text", "column of JSON and .parquet files that holds the text")
+    domains: Literal["folders", "one"] = setting("folders", "for files: each first folder is a domain, or all is one")
     hub_id: str = setting("cerebras/SlimPajama-627B", "data set on the hub, for slimpajama without input_dir")
     revision: str = setting("", "commit of the hub's data set; give one to be able to get the same data again")
     tokenizer: str = setting("", "bpe:<size>, gpt2 or neox; if empty bpe:4096, slimpajama's neox", group="Tokenizer")
-    tokenizer_file: str = setting("", "gpt2's or neox's tokenizer.json; downloaded if empty")
+    tokenizer_file: str = setting("", "a vocabulary to use again: of a data folder, run, export, or gpt2's or neox's")
     bpe_bytes: int = setting(16_000_000, "bytes of train text that bpe is trained on", least=0)
     tokens: int | None = setting(None, "train tokens; 0 = all; none: slimpajama 20e9 or all", least=0, group="Amounts")
     val_tokens: int = setting(0, "validation tokens per domain, 0 for all there is", least=0)
@@ -82,7 +81,10 @@ class PrepareConfig:
         # What is left open depends on the source: SlimPajama is prepared as in the paper.
         is_slimpajama = self.source == "slimpajama"
         self.out_dir = self.out_dir or f"data/{self.source}"
-        self.tokenizer = self.tokenizer or ("neox" if is_slimpajama else "bpe:4096")
+        if self.tokenizer_file:
+            self.tokenizer_file = str(vocabulary_file(self.tokenizer_file))
+        else:
+            self.tokenizer = self.tokenizer or ("neox" if is_slimpajama else "bpe:4096")
         if self.tokens is None:
             self.tokens = 20 * 10**9 if is_slimpajama else 0
         if not self.mixture and is_slimpajama:
@@ -97,15 +99,13 @@ class PrepareConfig:
 
         # Words that would do nothing, or something else than they seem to say, are refused.
         size = re.fullmatch(r"bpe:(\d+)", self.tokenizer)
-        if self.tokenizer not in PUBLIC and not (size and 257 <= int(size[1]) <= 2**16):
+        if self.tokenizer not in ("", *PUBLIC) and not (size and 257 <= int(size[1]) <= 2**16):
             sizes = "257 (bytes, end-of-text) to 65,536 (ids are uint16)"
             raise UserError(f"unknown tokenizer {self.tokenizer!r}; there are gpt2, neox and bpe:<size>, {sizes}")
-        if self.tokenizer_file and self.tokenizer.startswith("bpe:"):
-            raise UserError(f"{self.tokenizer} is trained here; with --tokenizer_file set --tokenizer=gpt2 or neox")
         if self.input_dir and self.source == "pysource":
             raise UserError("pysource reads installed packages; to read --input_dir, name files or slimpajama first")
         if self.source == "files" and not self.input_dir:
-            raise UserError("files needs --input_dir=<folder with .txt, .jsonl, .jsonl.zst or .parquet files>")
+            raise UserError("files needs --input_dir=<a file of text, or a folder of them>")
 
 
 # --------------------------------------------------------------------------------------------------------- tokenizers
@@ -129,17 +129,16 @@ def train_texts(cfg, inputs):
 
 def make_tokenizer(cfg, inputs):
     """The Tokenizer that cfg.tokenizer names, loaded or trained."""
-    if cfg.tokenizer in PUBLIC:
-        hub, right = PUBLIC[cfg.tokenizer]
-        path = cfg.tokenizer_file
-        if not path:
-            remedy = "run again, or pass --tokenizer_file=<its tokenizer.json>"
-            with reading(f"{cfg.tokenizer}'s vocabulary", "a file within reach", remedy):
-                path = need("huggingface_hub").hf_hub_download(hub, "tokenizer.json")
-        tokenizer = Tokenizer(public_spec(cfg.tokenizer, path))
-        if not tokenizer.hash.startswith(right):
-            where = f"https://huggingface.co/{hub}/blob/main/tokenizer.json"
-            raise UserError(f"{path} has another vocabulary than {cfg.tokenizer}; get {where}")
+    path = cfg.tokenizer_file
+    if cfg.tokenizer in PUBLIC and not path:
+        remedy = "run again, or pass --tokenizer_file=<its tokenizer.json>"
+        with reading(f"{cfg.tokenizer}'s vocabulary", "a file within reach", remedy):
+            path = need("huggingface_hub").hf_hub_download(PUBLIC[cfg.tokenizer], "tokenizer.json")
+    if path:
+        tokenizer = read_vocabulary(path)
+        if cfg.tokenizer not in ("", tokenizer.name):
+            remedy = "leave out --tokenizer to use it, or --tokenizer_file to get the right one"
+            raise UserError(f"{path} is the vocabulary {tokenizer.name}, not {cfg.tokenizer}; {remedy}")
         return tokenizer
 
     # The last id is for end-of-text, so rustbpe trains one token less.
@@ -228,7 +227,8 @@ def make_part(cfg, path, split, batch, full):
             for i, (domain, text) in enumerate(docs):
                 ids = arrays[0] if domain in full else tokenizer.encode_document(text)
                 arrays.append(ids)
-                docs[i] = domain, len(ids), len(text.encode())
+                digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+                docs[i] = domain, len(ids), len(text.encode()), digest
         # An .npz file has a checksum of all that it holds.
         content = io.BytesIO()
         np.savez(content, name=path.name, about=json.dumps([split, items]), ids=np.concatenate(arrays))
@@ -252,6 +252,7 @@ class Placement:
     def __init__(self, cfg):
         self.cfg = cfg
         self.items = Counter()  # {domain: its train items so far, with those held out}
+        self.first, self.n_copies = {}, 0  # {digest of a document: its split}, and how many we left out for it
         self.splits = {"val": {}, "train": {}}  # {split: {domain: its file, tokens, documents and bytes of text}}
 
     def is_full(self, split, domain):
@@ -280,16 +281,26 @@ class Placement:
         self.items[domain] += 1
         return self.cfg.val_fraction > 0 and (self.items[domain] - 2) % round(1 / self.cfg.val_fraction) == 0
 
+    def usable(self):
+        """The domains with what train.py needs of each: train text, and a validation token with its target."""
+        val = self.splits["val"]
+        return [domain for domain in sorted(self.splits["train"]) if domain in val and val[domain]["tokens"] > 1]
+
     def add(self, split, items, ids):
         """Append the documents of a part to the token files of train and val, until a file's budget is reached."""
         # Decide for each document, and collect what goes to the same file.
         found, start = defaultdict(bytearray), 0
         for docs in items:
             held_out = split == "train" and self.is_held_out(docs)
-            for domain, tokens, n_bytes in docs:
+            for domain, tokens, n_bytes, digest in docs:
                 # What is held out when val has enough is for training.
                 to = "val" if held_out and not self.is_full("val", domain) else split
-                if not self.is_full(to, domain):
+                # A copy in both splits would make the validation loss wrong. The other sources have no copies.
+                first = self.first.setdefault(digest, to) if self.cfg.source == "files" else to
+                is_copy = (first, to) == ("val", "train")
+                self.n_copies += is_copy
+                to = first
+                if not is_copy and not self.is_full(to, domain):
                     new = dict(file=f"{to}/{domain}.bin", tokens=0, documents=0, bytes=0)
                     about = self.splits[to].setdefault(domain, new)
                     about["tokens"] += tokens
@@ -308,7 +319,7 @@ class Placement:
 
 def make_parts(cfg, inputs, placement):
     """Yield all parts in order. A part is what a batch becomes: its split, its items [[(domain, tokens, bytes of
-    text), …], …], and their token ids, (tokens,) uint16. Its file is named after its split and number."""
+    text, digest), …], …], and their token ids, (tokens,) uint16. Its file is named after its split and number."""
 
     def calls():
         for split in placement.splits:
@@ -336,12 +347,19 @@ def write_corpus(cfg, inputs):
 
 
 def check_output(cfg, inputs):
-    """What the data depends on: the settings, the input's names and sizes, and how we cut it into batches.
-    Raises UserError if out_dir holds other data, whole or in parts."""
+    """What the data depends on: the settings, the input, and how we cut it into batches. Raises UserError if out_dir
+    holds other data, whole or in parts."""
     out = Path(cfg.out_dir)
     settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_DIFFER}
-    listing = json.dumps([[source.name, source.size] for source in inputs])
-    settings |= {"input files": hashlib.sha256(listing.encode()).hexdigest()[:16], "bytes in a batch": BATCH_BYTES}
+    if cfg.tokenizer_file:
+        settings["tokenizer_file"] = read_vocabulary(cfg.tokenizer_file).hash[:16]
+    # Files that are quick to read are known by their content, so that a copy will do; others by their times.
+    listing, is_small = [], sum(source.size for source in inputs) <= CONTENT_BYTES
+    for source in inputs:
+        stamp = source.path and (sha256(source.path) if is_small else source.path.stat().st_mtime_ns)
+        listing.append([source.name, source.size, stamp])
+    listing = hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
+    settings |= {"input files": listing, "bytes in a batch": BATCH_BYTES}
     settings = json.loads(json.dumps(settings))  # as a file has them: lists in place of tuples
 
     remedy = "choose another --out_dir, or delete that folder"
@@ -359,15 +377,16 @@ def check_output(cfg, inputs):
 
 def write_manifest(cfg, placement, tokenizer):
     """Describe what was written. The manifest comes last, because it says that everything is there."""
-    out, train = Path(cfg.out_dir), placement.splits["train"]
-    if not train:
-        raise UserError(f"the input has no train text{' of ' if cfg.mixture else ''}{', '.join(cfg.mixture)}")
+    out, train, usable = Path(cfg.out_dir), placement.splits["train"], placement.usable()
+    if not usable:
+        what = "no text to hold out, because each domain has one document" if train else "no train text"
+        raise UserError(f"the input has {what}{' of ' if cfg.mixture else ''}{', '.join(cfg.mixture)}")
     for files in placement.splits.values():
         for file in files.values():
             file["sha256"] = sha256(out / file["file"])
     # Domains without text leave the mixture; without a mixture we train on what is there, as it is.
-    weights = {domain: weight for domain, weight in cfg.mixture.items() if domain in train}
-    weights = weights or {domain: file["tokens"] for domain, file in sorted(train.items())}
+    weights = cfg.mixture or {domain: train[domain]["tokens"] for domain in usable}
+    weights = {domain: weight for domain, weight in weights.items() if domain in usable}
     total = sum(weights.values())
     manifest = {
         "tokenizer": dict(name=tokenizer.name, hash=tokenizer.hash, n_vocab=tokenizer.n_vocab, eot=tokenizer.eot),
@@ -383,19 +402,29 @@ def print_result(cfg, placement):
         for file in files.values():
             size = f"{file['tokens']:,} tokens, {file['documents']:,} documents, {file['bytes']:,} bytes of text"
             print(f"{file['file']}: {size}")
+    if placement.n_copies:
+        print(f"note: {placement.n_copies:,} documents were left out of train, because they are in val too")
+    train, val = placement.splits["train"], placement.splits["val"]
+    usable = placement.usable()
+    for domain in {**cfg.mixture, **train}:
+        if domain not in usable:
+            which = "validation text" if domain in train else "text"
+            print(f"note: no {which} of domain {domain}; the mixture goes without it (--domains=one joins all)")
+    for domain in usable:
+        n_train, n_val = train[domain]["tokens"], val[domain]["tokens"]
+        share = n_val / (n_train + n_val)
+        if share > 2 * cfg.val_fraction > 0 and cfg.tokens == 0:
+            print(f"note: {share:.0%} of {domain} is held out, because its documents are few or differ much in length")
+        if n_train <= 2048:
+            print(f"note: {domain} is short: train.py takes it with a --block_size of up to {n_train - 1}")
     for domain, weight in cfg.mixture.items():
-        if domain not in placement.splits["train"]:
-            print(f"note: no text of domain {domain}; the mixture goes without it")
-        elif cfg.tokens and not placement.is_full("train", domain):
+        if domain in train and cfg.tokens and not placement.is_full("train", domain):
             print(f"note: the input ended before {domain}'s {cfg.tokens * weight:,.0f} tokens")
     print(f"{cfg.out_dir} is ready")
 
 
 def main(cfg: PrepareConfig):
     out, inputs = Path(cfg.out_dir), find_inputs(cfg)
-    # A source with a validation split of its own keeps it.
-    if any(source.split == "val" for source in inputs):
-        cfg.val_fraction = 0.0
     with hold(out):
         settings = check_output(cfg, inputs)
         if (out / "manifest.json").exists():

@@ -12,8 +12,10 @@ A data folder, as prepare.py makes it:
 Read next: checkpoint.py.
 """
 
+import contextlib
 import functools
 import hashlib
+import importlib
 import json
 from pathlib import Path
 
@@ -61,6 +63,16 @@ def raw_bits(seed, *names, n, start=0):
     return np.random.Philox(key=key, counter=start // 4).random_raw(n)
 
 
+def allow_open_files(n):
+    """Raise the number of files that this process may open, often 1,024, for n more, as far as the system allows."""
+    with contextlib.suppress(ImportError):  # Windows has no such limit
+        resource = importlib.import_module("resource")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < n + 256:
+            most = n + 256 if hard == resource.RLIM_INFINITY else min(n + 256, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 class Corpus:
     """Windows of block_size + 1 tokens of a data folder.
 
@@ -86,6 +98,7 @@ class Corpus:
         self.domains = list(self.mixture)
         # A whole window to train on; to validate, at least one token and its target.
         least = {"train": block_size + 1, "val": 2}
+        allow_open_files(2 * len(self.domains))
         self._files = {split: {d: self._open(split, d, least[split]) for d in self.domains} for split in least}
 
         # Both caches serve neighbouring sequences: they are of one chunk, and of one epoch of each domain.

@@ -5,6 +5,8 @@ into text in a worker. cfg is a PrepareConfig. Read next: tokenizer.py.
 """
 
 import ast
+import codecs
+import contextlib
 import hashlib
 import io
 import json
@@ -13,14 +15,22 @@ import sys
 import sysconfig
 import tokenize
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 from common.files import reading
 from configurator import UserError, need
 
-PIECE_BYTES = 2**16  # of a .txt file that make a document
-SUFFIXES = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
+PIECE = 2**16  # characters of a .txt file that make a document
+FORMATS = (".txt", ".jsonl", ".ndjson", ".json", ".parquet")
+PACKINGS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}  # pyarrow's names
+MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}  # before UTF-16's, with which they begin
+MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+# A split is a folder of such a name, or a file whose name begins with it: train/…, validation-00000-of-00001.parquet.
+SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
+SPLITS |= {"eval": "val", "test": "test"}
+SPLIT = re.compile(rf"(?:^|/)({'|'.join(SPLITS)})(?=/|[-_.][^/]*$)", re.IGNORECASE)
 OWN_DOMAIN = ("torch", "sympy", "numpy", "networkx", "pandas", "matplotlib")
 LEFT_OUT = {"_vendor", "_vendored"}
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -35,6 +45,7 @@ class Input(NamedTuple):
     split: str  # train or val
     domain: str | None  # None: each document names its own
     path: Path | None  # None: on the hub
+    piece: int = PIECE  # characters of a .txt file that make a document
 
 
 def python_files(packages):
@@ -63,26 +74,71 @@ def python_files(packages):
                 yield Input("/".join(parts), len(content), "train", own_domain, path)
 
 
-def text_files(cfg):
-    """Yield the Inputs of `files`, or of slimpajama from a folder."""
-    root = Path(cfg.input_dir)
-    paths = sorted(root.rglob("*"))
-    if root.is_file():
-        paths, root = [root], root.parent
-    for path in paths:
-        name = path.relative_to(root).as_posix()
-        if not name.endswith(SUFFIXES) or path.name.startswith(".") or not path.is_file():
+def files_below(folder, above=()):
+    """Yield the files below a folder. We follow links, but not back up, and leave out what is hidden."""
+    here = folder.resolve()
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name == "__MACOSX":
             continue
-        size = path.stat().st_size
-        if cfg.source == "files":
-            yield Input(name, size, "train", name.split("/")[0] if "/" in name else "text", path)
-        elif folder := re.search(r"(?:^|/)(train|val)", name):
-            yield Input(name, size, folder[1], None, path)
+        if path.is_symlink() and not path.exists():
+            raise UserError(f"{path} is a link to nothing; repair or remove it")
+        if path.is_file():
+            yield path
+        elif path.is_dir() and path.resolve() not in (here, *above):
+            yield from files_below(path, (*above, here))
+
+
+def format_of(name):
+    """(format, packing) of a file by its name: (".jsonl", ".zst"). Neither has to be one that we read."""
+    suffixes = Path(name.lower()).suffixes
+    packing = suffixes.pop() if suffixes and suffixes[-1] in PACKINGS else ""
+    return suffixes[-1] if suffixes else "", packing
+
+
+def text_files(cfg):
+    """Yield the Inputs of `files`, or of slimpajama from a folder, and say what is left out."""
+    root = Path(cfg.input_dir)
+    if not root.exists():
+        raise UserError(f"there is no {root}; --input_dir takes a folder or a file")
+    if root.is_file():
+        yield Input(root.name, root.stat().st_size, "train", "text", root)
+        return
+    left_out = Counter()
+    for path in files_below(root):
+        name = path.relative_to(root).as_posix()
+        found, (suffix, packing) = SPLIT.search(name), format_of(name)
+        split = SPLITS[found[1].lower()] if found else "train"
+        # a split is no domain: train/web/a.txt and web/train.txt are both of web
+        folders = [folder for folder in name.split("/")[:-1] if folder.lower() not in SPLITS]
+        domain = folders[0] if folders and cfg.domains == "folders" else "text"
+        if suffix not in FORMATS:
+            left_out[f"{suffix or 'without a suffix'}{packing}"] += 1
+        elif split == "test":
+            left_out["of a test split"] += 1
+        elif cfg.source == "files":
+            yield Input(name, path.stat().st_size, split, domain, path)
+        elif found:
+            yield Input(name, path.stat().st_size, split, None, path)
+    if left_out:
+        print("files left out:", ", ".join(f"{n} {what}" for what, n in left_out.most_common()))
+
+
+def by_size(inputs, cfg):
+    """The Inputs of `files` with the pieces that their domain's size asks for. Sets cfg.mixture, for --tokens."""
+    sizes = Counter()
+    for source in inputs:
+        sizes[source.domain] += source.size
+    # Else a few large files of one domain could be all that --tokens takes.
+    if cfg.tokens and not cfg.mixture and len(sizes) > 1:
+        cfg.mixture = {domain: size / sizes.total() for domain, size in sorted(sizes.items())}
+    # Else the piece of a small domain that we hold out would be much more than val_fraction, or all of it.
+    wanted = {domain: int(size * cfg.val_fraction) for domain, size in sizes.items()}
+    return [s._replace(piece=wanted[s.domain]) if 0 < wanted[s.domain] < PIECE / 2 else s for s in inputs]
 
 
 def find_inputs(cfg):
-    """All Inputs, in an order that the seed shuffles, so that any beginning is a fair sample. UserError if there is no
-    train text."""
+    """All Inputs, in an order that the seed shuffles, so that any beginning is a fair sample. What the input decides, we
+    set in cfg: val_fraction, and mixture. UserError if there is no train text, or nothing to hold out."""
     if cfg.source == "slimpajama" and not cfg.input_dir:
         name = f"{cfg.hub_id}@{cfg.revision}"
         return [Input(f"{name}/validation", 0, "val", None, None), Input(f"{name}/train", 0, "train", None, None)]
@@ -94,44 +150,87 @@ def find_inputs(cfg):
             raise UserError(f"no package {package!r} is installed; --packages takes names of folders in site-packages")
     if not any(source.split == "train" for source in inputs):
         layout = "train/ and validation/ folders with " if cfg.source == "slimpajama" else ""
-        raise UserError(f"no texts in {cfg.input_dir}: there should be {layout}files {', '.join(SUFFIXES)}")
+        which = f"{layout}files {', '.join(FORMATS)}, plain or packed as {', '.join(PACKINGS)}"
+        raise UserError(f"no train text in {cfg.input_dir}: there should be {which}")
+    # A source with a validation split of its own keeps it.
+    n_val = sum(source.split == "val" for source in inputs)
+    if n_val:
+        print(f"validation text: that of {n_val} files of the input, and nothing else")
+        cfg.val_fraction = 0.0
+    elif cfg.val_fraction == 0:
+        raise UserError("train.py needs validation text: set --val_fraction above 0, or bring validation files")
+    if cfg.source == "files":
+        inputs = by_size(inputs, cfg)
 
     # The order of hashes does not depend on a library's shuffle. Names may have bytes that are not UTF-8.
     names = {source: f"{cfg.seed}/{source.name}".encode("utf-8", "surrogateescape") for source in inputs}
     return sorted(inputs, key=lambda source: hashlib.sha256(names[source]).digest())
 
 
+@contextlib.contextmanager
+def unpacked(path):
+    """A file as a stream of the bytes that were packed into it."""
+    _, packing = format_of(path.name)
+    if packing:
+        # pyarrow notices a file that was cut short; the package zstandard takes it for whole.
+        with need("pyarrow").input_stream(path, compression=PACKINGS[packing]) as stream:
+            yield io.BufferedReader(stream, 2**17)
+    else:
+        with open(path, "rb") as file:
+            yield file
+
+
+def read_text(source):
+    """Yield the raw items of a file of text or JSON: pieces of .txt, lines or the items of one array."""
+    is_txt = format_of(source.name)[0] == ".txt"
+    with unpacked(source.path) as file:
+        head = file.peek(4)
+        encoding = next((name for mark, name in MARKS.items() if head.startswith(mark)), "utf-8-sig")
+        is_array = head.decode(encoding, "ignore").lstrip().startswith("[")
+        # Bytes that are no text become half surrogate pairs, which a worker refuses with the line's number.
+        ends = "" if is_txt else "\n"  # of lines: in .txt also those of an old Mac
+        text = io.TextIOWrapper(file, encoding, "surrogateescape", ends)
+        if is_txt:
+            # A piece ends with a line. Where none ends for as long again, we cut.
+            while piece := text.read(source.piece - 1) + text.readline(source.piece):
+                yield piece
+        elif is_array:
+            yield from json.load(text)
+        else:
+            yield from text
+
+
 def read_input(source, cfg):
-    """Yield the raw items of an Input: a path (.py), rows (dict), JSON lines or pieces of text (bytes)."""
+    """Yield the raw items of an Input: a path (.py), rows (dict), lines of JSON or pieces of text (str)."""
     if source.path is None:
         split = "validation" if source.split == "val" else "train"
         load = need("datasets").load_dataset
         yield from load(cfg.hub_id, split=split, streaming=True, revision=cfg.revision or None)
-    elif source.name.endswith(".py"):
+        return
+    if source.name.endswith(".py"):
         yield source.path
-    elif source.name.endswith(".parquet"):
+        return
+    with open(source.path, "rb") as file:
+        if file.read(23) == b"version https://git-lfs":
+            raise UserError(f"{source.path} is a pointer of Git LFS, not the file; run `git lfs pull` where it is from")
+    if format_of(source.name)[0] == ".parquet":
         for rows in need("pyarrow.parquet").ParquetFile(source.path).iter_batches(64):
             yield from rows.to_pylist()
-    elif source.name.endswith(".txt"):
-        with open(source.path, "rb") as file:
-            # A piece ends with a line.
-            while lines := file.readlines(PIECE_BYTES):
-                yield b"".join(lines)
-    elif source.name.endswith(".zst"):
-        # pyarrow notices a file that was cut short; the package zstandard takes it for whole.
-        with need("pyarrow").input_stream(source.path, compression="zstd") as stream:
-            yield from io.BufferedReader(stream, 2**17)
     else:
-        with open(source.path, "rb") as file:
-            yield from file
+        yield from read_text(source)
 
 
 def raw_items(source, cfg):
     """Yield (number, raw item, its rough size in bytes) of an Input."""
     with reading(source.path or source.name, "a text file, or a data set within reach", REMEDY):
         for number, raw in enumerate(read_input(source, cfg)):
-            text = raw.get(cfg.text_field) if isinstance(raw, dict) else raw
-            yield number, raw, len(text) if isinstance(text, (str, bytes)) else source.size
+            if isinstance(raw, Path):
+                size = source.size
+            elif isinstance(raw, str):
+                size = len(raw.encode("utf-8", "surrogateescape"))
+            else:
+                size = len(str(raw.get(cfg.text_field)))
+            yield number, raw, size
 
 
 def split_docstrings(source):
@@ -176,16 +275,27 @@ def to_documents(source, number, raw, cfg):
     """The documents [(domain, text)] of a raw item. Raises UserError if we cannot read it."""
     if isinstance(raw, Path):
         return python_documents(raw, source.domain)
-    place = f"{source.path or source.name}, {'line' if '.jsonl' in source.name else 'item'} {number + 1}"
+    is_txt = format_of(source.name)[0] == ".txt"
+    place = f"{source.path or source.name}, {'line' if isinstance(raw, str) and not is_txt else 'item'} {number + 1}"
     what = f"UTF-8, or JSON with a text in {cfg.text_field!r} (see --text_field), in SlimPajama with its set in 'meta',"
     with reading(place, what, f"repair it, delete {cfg.out_dir} and start over"):
-        if source.name.endswith(".txt"):
-            return [(source.domain, raw.decode("utf-8-sig"))]
-        if isinstance(raw, bytes):
+        if isinstance(raw, str):
+            raw.encode()  # fails for bytes that were no text
+        if is_txt:
+            if "\0" in raw:
+                raise ValueError("it has zero bytes; if it is UTF-16, `iconv -f UTF-16LE -t UTF-8` converts it")
+            return [(source.domain, raw)]
+        if isinstance(raw, str):
             if not raw.strip():
                 return []
             raw = json.loads(raw)
         domain = source.domain or raw["meta"]["redpajama_set_name"].removeprefix("RedPajama")
+        text = raw[cfg.text_field]
+        if isinstance(text, bytes):  # a binary column
+            text = text.decode()
+        if text in (None, ""):
+            return []
+        if not isinstance(text, str):
+            raise TypeError(f"{cfg.text_field!r} is a {type(text).__name__}")
         # JSON may hold half a surrogate pair, which is no text: it becomes U+FFFD.
-        text = raw[cfg.text_field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return [(domain, text)] if text else []
+        return [(domain, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))]
