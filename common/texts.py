@@ -24,6 +24,7 @@ from configurator import UserError, need
 
 PIECE = 2**16  # characters of a .txt file that make a document
 FORMATS = (".txt", ".jsonl", ".ndjson", ".json", ".parquet")
+SLIMPAJAMA = (".jsonl", ".jsonl.zst", ".parquet")  # what copies of it consist of
 PACKINGS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}  # pyarrow's names
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}  # before UTF-16's, with which they begin
 MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
@@ -111,7 +112,8 @@ def text_files(cfg):
         # a split is no domain: train/web/a.txt and web/train.txt are both of web
         folders = [folder for folder in name.split("/")[:-1] if folder.lower() not in SPLITS]
         domain = folders[0] if folders and cfg.domains == "folders" else "text"
-        if suffix not in FORMATS:
+        is_read = suffix in FORMATS if cfg.source == "files" else suffix + packing in SLIMPAJAMA
+        if not is_read:
             left_out[f"{suffix or 'without a suffix'}{packing}"] += 1
         elif split == "test":
             left_out["of a test split"] += 1
@@ -192,7 +194,7 @@ def read_text(source):
         text = io.TextIOWrapper(file, encoding, "surrogateescape", ends)
         if is_txt:
             # A piece ends with a line. Where none ends for as long again, we cut.
-            while piece := text.read(source.piece - 1) + text.readline(source.piece):
+            while piece := text.read(source.piece) + text.readline(source.piece):
                 yield piece
         elif is_array:
             yield from json.load(text)
