@@ -379,7 +379,8 @@ def write_manifest(cfg, placement, tokenizer):
     """Describe what was written. The manifest comes last, because it says that everything is there."""
     out, train, usable = Path(cfg.out_dir), placement.splits["train"], placement.usable()
     if not usable:
-        what = "no text to hold out, because each domain has one document" if train else "no train text"
+        few = "no text to hold out: its documents are too few in each domain (--domains=one joins them), or all alike"
+        what = few if train else "no train text"
         raise UserError(f"the input has {what}{' of ' if cfg.mixture else ''}{', '.join(cfg.mixture)}")
     for files in placement.splits.values():
         for file in files.values():
@@ -405,21 +406,19 @@ def print_result(cfg, placement):
     if placement.n_copies:
         print(f"note: {placement.n_copies:,} documents were left out of train, because they are in val too")
     train, val = placement.splits["train"], placement.splits["val"]
-    usable = placement.usable()
     for domain in {**cfg.mixture, **train}:
-        if domain not in usable:
-            which = "validation text" if domain in train else "text"
-            print(f"note: no {which} of domain {domain}; the mixture goes without it (--domains=one joins all)")
-    for domain in usable:
+        if domain not in placement.usable():
+            what = "validation text" if domain in train else "text"
+            print(f"note: no {what} of domain {domain}; the mixture goes without it")
+            continue
         n_train, n_val = train[domain]["tokens"], val[domain]["tokens"]
         share = n_val / (n_train + n_val)
         if share > 2 * cfg.val_fraction > 0 and cfg.tokens == 0:
             print(f"note: {share:.0%} of {domain} is held out, because its documents are few or differ much in length")
         if n_train <= 2048:
             print(f"note: {domain} is short: train.py takes it with a --block_size of up to {n_train - 1}")
-    for domain, weight in cfg.mixture.items():
-        if domain in train and cfg.tokens and not placement.is_full("train", domain):
-            print(f"note: the input ended before {domain}'s {cfg.tokens * weight:,.0f} tokens")
+        if cfg.mixture and cfg.tokens and not placement.is_full("train", domain):
+            print(f"note: the input ended before {domain}'s {cfg.tokens * cfg.mixture[domain]:,.0f} tokens")
     print(f"{cfg.out_dir} is ready")
 
 

@@ -64,13 +64,16 @@ def raw_bits(seed, *names, n, start=0):
 
 
 def allow_open_files(n):
-    """Raise the number of files that this process may open, often 1,024, for n more, as far as the system allows."""
+    """Raise this process's own limit of open files, often 1,024, where n more would not fit."""
     with contextlib.suppress(ImportError):  # Windows has no such limit
         resource = importlib.import_module("resource")
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < n + 256:
-            most = n + 256 if hard == resource.RLIM_INFINITY else min(n + 256, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (n + 256, hard))
+            except ValueError:
+                few = f"this data needs {n} open files, and the system allows {hard}"
+                raise UserError(f"{few}; raise that with `ulimit -n`, or prepare it with --domains=one") from None
 
 
 class Corpus:

@@ -114,7 +114,7 @@ def text_files(cfg):
         domain = folders[0] if folders and cfg.domains == "folders" else "text"
         is_read = suffix in FORMATS if cfg.source == "files" else suffix + packing in SLIMPAJAMA
         if not is_read:
-            left_out[f"{suffix or 'without a suffix'}{packing}"] += 1
+            left_out[suffix + packing or "without a suffix"] += 1
         elif split == "test":
             left_out["of a test split"] += 1
         elif cfg.source == "files":
@@ -129,7 +129,7 @@ def by_size(inputs, cfg):
     """The Inputs of `files` with the pieces that their domain's size asks for. Sets cfg.mixture, for --tokens."""
     sizes = Counter()
     for source in inputs:
-        sizes[source.domain] += source.size
+        sizes[source.domain] += source.size * (source.split == "train")
     # Else a few large files of one domain could be all that --tokens takes.
     if cfg.tokens and not cfg.mixture and len(sizes) > 1:
         cfg.mixture = {domain: size / sizes.total() for domain, size in sorted(sizes.items())}
@@ -139,13 +139,15 @@ def by_size(inputs, cfg):
 
 
 def find_inputs(cfg):
-    """All Inputs, in an order that the seed shuffles, so that any beginning is a fair sample. What the input decides, we
-    set in cfg: val_fraction, and mixture. UserError if there is no train text, or nothing to hold out."""
-    if cfg.source == "slimpajama" and not cfg.input_dir:
+    """All Inputs, in an order that the seed shuffles, so that any beginning is a fair sample. We set what the
+    input decides in cfg: val_fraction and mixture. UserError if there is no train text, or nothing to hold out."""
+    if cfg.source == "pysource":
+        inputs = list(python_files(cfg.packages))
+    elif cfg.input_dir:
+        inputs = list(text_files(cfg))
+    else:
         name = f"{cfg.hub_id}@{cfg.revision}"
-        return [Input(f"{name}/validation", 0, "val", None, None), Input(f"{name}/train", 0, "train", None, None)]
-
-    inputs = list(python_files(cfg.packages) if cfg.source == "pysource" else text_files(cfg))
+        inputs = [Input(f"{name}/validation", 0, "val", None, None), Input(f"{name}/train", 0, "train", None, None)]
     installed = {source.name.split("/")[0] for source in inputs if source.domain != "stdlib"}
     for package in cfg.packages:
         if package not in installed:
@@ -155,9 +157,8 @@ def find_inputs(cfg):
         which = f"{layout}files {', '.join(FORMATS)}, plain or packed as {', '.join(PACKINGS)}"
         raise UserError(f"no train text in {cfg.input_dir}: there should be {which}")
     # A source with a validation split of its own keeps it.
-    n_val = sum(source.split == "val" for source in inputs)
-    if n_val:
-        print(f"validation text: that of {n_val} files of the input, and nothing else")
+    if any(source.split == "val" for source in inputs):
+        print("held out: the input's own validation split, and nothing else")
         cfg.val_fraction = 0.0
     elif cfg.val_fraction == 0:
         raise UserError("train.py needs validation text: set --val_fraction above 0, or bring validation files")
@@ -279,13 +280,15 @@ def to_documents(source, number, raw, cfg):
         return python_documents(raw, source.domain)
     is_txt = format_of(source.name)[0] == ".txt"
     place = f"{source.path or source.name}, {'line' if isinstance(raw, str) and not is_txt else 'item'} {number + 1}"
-    what = f"UTF-8, or JSON with a text in {cfg.text_field!r} (see --text_field), in SlimPajama with its set in 'meta',"
-    with reading(place, what, f"repair it, delete {cfg.out_dir} and start over"):
+    is_set_in = "" if source.domain else " and its set in 'meta'"
+    what = "UTF-8" if is_txt else f"UTF-8 JSON with a text in {cfg.text_field!r} (see --text_field){is_set_in}"
+    remedy = f"repair it, or convert it as with `iconv -f WINDOWS-1252 -t UTF-8`, delete {cfg.out_dir} and start over"
+    with reading(place, what, remedy):
         if isinstance(raw, str):
             raw.encode()  # fails for bytes that were no text
         if is_txt:
             if "\0" in raw:
-                raise ValueError("it has zero bytes; if it is UTF-16, `iconv -f UTF-16LE -t UTF-8` converts it")
+                raise ValueError("it has zero bytes, as UTF-16LE without a mark has")
             return [(source.domain, raw)]
         if isinstance(raw, str):
             if not raw.strip():
@@ -298,6 +301,6 @@ def to_documents(source, number, raw, cfg):
         if text in (None, ""):
             return []
         if not isinstance(text, str):
-            raise TypeError(f"{cfg.text_field!r} is a {type(text).__name__}")
+            raise TypeError(f"{cfg.text_field!r} is of type {type(text).__name__}")
         # JSON may hold half a surrogate pair, which is no text: it becomes U+FFFD.
         return [(domain, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))]

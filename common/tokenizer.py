@@ -137,7 +137,7 @@ def byte_level_spec(about):
 
     GPT-NeoX's has added tokens that are not special: runs of 2 to n spaces. GPT-2's older vocab.json has the ids alone.
     """
-    if "model" not in about:
+    if EOT in about:
         eot = {"content": EOT, "id": about[EOT], "special": True}
         about = {"model": {"vocab": about}, "added_tokens": [eot], "normalizer": None}
     vocab, added = about["model"]["vocab"], about["added_tokens"]

@@ -8,16 +8,17 @@ import json
 import random
 import re
 import shutil
+import sys
 import unicodedata
 
 import numpy as np
 import pytest
-from conftest import SHARED, byte_tokenizer, gpt2_json, in_process, make_data, needs_shared, refused
+from conftest import ROOT, SHARED, byte_tokenizer, finished, gpt2_json, in_process, make_data, needs_shared, refused
 
 import prepare
-from common import data, scoring
+from common import data, hf, scoring
 from common.data import Corpus
-from common.tokenizer import EOT, PATTERN, PUBLIC, Tokenizer, byte_level_spec
+from common.tokenizer import EOT, PATTERN, PUBLIC, Tokenizer, byte_level_spec, read_vocabulary, vocabulary_file
 from configurator import UserError
 
 SPACES = "\n|\r\n|\t|\x0b|\x0c|\x1c|\x85|\u00a0|\u1680|\u2003|\u2028|\u200b|\u3000".split("|")
@@ -129,6 +130,17 @@ def test_another_vocabulary_is_refused(small, tmp_path):
         (small[2], "tokenizer.json is damaged or not a tokenizer.json of ours, GPT-2's or GPT-NeoX's"),
     ):
         refused(in_process(prepare, *words, f"--tokenizer_file={file}"), says)
+
+
+def test_vocabularies_in_other_peoples_files(tmp_path):
+    """An export's tokenizer.json is the vocabulary again. GPT-2's older files have the ids alone."""
+    ours = byte_tokenizer(PATTERN)
+    hf.fast_tokenizer(ours).save(str(tmp_path / "tokenizer.json"))
+    assert read_vocabulary(vocabulary_file(tmp_path)).hash == ours.hash
+    if SHARED.is_dir():
+        file = shutil.copy(SHARED / "data/tokenizers/gpt2/encoder.json", tmp_path / "vocab.json")
+        found = read_vocabulary(file)
+        assert (found.name, PUBLIC[found.hash[:16]]) == ("gpt2", "gpt2")
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
@@ -261,3 +273,17 @@ def test_impossible_settings_are_refused(data_dir, tmp_path, monkeypatch):
     (tmp_path / "data/unfinished").mkdir()
     with pytest.raises(UserError, match="no data folder nowhere; make it with prepare.py, or .* data/mine$"):
         Corpus("nowhere", 16)
+
+
+def test_many_domains_may_be_open_at_once():
+    """Each has two files. The usual limit of a process is 1,024."""
+    code = """
+import resource
+from common.data import allow_open_files
+limit = resource.RLIMIT_NOFILE
+resource.setrlimit(limit, (64, 2000))
+allow_open_files(1200)
+print(resource.getrlimit(limit)[0])
+allow_open_files(2400)"""
+    result = finished([sys.executable, "-c", code], cwd=ROOT)
+    assert result.stdout == "1456\n" and "UserError: this data needs 2400 open files" in result.stderr

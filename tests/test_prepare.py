@@ -1,5 +1,7 @@
 """Preparing data: the same bytes however often killed and however many workers, budgets, and bad input as sentences."""
 
+import bz2
+import gzip
 import json
 import random
 import signal
@@ -13,7 +15,7 @@ from conftest import ROOT, finished, in_process, in_this_process, refused, scrip
 
 import prepare
 from common import texts
-from common.data import load_manifest
+from common.data import Corpus, load_manifest
 from common.tokenizer import Tokenizer
 from configurator import UserError
 
@@ -238,6 +240,7 @@ def test_hub_stream_gives_the_same_documents(tmp_path, monkeypatch):
         cfg = prepare.PrepareConfig("slimpajama", **{name: folder})
         found[name] = {"train": [], "val": []}
         for source in texts.find_inputs(cfg):
+            assert cfg.val_fraction == 0  # both have a validation split
             for number, raw, _ in texts.raw_items(source, cfg):
                 found[name][source.split] += texts.to_documents(source, number, raw, cfg)
     for split, documents in found["hub_id"].items():
@@ -277,7 +280,7 @@ def test_refusals(tmp_path, monkeypatch):
         (["pysource", "--val_fraction=0.7"], ["val_fraction=0.7 must be at most 0.5"]),
         (["pysource", "--mixture={'stdlib': -1}"], ["weights above 0"]),
         (["--input_dir=tests"], ["pysource reads installed packages", "name files"]),
-        (["pysource", "--val_fraction=0"], ["train.py needs validation text"]),
+        (["files", "--input_dir=Makefile", "--val_fraction=0"], ["train.py needs validation text"]),
     ):
         refused(in_process(prepare, f"--out_dir={tmp_path / 'out'}", *words, cwd=ROOT), *fragments)
         assert not (tmp_path / "out").exists(), words
@@ -346,3 +349,156 @@ def test_damaged_compressed_file_is_not_a_corrupt_line(tmp_path):
     for damaged in (packed[: len(packed) // 2], packed[:-1], b"not zstandard" + packed):
         file.write_bytes(damaged)
         refused(call(*files(file.parent, tmp_path / "out")), "a.jsonl.zst is damaged")
+
+
+# ---- what users bring
+
+
+def inputs_of(folder, **settings):
+    """{name: (split, domain)} of the files that `files` reads."""
+    cfg = prepare.PrepareConfig("files", input_dir=str(folder), **settings)
+    return {source.name: (source.split, source.domain) for source in texts.find_inputs(cfg)}
+
+
+def write_files(folder, names, content="some text\n"):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder
+
+
+def test_a_users_own_splits(tmp_path, capsys):
+    right = {
+        "train-00000-of-00001.parquet": ("train", "text"), "validation-00000-of-00001.parquet": ("val", "text"),
+        "valentines.txt": ("train", "text"), "web/training.txt": ("train", "web"), "web/VAL/a.txt": ("val", "web"),
+        "dev/law/a.txt": ("val", "law"), "train/law/values/a.txt": ("train", "law"), "b/testament.txt": ("train", "b"),
+    }  # fmt: skip
+    write_files(tmp_path, [*right, "test-00000-of-00001.parquet", "web/test/a.txt"])
+    assert inputs_of(tmp_path) == right
+    assert capsys.readouterr().out.splitlines() == [
+        "files left out: 2 of a test split",
+        "held out: the input's own validation split, and nothing else",
+    ]
+
+
+def test_which_files_are_read(tmp_path, capsys):
+    read = ["a.txt", "B.TXT", "c.json", "d.ndjson", "e.JSONL.GZ", "poems/f.txt.zst", "g.v2.jsonl.bz2"]
+    hidden = ["poems/.ipynb_checkpoints/a.txt", ".git/description.txt", "__MACOSX/a.txt", ".h.txt"]
+    write_files(tmp_path / "in", [*read, *hidden, "x.csv", "y.md", "y2.md", "README", "z.tar.gz"])
+    write_files(tmp_path / "elsewhere", ["linked.txt"])
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "up").symlink_to(tmp_path / "in")  # a loop
+    assert set(inputs_of(tmp_path / "in")) == {*read, "link/linked.txt"}
+    assert capsys.readouterr().out == "files left out: 2 .md, 1 without a suffix, 1 .csv, 1 .tar.gz\n"
+    (tmp_path / "in" / "b.txt").symlink_to("nowhere")
+    with pytest.raises(UserError, match="b.txt is a link to nothing"):
+        inputs_of(tmp_path / "in")
+
+
+def lines_of(rows):
+    return "".join(json.dumps({"text": row}, ensure_ascii=False) + "\n" for row in rows)
+
+
+ROWS = [f"{text}, 東京\u2028" for text in sentences(60)]
+FORMS = {
+    "a.jsonl": lines_of(ROWS).encode("utf-8-sig"),
+    "b.jsonl": lines_of(ROWS).replace("\n", "\r\n").encode("utf-16"),
+    "c.ndjson.gz": gzip.compress(lines_of(ROWS[:9]).encode()) + gzip.compress(lines_of(ROWS[9:]).encode()),
+    "d.json": json.dumps([{"text": row} for row in ROWS], indent=1).encode("utf-32"),
+    "e.JSON.bz2": bz2.compress(lines_of([*ROWS, "", None]).encode()),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_formats_and_encodings(tmp_path, name):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(FORMS[name])
+    make(*files(tmp_path / "in", tmp_path / "out"))
+    found = decoded(tmp_path / "out", "val", "text") + decoded(tmp_path / "out", "train", "text")
+    assert sorted(found) == sorted(ROWS)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_text_in_other_encodings(tmp_path, encoding):
+    text = "\n".join(sentences(900))
+    (tmp_path / "a.txt").write_text(text, encoding=encoding)
+    make(*files(tmp_path / "a.txt", tmp_path / "out"))
+    first, *rest = decoded(tmp_path / "out", "train", "text")
+    assert "".join([first, *decoded(tmp_path / "out", "val", "text"), *rest]) == text
+
+
+BAD = {
+    "a.txt": ("plain text".encode("utf-16-le"), "a.txt, item 1 is damaged or not UTF-8 (ValueError: it has zero bytes"),
+    "b.txt": (b"caf\xe9", "b.txt, item 1 is damaged or not UTF-8"),
+    "c.jsonl": (b'{"text": "a"}\n{"text": "caf\xe9"}\n', "c.jsonl, line 2 is damaged"),
+    "d.jsonl": (b'{"text": ["a"]}', "d.jsonl, line 1 is damaged or not UTF-8 JSON with a text in 'text'"),
+    "e.txt": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0",
+        "a pointer of Git LFS, not the file; run `git",
+    ),
+    "f.jsonl.gz": (gzip.compress(lines_of(ROWS).encode())[:-20], "f.jsonl.gz is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_files_that_are_no_text(tmp_path, name):
+    (tmp_path / name).write_bytes(BAD[name][0])
+    refused(call(*files(tmp_path, tmp_path / "out")), BAD[name][1])
+
+
+def test_an_edited_file_is_another_input(tmp_path):
+    """Even of the same size. A copy of the input is the same one."""
+    text = "\n".join(sentences(300))
+    write_files(tmp_path / "in", ["a.txt"], text)
+    make(*files(tmp_path / "in", tmp_path / "out"))
+    write_files(tmp_path / "copy", ["a.txt"], text)
+    assert "is complete already" in make(*files(tmp_path / "copy", tmp_path / "out"))
+    write_files(tmp_path / "in", ["a.txt"], text.replace("value", "VALUE"))
+    refused(call(*files(tmp_path / "in", tmp_path / "out")), "holds other data (input files")
+
+
+def test_no_document_is_in_both_splits(tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(lines_of(sentences(33)))
+    assert "2 documents were left out of train" in make(*files(tmp_path, tmp_path / "out"))
+    val, train = (decoded(tmp_path / "out", split, "text") for split in ("val", "train"))
+    assert len(val) == 2 and not set(val) & set(train) and {*val, *train} == set(sentences(33))
+
+
+def test_tokens_are_shared_by_the_domains(tmp_path):
+    for domain, n in (("law", 500), ("med", 500), ("web", 250)):
+        write_lines(tmp_path / domain / "all.jsonl", [{"text": text} for text in sentences(n, seed=n)])
+    make(*files(tmp_path, tmp_path / "out", "--tokens=9000"))
+    train = load_manifest(tmp_path / "out")["splits"]["train"]
+    assert [round(train[domain]["tokens"] / 1800) for domain in ("law", "med", "web")] == [2, 2, 1]
+
+
+@pytest.mark.parametrize(("size", "fraction"), [(2_000, 0.05), (40_000, 0.05), (100_000, 0.01), (400_000, 0.01)])
+@pytest.mark.parametrize("end", ["\n", "\r", " "], ids=["line feed", "old Mac", "no lines"])
+def test_the_share_of_a_small_text_that_is_held_out(tmp_path, size, fraction, end):
+    (tmp_path / "a.txt").write_bytes(end.join(sentences(9000, size=9)).encode()[:size].ljust(size))
+    make(*files(tmp_path / "a.txt", tmp_path / "out", f"--val_fraction={fraction}"))
+    val = load_manifest(tmp_path / "out")["splits"]["val"]["text"]
+    assert 0.9 * fraction < val["bytes"] / size < 2.5 * fraction
+
+
+def test_data_that_train_would_refuse_is_not_called_ready(tmp_path):
+    """A domain with nothing to hold out leaves the mixture, or the domains become one."""
+    for domain, n in (("law", 1), ("web", 20)):
+        write_lines(tmp_path / "in" / domain / "all.jsonl", [{"text": text} for text in sentences(n)])
+    said = make(*files(tmp_path / "in", tmp_path / "out"))
+    assert "note: no validation text of domain law; the mixture goes without it" in said
+    assert "note: web is short: train.py takes it with a --block_size of up to" in said
+    assert Corpus(tmp_path / "out", 16).domains == ["web"]
+    make(*files(tmp_path / "in", tmp_path / "one", "--domains=one"))
+    assert Corpus(tmp_path / "one", 16).domains == ["text"]
+    refused(call(*files(tmp_path / "in" / "law", tmp_path / "x")), "no text to hold out: its documents are too few")
+
+
+def test_a_vocabulary_is_used_again(corpus, tmp_path):
+    _, out = corpus
+    write_files(tmp_path / "in", ["a.txt"], "\n".join(sentences(99, seed=7)))
+    words = ["files", f"--input_dir={tmp_path / 'in'}", f"--out_dir={tmp_path / 'out'}"]
+    refused(call(*words, f"--tokenizer_file={out}", "--tokenizer=bpe:400"), "is the vocabulary bpe:300, not bpe:400")
+    make(*words, f"--tokenizer_file={out}")
+    assert Tokenizer.load(tmp_path / "out/tokenizer.json").hash == Tokenizer.load(out / "tokenizer.json").hash
