@@ -4,6 +4,7 @@ No torch here: prepare.py's worker processes import this file. Read next: data.p
 """
 
 import base64
+import functools
 import hashlib
 import json
 import unicodedata
@@ -115,6 +116,7 @@ def vocabulary_file(path):
     return next((file for file in files if file.exists()), files[0]) if Path(path).is_dir() else Path(path)
 
 
+@functools.cache
 def read_vocabulary(path):
     """The Tokenizer in a file of ours, of an export, of GPT-2 or of GPT-NeoX."""
     with reading(path, "a tokenizer.json of ours, GPT-2's or GPT-NeoX's, which --tokenizer_file takes"):
