@@ -138,8 +138,9 @@ def test_vocabularies_in_other_peoples_files(tmp_path):
     hf.fast_tokenizer(ours).save(str(tmp_path / "tokenizer.json"))
     assert read_vocabulary(vocabulary_file(tmp_path)).hash == ours.hash
     if SHARED.is_dir():
-        file = shutil.copy(SHARED / "data/tokenizers/gpt2/encoder.json", tmp_path / "vocab.json")
-        found = read_vocabulary(file)
+        (tmp_path / "hub").mkdir()
+        shutil.copy(SHARED / "data/tokenizers/gpt2/encoder.json", tmp_path / "hub" / "vocab.json")
+        found = read_vocabulary(vocabulary_file(tmp_path / "hub"))
         assert (found.name, PUBLIC[found.hash[:16]]) == ("gpt2", "gpt2")
 
 

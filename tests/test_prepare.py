@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import os
 import random
 import signal
 import sys
@@ -11,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, finished, in_process, in_this_process, refused, script
+from conftest import ROOT, byte_tokenizer, finished, in_process, in_this_process, refused, script
 
 import prepare
 from common import texts
 from common.data import Corpus, load_manifest
-from common.tokenizer import Tokenizer
+from common.tokenizer import PATTERN, Tokenizer
 from configurator import UserError
 
 zstandard = pytest.importorskip("zstandard")
@@ -266,6 +267,9 @@ def test_parquet(tmp_path):
     make(*words, "--text_field=body")
     found = decoded(tmp_path / "out", "train", "text") + decoded(tmp_path / "out", "val", "text")
     assert sorted(found) == sorted(sentences(150))
+    parquet.write_table(pyarrow.table({"text": [text.encode() for text in sentences(150)]}), file)
+    make(*files(file.parent, tmp_path / "binary"))
+    assert decoded(tmp_path / "binary", "val", "text") == decoded(tmp_path / "out", "val", "text")
     file.write_bytes(b"PAR1 torn")
     refused(call(*files(file.parent, tmp_path / "x")), "a.parquet is damaged")
 
@@ -396,7 +400,7 @@ def test_which_files_are_read(tmp_path, capsys):
 
 
 def lines_of(rows):
-    return "".join(json.dumps({"text": row}, ensure_ascii=False) + "\n" for row in rows)
+    return "".join(json.dumps({"text": row}, ensure_ascii=False).replace(": ", ":\r") + "\n" for row in rows)
 
 
 ROWS = [f"{text}, 東京\u2028" for text in sentences(60)]
@@ -446,8 +450,8 @@ def test_files_that_are_no_text(tmp_path, name):
     refused(call(*files(tmp_path, tmp_path / "out")), BAD[name][1])
 
 
-def test_an_edited_file_is_another_input(tmp_path):
-    """Even of the same size. A copy of the input is the same one."""
+def test_an_edited_file_is_another_input(tmp_path, monkeypatch):
+    """Even of the same size. A copy of the input is the same one. What is too large to read twice has its time."""
     text = "\n".join(sentences(300))
     write_files(tmp_path / "in", ["a.txt"], text)
     make(*files(tmp_path / "in", tmp_path / "out"))
@@ -455,6 +459,10 @@ def test_an_edited_file_is_another_input(tmp_path):
     assert "is complete already" in make(*files(tmp_path / "copy", tmp_path / "out"))
     write_files(tmp_path / "in", ["a.txt"], text.replace("value", "VALUE"))
     refused(call(*files(tmp_path / "in", tmp_path / "out")), "holds other data (input files")
+    monkeypatch.setattr(prepare, "CONTENT_BYTES", 0)
+    make(*files(tmp_path / "in", tmp_path / "large"))
+    os.utime(tmp_path / "in" / "a.txt", (0, 0))
+    refused(call(*files(tmp_path / "in", tmp_path / "large")), "holds other data (input files")
 
 
 def test_no_document_is_in_both_splits(tmp_path):
@@ -473,10 +481,19 @@ def test_tokens_are_shared_by_the_domains(tmp_path):
     assert [round(train[domain]["tokens"] / 1800) for domain in ("law", "med", "web")] == [2, 2, 1]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n", " "], ids=["line feed", "old Mac", "DOS", "no lines"])
+def test_where_a_text_is_cut(tmp_path, end):
+    """At the end of a line. Where there is none for as long again, anywhere."""
+    text = end.join(f"line {i}" for i in range(500))
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    pieces = list(texts.read_text(texts.Input("a.txt", 0, "train", "text", tmp_path / "a.txt", piece=100)))
+    assert "".join(pieces) == text and 100 < max(map(len, pieces)) <= 200
+    assert end == " " or all(piece.endswith(end) for piece in pieces[:-1])
+
+
 @pytest.mark.parametrize(("size", "fraction"), [(2_000, 0.05), (40_000, 0.05), (100_000, 0.01), (400_000, 0.01)])
-@pytest.mark.parametrize("end", ["\n", "\r", " "], ids=["line feed", "old Mac", "no lines"])
-def test_the_share_of_a_small_text_that_is_held_out(tmp_path, size, fraction, end):
-    (tmp_path / "a.txt").write_bytes(end.join(sentences(9000, size=9)).encode()[:size].ljust(size))
+def test_the_share_of_a_small_text_that_is_held_out(tmp_path, size, fraction):
+    (tmp_path / "a.txt").write_bytes("\n".join(sentences(9000, size=9)).encode()[:size].ljust(size))
     make(*files(tmp_path / "a.txt", tmp_path / "out", f"--val_fraction={fraction}"))
     val = load_manifest(tmp_path / "out")["splits"]["val"]["text"]
     assert 0.9 * fraction < val["bytes"] / size < 2.5 * fraction
@@ -490,7 +507,8 @@ def test_data_that_train_would_refuse_is_not_called_ready(tmp_path):
     assert "note: no validation text of domain law; the mixture goes without it" in said
     assert "note: web is short: train.py takes it with a --block_size of up to" in said
     assert Corpus(tmp_path / "out", 16).domains == ["web"]
-    make(*files(tmp_path / "in", tmp_path / "one", "--domains=one"))
+    few = make(*files(tmp_path / "in", tmp_path / "one", "--domains=one", "--val_fraction=0.01"))
+    assert "of text is held out, because its documents are few" in few
     assert Corpus(tmp_path / "one", 16).domains == ["text"]
     refused(call(*files(tmp_path / "in" / "law", tmp_path / "x")), "no text to hold out: its documents are too few")
 
@@ -502,3 +520,6 @@ def test_a_vocabulary_is_used_again(corpus, tmp_path):
     refused(call(*words, f"--tokenizer_file={out}", "--tokenizer=bpe:400"), "is the vocabulary bpe:300, not bpe:400")
     make(*words, f"--tokenizer_file={out}")
     assert Tokenizer.load(tmp_path / "out/tokenizer.json").hash == Tokenizer.load(out / "tokenizer.json").hash
+    other = byte_tokenizer(PATTERN)
+    other.save(tmp_path / "tokenizer.json")
+    refused(call(*words, f"--tokenizer_file={tmp_path}"), "holds other data (tokenizer_file")
