@@ -37,12 +37,28 @@ def setting(default, help, least=None, most=None, group=None, positional=False):
     return dataclasses.field(default=default, metadata=metadata)
 
 
+# Settings of nanoGPT, and what they are here.
+NANOGPT = {
+    "batch_size": "micro_batch; a step's tokens over all ranks are batch_tokens",
+    "gradient_accumulation_steps": "what follows from batch_tokens and micro_batch",
+    "dataset": "data_dir", "max_iters": "max_steps", "lr_decay_iters": "max_steps", "warmup_iters": "warmup_steps",
+    "min_lr": "final_lr, a share of learning_rate", "decay_lr": "final_lr; 1 does not decay",
+    "eval_interval": "eval_every, and save_every for checkpoints", "eval_iters": "eval_tokens", "eval_only": "eval.py",
+    "log_interval": "log_every", "always_save_checkpoint": "save_every", "wandb_log": "log=wandb",
+    "wandb_project": "WANDB_PROJECT in the environment", "wandb_run_name": "the name of out_dir",
+    "bias": "arch=gpt2, which has biases", "dropout": "missing, because no model here drops out",
+    "backend": "nccl on GPUs, gloo on CPUs", "start": "prompt, or prompt_file",
+    "init_from=scratch": "the default, init_from=''", "init_from=resume": "resume=auto",
+    "init_from=gpt2": "missing, because we read no weights of GPT-2",
+}  # fmt: skip
+
 types_of = functools.cache(typing.get_type_hints)  # {setting: its type} of a dataclass
 
 
 def type_name(hint):
     """A type as --help and errors show it: int, Literal['sdpa', 'eager'], tuple[str, ...], bool | None."""
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+    name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+    return f"{name} such as {{'text': 0.5}}" if typing.get_origin(hint) is dict else name
 
 
 def cast(value, hint):
@@ -141,9 +157,13 @@ def load_settings(cls, words, usage="", skip_unknown=False):
             values[positional] = tuple(others) if takes_many else word
         else:
             raise UserError(f"unexpected word {word!r}; settings are --key=value, config files end in .py, see --help")
-    for name in [name for name in values if name not in hints]:
-        near = difflib.get_close_matches(name, hints, 1, 0)
-        raise UserError(f"unknown setting {name!r}; did you mean {near[0]!r}? See --help")
+    for name, value in values.items():
+        theirs = f"{name}={value}" if name in hints else name
+        if theirs in NANOGPT and not (name in hints and os.path.exists(value)):  # a run may be called gpt2
+            raise UserError(f"{theirs} is nanoGPT's; here it is {NANOGPT[theirs]}")
+        if name not in hints:
+            near = [f"did you mean {one!r}? " for one in difflib.get_close_matches(name, hints, 1)]
+            raise UserError(f"unknown setting {name!r}; {''.join(near)}See --help")
     return cls(**values)
 
 
@@ -159,6 +179,9 @@ def need(module, package=""):
 def run(main, usage, skip_unknown=False):
     """Call a script's `main(cfg)` with the settings of the command line. Bad input ends with one sentence on stderr and
     exit code 2. Under torchrun each rank that fails says which one it is."""
+    if hasattr(sys.stdout, "reconfigure"):  # text that the terminal cannot show must not end the work
+        sys.stdout.reconfigure(errors="backslashreplace")
+    usage = usage or ""  # python -OO leaves docstrings out
     try:
         return main(load_settings(typing.get_type_hints(main)["cfg"], sys.argv[1:], usage, skip_unknown))
     except UserError as e:
