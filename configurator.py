@@ -37,19 +37,15 @@ def setting(default, help, least=None, most=None, group=None, positional=False):
     return dataclasses.field(default=default, metadata=metadata)
 
 
-# Settings of nanoGPT, and what they are here.
+# Settings of nanoGPT whose names do not lead to ours, and what they are here.
 NANOGPT = {
-    "batch_size": "micro_batch; a step's tokens over all ranks are batch_tokens",
-    "gradient_accumulation_steps": "what follows from batch_tokens and micro_batch",
-    "dataset": "data_dir", "max_iters": "max_steps", "lr_decay_iters": "max_steps", "warmup_iters": "warmup_steps",
-    "min_lr": "final_lr, a share of learning_rate", "decay_lr": "final_lr; 1 does not decay",
-    "eval_interval": "eval_every, and save_every for checkpoints", "eval_iters": "eval_tokens", "eval_only": "eval.py",
-    "log_interval": "log_every", "always_save_checkpoint": "save_every", "wandb_log": "log=wandb",
-    "wandb_project": "WANDB_PROJECT in the environment", "wandb_run_name": "the name of out_dir",
-    "bias": "arch=gpt2, which has biases", "dropout": "missing, because no model here drops out",
-    "backend": "nccl on GPUs, gloo on CPUs", "start": "prompt, or prompt_file",
-    "init_from=scratch": "the default, init_from=''", "init_from=resume": "resume=auto",
-    "init_from=gpt2": "missing, because we read no weights of GPT-2",
+    "batch_size": "micro_batch; a step's tokens over all ranks are batch_tokens", "dataset": "data_dir",
+    "gradient_accumulation_steps": "what follows from batch_tokens and micro_batch", "lr_decay_iters": "max_steps",
+    "min_lr": "final_lr, a share of learning_rate", "decay_lr": "final_lr; 1 does not decay", "max_iters": "max_steps",
+    "eval_interval": "eval_every", "eval_iters": "eval_tokens", "log_interval": "log_every", "wandb_log": "log=wandb",
+    "wandb_project": "WANDB_PROJECT in the environment", "always_save_checkpoint": "save_every", "start": "prompt",
+    "bias": "arch=gpt2, which has biases", "dropout": "missing: no model drops out", "init_from=resume": "resume=auto",
+    "init_from=gpt2": "missing: we read no weights of GPT-2", "init_from=scratch": "the default",
 }  # fmt: skip
 
 types_of = functools.cache(typing.get_type_hints)  # {setting: its type} of a dataclass
@@ -181,9 +177,9 @@ def run(main, usage, skip_unknown=False):
     exit code 2. Under torchrun each rank that fails says which one it is."""
     if hasattr(sys.stdout, "reconfigure"):  # text that the terminal cannot show must not end the work
         sys.stdout.reconfigure(errors="backslashreplace")
-    usage = usage or ""  # python -OO leaves docstrings out
     try:
-        return main(load_settings(typing.get_type_hints(main)["cfg"], sys.argv[1:], usage, skip_unknown))
+        cls = typing.get_type_hints(main)["cfg"]
+        return main(load_settings(cls, sys.argv[1:], usage or "", skip_unknown))  # python -OO has no docstrings
     except UserError as e:
         message = e
     except KeyboardInterrupt:

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,11 +104,6 @@ def legend(ax):
     place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "columnspacing": 1.2}
     ax.legend(title=ax.get_title(loc="left"), ncols=columns, **place, **LEGEND)
     ax.set_title("", loc="left")
-
-
-def plain(name):
-    """A name that matplotlib shows as it is: it hides one that begins with _, and sees a formula between two $."""
-    return re.sub("^_", " _", name).replace("$", r"\$")
 
 
 def short_count(n):
@@ -237,7 +231,8 @@ def growing_means(x, y):
 
 def draw_line(ax, x, y, label, style, points=None):
     """The mean of y (seeds, n) over x (n,), a band of one standard deviation, and `points` (x, y) as markers."""
-    label = plain(label)
+    # matplotlib would hide a name that begins with _, and take what is between two $ for a formula
+    label = (" " if label.startswith("_") else "") + label.replace("$", r"\$")
     mean, seeds = y.mean(0), "1 seed"
     if len(y) > 1:
         std, seeds = y.std(0, ddof=1), f"{len(y)} seeds ± std"
@@ -276,7 +271,7 @@ def relative_panel(ax, pairs, styles, base="vanilla"):
         draw_line(ax, *growing_means(x, gaps), label, styles[label])
     token_axis(ax)
     ax.axhline(0, **ZERO)
-    ax.set_ylabel(f"training loss minus {plain(base)}'s\n(nats per token)")
+    ax.set_ylabel(f"training loss minus {base}'s\n(nats per token)")
     legend(ax)
 
 
@@ -312,7 +307,6 @@ def compare(path, groups):
         rows.append([*cells, f"{runs[0].start['kv_bytes_per_token']:,}", f"{len(losses)}"])
     print(markdown(["mode", "parameters", "val loss", f"vs {base}", "tokens/s", "KV bytes/token", "runs"], rows))
     print("losses: nats per token ± standard deviation over seeds, of the runs that have finished")
-    # what else differs is the reader's to judge
     drawn = [one for runs in groups.values() for one in runs]
     if names := differing(*(one.start for one in drawn)):
         print(f"note: the runs differ in {', '.join(names)}")

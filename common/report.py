@@ -115,12 +115,10 @@ class Metrics:
         # a resumed run goes on in wandb, too: its records of starts know under which id
         self.wandb_id = next((r["wandb"] for r in reversed(records) if r.get("wandb")), None)
         if cfg.log == "wandb":
-            wandb, project = need("wandb"), os.environ.get("WANDB_PROJECT", "nanoresformer")
-            how = {"project": project, "name": Path(cfg.out_dir).name, "dir": cfg.out_dir}
-            how |= {"config": dataclasses.asdict(cfg), "id": self.wandb_id, "resume": "allow"}
-            self.wandb = self.tried(lambda: wandb.init(**how))
-        if self.wandb:
-            self.wandb_id = self.wandb.id
+            wandb, how = need("wandb"), {"name": Path(cfg.out_dir).name, "dir": cfg.out_dir, "resume": "allow"}
+            how |= {"project": os.environ.get("WANDB_PROJECT", "nanoresformer"), "config": dataclasses.asdict(cfg)}
+            self.wandb = self.tried(lambda: wandb.init(id=self.wandb_id, **how))
+            self.wandb_id = self.wandb.id if self.wandb else self.wandb_id
 
     def tried(self, call):
         """What a call of wandb returns. If it fails we say so and go on without, because metrics.jsonl has it all."""

@@ -182,10 +182,11 @@ def test_names_are_shown_as_they_are():
     assert markdown(["a|b"], [["c\nd"]]).splitlines() == [r"| a\|b |", "|---|", "| c d |"]
 
 
-def test_a_notebooks_backend_is_not_needed(tmp_path):
+def test_neither_a_notebooks_backend_nor_a_terminal_of_ascii_ends_it(tmp_path):
     runs = [make_run(tmp_path / mode, mode, 1, np.ones(9)) for mode in ("vanilla", "resformer")]
-    result = script("plot.py", "compare", *runs, env={"MPLBACKEND": "module://matplotlib_inline.backend_inline"})
-    assert result.returncode == 0 and (tmp_path / "compare.png").exists(), result.stderr
+    around = {"MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONIOENCODING": "ascii"}
+    result = script("plot.py", "compare", *runs, env=around)
+    assert "per token \\xb1 standard" in result.stdout and (tmp_path / "compare.png").exists(), result.stderr
 
 
 def test_bad_calls():
