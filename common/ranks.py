@@ -33,7 +33,7 @@ class Distributed:
     fixed_lengths: attention always has the same few shapes, as in training; see `choose_kernels`."""
 
     def __init__(self, device, fixed_lengths=False):
-        self.size, self.rank, local_rank = int(os.environ.get("WORLD_SIZE", 1)), 0, 0
+        self.size, self.rank, local_rank = int(os.environ.get("WORLD_SIZE") or 1), 0, 0
         if self.size > 1:  # clusters set RANK in each worker, also where there is one process
             self.rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
         self.is_first_of_node = local_rank == 0
