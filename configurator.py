@@ -85,6 +85,8 @@ def check_fields(config):
     """Bring each field of a settings dataclass into its type, and check its range. For `__post_init__`."""
     for name, hint in types_of(type(config)).items():
         value, metadata = getattr(config, name), config.__dataclass_fields__[name].metadata
+        if name.endswith(("_dir", "_file")) and isinstance(value, str):
+            value = os.path.expanduser(value)  # a shell leaves --out_dir=~/x as it is, and we would make a folder "~"
         try:
             value = cast(value, hint)
         except TypeError:

@@ -311,6 +311,8 @@ def compare(path, groups):
     if names := differing(*(one.start for one in drawn)):
         print(f"note: the runs differ in {', '.join(names)}")
     for one in drawn:
+        if one.starts[0]["step"]:
+            print(f"note: {one.name} goes on from step {one.starts[0]['step']} of another run")
         for before, after in itertools.pairwise(one.starts):
             for name in differing(before, after):
                 print(f"note: {one.name} had {name}={before[name]} until step {after['step']}")

@@ -126,7 +126,7 @@ def enough_memory(remedy):
 
 def only_process(device, fixed_lengths=False):
     """The Distributed of a command that runs in one process; raises UserError under torchrun."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UserError("this command runs in one process; start it without torchrun, or unset WORLD_SIZE")
     return Distributed(device, fixed_lengths)
 

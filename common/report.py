@@ -90,7 +90,8 @@ def progress(name, total, unit, show=True):
     """A tqdm bar over `total` units, with update(n) and close(). Off a terminal it prints a line every ten seconds."""
     from tqdm import tqdm  # here, because prepare.py's workers show nothing
 
-    interval = 0.1 if sys.stderr.isatty() else 10
+    show = show and sys.stderr is not None  # a service may have none
+    interval = 0.1 if show and sys.stderr.isatty() else 10
     look = {"desc": name, "unit": unit, "unit_scale": True, "leave": False, "disable": not show}
     return tqdm(total=total, mininterval=interval, delay=interval, **look)
 

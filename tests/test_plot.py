@@ -155,15 +155,16 @@ def test_the_last_start_of_a_resumed_run_counts(tmp_path):
 
 
 def test_what_else_differs_is_named(tmp_path):
-    """Also of a run that was extended from step 5, and of one whose record is older and knows less."""
+    """Also of a run that was extended from step 5, and of one whose record is older and which began elsewhere."""
     a = make_run(tmp_path / "a", "vanilla", 1, np.ones(5), lr=2e-3)
-    b = make_run(tmp_path / "b", "resformer", 1, np.ones(9), val_hash=None, eval_tokens=None)
+    b = make_run(tmp_path / "b", "resformer", 1, np.ones(9), val_hash=None, eval_tokens=None, step=2)
     make_run(tmp_path / "more", "vanilla", 1, [], {}, lr=2e-3, max_steps=9, step=5)
     with open(tmp_path / "a" / "metrics.jsonl", "a") as f:
         f.write((tmp_path / "more" / "metrics.jsonl").read_text())
     result = in_process(plot, "compare", a, b)
     notes = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
-    assert notes == ["note: the runs differ in learning_rate", f"note: {a} had max_steps=5 until step 5"], result.stderr
+    histories = [f"note: {a} had max_steps=5 until step 5", f"note: {b} goes on from step 2 of another run"]
+    assert notes == ["note: the runs differ in learning_rate", *histories], result.stderr
 
 
 def test_a_sweep_of_one_mode_is_lines_of_their_own(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,7 @@ from conftest import ROOT, in_process
 import train
 from common import files
 from common.plan import count_parameters
+from common.report import progress
 from configurator import UserError, check_fields, load_settings, need, setting
 from train import TrainConfig
 from value_modes import get_mode
@@ -97,6 +99,16 @@ def test_a_value_of_nanogpts_is_answered_unless_it_is_a_folder(tmp_path, monkeyp
         load_settings(TrainConfig, ["--init_from=resume"])
     Path("resume").mkdir()
     assert load_settings(TrainConfig, ["--init_from=resume"]).init_from == "resume"
+
+
+def test_a_path_may_begin_at_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert TrainConfig(out_dir="~/run").out_dir == "/home/me/run"
+
+
+def test_without_stderr_a_bar_shows_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    progress("loss", 2, "tok").update(1)
 
 
 def test_help_without_docstrings(monkeypatch):
