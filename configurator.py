@@ -156,7 +156,7 @@ def load_settings(cls, words, usage="", skip_unknown=False):
         else:
             raise UserError(f"unexpected word {word!r}; settings are --key=value, config files end in .py, see --help")
     for name, value in values.items():
-        theirs = f"{name}={value}" if name in hints else name
+        theirs = f"{name}={value}" if name in hints else name.replace("-", "_")
         if theirs in NANOGPT and not (name in hints and os.path.exists(value)):  # a run may be called gpt2
             raise UserError(f"{theirs} is nanoGPT's; here it is {NANOGPT[theirs]}")
         if name not in hints:

@@ -66,7 +66,7 @@ BAD = {  # test_bad_input.py tries many more, but reads no sentence
     "--max_steps=1.5": "max_steps takes int, not 1.5",
     "--learning_rte=1": "unknown setting 'learning_rte'; did you mean 'learning_rate'?",
     "--zzz=1": "unknown setting 'zzz'; See --help",
-    "--batch_size=12": "batch_size is nanoGPT's; here it is micro_batch; a step's tokens",
+    "--batch-size=12": "batch_size is nanoGPT's; here it is micro_batch; a step's tokens",
     "--mixture=a:1": "mixture takes dict[str, float] such as {'text': 0.5}, not 'a:1'",
     "--kind=eager": "kind takes Literal['sdpa', 'flash'], not 'eager'",
     "--layers=0,-5": "layers=-5 must be at least -4",
