@@ -293,7 +293,8 @@ def read_chunks(path, block_size, cfg):
     it was trained on, or of cfg.data_dir."""
     folder, tokenizer, T = path.parent, checkpoint.load_tokenizer(path), cfg.length or block_size
     if not 2 <= T <= block_size:
-        raise UserError(f"length={T} must be 2 to {block_size}, the block_size of {folder}")
+        limits = f"at least 2 tokens, and at most {block_size}, its block_size"
+        raise UserError(f"a chunk of {T} tokens does not fit {folder}; it takes {limits}")
     data_dir, mixture = checkpoint.trained_on(folder, cfg.data_dir, "the prepared data by --data_dir")
     # a public model reads our text in its own tokens: three times as many of ours will do for its T - 1
     is_ours = tokenizer.hash is not None

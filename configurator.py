@@ -37,12 +37,24 @@ def setting(default, help, least=None, most=None, group=None, positional=False):
     return dataclasses.field(default=default, metadata=metadata)
 
 
+# Settings of nanoGPT whose names do not lead to ours, and what they are here.
+NANOGPT = {
+    "batch_size": "micro_batch; a step's tokens over all ranks are batch_tokens", "dataset": "data_dir",
+    "gradient_accumulation_steps": "what follows from batch_tokens and micro_batch", "lr_decay_iters": "max_steps",
+    "min_lr": "final_lr, a share of learning_rate", "decay_lr": "final_lr; 1 does not decay", "max_iters": "max_steps",
+    "eval_interval": "eval_every", "eval_iters": "eval_tokens", "log_interval": "log_every", "wandb_log": "log=wandb",
+    "wandb_project": "WANDB_PROJECT in the environment", "always_save_checkpoint": "save_every", "start": "prompt",
+    "bias": "arch=gpt2, which has biases", "dropout": "missing: no model drops out", "init_from=resume": "resume=auto",
+    "init_from=gpt2": "missing: we read no weights of GPT-2", "init_from=scratch": "the default",
+}  # fmt: skip
+
 types_of = functools.cache(typing.get_type_hints)  # {setting: its type} of a dataclass
 
 
 def type_name(hint):
     """A type as --help and errors show it: int, Literal['sdpa', 'eager'], tuple[str, ...], bool | None."""
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+    name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+    return f"{name} such as {{'text': 0.5}}" if typing.get_origin(hint) is dict else name
 
 
 def cast(value, hint):
@@ -73,6 +85,8 @@ def check_fields(config):
     """Bring each field of a settings dataclass into its type, and check its range. For `__post_init__`."""
     for name, hint in types_of(type(config)).items():
         value, metadata = getattr(config, name), config.__dataclass_fields__[name].metadata
+        if name.endswith(("_dir", "_file")) and isinstance(value, str):
+            value = os.path.expanduser(value)  # a shell leaves --out_dir=~/x as it is, and we would make a folder "~"
         try:
             value = cast(value, hint)
         except TypeError:
@@ -141,9 +155,13 @@ def load_settings(cls, words, usage="", skip_unknown=False):
             values[positional] = tuple(others) if takes_many else word
         else:
             raise UserError(f"unexpected word {word!r}; settings are --key=value, config files end in .py, see --help")
-    for name in [name for name in values if name not in hints]:
-        near = difflib.get_close_matches(name, hints, 1, 0)
-        raise UserError(f"unknown setting {name!r}; did you mean {near[0]!r}? See --help")
+    for name, value in values.items():
+        theirs = f"{name}={value}" if name in hints else name.replace("-", "_")
+        if theirs in NANOGPT and not (name in hints and os.path.exists(value)):  # a run may be called gpt2
+            raise UserError(f"{theirs} is nanoGPT's; here it is {NANOGPT[theirs]}")
+        if name not in hints:
+            near = [f"did you mean {one!r}? " for one in difflib.get_close_matches(name, hints, 1)]
+            raise UserError(f"unknown setting {name!r}; {''.join(near)}See --help")
     return cls(**values)
 
 
@@ -159,8 +177,11 @@ def need(module, package=""):
 def run(main, usage, skip_unknown=False):
     """Call a script's `main(cfg)` with the settings of the command line. Bad input ends with one sentence on stderr and
     exit code 2. Under torchrun each rank that fails says which one it is."""
+    if hasattr(sys.stdout, "reconfigure"):  # text that the terminal cannot show must not end the work
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return main(load_settings(typing.get_type_hints(main)["cfg"], sys.argv[1:], usage, skip_unknown))
+        cls = typing.get_type_hints(main)["cfg"]
+        return main(load_settings(cls, sys.argv[1:], usage or "", skip_unknown))  # python -OO has no docstrings
     except UserError as e:
         message = e
     except KeyboardInterrupt:

@@ -3,12 +3,15 @@
     python plot.py compare out/demo/vanilla out/demo/svformer     a table, and training loss minus vanilla's
     python plot.py analysis out/demo/vanilla out/demo/svformer    attention concentration by layer
 
-`compare` draws runs of one value_mode that differ only in their seed as one line, their mean, with a band of one
-standard deviation (n - 1) on each side. paper/ draws its figures with the functions below.
+`compare` draws runs that differ only in their seed as one line, their mean, with a band of one standard deviation
+(n - 1) on each side. A mode's runs with other settings are lines of their own. Without vanilla we subtract the first
+line named. paper/ draws its figures with the functions below.
 """
 
 import contextlib
 import functools
+import itertools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +22,9 @@ from common.report import METRICS, markdown, mean_std, plus_minus
 from configurator import UserError, check_fields, need, run, setting
 
 GROWTH = 1.15  # a point averages the losses over the last 1 - 1/1.15 = 13 % of the tokens so far
+# Where records of starts may differ without a word: a run's own, what is compared, and what changes only rounding.
+OWN = {"event", "step", "ranks", "device", "wandb", "seed", "value_mode", "definition", "parameters",
+       "kv_bytes_per_token"}  # fmt: skip
 SHOWN, EARLY = 1 / 40, 1 / 10  # the x axis begins at 1/40 of training; losses before 1/10 may leave the y axis
 
 
@@ -82,6 +88,7 @@ def page(path, size):
 
     The same lines give the same bytes, because neither a date nor the user's matplotlibrc gets into them.
     """
+    os.environ.pop("MPLBACKEND", None)  # a notebook's backend may not be installed here, and we need none
     with need("matplotlib.style").context(["default", LOOK]):
         fig = need("matplotlib.figure").Figure(figsize=size, dpi=150, layout="constrained")
         yield fig
@@ -121,7 +128,8 @@ class Curves:
     """What the metrics.jsonl of a run says. Losses are in nats per token."""
 
     name: str  # the run's folder, as the user wrote it
-    start: dict  # what train.py knew at the (last) start
+    starts: list  # what train.py knew at each start
+    start: dict  # the last of them
     steps: dict  # arrays over training: step, loss, lr, tokens (so far), tokens_per_s
     val: dict  # {step: validation loss, mean over the domains}
     domains: dict  # {domain: its last validation loss}
@@ -144,6 +152,7 @@ def read_run(folder):
         start, val = events["start"][-1], {record["step"]: record["val_mean"] for record in events["eval"]}
         return Curves(
             name=str(folder),
+            starts=events["start"],
             start=start,
             steps=steps,
             val=val,
@@ -153,6 +162,12 @@ def read_run(folder):
         )
 
 
+def differing(*starts):
+    """The settings in which records of starts differ, of those that all of them have: older ones have few."""
+    names = [name for name in starts[0] if name not in OWN and all(name in start for start in starts)]
+    return [name for name in names if any(start[name] != starts[0][name] for start in starts)]
+
+
 def plan_of(run):
     """How a run was trained, in words. Runs can be compared if these are equal, and their data."""
     bos = ", end-of-text first" if run.start["bos"] else ""
@@ -160,17 +175,22 @@ def plan_of(run):
 
 
 def by_mode(runs):
-    """{value_mode: its runs}, vanilla first. All were trained alike; those of a mode differ only in their seed."""
+    """{value_mode, and settings in which its runs differ: runs that differ only in their seed}, vanilla first."""
     groups, first = {}, runs[0]
     for one in sorted(runs, key=lambda run: run.start["value_mode"] != "vanilla"):
         its, wanted = (f"{plan_of(run)} of data {run.start['data']}" for run in (one, first))
         if its != wanted:
             raise UserError(f"{one.name} had {its}, {first.name} had {wanted}: not comparable")
+        if {"val_hash", "eval_tokens"}.intersection(differing(one.start, first.start)):
+            remedy = "compare them by `python eval.py --task=loss`"
+            raise UserError(f"{one.name} and {first.name} were validated on different tokens; {remedy}")
         mode = one.start["value_mode"]
+        own = differing(*(run.start for run in runs if run.start["value_mode"] == mode))
+        mode = " ".join([mode, *(f"{name}={one.start[name]}" for name in own)])
         for other in groups.setdefault(mode, []):
             # an unfinished run has fewer steps, so we compare the learning rates of those that both have
             same_rates = all(a == b for a, b in zip(one.steps["lr"], other.steps["lr"], strict=False))
-            same_model = one.start["parameters"] == other.start["parameters"]
+            same_model = all(one.start.get(name) == other.start.get(name) for name in ("parameters", "definition"))
             if one.start["seed"] == other.start["seed"] or not (same_rates and same_model):
                 raise UserError(f"{other.name} and {one.name} are both {mode}, but do not differ in the seed alone")
         groups[mode].append(one)
@@ -178,12 +198,12 @@ def by_mode(runs):
 
 
 def pair(groups):
-    """{value_mode: [(run, vanilla's run of its seed)]}. Both saw the same batches, so their noise cancels."""
-    vanilla = {one.start["seed"]: one for one in groups.get("vanilla", [])}
-    seeds = {one.start["seed"] for runs in groups.values() for one in runs}
-    if len(groups) == 1 or not seeds <= vanilla.keys():
-        raise UserError("name runs of vanilla and of other modes, and for each of them vanilla's with its seed")
-    return {mode: [(one, vanilla[one.start["seed"]]) for one in groups[mode]] for mode in groups if mode != "vanilla"}
+    """{value_mode: [(run, the first mode's run of its seed)]}. Both saw the same batches, so their noise cancels."""
+    first, *others = groups
+    base = {one.start["seed"]: one for one in groups[first]}
+    if not others or not {one.start["seed"] for mode in others for one in groups[mode]} <= base.keys():
+        raise UserError(f"name runs of {first} and of other modes, and for each of them {first}'s with its seed")
+    return {mode: [(one, base[one.start["seed"]]) for one in groups[mode]] for mode in others}
 
 
 # -- curves
@@ -211,6 +231,8 @@ def growing_means(x, y):
 
 def draw_line(ax, x, y, label, style, points=None):
     """The mean of y (seeds, n) over x (n,), a band of one standard deviation, and `points` (x, y) as markers."""
+    # matplotlib would hide a name that begins with _, and take what is between two $ for a formula
+    label = (" " if label.startswith("_") else "") + label.replace("$", r"\$")
     mean, seeds = y.mean(0), "1 seed"
     if len(y) > 1:
         std, seeds = y.std(0, ddof=1), f"{len(y)} seeds ± std"
@@ -240,16 +262,16 @@ def token_axis(ax):
     ax.set_xlabel(f"training tokens (a point averages the {1 - 1 / GROWTH:.0%} before it)")
 
 
-def relative_panel(ax, pairs, styles):
-    """pairs: {label: [(run, vanilla's run of its seed)]} -> training loss minus vanilla's, over tokens."""
+def relative_panel(ax, pairs, styles, base="vanilla"):
+    """pairs: {label: [(run, base's run of its seed)]} -> training loss minus base's, over tokens."""
     for label, both in pairs.items():
-        runs = [run for run, _ in both] + [base for _, base in both]
+        runs = [run for run, _ in both] + [run for _, run in both]
         x, losses = align([(run.steps["tokens"], run.steps["loss"]) for run in runs])
         gaps = losses[: len(both)] - losses[len(both) :]  # (seeds, steps)
         draw_line(ax, *growing_means(x, gaps), label, styles[label])
     token_axis(ax)
     ax.axhline(0, **ZERO)
-    ax.set_ylabel("training loss minus vanilla's\n(nats per token)")
+    ax.set_ylabel(f"training loss minus {base}'s\n(nats per token)")
     legend(ax)
 
 
@@ -271,8 +293,8 @@ def layer_panel(ax, lines, styles, ylabel, first=1, level=None):
 
 
 def compare(path, groups):
-    """Print the table of modes, and draw the training loss of each minus that of vanilla with the same seeds."""
-    pairs, rows = pair(groups), []
+    """Print the table of modes, and draw the training loss of each minus that of the first with the same seeds."""
+    pairs, rows, base = pair(groups), [], next(iter(groups))
     for mode, runs in groups.items():
         # only finished runs have a loss in the table
         losses = [run.final_loss for run in runs if run.final_loss is not None]
@@ -283,13 +305,22 @@ def compare(path, groups):
         cells = [mode, f"{runs[0].start['parameters']:,}"]
         cells += [plus_minus(*mean_std(losses)), plus_minus(*mean_std(gaps), sign=True), f"{speed:,.0f}"]
         rows.append([*cells, f"{runs[0].start['kv_bytes_per_token']:,}", f"{len(losses)}"])
-    print(markdown(["mode", "parameters", "val loss", "vs vanilla", "tokens/s", "KV bytes/token", "runs"], rows))
+    print(markdown(["mode", "parameters", "val loss", f"vs {base}", "tokens/s", "KV bytes/token", "runs"], rows))
     print("losses: nats per token ± standard deviation over seeds, of the runs that have finished")
+    drawn = [one for runs in groups.values() for one in runs]
+    if names := differing(*(one.start for one in drawn)):
+        print(f"note: the runs differ in {', '.join(names)}")
+    for one in drawn:
+        if one.starts[0]["step"]:
+            print(f"note: {one.name} goes on from step {one.starts[0]['step']} of another run")
+        for before, after in itertools.pairwise(one.starts):
+            for name in differing(before, after):
+                print(f"note: {one.name} had {name}={before[name]} until step {after['step']}")
     with page(path, (6, 4.4)) as fig:
         ax = fig.subplots()
-        sizes = count_range([run.start["parameters"] for of_mode in groups.values() for run in of_mode])
-        ax.set_title(f"{sizes} parameters, {plan_of(groups['vanilla'][0])}", loc="left")
-        relative_panel(ax, pairs, styles_of({mode: mode for mode in groups}))
+        sizes = count_range([one.start["parameters"] for one in drawn])
+        ax.set_title(f"{sizes} parameters, {plan_of(drawn[0])}", loc="left")
+        relative_panel(ax, pairs, styles_of({mode: of[0].start["value_mode"] for mode, of in groups.items()}), base)
 
 
 # -- what we draw of analyze.py's results

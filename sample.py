@@ -152,6 +152,8 @@ def main(cfg: SampleConfig):
     rate, per_token = n_new / max(seconds["decode"], 1e-9), cache.nbytes // (len(rows) * cache.length)
     print(f"\n[prefill {n_read:,} tokens, {seconds['prefill']:.2f} s; decode {n_new:,} tokens, {rate:,.0f} tokens/s]")
     print(f"[KV cache {cache.nbytes:,} bytes = {len(rows)} x {cache.length} tokens x {per_token}]")
+    if max(len(prompts[i // cfg.num_samples]) + len(row) for i, row in enumerate(rows)) > model.cfg.block_size:
+        print(f"[the block of {model.cfg.block_size} tokens is full, so a text ends there]")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from common import checkpoint, ranks
 from common.checkpoint import RUN
 from common.data import Corpus
 from common.files import hold, read_record, write_record
-from common.plan import count_parameters, flops_per_token
+from common.plan import count_parameters, flops_per_token, notes_of
 from common.report import Metrics
 from common.scoring import domain_losses
 from configurator import UserError, check_fields, run, setting
@@ -39,7 +39,7 @@ LR_START = 1e-7  # where the warmup begins, in the authors' scripts
 # Settings that change no result beyond rounding. A resumed run says nothing of them, and paper/ compares runs without.
 MAY_DIFFER = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every",
               "recompute", "shard", "micro_batch", "attn")  # fmt: skip
-MUST_STAY = {"seed", "batch_tokens", "data", "bos", "init_from"}  # in a run that continues
+MUST_STAY = {"seed", "batch_tokens", "data", "bos", "init_from", "val_hash", "eval_tokens"}  # in a run that continues
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,14 @@ def adamw(model, lr, weight_decay, betas, device_type):
 
 
 class Stop:
-    """SIGTERM and Ctrl-C let the current step finish and be saved; a second Ctrl-C kills."""
+    """Ctrl-C and what shells and batch systems send let the current step finish and be saved; a second Ctrl-C kills."""
 
     def __init__(self):
         self.asked = False
-        signal.signal(signal.SIGTERM, self)
-        signal.signal(signal.SIGINT, self)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, self)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(signal.SIGHUP, self)
 
     def __call__(self, number, frame):
         self.asked = True
@@ -181,7 +183,7 @@ def settings_of(cfg, corpus, path):
     # what the run has now, as a file has it
     new = dataclasses.asdict(cfg)
     new["value_mode_name"] = new["value_mode"].pop("name")
-    new["data"] = corpus.hash
+    new |= {"data": corpus.hash, "val_hash": corpus.val_hash}
     new = json.loads(json.dumps(new))  # as it is read back
     old_path = Path(path.parent if path else cfg.out_dir, "config.json")
     old = read_record(old_path, RUN) if old_path.exists() else {}  # also refuses a config.json that is not ours
@@ -284,15 +286,14 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
         corpus.tokenizer.save(Path(cfg.out_dir, "tokenizer.json"))
     # then a record of the start, and a line on the screen
     micro_batch, accumulation = cfg.split_batch(world.size)
-    record = {"event": "start", "step": done, "max_steps": cfg.max_steps, "ranks": world.size, "device": world.kind}
-    record |= {"value_mode": shape.value_mode.name, "arch": cfg.arch, "block_size": cfg.block_size, "seed": cfg.seed}
-    record |= {"data": corpus.hash, "bos": cfg.bos, "dtype": str(dtype).removeprefix("torch.")}
-    record |= {"parameters": count_parameters(shape), "kv_bytes_per_token": 2 * kv_floats_per_token(shape)}  # in bf16
+    record = {name: value for name, value in config.items() if name not in MAY_DIFFER}
+    record |= {"event": "start", "step": done, "ranks": world.size, "device": world.kind, "wandb": metrics.wandb_id}
+    record |= {"definition": record["value_mode"], "value_mode": record.pop("value_mode_name")}
+    record |= {"dtype": str(dtype).removeprefix("torch."), "parameters": count_parameters(shape)}
+    record |= {"kv_bytes_per_token": 2 * kv_floats_per_token(shape)}  # in bf16
     metrics.write(record)
-    if note:
-        metrics.say(note)
-    if cfg.shard != "none" and world.size == 1:
-        metrics.say(f"shard={cfg.shard} has one rank to divide the model among; continuing without it")
+    for line in filter(None, (note, *notes_of(cfg, corpus, world.size))):
+        metrics.say(line)
     metrics.say(
         f"{record['value_mode']}: {record['parameters']:,} parameters, {cfg.max_steps - done} steps of "
         f"{cfg.batch_tokens:,} tokens = {world.size} x {accumulation} x {micro_batch} x {cfg.block_size}, "
@@ -405,7 +406,7 @@ def train(cfg, world):
             val_loss = result["val_mean"]
             check_finite(n, "validation loss", val_loss)
             metrics.evaluation(n, result)
-        # save: after SIGTERM too, at the same step on all ranks, although it reaches them at different times.
+        # save: after a signal too, at the same step on all ranks, although it reaches them at different times.
         # What is evaluated is saved, so that the best checkpoint is there
         is_stopped = world.sum([stop.asked]).item() > 0
         if n % cfg.save_every == 0 or is_stopped or val_loss is not None:

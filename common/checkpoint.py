@@ -222,6 +222,8 @@ def load_tokenizer(weights_file):
     tokenizer = Tokenizer.load(path)
     if tokenizer.hash != read_header(weights_file)["tokenizer"]:
         raise UserError(f"{path} is not the tokenizer that {weights_file} was trained with")
+    if trained_with_bos(path.parent):
+        tokenizer.prefix = [tokenizer.eot]
     return tokenizer
 
 

@@ -96,6 +96,22 @@ def describe(cfg):
     return "\n".join(lines)
 
 
+def notes_of(cfg, corpus, n_ranks):
+    """Lines of what may surprise in a run with these settings of train.py, such as how often it reads its text."""
+    n = cfg.max_steps * cfg.batch_tokens // cfg.block_size  # sequences
+    windows = {domain: corpus.windows("train", domain) for domain in corpus.domains}
+    epochs = n / sum(windows.values())
+    # a domain with a large weight comes more often than the rest
+    often = {domain: n * weight / windows[domain] for domain, weight in corpus.mixture.items()}
+    words = [f", {times:.3g} of {domain}" for domain, times in often.items() if times > max(1, 2 * epochs)]
+    yield f"{cfg.max_steps:,} steps read {epochs:.3g} epochs of the train text{''.join(words)}"
+    if cfg.warmup_steps >= cfg.max_steps:
+        steps = f"the warmup takes {cfg.warmup_steps} steps, and the run has {cfg.max_steps}"
+        yield f"note: {steps}, so the rate never reaches its peak; set --warmup_steps"
+    if cfg.shard != "none" and n_ranks == 1:
+        yield f"shard={cfg.shard} has one rank to divide the model among; continuing without it"
+
+
 def mode_table(cfg):
     """All rows of TABLE at the shape of `cfg`, as Markdown. Rows that do not fit the shape are left out."""
     vanilla = count_parameters(dataclasses.replace(cfg, value_mode="vanilla", n_kv_head=0))

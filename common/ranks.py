@@ -33,8 +33,9 @@ class Distributed:
     fixed_lengths: attention always has the same few shapes, as in training; see `choose_kernels`."""
 
     def __init__(self, device, fixed_lengths=False):
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.size, self.rank, local_rank = int(os.environ.get("WORLD_SIZE") or 1), 0, 0
+        if self.size > 1:  # clusters set RANK in each worker, also where there is one process
+            self.rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
         self.is_first_of_node = local_rank == 0
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,7 +54,10 @@ class Distributed:
             keep_freed_memory()
         if self.size > 1:
             hour = datetime.timedelta(hours=1)  # others wait while rank 0 hashes data or writes a checkpoint
-            dist.init_process_group("nccl" if self.kind == "cuda" else "gloo", timeout=hour)
+            try:
+                dist.init_process_group("nccl" if self.kind == "cuda" else "gloo", timeout=hour)
+            except ValueError as e:  # a variable is missing
+                raise UserError(f"WORLD_SIZE={self.size}, but {e}; use torchrun, or unset it") from None
 
     def gather(self, value):
         """The values of all ranks, by rank."""
@@ -122,8 +126,8 @@ def enough_memory(remedy):
 
 def only_process(device, fixed_lengths=False):
     """The Distributed of a command that runs in one process; raises UserError under torchrun."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError("this command runs in one process; start it without torchrun")
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise UserError("this command runs in one process; start it without torchrun, or unset WORLD_SIZE")
     return Distributed(device, fixed_lengths)
 
 

@@ -6,6 +6,7 @@ No torch and no numpy here: prepare.py's worker processes and plot.py import thi
 import dataclasses
 import datetime
 import math
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -77,7 +78,8 @@ def side_by_side(labels, values, averaged=()):
 
 def markdown(header, rows, left=1):
     """A Markdown table as text. Its first `left` columns are aligned to the left, the others, numbers, to the right."""
-    rows = [[str(cell) for cell in row] for row in rows]
+    # names come from outside: a bar would end their cell, a line break their row
+    header, *rows = [[" ".join(str(cell).replace("|", r"\|").splitlines()) for cell in row] for row in (header, *rows)]
     rule = ["---"] * left + ["---:"] * (len(header) - left)
     lines = ["| " + " | ".join(header) + " |", "|" + "|".join(rule) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
@@ -88,7 +90,8 @@ def progress(name, total, unit, show=True):
     """A tqdm bar over `total` units, with update(n) and close(). Off a terminal it prints a line every ten seconds."""
     from tqdm import tqdm  # here, because prepare.py's workers show nothing
 
-    interval = 0.1 if sys.stderr.isatty() else 10
+    show = show and sys.stderr is not None  # a service may have none
+    interval = 0.1 if show and sys.stderr.isatty() else 10
     look = {"desc": name, "unit": unit, "unit_scale": True, "leave": False, "disable": not show}
     return tqdm(total=total, mininterval=interval, delay=interval, **look)
 
@@ -100,7 +103,7 @@ class Metrics:
     """
 
     def __init__(self, cfg, world, done):
-        self.cfg, self.is_main, self.wandb = cfg, world.rank == 0, None
+        self.cfg, self.is_main, self.wandb, self.wandb_id = cfg, world.rank == 0, None, None
         self.path = path = Path(cfg.out_dir, "metrics.jsonl")
         if not self.is_main:
             return
@@ -110,10 +113,22 @@ class Metrics:
         if records and steps != list(range(records[0]["step"] + 1, done + 1)):
             raise UserError(f"{path} lacks steps before {done}, or has some twice; copy it again, or remove it")
         write_text(path, "".join(record_line(METRICS, r) for r in records))
+        # a resumed run goes on in wandb, too: its records of starts know under which id
+        self.wandb_id = next((r["wandb"] for r in reversed(records) if r.get("wandb")), None)
         if cfg.log == "wandb":
-            self.wandb = need("wandb")
-            name = Path(cfg.out_dir).name
-            self.wandb.init(project="nanoresformer", name=name, dir=cfg.out_dir, config=dataclasses.asdict(cfg))
+            wandb, how = need("wandb"), {"name": Path(cfg.out_dir).name, "dir": cfg.out_dir, "resume": "allow"}
+            how |= {"project": os.environ.get("WANDB_PROJECT", "nanoresformer"), "config": dataclasses.asdict(cfg)}
+            self.wandb = self.tried(lambda: wandb.init(id=self.wandb_id, **how))
+            self.wandb_id = self.wandb.id if self.wandb else self.wandb_id
+
+    def tried(self, call):
+        """What a call of wandb returns. If it fails we say so and go on without, because metrics.jsonl has it all."""
+        try:
+            return call()
+        except Exception as e:  # its server, its login and its own process can fail in many ways
+            self.wandb = None
+            why = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            self.say(f"note: wandb failed ({why}); the run goes on without it. See `wandb login`, WANDB_MODE=offline")
 
     def write(self, record):
         """Append a record. All have "step"; those of evaluations and starts also have "event": "eval" or "start"."""
@@ -121,11 +136,15 @@ class Metrics:
             with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
                 file.write(record_line(METRICS, record))
         if self.wandb and record.get("event") != "start":
-            self.wandb.log(record, step=record["step"])
+            self.tried(lambda: self.wandb.log(record, step=record["step"]))
 
     def say(self, text):
-        if self.is_main:
+        if not self.is_main:
+            return
+        try:
             print(text, flush=True)
+        except OSError:  # the terminal, or `| tee`, is gone. The run goes on: metrics.jsonl has all numbers
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def step(self, record):
         """Record a step, and say so now and then."""
@@ -150,4 +169,4 @@ class Metrics:
 
     def close(self):
         if self.wandb:
-            self.wandb.finish()
+            self.tried(self.wandb.finish)

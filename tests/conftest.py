@@ -183,7 +183,8 @@ def script(*words, cwd=None, env=None, **kw):
 def in_process(module, *words, cwd=None):
     """`python <module>.py …` in this process: what `script` returns, without the seconds to import torch."""
     out, err, code = io.StringIO(), io.StringIO(), 0
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    handlers = {number: signal.getsignal(number) for number in names}
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.chdir(cwd or os.getcwd()):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", [module.__file__, *map(str, words)])

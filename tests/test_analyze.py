@@ -395,7 +395,7 @@ def test_a_hugging_face_folder(runs, tmp_path):
 def test_what_cannot_be_analysed(runs, tmp_path):
     other = make_data(tmp_path / "other", tokenizer=byte_tokenizer("(?s:..?)"))
     refused(call(runs / "a", runs / "b", f"--out_dir={tmp_path}"), "several of these models would write into one")
-    refused(call(runs / "a", "--length=65"), "length=65 must be 2 to 64, the block_size")
+    refused(call(runs / "a", "--length=65"), "a chunk of 65 tokens does not fit", "at least 2 tokens, and at most 64")
     refused(call(runs / "a", f"--data_dir={other}"), "another tokenizer", str(other))
 
 

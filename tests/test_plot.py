@@ -3,11 +3,12 @@
 import matplotlib
 import numpy as np
 import pytest
-from conftest import in_process, refused
+from conftest import in_process, refused, script
 from matplotlib.figure import Figure
 
 import plot
 from common.files import record_line, write_record
+from common.report import markdown
 from configurator import UserError, load_settings
 from value_modes import TABLE
 
@@ -16,8 +17,9 @@ def make_run(folder, mode, seed, losses, val=None, batch=512, parameters=1000, r
     """A run's metrics.jsonl; val: {step: validation loss}, by default one at the end; returns the folder's name."""
     n, kv = len(losses), 2048 if mode == "svformer" else 4096
     start = {"event": "start", "step": 0, "value_mode": mode, "seed": seed, "parameters": parameters, "bos": False}
-    start |= {"kv_bytes_per_token": kv, "data": "d", "block_size": 64, "max_steps": n} | changed
-    records = [start]
+    start |= {"kv_bytes_per_token": kv, "data": "d", "block_size": 64, "max_steps": n, "learning_rate": lr}
+    start |= {"val_hash": "v", "eval_tokens": 64} | changed
+    records = [{name: value for name, value in start.items() if value is not None}]
     for i, loss in enumerate(losses, 1):
         records.append({"step": i, "loss": float(loss), "lr": lr, "tokens": i * batch})
         records[-1]["tokens_per_s"] = rate if i > 1 else 1.0  # the first step is slow
@@ -128,7 +130,10 @@ def test_the_table_has_losses_of_finished_runs_and_the_gap_by_seed(tmp_path):
     ("new had length 64, end-of-text first, 9 steps", "svformer", 1, {"bos": True}),
     ("new had length 64, 9 steps of 512 tokens of data e", "svformer", 1, {"data": "e"}),
     ("new are both vanilla, but do not differ in the seed alone", "vanilla", 1, {}),
-    ("new are both vanilla, but do not differ in the seed alone", "vanilla", 3, {"lr": 2e-3}),
+    ("new are both vanilla, but do not differ in the seed alone", "vanilla", 3, {"lr": 2e-3, "learning_rate": None}),
+    ("new are both vanilla, but do not differ in the seed alone", "vanilla", 3, {"definition": "another"}),
+    ("new and .*base were validated on different tokens; compare them by", "svformer", 1, {"val_hash": "w"}),
+    ("new and .*base were validated on different tokens; compare them by", "svformer", 1, {"eval_tokens": 0}),
     ("new are both vanilla, but do not differ in the seed alone", "vanilla", 3, {"parameters": 7}),
     ("name runs of vanilla and of other modes", "vanilla", 2, {}),
 ])  # fmt: skip
@@ -147,6 +152,42 @@ def test_the_last_start_of_a_resumed_run_counts(tmp_path):
         f.write((tmp_path / "again" / "metrics.jsonl").read_text())
     assert plot.read_run(tmp_path / "r").final_loss == 1.5
     refused(in_process(plot, "compare", tmp_path / "again"), "has no steps yet; wait")
+
+
+def test_what_else_differs_is_named(tmp_path):
+    """Also of a run that was extended from step 5, and of one whose record is older and which began elsewhere."""
+    a = make_run(tmp_path / "a", "vanilla", 1, np.ones(5), lr=2e-3)
+    b = make_run(tmp_path / "b", "resformer", 1, np.ones(9), val_hash=None, eval_tokens=None, step=2)
+    make_run(tmp_path / "more", "vanilla", 1, [], {}, lr=2e-3, max_steps=9, step=5)
+    with open(tmp_path / "a" / "metrics.jsonl", "a") as f:
+        f.write((tmp_path / "more" / "metrics.jsonl").read_text())
+    result = in_process(plot, "compare", a, b)
+    notes = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
+    histories = [f"note: {a} had max_steps=5 until step 5", f"note: {b} goes on from step 2 of another run"]
+    assert notes == ["note: the runs differ in learning_rate", *histories], result.stderr
+
+
+def test_a_sweep_of_one_mode_is_lines_of_their_own(tmp_path, monkeypatch, capsys):
+    runs = [make_run(tmp_path / f"{lr}", "svformer", 1, lr * np.ones(9), lr=lr) for lr in (1.0, 2.0, 3.0)]
+    found = drawn(monkeypatch, *runs)
+    assert list(found) == ["svformer learning_rate=2.0", "svformer learning_rate=3.0"]
+    assert (found["svformer learning_rate=3.0"][1] == 2).all()
+    head, _, *rows = table(capsys.readouterr().out)
+    assert head[3] == "vs svformer learning_rate=1.0" and [row[3] for row in rows] == ["-", "+1.0000", "+2.0000"]
+
+
+def test_names_are_shown_as_they_are():
+    ax = Figure().subplots()
+    plot.draw_line(ax, np.array([1, 2]), np.ones((1, 2)), "_a$x$", plot.style_of("resformer"))
+    assert ax.get_legend_handles_labels()[1] == [r" _a\$x\$, 1 seed"]
+    assert markdown(["a|b"], [["c\nd"]]).splitlines() == [r"| a\|b |", "|---|", "| c d |"]
+
+
+def test_neither_a_notebooks_backend_nor_a_terminal_of_ascii_ends_it(tmp_path):
+    runs = [make_run(tmp_path / mode, mode, 1, np.ones(9)) for mode in ("vanilla", "resformer")]
+    around = {"MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONIOENCODING": "ascii"}
+    result = script("plot.py", "compare", *runs, env=around)
+    assert "per token \\xb1 standard" in result.stdout and (tmp_path / "compare.png").exists(), result.stderr
 
 
 def test_bad_calls():

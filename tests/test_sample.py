@@ -67,6 +67,11 @@ def test_greedy_text_equals_the_full_forward():
     assert rows[::2] == rows[1::2]
 
 
+def test_a_text_that_ends_at_the_block_says_so(run):
+    said = [in_process(sample, run, "--temperature=0", f"--max_new_tokens={n}").stdout for n in (31, 99)]
+    assert ["the block of 32 tokens is full" in text for text in said] == [False, True]
+
+
 def test_samples_differ_and_seeds_repeat():
     def text(seed):
         return generate(tiny().float(), [[7]], 10, num_samples=3, seed=seed)[0]

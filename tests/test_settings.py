@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,7 @@ from conftest import ROOT, in_process
 import train
 from common import files
 from common.plan import count_parameters
+from common.report import progress
 from configurator import UserError, check_fields, load_settings, need, setting
 from train import TrainConfig
 from value_modes import get_mode
@@ -63,6 +65,9 @@ BAD = {  # test_bad_input.py tries many more, but reads no sentence
     "--learning_rate=1e999": "learning_rate takes float, not inf",
     "--max_steps=1.5": "max_steps takes int, not 1.5",
     "--learning_rte=1": "unknown setting 'learning_rte'; did you mean 'learning_rate'?",
+    "--zzz=1": "unknown setting 'zzz'; See --help",
+    "--batch-size=12": "batch_size is nanoGPT's; here it is micro_batch; a step's tokens",
+    "--mixture=a:1": "mixture takes dict[str, float] such as {'text': 0.5}, not 'a:1'",
     "--kind=eager": "kind takes Literal['sdpa', 'flash'], not 'eager'",
     "--layers=0,-5": "layers=-5 must be at least -4",
     "bad.py": "layers takes tuple[int, ...], not array([0, 1, 2])",
@@ -86,6 +91,29 @@ def test_help_lists_every_setting_and_its_default():
     for name, field in TrainConfig.__dataclass_fields__.items():
         assert f"--{name}=" in result.stdout and len(field.metadata["help"]) > 5, name
     assert "--learning_rate=0.0006  (float)" in result.stdout and "torchrun --nproc_per_node=8" in result.stdout
+
+
+def test_a_value_of_nanogpts_is_answered_unless_it_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="init_from=resume is nanoGPT's; here it is resume=auto"):
+        load_settings(TrainConfig, ["--init_from=resume"])
+    Path("resume").mkdir()
+    assert load_settings(TrainConfig, ["--init_from=resume"]).init_from == "resume"
+
+
+def test_a_path_may_begin_at_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert TrainConfig(out_dir="~/run").out_dir == "/home/me/run"
+
+
+def test_without_stderr_a_bar_shows_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    progress("loss", 2, "tok").update(1)
+
+
+def test_help_without_docstrings(monkeypatch):
+    monkeypatch.setattr(train, "__doc__", None)  # as python -OO leaves it
+    assert "--learning_rate=" in in_process(train, "--help").stdout
 
 
 def test_a_rank_says_which_one_it_is(monkeypatch):

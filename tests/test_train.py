@@ -1,6 +1,7 @@
 """train.py learns what a naive loop learns, resumes bit for bit, computes the same on any number of ranks, refuses what
 does not belong together, and loses nothing that was saved."""
 
+import contextlib
 import functools
 import importlib
 import math
@@ -24,8 +25,9 @@ import configurator
 import train
 from common import checkpoint, files
 from common.data import Corpus
+from common.plan import notes_of
 from common.ranks import Distributed
-from common.report import METRICS
+from common.report import METRICS, Metrics
 from model import GPT
 from train import TrainConfig, learning_rate
 
@@ -161,6 +163,7 @@ def test_a_run_equals_a_naive_loop(data_dir, tmp_path):
         assert record["loss"] == pytest.approx(loss.item(), abs=1e-4)
         assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
         assert record["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
+    assert checkpoint.load_tokenizer(checkpoint.find(tmp_path)).prefix == [256]  # a text begins as a sequence did
     for a, b in zip(checkpoint.load(tmp_path).parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
@@ -168,6 +171,9 @@ def test_a_run_equals_a_naive_loop(data_dir, tmp_path):
 def test_what_a_run_leaves(base, data_dir):
     (start,), steps = records(base, "start"), records(base)
     assert {"value_mode": "vanilla", "seed": 1, "parameters": 46_304, "ranks": 1, "step": 0}.items() <= start.items()
+    made = files.read_record(base / "config.json", checkpoint.RUN)
+    of_result = {"val_hash": Corpus(data_dir, 16).val_hash, "eval_tokens": 512, "init_from": "", "learning_rate": 3e-3}
+    assert of_result.items() <= start.items() and of_result.items() <= made.items()
     assert list(steps[-1]) == ["step", "loss", "lr", "grad_norm", "tokens", "mfu"] and steps[-1]["mfu"] is None
     assert [(r["step"], r["tokens"]) for r in steps] == [(n, 128 * n) for n in range(1, 13)]
     assert [(r["step"], list(r["val"])) for r in records(base, "eval")] == [(n, ["prose", "code"]) for n in (6, 12)]
@@ -209,12 +215,49 @@ def test_too_little_memory(data_dir, tmp_path, monkeypatch):
 def test_wandb_gets_the_metrics(data_dir, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     refused(called(data_dir, tmp_path, log="wandb"), "pip install wandb")
-    logged = []
-    fake = SimpleNamespace(init=lambda **kw: None, log=lambda r, step: logged.append((step, r)), finish=lambda: None)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    logged, ids = [], []
+    of_run = SimpleNamespace(id="x7", log=lambda r, step: logged.append((step, r)), finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **kw: ids.append(kw["id"]) or of_run))
     trained(data_dir, tmp_path, log="wandb")
     assert [step for step, r in logged if "loss" in r] == list(range(1, 13))
     assert [step for step, r in logged if "val" in r] == [6, 12] and len(logged) == 14
+    trained(data_dir, tmp_path, log="wandb", max_steps=13, resume="auto")
+    assert ids == [None, "x7"]  # a resumed run goes on in its run
+
+
+@pytest.mark.parametrize("part", ["init", "log", "finish"])
+def test_where_wandb_fails_it_says_so_once_and_goes_on(part, data_dir, tmp_path, monkeypatch):
+    of_run = SimpleNamespace(id="x7", log=lambda *of, **how: None, finish=lambda: None)
+    fake = SimpleNamespace(init=lambda **kw: of_run)
+    setattr(fake if part == "init" else of_run, part, lambda *of, **how: 1 / 0)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    said = trained(data_dir, tmp_path, log="wandb")
+    assert said.count("note: wandb failed (ZeroDivisionError: division by zero)") == 1 and len(records(tmp_path)) == 12
+
+
+def test_a_terminal_that_is_gone_does_not_end_a_run():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as gone, contextlib.redirect_stdout(gone):
+        Metrics.say(SimpleNamespace(is_main=True), "step 1")
+
+
+def test_a_long_warmup_and_text_that_is_read_often_are_said():
+    cfg = SimpleNamespace(max_steps=20, batch_tokens=320, block_size=16, warmup_steps=20, shard="none")
+    corpus = SimpleNamespace(domains=["big", "tiny"], mixture={"big": 0.1, "tiny": 0.9})
+    corpus.windows = lambda split, domain: {"big": 900, "tiny": 100}[domain]
+    epochs, warmup = notes_of(cfg, corpus, 1)
+    assert epochs == "20 steps read 0.4 epochs of the train text, 3.6 of tiny"
+    assert "the warmup takes 20 steps, and the run has 20, so the rate never reaches its peak" in warmup
+
+
+def test_a_rank_counts_only_among_several(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")  # clusters set it in each worker
+    trained(data_dir, tmp_path, max_steps=1)
+    assert len(records(tmp_path)) == 1
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(called(data_dir, tmp_path / "new"), "WORLD_SIZE=2, but", "RANK expected", "use torchrun, or unset it")
 
 
 # ---- a run that was interrupted
@@ -251,6 +294,16 @@ def test_only_the_second_ctrl_c_kills(monkeypatch):
     stop = train.Stop()
     handlers[signal.SIGINT](signal.SIGINT, None)
     assert stop.asked and handlers[signal.SIGINT] is signal.default_int_handler
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_hangups_and_batch_systems_stop_a_run_unless_nohup_ignores_them(before, monkeypatch):
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(signal, "getsignal", lambda number: before)
+    train.Stop()
+    assert {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2} < handlers.keys()
+    assert (signal.SIGHUP in handlers) == (before == signal.SIG_DFL)
 
 
 def test_a_kill_at_any_rename_or_deletion(data_dir, tmp_path, monkeypatch):
@@ -302,6 +355,7 @@ OTHERS = [
     (dict(bos=True), "bos (was False)"),
     (dict(mixture="{'code': 1}"), "data (was "),
     (dict(init_from="elsewhere"), "init_from (was empty)"),
+    (dict(eval_tokens=64), "eval_tokens (was 512)"),
     (dict(max_steps=12, learning_rate=1e-4), "learning_rate (was 0.003)"),  # a finished run with other settings
     (dict(resume="never"), "already holds a run; --resume=auto continues it"),
     (dict(resume="nowhere"), "nowhere holds no checkpoint"),
@@ -317,7 +371,7 @@ def test_what_does_not_belong_together_is_refused(kw, says, base, data_dir):
 
 def test_another_tokenizer_is_refused(base, tmp_path):
     data = make_data(tmp_path / "data", tokenizer=byte_tokenizer("(?s:..?)"))
-    refused(called(data, base, resume="auto", max_steps=14), "another tokenizer than this one")
+    refused(called(data, base, resume="auto", max_steps=14), "val_hash (was ")
     refused(called(data, tmp_path / "new", init_from=base), "another tokenizer than this one")
 
 
