@@ -18,7 +18,8 @@ from conftest import ROOT, SHARED, byte_tokenizer, finished, gpt2_json, in_proce
 import prepare
 from common import data, hf, scoring
 from common.data import Corpus
-from common.tokenizer import EOT, PATTERN, PUBLIC, Tokenizer, byte_level_spec, read_vocabulary, vocabulary_file
+from common.tokenizer import EOT, PATTERN, Tokenizer
+from common.vocabularies import PUBLIC, byte_level_spec, read_vocabulary, vocabulary_file
 from configurator import UserError
 
 SPACES = "\n|\r\n|\t|\x0b|\x0c|\x1c|\x85|\u00a0|\u1680|\u2003|\u2028|\u200b|\u3000".split("|")
