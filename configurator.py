@@ -134,7 +134,7 @@ def show_help(cls, usage):
 def load_settings(cls, words, usage="", skip_unknown=False):
     """A `cls` of the words behind a script's name: --key=value, --key value, --flag, config.py, or what the positional
     setting takes. skip_unknown: config files may name settings of another script."""
-    hints, values, others, words = types_of(cls), {}, [], list(words)
+    hints, values, flags, others, words = types_of(cls), {}, set(), [], list(words)
     positional = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("positional")), None)
     takes_many = positional and typing.get_origin(hints[positional]) is tuple
     while words:
@@ -146,6 +146,9 @@ def load_settings(cls, words, usage="", skip_unknown=False):
             if not equals:  # a flag is true, any other setting takes the next word
                 is_flag = hints.get(name) in (bool, bool | None)
                 text = "true" if is_flag or not words else words.pop(0)
+            if name in flags and name.endswith("_dir"):  # of two folders we would read the last
+                raise UserError(f"--{name} is given twice; it takes one folder")
+            flags.add(name)
             values[name] = parse(text, hints.get(name, str))
         elif word.endswith(".py"):
             found = read_config(word)
@@ -160,8 +163,8 @@ def load_settings(cls, words, usage="", skip_unknown=False):
         if theirs in NANOGPT and not (name in hints and os.path.exists(value)):  # a run may be called gpt2
             raise UserError(f"{theirs} is nanoGPT's; here it is {NANOGPT[theirs]}")
         if name not in hints:
-            near = [f"did you mean {one!r}? " for one in difflib.get_close_matches(name, hints, 1)]
-            raise UserError(f"unknown setting {name!r}; {''.join(near)}See --help")
+            near = [f" (did you mean {one!r}?)" for one in difflib.get_close_matches(name, hints, 1)]
+            raise UserError(f"unknown setting {name!r}{''.join(near)}; see --help")
     return cls(**values)
 
 

@@ -64,9 +64,10 @@ def test_flags(words):
 BAD = {  # test_bad_input.py tries many more, but reads no sentence
     "--learning_rate=1e999": "learning_rate takes float, not inf",
     "--max_steps=1.5": "max_steps takes int, not 1.5",
-    "--learning_rte=1": "unknown setting 'learning_rte'; did you mean 'learning_rate'?",
-    "--zzz=1": "unknown setting 'zzz'; See --help",
+    "--learning_rte=1": "unknown setting 'learning_rte' (did you mean 'learning_rate'?); see",
+    "--zzz=1": "unknown setting 'zzz'; see --help",
     "--batch-size=12": "batch_size is nanoGPT's; here it is micro_batch; a step's tokens",
+    "--data_dir=a --data_dir=b": "--data_dir is given twice; it takes one folder",
     "--mixture=a:1": "mixture takes dict[str, float] such as {'text': 0.5}, not 'a:1'",
     "--kind=eager": "kind takes Literal['sdpa', 'flash'], not 'eager'",
     "--layers=0,-5": "layers=-5 must be at least -4",
@@ -79,7 +80,7 @@ def test_a_sentence_says_what_would_be_right(word, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("bad.py").write_text("import numpy\nlayers = numpy.arange(3)")
     with pytest.raises(UserError, match=re.escape(BAD[word])):
-        load_settings(Config, [word])
+        load_settings(Config, word.split())
 
 
 # ---- scripts
