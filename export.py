@@ -35,7 +35,30 @@ CODE = (
 CLASSES = {
     "AutoConfig": "modeling_nanoresformer.NanoResFormerConfig",
     "AutoModelForCausalLM": "modeling_nanoresformer.NanoResFormerForCausalLM",
+    "AutoModel": "modeling_nanoresformer.NanoResFormerModel",
 }
+
+# README.md of a folder: what hubs read, and what a user has to know. CARD is every folder's, OWN_CODE not a Llama's.
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {name}
+
+{mode} of nanoResFormer, step {step}, {dtype}. Written and checked with transformers {version}.
+
+- LoRA: `target_modules="all-linear"`.
+- The padding token is end-of-text, and DataCollatorForLanguageModeling gives padding no label. So a model that it
+  trains does not learn to end a text. With labels of your own and DataCollatorForSeq2Seq it does.
+- Texts: {bos}. The text `<|endoftext|>` becomes its id.
+- Fine-tuning leaves `step` and `val_loss` in config.json as they are.
+"""
+OWN_CODE = """- It needs transformers 5 and `trust_remote_code=True`, in trl too (`model_init_kwargs`).
+- It takes `inputs_embeds` (not with token tables), `position_ids` (packed documents do not see each other), 4-D masks,
+  `output_hidden_states`, new tokens, peft, trl, torch.export and ONNX.
+- It refuses attention weights, static and quantized caches, and text beyond {block_size} tokens. It has no flash
+  attention, tensor parallelism, continuous batching (`generate_batch`), nor a class for classification.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,10 +88,12 @@ def to_transformers(model, eot):
 
 def write_code(folder):
     """Our files as transformers' loader wants them: one flat folder, in which they import each other relatively."""
-    names = "|".join(Path(file).stem for file in CODE)
+    names = [Path(file).stem for file in CODE]
     for file in CODE:
         source = (HERE / file).read_text(encoding="utf-8")
-        source = re.sub(rf"^from (?:common\.)?({names}) import", r"from .\1 import", source, flags=re.M)
+        source = re.sub(rf"^from (?:common\.)?({'|'.join(names)}) import", r"from .\1 import", source, flags=re.M)
+        if file == CODE[-1]:  # the wrapper: early releases of version 5 take along what it imports itself, and no more
+            source += "\n" + "".join(f"from .{name} import __name__ as _  # noqa\n" for name in names[:-1])
         write_text(folder / Path(file).name, source)
 
 
@@ -82,18 +107,31 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
     about["bos"] = checkpoint.trained_with_bos(path.parent)
     if header["mode"] in TABLE:
         about["value_mode"] = header["mode"]
+    if is_plain_llama(model.cfg):
+        about["rope_theta"] = model.cfg.rope_theta  # transformers 4 reads it here, 5 among rope_parameters
     vars(peer.config).update(about)
 
     peer.generation_config.max_length = model.cfg.block_size  # otherwise generate stops after 20 tokens
     peer.generation_config.pad_token_id = tokenizer.eot
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOT)
     how = {"model_max_length": model.cfg.block_size, "padding_side": "left", "clean_up_tokenization_spaces": False}
-    fast = need("transformers").PreTrainedTokenizerFast(tokenizer_object=fast_tokenizer(tokenizer), **special, **how)
+    made = fast_tokenizer(tokenizer, about["bos"])
+    fast = need("transformers").PreTrainedTokenizerFast(tokenizer_object=made, **special, **how)
     with writing(folder):
         peer.save_pretrained(folder)
         fast.save_pretrained(folder)
     if not is_plain_llama(model.cfg):
         write_code(folder)
+    write_text(folder / "README.md", card(folder.name, header, about["bos"], dtype))
+
+
+def card(name, header, bos, dtype):
+    """The text of README.md, of a checkpoint's header."""
+    cfg = header["config"]
+    about = {"name": name, "mode": cfg.value_mode.name, "step": header["step"], "dtype": dtype}
+    about["version"], about["block_size"] = need("transformers").__version__, cfg.block_size
+    about["bos"] = "each begins with `<|endoftext|>`, as in training" if bos else "nothing is put before them"
+    return (CARD if is_plain_llama(cfg) else CARD + OWN_CODE).format(**about)
 
 
 @torch.inference_mode()
