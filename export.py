@@ -38,28 +38,6 @@ CLASSES = {
     "AutoModel": "modeling_nanoresformer.NanoResFormerModel",
 }
 
-# README.md of a folder: what hubs read, and what a user has to know. CARD is every folder's, OWN_CODE not a Llama's.
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
----
-# {name}
-
-{mode} of nanoResFormer, step {step}, {dtype}. Written and checked with transformers {version}.
-
-- LoRA: `target_modules="all-linear"`.
-- The padding token is end-of-text, and DataCollatorForLanguageModeling gives padding no label. So a model that it
-  trains does not learn to end a text. With labels of your own and DataCollatorForSeq2Seq it does.
-- Texts: {bos}. The text `<|endoftext|>` becomes its id.
-- Fine-tuning leaves `step` and `val_loss` in config.json as they are.
-"""
-OWN_CODE = """- It needs transformers 5 and `trust_remote_code=True`, in trl too (`model_init_kwargs`).
-- It takes `inputs_embeds` (not with token tables), `position_ids` (packed documents do not see each other), 4-D masks,
-  `output_hidden_states`, new tokens, peft, trl, torch.export and ONNX.
-- It refuses attention weights, static and quantized caches, and text beyond {block_size} tokens. It has no flash
-  attention, tensor parallelism, continuous batching (`generate_batch`), nor a class for classification.
-"""
-
 
 @dataclass(frozen=True)
 class ExportConfig:
@@ -126,12 +104,12 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
 
 
 def card(name, header, bos, dtype):
-    """The text of README.md, of a checkpoint's header."""
-    cfg = header["config"]
+    """The text of README.md, of a checkpoint's header: common/card.md, for a Llama without what our own code needs."""
+    cfg, text = header["config"], (HERE / "common/card.md").read_text(encoding="utf-8")
     about = {"name": name, "mode": cfg.value_mode.name, "step": header["step"], "dtype": dtype}
     about["version"], about["block_size"] = need("transformers").__version__, cfg.block_size
     about["bos"] = "each begins with `<|endoftext|>`, as in training" if bos else "nothing is put before them"
-    return (CARD if is_plain_llama(cfg) else CARD + OWN_CODE).format(**about)
+    return (text.split("\nIts code")[0] if is_plain_llama(cfg) else text).format(**about)
 
 
 @torch.inference_mode()

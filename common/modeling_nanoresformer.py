@@ -180,10 +180,10 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
         return made
 
     def _validate_generated_length(self, generation_config, *args):
-        """Called before the first step: text that has no room is better refused now than when it is full."""
+        """Called before the first step: text that has no room is better refused now than when the block is full."""
         super()._validate_generated_length(generation_config, *args)
         length, most = generation_config.max_length, self.model.cfg.block_size
-        if length > most:
+        if length > most + 1:  # the last new token needs no position of its own
             raise ValueError(f"prompt and new tokens may be {length}, and the model's block is {most} tokens long")
 
     @can_return_tuple

@@ -124,15 +124,13 @@ def test_keywords_that_change_nothing(words):
     close(peer(idx, **words).logits, peer(idx).logits)
 
 
-def test_keywords_that_pick():
+def test_keywords_and_settings_that_pick():
     peer, idx = wrapped(tiny("svformer").float()), tokens((2, 8))
     close(peer(idx, logits_to_keep=torch.tensor([2, 5])).logits, peer(idx).logits[:, [2, 5]])
-    assert isinstance(peer(idx, return_dict=False), tuple)
     peer.set_attn_implementation("eager")
-    peer(idx)
+    peer.config.use_cache, peer.config.return_dict = False, False
+    assert len(peer(idx)) == 1  # logits alone, in a tuple
     assert {block.attn.kernel for block in peer.model.blocks} == {"eager"}
-    peer.config.use_cache = False
-    assert peer(idx).get("past_key_values") is None
 
 
 REFUSED = {  # what another model would do, and ours would leave undone in silence
@@ -156,15 +154,12 @@ def test_the_cache_has_two_names(name):
 
 
 def test_hidden_states_are_what_layers_read_and_the_head_reads():
-    peer, idx = wrapped(tiny("denseformer").float()), tokens((2, 8))
-    out = peer(idx, output_hidden_states=True)
-    close(out.hidden_states[0], peer.model.embed(idx))
-    close(peer.model.head(out.hidden_states[-1]), out.logits)
-    x = [out.hidden_states[0]]
-    for block in peer.model.blocks[:2]:
-        x.append(block(out.hidden_states[len(x) - 1], peer.model.rope(slice(8)), [], {}, {})[0])
-    close(out.hidden_states[2], peer.model.dense(2, x))
-    assert len(out.hidden_states) == 5 and peer(idx).hidden_states is None
+    peer, idx, read = wrapped(tiny("denseformer").float()), tokens((2, 8)), []
+    for norm in (*(block.norm1 for block in peer.model.blocks), peer.model.norm):
+        norm.register_forward_hook(lambda norm, args, out: read.append((args[0], out)))
+    states = peer(idx, output_hidden_states=True).hidden_states
+    assert all(map(torch.equal, states, [*(x for x, _ in read[:4]), read[4][1]])) and len(states) == 5
+    assert peer(idx).hidden_states is None
 
 
 def test_embeddings_in_place_of_ids():
@@ -196,8 +191,8 @@ def test_new_tokens(tmp_path):
 def test_text_that_has_no_room_is_refused_before_the_first_step():
     peer = wrapped(tiny("svformer").float())
     peer.model.register_forward_hook(lambda *call: pytest.fail("it began"))
-    with pytest.raises(ValueError, match="may be 33, and the model's block is 32 tokens"):
-        peer.generate(tokens((1, 8)), max_new_tokens=25)
+    with pytest.raises(ValueError, match="may be 34, and the model's block is 32 tokens"):
+        peer.generate(tokens((1, 8)), max_new_tokens=26)
 
 
 def test_a_graph_of_any_length_with_padding():
