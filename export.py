@@ -98,6 +98,11 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
     with writing(folder):
         peer.save_pretrained(folder)
         fast.save_pretrained(folder)
+    named = folder / "tokenizer_config.json"
+    text = named.read_text(encoding="utf-8")
+    write_text(
+        named, text.replace("TokenizersBackend", "PreTrainedTokenizerFast")
+    )  # version 4 knows the old name alone
     if not is_plain_llama(model.cfg):
         write_code(folder)
     write_text(folder / "README.md", card(folder.name, header, about["bos"], dtype))

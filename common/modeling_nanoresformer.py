@@ -101,6 +101,8 @@ class Body(GPT):
     gradient_checkpointing = False  # transformers sets it
 
     def __init__(self, config):
+        # from_pretrained(…, max_position_embeddings=4096) changes the copies alone
+        config.shape = config.shape | {ours: getattr(config, theirs) for theirs, ours in NAMES.items()}
         super().__init__(ModelConfig(**config.shape))
         self.config = config
         for module in self.modules():
@@ -148,7 +150,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanoResFormerConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Block", "MixingWeights", "DepthAverage"]  # each is on one device, with all of its weights
+    _no_split_modules = ["Block"]
     _supports_sdpa = True
     _input_embed_layer = "embed"
 

@@ -113,7 +113,7 @@ SAME = {  # what changes nothing
     "names of trainers": dict(num_items_in_batch=3, output_attentions=False, shift_labels=None, return_dict=True),
     "positions": dict(position_ids=torch.arange(8)[None], cu_seq_lens_q=torch.tensor([0, 8])),
     "float mask": dict(attention_mask=torch.ones(2, 8)),
-    "4-D mask": dict(attention_mask=CAUSAL.bool()),
+    "4-D mask": dict(attention_mask=CAUSAL.long()),
     "added 4-D mask": dict(attention_mask=(1 - CAUSAL) * torch.finfo().min),
 }
 
@@ -190,6 +190,7 @@ def test_new_tokens(tmp_path):
 
 def test_text_that_has_no_room_is_refused_before_the_first_step():
     peer = wrapped(tiny("svformer").float())
+    assert peer.generate(tokens((1, 8)), max_new_tokens=25, eos_token_id=None).size(1) == 33  # no position for the last
     peer.model.register_forward_hook(lambda *call: pytest.fail("it began"))
     with pytest.raises(ValueError, match="may be 34, and the model's block is 32 tokens"):
         peer.generate(tokens((1, 8)), max_new_tokens=26)
@@ -242,6 +243,12 @@ def test_what_transformers_makes_of_it(runs, mode):
     assert (about["model_type"] == "llama") == (mode == "vanilla") == ("auto_map" not in about)
 
 
+def test_a_longer_block(runs):
+    how = dict(trust_remote_code=True, max_position_embeddings=200)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(runs["svformer"][1], **how)
+    assert peer(tokens((1, 200))).logits.size(1) == peer.config.shape["block_size"] == 200
+
+
 def test_its_code_needs_none_of_our_files(runs, tmp_path, monkeypatch):
     """Elsewhere `from model import GPT` would find nothing, so here it must not find ours."""
     ours = (export.HERE, export.HERE / "common", export.HERE / "tests")  # but not .venv, which is in there too
@@ -253,6 +260,9 @@ def test_its_code_needs_none_of_our_files(runs, tmp_path, monkeypatch):
     folder = shutil.copytree(runs["svformer"][1], tmp_path / "elsewhere")  # under another name it is loaded again
     transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert not {"model", "value_modes", "common"} & sys.modules.keys()
+    # early releases of version 5 take along what the wrapper itself imports
+    source = (folder / "modeling_nanoresformer.py").read_text()
+    assert all(f"from .{Path(file).stem} import" in source for file in export.CODE[:-1])
 
 
 def test_weights_in_half_precision(runs, tmp_path):
@@ -279,7 +289,8 @@ def test_a_mode_comes_back_bit_for_bit(data_dir, tmp_path, mode, arch):
     same_weights(checkpoint.load(found), model)
     read = checkpoint.load_tokenizer(found)
     assert read.encode("abc <|endoftext|>") == tokenizer.encode("abc <|endoftext|>") and read.prefix == [tokenizer.eot]
-    # version 4 of transformers reads rope_theta there
+    # version 4 of transformers reads rope_theta there, and knows the tokenizer's class by this name
+    assert "PreTrainedTokenizerFast" in (folder / "tokenizer_config.json").read_text()
     is_llama, about = hf.is_plain_llama(model.cfg), json.loads((folder / "config.json").read_text())
     assert about.get("rope_theta") == (5e5 if is_llama else None)
     assert ("trust_remote_code" in (folder / "README.md").read_text()) != is_llama
