@@ -98,11 +98,8 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
     with writing(folder):
         peer.save_pretrained(folder)
         fast.save_pretrained(folder)
-    named = folder / "tokenizer_config.json"
-    text = named.read_text(encoding="utf-8")
-    write_text(
-        named, text.replace("TokenizersBackend", "PreTrainedTokenizerFast")
-    )  # version 4 knows the old name alone
+    named = folder / "tokenizer_config.json"  # version 4 of transformers knows the class by its old name alone
+    write_text(named, named.read_text(encoding="utf-8").replace("TokenizersBackend", "PreTrainedTokenizerFast"))
     if not is_plain_llama(model.cfg):
         write_code(folder)
     write_text(folder / "README.md", card(folder.name, header, about["bos"], dtype))

@@ -40,8 +40,8 @@ class NanoResFormerConfig(PreTrainedConfig):
 
 class Tokens:
     """A DynamicCache with the methods that GPT.hidden calls: the positions of T new tokens, what they see, and the keys
-    and values so far. cache=None keeps none. attention_mask: (B, S), 0 = padding, or (B, 1, T, S), whatever each token
-    sees. position_ids: (B, T). Where they do not count on, another document begins, which sees itself alone.
+    and values so far. cache=None keeps none. attention_mask: (B, S), 0 = padding, or (B, 1 or H, T, S), all that each
+    token sees. position_ids: (B, T). Where they do not count on, another document begins, which sees itself alone.
 
     A layer of a DynamicCache has one tensor of keys and one of values. Our layers do not, because they borrow. So we
     number the tensors that the plan stores, and two of them make a layer of the DynamicCache.
@@ -60,21 +60,21 @@ class Tokens:
         # What new tokens may see, if that is not simply all before them. A graph that is traced cannot look.
         seen, is_traced = None, torch.compiler.is_compiling() or torch.jit.is_tracing()
         if attention_mask is not None and attention_mask.ndim == 4:
-            seen = attention_mask[:, 0]  # (B, T, S)
+            seen = attention_mask
         elif attention_mask is not None and (is_traced or not attention_mask.all()):
             causal = torch.ones(T, self.past + T, dtype=torch.bool, device=x.device).tril(self.past)
             own = causal.triu(self.past)  # padding sees itself, because a softmax over nothing is NaN
-            seen = (attention_mask[:, None].bool() & causal) | own  # (B, T, S)
+            seen = (attention_mask[:, None, None].bool() & causal) | own  # (B, 1, T, S)
             if position_ids is None:  # they count from the first token that is no padding
                 self.where = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -T:]  # (B, T)
         elif attention_mask is None and position_ids is not None and self.past == 0:
             begins = position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
             if is_traced or begins.any():
                 document = begins.cumsum(1)  # (B, T)
-                seen = (document[:, :, None] == document[:, None]).tril()
+                seen = (document[:, None, :, None] == document[:, None, None]).tril()
         if seen is not None and not seen.is_floating_point():
             seen = torch.zeros(seen.shape, device=x.device).masked_fill(~seen.bool(), -math.inf)
-        self.mask = None if seen is None else seen[:, None]  # (B, 1, T, S), added to the scores
+        self.mask = seen  # added to the scores
 
     def positions(self, T):
         return self.where
