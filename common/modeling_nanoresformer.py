@@ -54,6 +54,8 @@ class Tokens:
         self.past = 0 if cache is None else cache.get_seq_length()
         if position_ids is None and self.past + T > cfg.block_size:
             raise ValueError(f"{self.past + T} tokens do not fit block_size={cfg.block_size}")
+        if attention_mask is not None and attention_mask.size(-1) != self.past + T:
+            raise ValueError(f"attention_mask is for {attention_mask.size(-1)} tokens, not for {self.past + T}")
         self.stored = list(stored_tensors(cfg).items())  # [(place, heads)]
         self.where = slice(self.past, self.past + T) if position_ids is None else position_ids
 

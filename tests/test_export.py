@@ -136,7 +136,7 @@ def test_keywords_and_settings_that_pick():
 REFUSED = {  # what another model would do, and ours would leave undone in silence
     "output_attentions": True, "attention_masks": CAUSAL, "is_causal": False, "cu_seq_lens_q": torch.tensor([0, 3]),
     "past_key_values": transformers.StaticCache(transformers.LlamaConfig(), max_cache_len=8),
-    "inputs_embeds": torch.zeros(2, 8, 32),
+    "inputs_embeds": torch.zeros(2, 8, 32), "attention_mask": torch.ones(2, 5),
 }  # fmt: skip
 
 
