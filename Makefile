@@ -1,20 +1,22 @@
 # make demo: prepare real text, train three modes on it, compare and sample. make test: the whole suite.
 # make figures: every figure and table of the paper, small.
 # make fuzz: 30,000 bad inputs instead of the suite's 1,500. make lint: the style check.
-# make test-peers: what compares with lm-eval and transformers, which it installs.
+# make test-peers: what compares with lm-eval and transformers, which it installs, pinned and then the newest.
 # All make .venv on first use. PYTHON=python3.12 picks another interpreter (3.11 or later).
 PYTHON ?= python3
 ifdef NO_INSTALL
 PY := $(PYTHON)
+NEWEST := $(PYTHON)
 else
 PY := .venv/bin/python
+NEWEST := .venv/newest/bin/python
 endif
 DEMO := vanilla resformer_lambda svformer
 
 # OpenMP threads that wait a long time awake make each other late when anything else runs (1.6 x on 2 busy cores)
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo figures test fuzz test-peers bench-gpu bench-82m bench-468m bench-decoding lint clean
+.PHONY: demo figures test fuzz test-peers .venv/newest bench-gpu bench-82m bench-468m bench-decoding lint clean
 demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6
 	for mode in $(DEMO); do \
@@ -31,8 +33,9 @@ test: .venv/ready-dev
 fuzz: .venv/ready-dev
 	OMP_NUM_THREADS=1 FUZZ=30000 $(PY) -m pytest tests/test_bad_input.py --timeout=14400 -s
 
-test-peers: .venv/ready-peers
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py
+test-peers: .venv/ready-peers .venv/newest
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py tests/test_export.py
+	OMP_NUM_THREADS=1 $(NEWEST) -m pytest tests/test_lm_eval.py tests/test_export.py
 
 # What is to be measured on a GPU. Each line ends within ten minutes and writes its results as they come, into OUT; one that
 # fails does not stop the others. NO_INSTALL=1 uses the Python and the packages of the machine: no network is needed.
@@ -67,7 +70,7 @@ clean:
 	rm -rf .venv out/demo data/demo
 
 ifdef NO_INSTALL
-.venv/ready .venv/ready-dev .venv/ready-peers: ;
+.venv/ready .venv/ready-dev .venv/ready-peers .venv/newest: ;
 else
 .venv/ready: requirements.txt constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
@@ -82,4 +85,10 @@ else
 .venv/ready-peers: .venv/ready-dev requirements-peers.txt
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-peers.txt -c constraints.txt
 	touch $@
+
+# On top of .venv, so torch is there once. Each time it looks for a newer transformers.
+.venv/newest: .venv/ready-peers
+	$(PY) -m venv $@
+	cd $@/lib/python3*/site-packages && ls -d $(CURDIR)/.venv/lib/python3*/site-packages > peers.pth
+	$(NEWEST) -m pip install -q --disable-pip-version-check --upgrade 'transformers>=5.24'
 endif

@@ -35,6 +35,7 @@ CODE = (
 CLASSES = {
     "AutoConfig": "modeling_nanoresformer.NanoResFormerConfig",
     "AutoModelForCausalLM": "modeling_nanoresformer.NanoResFormerForCausalLM",
+    "AutoModel": "modeling_nanoresformer.NanoResFormerModel",
 }
 
 
@@ -65,10 +66,12 @@ def to_transformers(model, eot):
 
 def write_code(folder):
     """Our files as transformers' loader wants them: one flat folder, in which they import each other relatively."""
-    names = "|".join(Path(file).stem for file in CODE)
+    names = [Path(file).stem for file in CODE]
     for file in CODE:
         source = (HERE / file).read_text(encoding="utf-8")
-        source = re.sub(rf"^from (?:common\.)?({names}) import", r"from .\1 import", source, flags=re.M)
+        source = re.sub(rf"^from (?:common\.)?({'|'.join(names)}) import", r"from .\1 import", source, flags=re.M)
+        if file == CODE[-1]:  # the wrapper: early releases of version 5 take along what it imports itself, and no more
+            source += "\n" + "".join(f"from .{name} import __name__ as _  # noqa\n" for name in names[:-1])
         write_text(folder / Path(file).name, source)
 
 
@@ -82,18 +85,33 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
     about["bos"] = checkpoint.trained_with_bos(path.parent)
     if header["mode"] in TABLE:
         about["value_mode"] = header["mode"]
+    if is_plain_llama(model.cfg):
+        about["rope_theta"] = model.cfg.rope_theta  # transformers 4 reads it here, 5 among rope_parameters
     vars(peer.config).update(about)
 
     peer.generation_config.max_length = model.cfg.block_size  # otherwise generate stops after 20 tokens
     peer.generation_config.pad_token_id = tokenizer.eot
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOT)
     how = {"model_max_length": model.cfg.block_size, "padding_side": "left", "clean_up_tokenization_spaces": False}
-    fast = need("transformers").PreTrainedTokenizerFast(tokenizer_object=fast_tokenizer(tokenizer), **special, **how)
+    made = fast_tokenizer(tokenizer, about["bos"])
+    fast = need("transformers").PreTrainedTokenizerFast(tokenizer_object=made, **special, **how)
     with writing(folder):
         peer.save_pretrained(folder)
         fast.save_pretrained(folder)
+    named = folder / "tokenizer_config.json"  # version 4 of transformers knows the class by its old name alone
+    write_text(named, named.read_text(encoding="utf-8").replace("TokenizersBackend", "PreTrainedTokenizerFast"))
     if not is_plain_llama(model.cfg):
         write_code(folder)
+    write_text(folder / "README.md", card(folder.name, header, about["bos"], dtype))
+
+
+def card(name, header, bos, dtype):
+    """The text of README.md, of a checkpoint's header: common/card.md, for a Llama without what our own code needs."""
+    cfg, text = header["config"], (HERE / "common/card.md").read_text(encoding="utf-8")
+    about = {"name": name, "mode": cfg.value_mode.name, "step": header["step"], "dtype": dtype}
+    about["version"], about["block_size"] = need("transformers").__version__, cfg.block_size
+    about["bos"] = "each begins with `<|endoftext|>`, as in training" if bos else "nothing is put before them"
+    return (text.split("\nIts code")[0] if is_plain_llama(cfg) else text).format(**about)
 
 
 @torch.inference_mode()

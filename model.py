@@ -151,7 +151,7 @@ class Attention(nn.Module):
         self.values_are_keys = cfg.value_mode.values == "keys"
         parts = {t: heads * cfg.head_dim for t, heads in plan.heads.items() if not (t == "v" and self.values_are_keys)}
         is_gpt2 = cfg.arch == "gpt2"
-        self.proj = Linear(cfg.n_embd, parts, bias=is_gpt2)
+        self.proj, self.parts = Linear(cfg.n_embd, parts, bias=is_gpt2), parts
         self.out = Linear(cfg.n_head * cfg.head_dim, {"o": cfg.n_embd}, bias=is_gpt2, std=into_stream_std(cfg))
         self.mixes = [m for m in plan.mixes if m.residual.place != "input"]  # those at the input are Block's
         self.gates = nn.ModuleDict({str(m.index): Gate(cfg, m.residual) for m in self.mixes if m.residual.is_gated})
@@ -217,8 +217,8 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         # one product, then a view for each tensor
         y = self.proj(x).view(B, T, -1, self.head_dim)  # (B, T, heads * D) -> (B, T, heads, D)
-        parts = y.split([width // self.head_dim for width in self.proj.parts.values()], dim=2)
-        own = dict(zip(self.proj.parts, parts, strict=True))  # (B, T, heads of t, D) each
+        parts = y.split([width // self.head_dim for width in self.parts.values()], dim=2)
+        own = dict(zip(self.parts, parts, strict=True))  # (B, T, heads of t, D) each
         if self.values_are_keys:
             own["v"] = F.rms_norm(own["k"], (self.head_dim,), eps=self.norm_eps).to(y.dtype)  # else fp32 in autocast
         # rotary positions turn queries and keys, but no values
@@ -331,14 +331,14 @@ class GPT(nn.Module):
         return [[of_residual.get(n) for n in range(self.cfg.n_layer)] for of_residual in found]
 
     def hidden(self, idx, cache=None):
-        """Token ids (B, T) -> normed output of the last layer (B, T, C). cache: a KVCache, whose tokens come before
-        these (it then stores these too), or another class with its methods, such as scoring.PrefixTree."""
+        """Token ids (B, T), or their embeddings (B, T, C) -> normed output of the last layer (B, T, C). cache: a
+        KVCache, whose tokens come before these (it then stores these too), or another class with its methods."""
         # where these tokens stand: at the beginning, or behind those of the cache
-        B, T = idx.shape
+        B, T = idx.shape[:2]
         assert cache or T <= self.cfg.block_size, f"{T} tokens do not fit block_size={self.cfg.block_size}"
         positions = cache.positions(T) if cache else slice(T)  # a slice, or (B, T)
         # the residual stream begins with the embeddings
-        x = self.embed(idx)
+        x = idx if idx.is_floating_point() else self.embed(idx)
         if self.positions:
             x = x + self.positions.weight[positions]
         # rotary angles are computed once for all layers

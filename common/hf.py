@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from common.files import reading
-from common.tokenizer import byte_letters
+from common.tokenizer import EOT, byte_letters
 from configurator import UserError, need
 from model import GPT
 from value_modes import ModelConfig, ValueMode
@@ -190,8 +190,9 @@ class HFTokenizer:
         return self.encoding.decode(ids, skip_special_tokens=False)
 
 
-def fast_tokenizer(tokenizer):
-    """Our tokenizer as one of the tokenizers package: byte-level BPE that takes whole pieces first, as tiktoken."""
+def fast_tokenizer(tokenizer, bos=False):
+    """Our tokenizer as one of the tokenizers package: byte-level BPE that takes whole pieces first, as tiktoken.
+    bos: end-of-text goes before each text."""
     tokenizers, spec, letters = need("tokenizers"), tokenizer.spec, byte_letters()
     ranks = {"".join(letters[b] for b in base64.b64decode(text)): i for text, i in spec["ranks"]}
 
@@ -210,4 +211,7 @@ def fast_tokenizer(tokenizer):
     made.decoder = tokenizers.decoders.ByteLevel()
     special = sorted(spec["special"], key=spec["special"].get)
     made.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in special])
+    if bos:
+        both = {"single": f"{EOT} $A", "pair": f"{EOT} $A $B:1", "special_tokens": [(EOT, tokenizer.eot)]}
+        made.post_processor = tokenizers.processors.TemplateProcessing(**both)
     return made

@@ -126,7 +126,7 @@ def fused_attention(q, k, v, mask, is_causal, scale):
         y = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
         return y.flatten(1, 2).unsqueeze(2)  # (B, G, H/G, E) -> (B, H, 1, E)
     # not every fused kernel of a GPU takes fewer key heads than query heads
-    shares_keys = k.size(1) < q.size(1)
+    shares_keys = bool(k.size(1) < q.size(1))
     if q.is_cuda and shares_keys:
         k, v, shares_keys = repeat_heads(k, q.size(1)), repeat_heads(v, q.size(1)), False
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=shares_keys)

@@ -7,19 +7,25 @@ The network is model.py's own. Its cache is transformers' DynamicCache, which ho
 own: SVFormer's holds the values of one layer.
 """
 
+import contextlib
 import dataclasses
 import math
 
 import torch
+from torch import nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
-from common.layers import Rope
+from common.layers import Linear, Rope
 from model import GPT
 from value_modes import ModelConfig, stored_tensors
 
 NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head"}
 NAMES |= {"vocab_size": "vocab_size", "hidden_size": "n_embd", "max_position_embeddings": "block_size"}
+# What transformers and trainers pass along too: for the loss, or what the tokens and their positions say already.
+IGNORED = {"num_items_in_batch", "shift_labels", "ignore_index", "cache_position", "token_type_ids"}
+IGNORED_IF_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
 class NanoResFormerConfig(PreTrainedConfig):
@@ -34,26 +40,43 @@ class NanoResFormerConfig(PreTrainedConfig):
 
 class Tokens:
     """A DynamicCache with the methods that GPT.hidden calls: the positions of T new tokens, what they see, and the keys
-    and values so far. cache=None keeps none. attention_mask: (B, S), 0 = padding.
+    and values so far. cache=None keeps none. attention_mask: (B, S), 0 = padding, or (B, 1 or H, T, S), all that each
+    token sees. position_ids: (B, T). Where they do not count on, another document begins, which sees itself alone.
 
     A layer of a DynamicCache has one tensor of keys and one of values. Our layers do not, because they borrow. So we
     number the tensors that the plan stores, and two of them make a layer of the DynamicCache.
     """
 
-    def __init__(self, cfg, cache, attention_mask, T):
-        self.cache, self.mask = cache, None
+    def __init__(self, cfg, cache, attention_mask, position_ids, x):
+        if not isinstance(cache, DynamicCache | None):
+            raise ValueError(f"keys and values go into a DynamicCache alone, no {type(cache).__name__}")
+        self.cache, T = cache, x.size(1)
         self.past = 0 if cache is None else cache.get_seq_length()
-        if self.past + T > cfg.block_size:
+        if position_ids is None and self.past + T > cfg.block_size:
             raise ValueError(f"{self.past + T} tokens do not fit block_size={cfg.block_size}")
+        if attention_mask is not None and attention_mask.size(-1) != self.past + T:
+            raise ValueError(f"attention_mask is for {attention_mask.size(-1)} tokens, not for {self.past + T}")
         self.stored = list(stored_tensors(cfg).items())  # [(place, heads)]
-        self.where = slice(self.past, self.past + T)
-        if attention_mask is not None and not attention_mask.all():
-            # Positions count from the first token that is no padding.
-            self.where = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -T:]  # (B, T)
-            causal = torch.ones(T, self.past + T, dtype=torch.bool, device=attention_mask.device).tril(self.past)
+        self.where = slice(self.past, self.past + T) if position_ids is None else position_ids
+
+        # What new tokens may see, if that is not simply all before them. A graph that is traced cannot look.
+        seen, is_traced = None, torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if attention_mask is not None and attention_mask.ndim == 4:
+            seen = attention_mask
+        elif attention_mask is not None and (is_traced or not attention_mask.all()):
+            causal = torch.ones(T, self.past + T, dtype=torch.bool, device=x.device).tril(self.past)
             own = causal.triu(self.past)  # padding sees itself, because a softmax over nothing is NaN
-            seen = (attention_mask[:, None].bool() & causal) | own  # (B, T, S)
-            self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -math.inf)[:, None]
+            seen = (attention_mask[:, None, None].bool() & causal) | own  # (B, 1, T, S)
+            if position_ids is None:  # they count from the first token that is no padding
+                self.where = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -T:]  # (B, T)
+        elif attention_mask is None and position_ids is not None and self.past == 0:
+            begins = position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
+            if is_traced or begins.any():
+                document = begins.cumsum(1)  # (B, T)
+                seen = (document[:, None, :, None] == document[:, None, None]).tril()
+        if seen is not None and not seen.is_floating_point():
+            seen = torch.zeros(seen.shape, device=x.device).masked_fill(~seen.bool(), -math.inf)
+        self.mask = seen  # added to the scores
 
     def positions(self, T):
         return self.where
@@ -79,16 +102,50 @@ class Body(GPT):
 
     gradient_checkpointing = False  # transformers sets it
 
-    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False, **kw):
-        """Token ids (B, T) -> the last hidden state (B, T, C)."""
-        if kw.get("position_ids") is not None:  # such as those of several documents in one row
-            raise ValueError("position_ids are not supported; positions follow from attention_mask")
-        if past_key_values is None and use_cache and not self.training:
-            past_key_values = DynamicCache()
-        # Recomputing is ours, so transformers only says whether it wants it.
+    def __init__(self, config):
+        # from_pretrained(…, max_position_embeddings=4096) changes the copies alone
+        config.shape = config.shape | {ours: getattr(config, theirs) for theirs, ours in NAMES.items()}
+        super().__init__(ModelConfig(**config.shape))
+        self.config = config
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.__class__ = nn.Linear  # torch's quantize_dynamic replaces no class that is made of it
+
+    @can_return_tuple
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, use_cache=None, cache=None,
+        past_key_values=None, output_hidden_states=None, **kw,
+    ):  # fmt: skip
+        """Token ids (B, T), or their embeddings (B, T, C) -> the last hidden state (B, T, C)."""
+        # A keyword that we do not know would change something in another model, and nothing here.
+        config, known = self.config, IGNORED if position_ids is None else IGNORED | IGNORED_IF_PACKED
+        for name, value in {"output_attentions": config.output_attentions, **kw}.items():
+            is_off = value is None or (value is False and name.startswith("output_"))
+            if not is_off and name not in known:
+                raise ValueError(f"this model takes no {name}; modeling_nanoresformer.py says what it takes")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("the model takes either input_ids or inputs_embeds")
+        if input_ids is None and self.tables:
+            raise ValueError(f"{self.cfg.value_mode.name} needs input_ids, because it has values for each token id")
+        x = inputs_embeds if input_ids is None else input_ids
+        cache = past_key_values if cache is None else cache  # its name until transformers 5.24
+        if cache is None and not self.training and (config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache()
+
+        # What transformers only asks for: recomputing, and a kernel.
         self.recompute = self.training and self.gradient_checkpointing
-        x = self.hidden(input_ids, Tokens(self.cfg, past_key_values, attention_mask, input_ids.size(1)))
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
+        for block in self.blocks:
+            block.attn.kernel = "eager" if config._attn_implementation == "eager" else "sdpa"
+
+        # As in transformers: the input of each layer, and at the end the normed output of the last.
+        wants_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states = []
+        with contextlib.ExitStack() as hooks:
+            for block in self.blocks if wants_states else ():
+                hooks.enter_context(block.register_forward_pre_hook(lambda _, args: states.append(args[0])))
+            x = self.hidden(x, Tokens(self.cfg, cache, attention_mask, position_ids, x))
+        states = (*states, x) if wants_states else None
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=states)
 
 
 class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
@@ -101,7 +158,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config):
         super().__init__(config)
-        self.model = Body(ModelConfig(**config.shape))
+        self.model = Body(config)
         self.post_init()
 
     def _init_weights(self, module):
@@ -114,14 +171,47 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self):
         return self.model.head
 
-    def forward(self, input_ids, attention_mask=None, labels=None, use_cache=None, logits_to_keep=0, **kw):
-        """Token ids (B, T) -> logits (B, T, V), or (B, n, V) with logits_to_keep=n; with labels (B, T), -100 = ignored,
-        also the mean cross-entropy of the next tokens."""
+    def set_output_embeddings(self, new):
+        self.model.head = new
+
+    def resize_token_embeddings(self, *args, **how):
+        """Also the tables of values for each token id, and what config.json says."""
+        made = super().resize_token_embeddings(*args, **how)
+        self.config.shape = self.config.shape | {"vocab_size": made.num_embeddings}
+        self.model.cfg = dataclasses.replace(self.model.cfg, vocab_size=made.num_embeddings)
+        for t, table in enumerate(self.model.tables):
+            self.model.tables[t] = self._get_resized_embeddings(table, made.num_embeddings)
+        return made
+
+    def _validate_generated_length(self, generation_config, *args):
+        """Called before the first step: text that has no room is better refused now than when the block is full."""
+        super()._validate_generated_length(generation_config, *args)
+        length, most = generation_config.max_length, self.model.cfg.block_size
+        if length > most + 1:  # the last new token needs no position of its own
+            raise ValueError(f"prompt and new tokens may be {length}, and the model's block is {most} tokens long")
+
+    @can_return_tuple
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, labels=None,
+        logits_to_keep=0, **kw,
+    ):  # fmt: skip
+        """Token ids (B, T), or their embeddings (B, T, C) -> logits (B, T, V), or (B, n, V) with logits_to_keep=n; with
+        labels (B, T), -100 = ignored, also the mean cross-entropy of the next tokens."""
+        body = self.model(input_ids, attention_mask, position_ids, inputs_embeds, return_dict=True, **kw)
         # generate asks for the last logits alone, because those of a whole prompt would fill the memory.
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        body = self.model(input_ids, attention_mask, use_cache=use_cache, **kw)
-        logits = self.model.head(body.last_hidden_state[:, -logits_to_keep:])
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.model.head(body.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.size(-1), **kw)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=body.past_key_values)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=body.get("past_key_values"), hidden_states=body.hidden_states
+        )
+
+
+class NanoResFormerModel(NanoResFormerForCausalLM):
+    """What AutoModel and the pipeline "feature-extraction" load: the same weights, without logits."""
+
+    def forward(self, *args, **kw):
+        """-> the last hidden state (B, T, C)."""
+        return self.model(*args, **kw)

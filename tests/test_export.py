@@ -99,15 +99,115 @@ def test_what_other_code_asks_for():
     names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
     assert [getattr(peer.config, name) for name in names] == [4, 8, 2, 32, 61]
     assert peer.get_input_embeddings() is peer.model.embed and peer.get_output_embeddings() is peer.model.head
-    with pytest.raises(ValueError, match="position_ids are not supported"):
-        peer(idx, position_ids=torch.zeros_like(idx))
     # trl calls the base model, and computes the loss by itself
     base = peer.base_model(input_ids=idx, attention_mask=torch.ones_like(idx), use_cache=False)
     close(peer.get_output_embeddings()(base.last_hidden_state), model(idx)[0])
-    assert base.past_key_values is None
+    assert base.get("past_key_values") is None
     peer.get_output_embeddings().register_forward_hook(lambda head, args, logits: widths.append(logits.size(1)))
     peer.generate(idx, max_new_tokens=2, do_sample=False, use_cache=True)
     assert widths == [1, 1]  # no logits of the prompt
+
+
+CAUSAL = torch.ones(2, 1, 8, 8).tril()
+SAME = {  # what changes nothing
+    "names of trainers": dict(num_items_in_batch=3, output_attentions=False, shift_labels=None, return_dict=True),
+    "positions": dict(position_ids=torch.arange(8)[None], cu_seq_lens_q=torch.tensor([0, 8])),
+    "float mask": dict(attention_mask=torch.ones(2, 8)),
+    "4-D mask": dict(attention_mask=CAUSAL.long()),
+    "added 4-D mask": dict(attention_mask=(1 - CAUSAL) * torch.finfo().min),
+}
+
+
+@pytest.mark.parametrize("words", SAME.values(), ids=SAME)
+def test_keywords_that_change_nothing(words):
+    peer, idx = wrapped(tiny("svformer").float()), tokens((2, 8))
+    close(peer(idx, **words).logits, peer(idx).logits)
+
+
+def test_keywords_and_settings_that_pick():
+    peer, idx = wrapped(tiny("svformer").float()), tokens((2, 8))
+    close(peer(idx, logits_to_keep=torch.tensor([2, 5])).logits, peer(idx).logits[:, [2, 5]])
+    peer.set_attn_implementation("eager")
+    peer.config.use_cache, peer.config.return_dict = False, False
+    assert len(peer(idx)) == 1  # logits alone, in a tuple
+    assert {block.attn.kernel for block in peer.model.blocks} == {"eager"}
+
+
+REFUSED = {  # what another model would do, and ours would leave undone in silence
+    "output_attentions": True, "attention_masks": CAUSAL, "is_causal": False, "cu_seq_lens_q": torch.tensor([0, 3]),
+    "past_key_values": transformers.StaticCache(transformers.LlamaConfig(), max_cache_len=8),
+    "inputs_embeds": torch.zeros(2, 8, 32), "attention_mask": torch.ones(2, 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_keywords_without_effect_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name}|StaticCache"):
+        wrapped(tiny("svformer").float())(tokens((2, 8)), **{name: REFUSED[name]})
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_has_two_names(name):
+    peer, idx, cache = wrapped(tiny("svformer").float()), tokens((2, 8)), transformers.DynamicCache()
+    parts = [peer(part, **{name: cache}).logits for part in idx.split(5, dim=1)]
+    close(torch.cat(parts, dim=1), peer(idx).logits)
+
+
+def test_hidden_states_are_what_layers_read_and_the_head_reads():
+    peer, idx, read = wrapped(tiny("denseformer").float()), tokens((2, 8)), []
+    for norm in (*(block.norm1 for block in peer.model.blocks), peer.model.norm):
+        norm.register_forward_hook(lambda norm, args, out: read.append((args[0], out)))
+    states = peer(idx, output_hidden_states=True).hidden_states
+    assert all(map(torch.equal, states, [*(x for x, _ in read[:4]), read[4][1]])) and len(states) == 5
+    assert peer(idx).hidden_states is None
+
+
+def test_embeddings_in_place_of_ids():
+    peer, idx = wrapped(tiny("svformer").float()), tokens((2, 8))
+    x = peer.model.embed(idx)
+    close(peer(inputs_embeds=x).logits, peer(idx).logits)
+    how = dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(idx))
+    assert torch.equal(peer.generate(inputs_embeds=x, **how), peer.generate(idx, **how)[:, 8:])
+    with pytest.raises(ValueError, match="needs input_ids"):
+        wrapped(tiny("value_embed").float())(inputs_embeds=x)
+
+
+def test_packed_documents_do_not_see_each_other():
+    peer, idx = wrapped(tiny("everything").float()), tokens((2, 8))
+    packed = peer(idx, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])).logits
+    close(packed, torch.cat([peer(part).logits for part in idx.split([3, 5], dim=1)], dim=1))
+
+
+def test_new_tokens(tmp_path):
+    peer, idx = wrapped(tiny("value_embed").float()), tokens((2, 8))
+    right = peer(idx).logits
+    peer.resize_token_embeddings(64)
+    close(peer(idx).logits[..., :61], right)
+    peer.save_pretrained(tmp_path)
+    idx[0, 0] = 63
+    close(checkpoint.load(tmp_path)(idx)[0], peer(idx).logits)
+
+
+def test_text_that_has_no_room_is_refused_before_the_first_step():
+    peer = wrapped(tiny("svformer").float())
+    assert peer.generate(tokens((1, 8)), max_new_tokens=25, eos_token_id=None).size(1) == 33  # no position for the last
+    peer.model.register_forward_hook(lambda *call: pytest.fail("it began"))
+    with pytest.raises(ValueError, match="may be 34, and the model's block is 32 tokens"):
+        peer.generate(tokens((1, 8)), max_new_tokens=26)
+
+
+def test_a_graph_of_any_length_with_padding():
+    peer, idx = wrapped(tiny("svformer").float()), tokens((3, 20))
+    mask, dims = torch.ones(3, 20), {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    peer.config.use_cache = False
+    words = dict(input_ids=tokens((2, 8)), attention_mask=torch.ones(2, 8))
+    graph = torch.export.export(peer, (), words, dynamic_shapes=dict.fromkeys(words, dims))
+    mask[0, :7] = 0
+    close(graph.module()(input_ids=idx, attention_mask=mask).logits, peer(idx, mask).logits)
+
+
+def test_tools_that_look_for_linear_layers_find_them():
+    assert sum(type(module) is torch.nn.Linear for module in wrapped(tiny("svformer")).modules()) == 4 * 4 + 1
 
 
 # ---- folders that we write
@@ -136,9 +236,17 @@ def test_what_transformers_makes_of_it(runs, mode):
     text = generate("abcabc", **words)[0]["generated_text"]
     both = generate(["abcabc", "abcdefghij"], batch_size=2, **words)
     assert text.startswith("abcabc") and both[0][0]["generated_text"] == text
+    features = transformers.pipeline("feature-extraction", str(folder), trust_remote_code=True)("abc")
+    assert len(features[0]) == 3 and len(features[0][0]) == 32
     # a model that is not a Llama cannot be loaded as one
     about = json.loads((folder / "config.json").read_text())
     assert (about["model_type"] == "llama") == (mode == "vanilla") == ("auto_map" not in about)
+
+
+def test_a_longer_block(runs):
+    how = dict(trust_remote_code=True, max_position_embeddings=200)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(runs["svformer"][1], **how)
+    assert peer(tokens((1, 200))).logits.size(1) == peer.config.shape["block_size"] == 200
 
 
 def test_its_code_needs_none_of_our_files(runs, tmp_path, monkeypatch):
@@ -152,6 +260,9 @@ def test_its_code_needs_none_of_our_files(runs, tmp_path, monkeypatch):
     folder = shutil.copytree(runs["svformer"][1], tmp_path / "elsewhere")  # under another name it is loaded again
     transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert not {"model", "value_modes", "common"} & sys.modules.keys()
+    # early releases of version 5 take along what the wrapper itself imports
+    source = (folder / "modeling_nanoresformer.py").read_text()
+    assert all(f"from .{Path(file).stem} import" in source for file in export.CODE[:-1])
 
 
 def test_weights_in_half_precision(runs, tmp_path):
@@ -176,12 +287,18 @@ def test_a_mode_comes_back_bit_for_bit(data_dir, tmp_path, mode, arch):
     assert header["mode"] == model.cfg.value_mode.name and checkpoint.trained_with_bos(folder)
     assert (header["step"], header["val_loss"], header["tokenizer"]) == (3, 1.5, tokenizer.hash)
     same_weights(checkpoint.load(found), model)
-    assert checkpoint.load_tokenizer(found).encode("abc <|endoftext|>") == tokenizer.encode("abc <|endoftext|>")
+    read = checkpoint.load_tokenizer(found)
+    assert read.encode("abc <|endoftext|>") == tokenizer.encode("abc <|endoftext|>") and read.prefix == [tokenizer.eot]
+    # version 4 of transformers reads rope_theta there, and knows the tokenizer's class by this name
+    assert "PreTrainedTokenizerFast" in (folder / "tokenizer_config.json").read_text()
+    is_llama, about = hf.is_plain_llama(model.cfg), json.loads((folder / "config.json").read_text())
+    assert about.get("rope_theta") == (5e5 if is_llama else None)
+    assert ("trust_remote_code" in (folder / "README.md").read_text()) != is_llama
 
 
 FAULTS = {  # a file of the folder, what stands there, and what is wrong
     "scale": ("layers.py", "to_fp32(x).unflatten(-1, (2", "to_fp32(3 * x).unflatten(-1, (2"),
-    "lost cache": ("modeling_nanoresformer.py", "self.cfg, past_key_values,", "self.cfg, DynamicCache(),"),
+    "lost cache": ("modeling_nanoresformer.py", "self.cfg, cache,", "self.cfg, DynamicCache(),"),
     "token ids": ("tokenizer.json", '"normalizer": null', '"normalizer": {"type": "Lowercase"}'),
 }
 

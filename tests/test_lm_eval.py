@@ -14,6 +14,7 @@ from test_eval import write_rows
 import eval as evaluate
 import export
 import prepare
+import sample
 import train
 from common import checkpoint, tasks
 from common.scoring import encode_pair
@@ -22,6 +23,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFL
 with mock.patch.dict(os.environ, OFFLINE):  # read as they are imported
     lm_eval = pytest.importorskip("lm_eval")
     pytest.importorskip("accelerate")
+    from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -122,6 +124,18 @@ def test_texts_and_token_ids_of_whole_splits(folder, run, lm, monkeypatch, name)
     assert len(found) == len(ours)
     for pair, context, scored in found:
         assert encode_pair(tokenizer, *pair) == (context, scored) and context and scored, pair
+
+
+def test_texts_that_it_generates_are_ours(run, lm):
+    """Prompts of several lengths, so that transformers pads them, and reads its cache."""
+    path, how = checkpoint.find(run), {"until": ["\n\n"], "max_gen_toks": 40, "do_sample": False}
+    model, tokenizer = checkpoint.load(path), checkpoint.load_tokenizer(path)
+    prompts = ["ROMEO:", "To be, or not to be, that is the", "My lord", "It is the east, and Juliet is the sun."]
+    rows, *_ = sample.generate(
+        model, [tokenizer.encode(text) for text in prompts], 40, temperature=0, eot=tokenizer.end
+    )
+    requests = [Instance("generate_until", {}, (text, how), i) for i, text in enumerate(prompts)]
+    assert lm.generate_until(requests) == [tokenizer.decode(row).split("\n\n")[0] for row in rows]
 
 
 @pytest.fixture(scope="module")
