@@ -12,10 +12,13 @@ import pytest
 from conftest import ROOT
 
 BUDGETS = {  # lines
-    "model.py": 440, "value_modes.py": 500, "train.py": 430, "prepare.py": 420, "eval.py": 230, "sample.py": 160,
-    "analyze.py": 380, "plot.py": 340, "export.py": 160, "configurator.py": 180, "common": 2490, "paper": 1900,
-    "bench": 380, "examples": 200, "docs": 90, "config": 50, "tests": 5460,
+    "model.py": 440, "value_modes.py": 500, "train.py": 430, "prepare.py": 450, "eval.py": 230, "sample.py": 160,
+    "analyze.py": 380, "plot.py": 370, "export.py": 180, "configurator.py": 200, "common": 2800, "paper": 1900,
+    "bench": 380, "examples": 200, "docs": 90, "config": 50, "tests": 5930,
 }  # fmt: skip
+# Grown for what users bring: prepare.py and common/ for their splits, encodings, packings, copies, small texts and
+# vocabularies, common/ and export.py for trl, peft, ONNX and two releases of transformers, plot.py for what differs
+# between runs, configurator.py for nanoGPT's names. tests/ has a test of each.
 ROOT_FILES = {name for name in BUDGETS if name.endswith(".py")}
 
 
