@@ -36,10 +36,10 @@ from typing import Literal
 
 import numpy as np
 
-from common.data import MANIFEST
+from common.data import MANIFEST, load_manifest
 from common.files import hold, read_record, reading, sha256, write_atomic, write_record, writing
 from common.report import progress
-from common.texts import find_inputs, raw_items, to_documents
+from common.texts import find_inputs, raw_items, sizes_of, to_documents
 from common.tokenizer import EOT, PATTERN, Tokenizer, make_spec
 from common.vocabularies import read_vocabulary, vocabulary_file
 from configurator import UserError, check_fields, need, run, setting
@@ -102,9 +102,13 @@ class PrepareConfig:
         size = re.fullmatch(r"bpe:(\d+)", self.tokenizer)
         if self.tokenizer not in ("", *PUBLIC) and not (size and 257 <= int(size[1]) <= 2**16):
             sizes = "257 (bytes, end-of-text) to 65,536 (ids are uint16)"
-            raise UserError(f"unknown tokenizer {self.tokenizer!r}; there are gpt2, neox and bpe:<size>, {sizes}")
+            those = f"gpt2, neox and bpe:<size>, {sizes}; --tokenizer_file takes a file"
+            raise UserError(f"unknown tokenizer {self.tokenizer!r}; there are {those}")
         if self.input_dir and self.source == "pysource":
             raise UserError("pysource reads installed packages; to read --input_dir, name files or slimpajama first")
+        for name, of in (("packages", "pysource"), ("hub_id", "slimpajama"), ("domains", "files")):
+            if self.source != of and getattr(self, name) != self.__dataclass_fields__[name].default:
+                raise UserError(f"--{name} is for {of}, not for {self.source}")
         if self.source == "files" and not self.input_dir:
             raise UserError("files needs --input_dir=<a file of text, or a folder of them>")
 
@@ -115,15 +119,27 @@ class PrepareConfig:
 def train_texts(cfg, inputs):
     """Yield the first bpe_bytes of the text that will be train text."""
     # Nothing is placed yet: this Placement only counts, so that it holds out what the later one will hold out.
-    placement, n_bytes = Placement(cfg), 0
+    placement = Placement(cfg, inputs)
     train = [source for source in inputs if source.split == "train"]
-    batches = read_batches(cfg, train, lambda: n_bytes >= cfg.bpe_bytes)
+    if cfg.source != "files":
+        yield from first_texts(cfg, placement, train, cfg.bpe_bytes)
+        return
+    # Each domain gives its share: else one large file could be all that the vocabulary knows.
+    for domain, share in placement.shares.items():
+        of_domain = [source for source in train if source.domain == domain]
+        yield from first_texts(cfg, placement, of_domain, cfg.bpe_bytes * share)
+
+
+def first_texts(cfg, placement, inputs, most):
+    """Yield the first `most` bytes of the text of these inputs that is not held out."""
+    n_bytes = 0
+    batches = read_batches(cfg, inputs, lambda: n_bytes >= most)
     for items in in_workers(cfg, read_batch, ((batch,) for batch in batches)):
         for docs in items:
             if placement.is_held_out(docs):
                 continue
             for _, text in docs:
-                if n_bytes < cfg.bpe_bytes:
+                if n_bytes < most:
                     n_bytes += len(text.encode())
                     yield text
 
@@ -148,6 +164,8 @@ def make_tokenizer(cfg, inputs):
     print(f"training {cfg.tokenizer} on at most {cfg.bpe_bytes:,} bytes of text", flush=True)
     bpe.train_from_iterator(train_texts(cfg, inputs), n_vocab - 1, pattern=PATTERN)
     ranks = [(bytes(b), i) for b, i in sorted(bpe.get_mergeable_ranks(), key=lambda rank: rank[1])]
+    if len(ranks) + 1 < n_vocab:
+        print(f"note: so little text gives {len(ranks) + 1:,} tokens, not {n_vocab:,}")
     return Tokenizer(make_spec(cfg.tokenizer, PATTERN, ranks, {EOT: len(ranks)}))
 
 
@@ -234,7 +252,7 @@ def make_part(cfg, path, split, batch, full):
         content = io.BytesIO()
         np.savez(content, name=path.name, about=json.dumps([split, items]), ids=np.concatenate(arrays))
         write_atomic(path, lambda temporary: temporary.write_bytes(content.getbuffer()))
-    with reading(path, PART), np.load(path) as part:
+    with reading(path, PART, "delete it: the same command makes it again"), np.load(path) as part:
         if part["name"].item() != path.name:
             raise ValueError(f"it is {part['name']}")
         return *json.loads(part["about"].item()), part["ids"]
@@ -250,37 +268,44 @@ class Placement:
     and we save no counters.
     """
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, inputs):
         self.cfg = cfg
+        # What --tokens is divided by. Of files each domain has its share of the bytes on disk.
+        self.shares = cfg.mixture
+        if cfg.source == "files" and not cfg.mixture:
+            sizes = sizes_of(inputs)
+            self.shares = {domain: size / max(1, sum(sizes.values())) for domain, size in sizes.items()}
         self.items = Counter()  # {domain: its train items so far, with those held out}
         self.first, self.n_copies = {}, 0  # {digest of a document: its split}, and how many we left out for it
         self.splits = {"val": {}, "train": {}}  # {split: {domain: its file, tokens, documents and bytes of text}}
 
     def is_full(self, split, domain):
-        """Whether a domain's budget in a split is reached; without a mixture all domains share that of train."""
+        """Whether a domain's budget in a split is reached; without shares all domains have that of train together."""
         tokens = {name: about["tokens"] for name, about in self.splits[split].items()}
-        if split == "train" and not self.cfg.mixture:
+        if split == "train" and not self.shares:
             return 0 < self.cfg.tokens <= sum(tokens.values())  # 0 tokens: all there is
-        budget = self.cfg.val_tokens if split == "val" else self.cfg.tokens * self.cfg.mixture[domain]
+        budget = self.cfg.val_tokens if split == "val" else self.cfg.tokens * self.shares[domain]
         return 0 < budget <= tokens.get(domain, 0)
 
     def is_done(self, split):
         """Whether no document of a split is needed any more."""
-        if self.cfg.mixture:
-            return all(self.is_full(split, domain) for domain in self.cfg.mixture)
+        if self.shares:
+            return all(self.is_full(split, domain) for domain in self.shares)
         return split == "train" and self.is_full(split, None)
 
     def full(self, split):
         """The domains whose documents in a split of the input are not needed any more, not even to be held out."""
         splits = {split, "val"} if self.cfg.val_fraction > 0 else {split}
-        return [domain for domain in self.cfg.mixture if all(self.is_full(s, domain) for s in splits)]
+        return [domain for domain in self.shares if all(self.is_full(s, domain) for s in splits)]
 
     def is_held_out(self, docs):
         """Whether a train item is for validation: the second of its domain, then one in 1 / val_fraction. A domain's
         only item is for training."""
         domain = docs[0][0]
+        # The number of held-out items is i x fraction, rounded up, but not for a float's last bit.
+        i, share = self.items[domain] - 1, self.cfg.val_fraction
         self.items[domain] += 1
-        return self.cfg.val_fraction > 0 and (self.items[domain] - 2) % round(1 / self.cfg.val_fraction) == 0
+        return i >= 0 and math.ceil(round((i + 1) * share, 9)) > math.ceil(round(i * share, 9))
 
     def usable(self):
         """The domains with what train.py needs of each: train text, and a validation token with its target."""
@@ -334,10 +359,10 @@ def make_parts(cfg, inputs, placement):
 
 def write_corpus(cfg, inputs):
     """Make the token files. Returns the Placement, which says what they hold."""
-    placement = Placement(cfg)
-    # What a stopped run has joined is joined again.
-    for split in placement.splits:
-        shutil.rmtree(Path(cfg.out_dir, split), ignore_errors=True)
+    placement = Placement(cfg, inputs)
+    # What a stopped run has joined is joined again. The folders may be links to another disk.
+    for file in Path(cfg.out_dir).glob("[tv]*/*.bin"):
+        file.unlink()
     with progress("prepare", cfg.tokens or math.inf, "tok") as bar:
         for split, items, ids in make_parts(cfg, inputs, placement):
             # The workers were given more than is needed, because we did not know yet how many tokens it would be.
@@ -371,7 +396,7 @@ def check_output(cfg, inputs):
         if differ:
             raise UserError(f"{out} holds other data ({'; '.join(differ)}); {remedy}")
     # Of somebody else's folder we would delete or replace these.
-    elif any((out / name).exists() for name in ("train", "val", "tokenizer.json")):
+    elif any((out / name).exists() for name in ("train", "val", "parts", "tokenizer.json", "manifest.json")):
         raise UserError(f"{out} holds files that prepare.py did not write; {remedy}")
     return settings
 
@@ -380,7 +405,7 @@ def write_manifest(cfg, placement, tokenizer):
     """Describe what was written. The manifest comes last, because it says that everything is there."""
     out, train, usable = Path(cfg.out_dir), placement.splits["train"], placement.usable()
     if not usable:
-        few = "no text to hold out: its documents are too few in each domain (--domains=one joins them), or all alike"
+        few = "no validation text where it has train text: too few documents in a domain (see --domains), or all alike"
         what = few if train else "no train text"
         raise UserError(f"the input has {what}{' of ' if cfg.mixture else ''}{', '.join(cfg.mixture)}")
     for files in placement.splits.values():
@@ -407,10 +432,12 @@ def print_result(cfg, placement):
     if placement.n_copies:
         print(f"note: {placement.n_copies:,} documents were left out of train, because they are in val too")
     train, val = placement.splits["train"], placement.splits["val"]
-    for domain in {**cfg.mixture, **train}:
+    if cfg.tokens and not placement.shares and not placement.is_full("train", None):
+        print(f"note: the input ended before {cfg.tokens:,} tokens")
+    for domain in {**placement.shares, **train, **val}:
         if domain not in placement.usable():
-            what = "validation text" if domain in train else "text"
-            print(f"note: no {what} of domain {domain}; the mixture goes without it")
+            what = "validation" if domain in train else "train"
+            print(f"note: no {what} text of domain {domain}; the mixture goes without it")
             continue
         n_train, n_val = train[domain]["tokens"], val[domain]["tokens"]
         share = n_val / (n_train + n_val)
@@ -418,8 +445,10 @@ def print_result(cfg, placement):
             print(f"note: {share:.0%} of {domain} is held out, because its documents are few or differ much in length")
         if n_train <= 2048:
             print(f"note: {domain} is short: train.py takes it with a --block_size of up to {n_train - 1}")
-        if cfg.mixture and cfg.tokens and not placement.is_full("train", domain):
-            print(f"note: the input ended before {domain}'s {cfg.tokens * cfg.mixture[domain]:,.0f} tokens")
+        if placement.shares and cfg.tokens and not placement.is_full("train", domain):
+            print(f"note: the input ended before {domain}'s {cfg.tokens * placement.shares[domain]:,.0f} tokens")
+        if cfg.val_tokens and not placement.is_full("val", domain):
+            print(f"note: the input ended before {domain}'s {cfg.val_tokens:,} validation tokens")
     print(f"{cfg.out_dir} is ready")
 
 
@@ -427,7 +456,7 @@ def main(cfg: PrepareConfig):
     out, inputs = Path(cfg.out_dir), find_inputs(cfg)
     with hold(out):
         settings = check_output(cfg, inputs)
-        if (out / "manifest.json").exists():
+        if (out / "manifest.json").exists() and load_manifest(out, verify=False):
             print(f"{out} is complete already; there is nothing to do")
         else:
             # settings.json comes after the tokenizer is made: if that fails, other settings may be tried.

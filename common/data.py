@@ -59,7 +59,8 @@ def raw_bits(seed, *names, n, start=0):
     so the order of the data does not use that. Philox: https://www.thesalmons.org/john/random123/papers/random123sc11.pdf
     """
     label = "/".join(str(part) for part in (seed, *names))
-    key = int.from_bytes(hashlib.sha256(label.encode()).digest()[:16], "little")
+    name = label.encode("utf-8", "surrogateescape")  # a folder, and so a domain, may have any bytes
+    key = int.from_bytes(hashlib.sha256(name).digest()[:16], "little")
     return np.random.Philox(key=key, counter=start // 4).random_raw(n)
 
 

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import tokenize
 import warnings
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,10 +28,11 @@ SLIMPAJAMA = (".jsonl", ".jsonl.zst", ".parquet")  # what copies of it consist o
 PACKINGS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}  # pyarrow's names
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}  # before UTF-16's, with which they begin
 MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-# A split is a folder of such a name, or a file whose name begins with it: train/…, validation-00000-of-00001.parquet.
-SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
-SPLITS |= {"eval": "val", "test": "test"}
-SPLIT = re.compile(rf"(?:^|/)({'|'.join(SPLITS)})(?=/|[-_.][^/]*$)", re.IGNORECASE)
+# A user's own splits: c4-validation.00000-of-00008.json.gz, train-clean-100/. Where nothing is called train, such words
+# may mean anything, and only val.txt, test/ and their like count.
+SPLIT = re.compile(r"(?:^|[-_./])(train|val|dev|eval|test)(?:ing|id|idation|uation)?(?=[-_./])", re.IGNORECASE)
+ALONE = re.compile(r"(?:^|/)(val|test)(?:id|idation)?(?=/|\.[^/]*$)", re.IGNORECASE)
+SPLITS = {"train": "train", "val": "val", "dev": "val", "eval": "val", "test": "test"}
 OWN_DOMAIN = ("torch", "sympy", "numpy", "networkx", "pandas", "matplotlib")
 LEFT_OUT = {"_vendor", "_vendored"}
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -96,55 +97,80 @@ def format_of(name):
     return suffixes[-1] if suffixes else "", packing
 
 
+def why_left_out(path, cfg):
+    """Why we do not read a file, or "". A .json file may be about data, as dataset_infos.json is."""
+    suffix, packing = format_of(path.name)
+    is_read = suffix in FORMATS if cfg.source == "files" else suffix + packing in SLIMPAJAMA
+    if not is_read:
+        return suffix + packing or "without a suffix"
+    if suffix == ".json":
+        with reading(path, "a text file", REMEDY), unpacked(path) as file:
+            beginning = file.peek().replace(b"\0", b"")  # UTF-16 has zeros
+            return "" if f'"{cfg.text_field}"'.encode() in beginning else f".json without {cfg.text_field!r}"
+    return ""
+
+
 def text_files(cfg):
-    """Yield the Inputs of `files`, or of slimpajama from a folder, and say what is left out."""
-    root = Path(cfg.input_dir)
+    """The Inputs of `files`, or of slimpajama from a folder. Prints what is left out."""
+    root, out = Path(cfg.input_dir), Path(cfg.out_dir).resolve()
     if not root.exists():
         raise UserError(f"there is no {root}; --input_dir takes a folder or a file")
-    if root.is_file():
-        yield Input(root.name, root.stat().st_size, "train", "text", root)
-        return
-    left_out = Counter()
-    for path in files_below(root):
-        name = path.relative_to(root).as_posix()
-        found, (suffix, packing) = SPLIT.search(name), format_of(name)
-        split = SPLITS[found[1].lower()] if found else "train"
+    base, all_paths = (root, files_below(root)) if root.is_dir() else (root.parent, [root])
+    paths = {path.relative_to(base).as_posix(): path for path in all_paths}
+    # below out_dir is what an earlier run made
+    reasons = {n: why_left_out(path, cfg) for n, path in paths.items() if out not in path.resolve().parents}
+    found = [SPLIT.search(name) for name, why in reasons.items() if not why]
+    pattern = SPLIT if any(match and match[1].lower() == "train" for match in found) else ALONE
+    inputs, left_out = [], defaultdict(list)
+    for name, why in reasons.items():
+        match = pattern.search(name)
+        split = SPLITS[match[1].lower()] if match and root.is_dir() else "train"
+        if split == "test":
+            why = why or "of a test split"
+        if cfg.source == "slimpajama" and not match:
+            why = why or "of no split"
+        if why:
+            left_out[why].append(name)
+            continue
         # a split is no domain: train/web/a.txt and web/train.txt are both of web
-        folders = [folder for folder in name.split("/")[:-1] if folder.lower() not in SPLITS]
+        folders = [folder for folder in name.split("/")[:-1] if not pattern.search(f"{folder}/")]
         domain = folders[0] if folders and cfg.domains == "folders" else "text"
-        is_read = suffix in FORMATS if cfg.source == "files" else suffix + packing in SLIMPAJAMA
-        if not is_read:
-            left_out[suffix + packing or "without a suffix"] += 1
-        elif split == "test":
-            left_out["of a test split"] += 1
-        elif cfg.source == "files":
-            yield Input(name, path.stat().st_size, split, domain, path)
-        elif found:
-            yield Input(name, path.stat().st_size, split, None, path)
-    if left_out:
-        print("files left out:", ", ".join(f"{n} {what}" for what, n in left_out.most_common()))
+        own_domain = domain if cfg.source == "files" else None
+        inputs.append(Input(name, paths[name].stat().st_size, split, own_domain, paths[name]))
+    for what, names in left_out.items():
+        print(f"left out: {some(names)} ({len(names)} {what})")
+    return inputs
 
 
-def by_size(inputs, cfg):
-    """The Inputs of `files` with the pieces that their domain's size asks for. Sets cfg.mixture, for --tokens."""
-    sizes = Counter()
+def some(names):
+    """The first of some names, and how many others there are."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+def in_pieces(inputs, val_fraction):
+    """The Inputs of `files` with smaller pieces where a domain is small: else the one that we hold out would be much
+    more than val_fraction, or all of it."""
+    sizes = sizes_of(inputs)
+    wanted = {domain: int(size * val_fraction) for domain, size in sizes.items()}
+    return [s._replace(piece=wanted[s.domain]) if 0 < wanted.get(s.domain, 0) < PIECE / 2 else s for s in inputs]
+
+
+def sizes_of(inputs):
+    """{domain: bytes of its train files}"""
+    sizes = defaultdict(int)
     for source in inputs:
-        sizes[source.domain] += source.size * (source.split == "train")
-    # Else a few large files of one domain could be all that --tokens takes.
-    if cfg.tokens and not cfg.mixture and len(sizes) > 1:
-        cfg.mixture = {domain: size / sizes.total() for domain, size in sorted(sizes.items())}
-    # Else the piece of a small domain that we hold out would be much more than val_fraction, or all of it.
-    wanted = {domain: int(size * cfg.val_fraction) for domain, size in sizes.items()}
-    return [s._replace(piece=wanted[s.domain]) if 0 < wanted[s.domain] < PIECE / 2 else s for s in inputs]
+        if source.split == "train":
+            sizes[source.domain] += source.size
+    return sizes
 
 
 def find_inputs(cfg):
-    """All Inputs, in an order that the seed shuffles, so that any beginning is a fair sample. We set what the
-    input decides in cfg: val_fraction and mixture. UserError if there is no train text, or nothing to hold out."""
+    """All Inputs, in an order that the seed shuffles, so that any beginning is a fair sample. With a validation split
+    among them we set cfg.val_fraction to 0. UserError if there is no train text, or nothing to hold out."""
     if cfg.source == "pysource":
         inputs = list(python_files(cfg.packages))
     elif cfg.input_dir:
-        inputs = list(text_files(cfg))
+        inputs = text_files(cfg)
     else:
         name = f"{cfg.hub_id}@{cfg.revision}"
         inputs = [Input(f"{name}/validation", 0, "val", None, None), Input(f"{name}/train", 0, "train", None, None)]
@@ -157,13 +183,16 @@ def find_inputs(cfg):
         which = f"{layout}files {', '.join(FORMATS)}, plain or packed as {', '.join(PACKINGS)}"
         raise UserError(f"no train text in {cfg.input_dir}: there should be {which}")
     # A source with a validation split of its own keeps it.
-    if any(source.split == "val" for source in inputs):
-        print("held out: the input's own validation split, and nothing else")
+    held_out = [source.name for source in inputs if source.split == "val"]
+    if held_out:
+        print(f"held out: {some(held_out)}, a validation split of its own, and nothing else")
         cfg.val_fraction = 0.0
     elif cfg.val_fraction == 0:
         raise UserError("train.py needs validation text: set --val_fraction above 0, or bring validation files")
     if cfg.source == "files":
-        inputs = by_size(inputs, cfg)
+        inputs = in_pieces(inputs, cfg.val_fraction)
+        for domain in cfg.mixture.keys() - sizes_of(inputs):
+            raise UserError(f"mixture names domain {domain!r}; the input has {', '.join(sizes_of(inputs))}")
 
     # The order of hashes does not depend on a library's shuffle. Names may have bytes that are not UTF-8.
     names = {source: f"{cfg.seed}/{source.name}".encode("utf-8", "surrogateescape") for source in inputs}
@@ -179,7 +208,7 @@ def unpacked(path):
         with need("pyarrow").input_stream(path, compression=PACKINGS[packing]) as stream:
             yield io.BufferedReader(stream, 2**17)
     else:
-        with open(path, "rb") as file:
+        with open(path, "rb", 2**17) as file:
             yield file
 
 
@@ -217,7 +246,10 @@ def read_input(source, cfg):
         if file.read(23) == b"version https://git-lfs":
             raise UserError(f"{source.path} is a pointer of Git LFS, not the file; run `git lfs pull` where it is from")
     if format_of(source.name)[0] == ".parquet":
-        for rows in need("pyarrow.parquet").ParquetFile(source.path).iter_batches(64):
+        file = need("pyarrow.parquet").ParquetFile(source.path)
+        # Without our column we read all, so that an error can name them.
+        columns = [name for name in (cfg.text_field, "meta") if cfg.text_field in file.schema_arrow.names]
+        for rows in file.iter_batches(64, columns=columns or None):
             yield from rows.to_pylist()
     else:
         yield from read_text(source)
@@ -232,7 +264,7 @@ def raw_items(source, cfg):
             elif isinstance(raw, str):
                 size = len(raw.encode("utf-8", "surrogateescape"))
             else:
-                size = len(str(raw.get(cfg.text_field)))
+                size = len(str(dict(raw).get(cfg.text_field)))
             yield number, raw, size
 
 
@@ -280,20 +312,23 @@ def to_documents(source, number, raw, cfg):
         return python_documents(raw, source.domain)
     is_txt = format_of(source.name)[0] == ".txt"
     place = f"{source.path or source.name}, {'line' if isinstance(raw, str) and not is_txt else 'item'} {number + 1}"
-    is_set_in = "" if source.domain else " and its set in 'meta'"
-    what = "UTF-8" if is_txt else f"UTF-8 JSON with a text in {cfg.text_field!r} (see --text_field){is_set_in}"
-    remedy = f"repair it, or convert it as with `iconv -f WINDOWS-1252 -t UTF-8`, delete {cfg.out_dir} and start over"
-    with reading(place, what, remedy):
-        if isinstance(raw, str):
+    again = f"delete {cfg.out_dir} and start over"
+    if isinstance(raw, str):
+        with reading(place, "UTF-8", f"convert it, as with `iconv -f WINDOWS-1252 -t UTF-8`, {again}"):
             raw.encode()  # fails for bytes that were no text
-        if is_txt:
-            if "\0" in raw:
+            if is_txt and "\0" in raw:
                 raise ValueError("it has zero bytes, as UTF-16LE without a mark has")
-            return [(source.domain, raw)]
+    if is_txt:
+        return [(source.domain, raw)]
+    what = f"an object with a text in {cfg.text_field!r}{'' if source.domain else ' and its set in meta'}"
+    with reading(place, what, f"repair it, or set --text_field, {again}"):
         if isinstance(raw, str):
-            if not raw.strip():
+            raw = raw.strip("\ufeff \r\n\t")  # files that were joined have marks in the middle
+            if not raw:
                 return []
             raw = json.loads(raw)
+        if cfg.text_field not in raw:
+            raise ValueError(f"it has {', '.join(map(str, raw))}")
         domain = source.domain or raw["meta"]["redpajama_set_name"].removeprefix("RedPajama")
         text = raw[cfg.text_field]
         if isinstance(text, bytes):  # a binary column

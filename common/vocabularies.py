@@ -22,7 +22,8 @@ def vocabulary_file(path):
 @functools.cache
 def read_vocabulary(path):
     """The Tokenizer in a file of ours, of an export, of GPT-2 or of GPT-NeoX."""
-    with reading(path, "a tokenizer.json of ours, GPT-2's or GPT-NeoX's, which --tokenizer_file takes"):
+    remedy = "we read no others; --tokenizer=bpe:<size> trains one"
+    with reading(path, "a tokenizer.json of ours, GPT-2's or GPT-NeoX's", remedy):
         about = json.loads(Path(path).read_bytes())
         if about.get("kind") == VOCABULARY:
             return Tokenizer.load(path)

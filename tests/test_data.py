@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import json
+import os
 import random
 import re
 import shutil
@@ -224,6 +225,11 @@ def test_mixture_is_what_is_drawn(data_dir):
     assert corpus.mixture == {"prose": 0.25, "code": 0.75}
     only = Corpus(data_dir, 16, mixture={"prose": 1, "code": 0})
     assert only.domains == ["prose"] and {only.place(s)[0] for s in range(100)} == {"prose"}
+
+
+def test_a_domain_may_be_a_folder_whose_name_is_no_utf_8(tmp_path):
+    corpus = Corpus(make_data(tmp_path, {os.fsdecode(b"a\xff"): 5000}), 16)
+    assert corpus.batch(0, 4)[0].shape == (4, 16)
 
 
 def test_places_beyond_one_chunk(data_dir, monkeypatch):

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -182,8 +183,65 @@ def test_rerun_and_other_settings(corpus, tmp_path):
     refused(call(*files(folder, out, "--seed=5")), "other data (seed 0 there, 5 now;")
     refused(call(*files(folder / "web", out)), "other data", "input files")
     assert contents(out) == before
-    (tmp_path / "train").mkdir()
-    refused(call(*files(folder, tmp_path)), "did not write", "--out_dir")
+
+
+@pytest.mark.parametrize("name", ["train/", "parts/thesis.txt", "manifest.json"])
+def test_what_is_not_ours_is_not_touched(corpus, tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).mkdir() if name == "train/" else (tmp_path / name).write_text("mine")
+    refused(call(*files(corpus[0], tmp_path)), "did not write", "--out_dir")
+    assert (tmp_path / name).exists()
+
+
+def test_finished_data_that_lacks_a_file_is_not_complete(corpus, tmp_path):
+    out = shutil.copytree(corpus[1], tmp_path / "out")
+    (out / "val" / "web.bin").unlink()
+    refused(call(*files(corpus[0], out)), "val/web.bin is missing", "prepare it again")
+
+
+def test_a_result_inside_the_input_is_no_input(tmp_path):
+    write_files(tmp_path, ["a.txt"], "\n".join(sentences(99)))
+    make(*files(tmp_path, tmp_path / "out"))
+    assert "is complete already" in make(*files(tmp_path, tmp_path / "out"))
+
+
+def test_a_part_of_the_result_may_be_a_link(corpus, tmp_path, monkeypatch):
+    """To another disk: what a stopped run has joined there is replaced, too."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "web.bin").write_bytes(b"joined before")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "train").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr(prepare, "check_output", lambda cfg, inputs: {})
+    make(*files(corpus[0], tmp_path / "out"))
+    assert contents(tmp_path / "elsewhere")["web.bin"] == contents(corpus[1])["train/web.bin"]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.15, 0.3, 0.4, 0.45, 0.5])
+def test_the_share_of_items_that_is_held_out(share):
+    placement = prepare.Placement(prepare.PrepareConfig(val_fraction=share), [])
+    held_out = [placement.is_held_out([("a", 1, 1, "")]) for _ in range(1000)]
+    assert held_out[:2] == [False, True] and abs(sum(held_out) - 1000 * share) <= 1
+
+
+def test_every_domain_gives_its_share_to_the_vocabulary(tmp_path):
+    """Also the one whose file comes last."""
+    for domain, text in (("a", "abcabcabc "), ("b", "бвгбвгбвг "), ("c", "東京都東京都 ")):
+        write_files(tmp_path, [f"{domain}/x.txt"], "".join(f"{text * 9}{i}\n" for i in range(400)))
+    make("files", f"--input_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}", "--tokenizer=bpe:300", "--bpe_bytes=9000")
+    lengths = [len(Tokenizer.load(tmp_path / "out/tokenizer.json").encode(word)) for word in ("abc", "бвг", "東京都")]
+    assert lengths == [1, 1, 1]
+
+
+def test_what_the_input_lacks_is_said(tmp_path):
+    write_lines(tmp_path / "in" / "web" / "a.jsonl", [{"text": text} for text in sentences(40)])
+    said = make(*files(tmp_path / "in", tmp_path / "out", "--tokens=1e6", "--val_tokens=1e6", "--tokenizer=bpe:60000"))
+    for note in ("web's 1,000,000 tokens", "web's 1,000,000 validation tokens"):
+        assert f"note: the input ended before {note}" in said
+    assert re.search("note: so little text gives [0-9,]+ tokens, not 60,000", said)
+    refused(
+        call(*files(tmp_path / "in", tmp_path / "x", "--mixture={'wep': 1}")), "names domain 'wep'; the input has web"
+    )
+    refused(call("pysource", "--domains=one"), "--domains is for files, not for pysource")
 
 
 def test_half_a_surrogate_pair_becomes_a_replacement_character():
@@ -218,7 +276,7 @@ def test_slimpajama_layout_budget_and_mixture(tmp_path):
     assert 6000 <= train["C4"]["tokens"] < 6200 and 2000 <= train["Book"]["tokens"] < 2200
     assert "a<|endoftext|>b" in decoded(out, "val", "C4")
     said = make("slimpajama", f"--input_dir={folder}", f"--out_dir={tmp_path / 'all'}", "--val_tokens=40", *BPE)
-    assert "the input ended" in said and "no text of domain ArXiv" in said
+    assert "the input ended" in said and "no train text of domain ArXiv" in said
     manifest = load_manifest(tmp_path / "all")
     assert manifest["mixture"] == pytest.approx({"C4": 0.2 / 0.35, "Github": 0.1 / 0.35, "Book": 0.05 / 0.35})
     assert all(40 <= about["tokens"] < 400 for about in manifest["splits"]["val"].values())
@@ -274,7 +332,7 @@ def test_refusals(tmp_path, monkeypatch):
         (["pysource", "--val_fraction=0.7"], ["val_fraction=0.7 must be at most 0.5"]),
         (["pysource", "--mixture={'stdlib': -1}"], ["weights above 0"]),
         (["--input_dir=tests"], ["pysource reads installed packages", "name files"]),
-        (["files", "--input_dir=Makefile", "--val_fraction=0"], ["train.py needs validation text"]),
+        (["files", "--input_dir=requirements.txt", "--val_fraction=0"], ["train.py needs validation text"]),
     ):
         refused(in_process(prepare, f"--out_dir={tmp_path / 'out'}", *words, cwd=ROOT), *fragments)
         assert not (tmp_path / "out").exists(), words
@@ -356,24 +414,35 @@ def test_a_users_own_splits(tmp_path, capsys):
         "train-00000-of-00001.parquet": ("train", "text"), "validation-00000-of-00001.parquet": ("val", "text"),
         "valentines.txt": ("train", "text"), "web/training.txt": ("train", "web"), "web/VAL/a.txt": ("val", "web"),
         "dev/law/a.txt": ("val", "law"), "train/law/values/a.txt": ("train", "law"), "b/testament.txt": ("train", "b"),
+        "c4-validation.00000-of-00008.jsonl": ("val", "text"), "dev-clean/1/a.txt": ("val", "1"),
     }  # fmt: skip
-    write_files(tmp_path, [*right, "test-00000-of-00001.parquet", "web/test/a.txt"])
+    write_files(tmp_path, [*right, "test-00000-of-00001.parquet", "web/test/a.txt", "ptb.test.txt"])
     assert inputs_of(tmp_path) == right
     assert capsys.readouterr().out.splitlines() == [
-        "files left out: 2 of a test split",
-        "held out: the input's own validation split, and nothing else",
+        "left out: ptb.test.txt and 2 more (3 of a test split)",
+        "held out: c4-validation.00000-of-00008.jsonl and 4 more, a validation split of its own, and nothing else",
     ]
+
+
+def test_names_that_mean_no_split_where_nothing_is_called_train(tmp_path):
+    names = ["dev-notes.txt", "eval/report.txt", "test_of_time.txt", "val-de-loire.txt", "train-spotting.md"]
+    write_files(tmp_path, [*names, "val.txt"])
+    assert [name for name, (split, _) in inputs_of(tmp_path).items() if split == "val"] == ["val.txt"]
 
 
 def test_which_files_are_read(tmp_path, capsys):
     read = ["a.txt", "B.TXT", "c.json", "d.ndjson", "e.JSONL.GZ", "poems/f.txt.zst", "g.v2.jsonl.bz2"]
     hidden = ["poems/.ipynb_checkpoints/a.txt", ".git/description.txt", "__MACOSX/a.txt", ".h.txt"]
-    write_files(tmp_path / "in", [*read, *hidden, "x.csv", "y.md", "y2.md", "README", "z.tar.gz"])
+    write_files(tmp_path / "in", [*read, *hidden, "x.csv", "y.md", "y2.md", "README", "z.tar.gz", "info.json"])
+    (tmp_path / "in" / "c.json").write_text('{"id": 1, "text": "a"}')
     write_files(tmp_path / "elsewhere", ["linked.txt"])
     (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "up").symlink_to(tmp_path / "in")  # a loop
     assert set(inputs_of(tmp_path / "in")) == {*read, "link/linked.txt"}
-    assert capsys.readouterr().out == "files left out: 2 .md, 1 without a suffix, 1 .csv, 1 .tar.gz\n"
+    said = "README (1 without a suffix)|info.json (1 .json without 'text')|x.csv (1 .csv)|y.md and 1 more (2 .md)"
+    assert capsys.readouterr().out.splitlines() == [
+        f"left out: {one}" for one in f"{said}|z.tar.gz (1 .tar.gz)".split("|")
+    ]
     (tmp_path / "in" / "b.txt").symlink_to("nowhere")
     with pytest.raises(UserError, match="b.txt is a link to nothing"):
         inputs_of(tmp_path / "in")
@@ -415,15 +484,15 @@ BAD = {
     "a.txt": ("plain text".encode("utf-16-le"), "a.txt, item 1 is damaged or not UTF-8 (ValueError: it has zero bytes"),
     "b.txt": (b"caf\xe9", "b.txt, item 1 is damaged or not UTF-8"),
     "c.jsonl": (b'{"text": "a"}\n{"text": "caf\xe9"}\n', "c.jsonl, line 2 is damaged"),
-    "d.jsonl": (b'{"text": ["a"]}', "d.jsonl, line 1 is damaged or not UTF-8 JSON with a text in 'text'"),
+    "d.jsonl": (b'{"text": ["a"]}', "d.jsonl, line 1 is damaged or not an object with a text in 'text'"),
     "e.txt": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0",
         "a pointer of Git LFS, not the file; run `git",
     ),
     "f.jsonl": (b'{"text": "a"}\n{"text": "torn', "f.jsonl, line 2 is damaged"),
     "g.jsonl": (b'{"text": "a"}\n' + b"[" * 100_000, "g.jsonl, line 2 is damaged"),
-    "h.jsonl": (b'{"body": "a"}', "(see --text_field) (KeyError: 'text')"),
-    "i.json": (b"[1, 2]", "i.json is damaged"),
+    "h.jsonl": (b'{"body": "a", "id": 1}', "(ValueError: it has body, id); repair it, or set --text_field"),
+    "i.json": (b'[{"text": "a"}, 2]', "i.json is damaged"),
     "j.jsonl.gz": (gzip.compress(lines_of(ROWS).encode())[:-20], "j.jsonl.gz is damaged"),
     "k.jsonl.zst": (zstandard.compress(lines_of(ROWS).encode())[:-1], "k.jsonl.zst is damaged"),
     "l.jsonl.zst": (b"no zstandard", "l.jsonl.zst is damaged"),
@@ -497,7 +566,9 @@ def test_data_that_train_would_refuse_is_not_called_ready(tmp_path):
     few = make(*files(tmp_path / "in", tmp_path / "one", "--domains=one", "--val_fraction=0.01"))
     assert "of text is held out, because its documents are few" in few
     assert Corpus(tmp_path / "one", 16).domains == ["text"]
-    refused(call(*files(tmp_path / "in" / "law", tmp_path / "x")), "no text to hold out: its documents are too few")
+    refused(
+        call(*files(tmp_path / "in" / "law", tmp_path / "x")), "no validation text where it has train text: too few"
+    )
 
 
 def test_a_vocabulary_is_used_again(corpus, tmp_path):
