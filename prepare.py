@@ -432,6 +432,8 @@ def print_result(cfg, placement):
     if placement.n_copies:
         print(f"note: {placement.n_copies:,} documents were left out of train, because they are in val too")
     train, val = placement.splits["train"], placement.splits["val"]
+    if cfg.tokens and len(placement.shares) > 1 and not cfg.mixture:
+        print("note: --tokens was divided by the sizes of the domains' files; --mixture divides it otherwise")
     if cfg.tokens and not placement.shares and not placement.is_full("train", None):
         print(f"note: the input ended before {cfg.tokens:,} tokens")
     for domain in {**placement.shares, **train, **val}:

@@ -263,8 +263,8 @@ def raw_items(source, cfg):
                 size = source.size
             elif isinstance(raw, str):
                 size = len(raw.encode("utf-8", "surrogateescape"))
-            else:
-                size = len(str(dict(raw).get(cfg.text_field)))
+            else:  # what is no object is refused with its number
+                size = len(str(raw.get(cfg.text_field))) if isinstance(raw, dict) else 0
             yield number, raw, size
 
 

@@ -492,7 +492,7 @@ BAD = {
     "f.jsonl": (b'{"text": "a"}\n{"text": "torn', "f.jsonl, line 2 is damaged"),
     "g.jsonl": (b'{"text": "a"}\n' + b"[" * 100_000, "g.jsonl, line 2 is damaged"),
     "h.jsonl": (b'{"body": "a", "id": 1}', "(ValueError: it has body, id); repair it, or set --text_field"),
-    "i.json": (b'[{"text": "a"}, 2]', "i.json is damaged"),
+    "i.json": (b'[{"text": "a"}, 2]', "i.json, item 2 is damaged or not an object with a text in 'text'"),
     "j.jsonl.gz": (gzip.compress(lines_of(ROWS).encode())[:-20], "j.jsonl.gz is damaged"),
     "k.jsonl.zst": (zstandard.compress(lines_of(ROWS).encode())[:-1], "k.jsonl.zst is damaged"),
     "l.jsonl.zst": (b"no zstandard", "l.jsonl.zst is damaged"),
@@ -532,7 +532,7 @@ def test_no_document_is_in_both_splits(tmp_path):
 def test_tokens_are_shared_by_the_domains(tmp_path):
     for domain, n in (("law", 500), ("med", 500), ("web", 250)):
         write_lines(tmp_path / domain / "all.jsonl", [{"text": text} for text in sentences(n, seed=n)])
-    make(*files(tmp_path, tmp_path / "out", "--tokens=9000"))
+    assert "divided by the sizes of the domains' files" in make(*files(tmp_path, tmp_path / "out", "--tokens=9000"))
     train = load_manifest(tmp_path / "out")["splits"]["train"]
     assert [round(train[domain]["tokens"] / 1800) for domain in ("law", "med", "web")] == [2, 2, 1]
 
