@@ -281,11 +281,11 @@ class Placement:
 
     def is_full(self, split, domain):
         """Whether a domain's budget in a split is reached; without shares all domains have that of train together."""
-        tokens = {name: about["tokens"] for name, about in self.splits[split].items()}
+        files = self.splits[split]
         if split == "train" and not self.shares:
-            return 0 < self.cfg.tokens <= sum(tokens.values())  # 0 tokens: all there is
+            return 0 < self.cfg.tokens <= sum(file["tokens"] for file in files.values())  # 0 tokens: all there is
         budget = self.cfg.val_tokens if split == "val" else self.cfg.tokens * self.shares[domain]
-        return 0 < budget <= tokens.get(domain, 0)
+        return domain in files and 0 < budget <= files[domain]["tokens"]
 
     def is_done(self, split):
         """Whether no document of a split is needed any more."""
