@@ -11,6 +11,7 @@ ones, and `python plot.py analysis` draws them. Each is defined at the function 
 import functools
 import io
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -339,6 +340,8 @@ def summarize(recorder, L, T):
 def analyze(path, cfg, device):
     """Measure the model of a weights file, write analysis.json and analysis.npz, print some numbers by layer."""
     header, out = checkpoint.read_header(path), Path(cfg.out_dir or path.parent)
+    if out.exists() and not os.access(out, os.W_OK):  # said before the work, not after it
+        raise UserError(f"{out} cannot be written; set another --out_dir")
     idx = read_chunks(path, header["config"].block_size, cfg)
     N, T = idx.shape
     model = checkpoint.load(path, device)

@@ -145,6 +145,8 @@ def load_settings(cls, words, usage="", skip_unknown=False):
             name, equals, text = word[2:].partition("=")
             if not equals:  # a flag is true, any other setting takes the next word
                 is_flag = hints.get(name) in (bool, bool | None)
+                if name in hints and not is_flag and (not words or words[0].startswith("--")):
+                    raise UserError(f"--{name} needs a value: {cls.__dataclass_fields__[name].metadata['help']}")
                 text = "true" if is_flag or not words else words.pop(0)
             if name in flags and name.endswith("_dir"):  # of two folders we would read the last
                 raise UserError(f"--{name} is given twice; it takes one folder")

@@ -12,6 +12,7 @@ each checkpoint, and the score of each choice into samples_<task>.<checkpoint>.j
 
 import dataclasses
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 
 from common import checkpoint
 from common.checkpoint import load_tokenizer, trained_on, trained_with_bos
-from common.data import Corpus, Tokenizer
+from common.data import Corpus, Tokenizer, allow_open_files
 from common.files import hold, read_record, sha256, write_record, write_text
 from common.ranks import Distributed, enough_memory, environment, weights_dtype
 from common.report import markdown, progress, side_by_side
@@ -40,7 +41,7 @@ class EvalConfig:
     runs: tuple[str, ...] = setting((), "runs, files or exports, the baseline first", group="Models", positional=True)
     which: Literal["last", "best"] = setting("last", "a run's last checkpoint, or its best in validation")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of weights; auto = bf16 on newer GPUs")
-    task: tuple[Literal[*GROUPS["all"], *GROUPS], ...] = setting(("all",), "tasks, see above", group="Tasks")
+    task: tuple[str, ...] = setting(("all",), "tasks, see above", group="Tasks")
     data_dir: str = setting("", "folder of local task files; empty = from the hub through `datasets`")
     corpus: str = setting("", "prepared data for the loss; empty = what the run was trained on")
     limit: int = setting(0, "a trial: only so many documents of each task, and nothing written; 0 = all", least=0)
@@ -50,6 +51,9 @@ class EvalConfig:
     def __post_init__(self):
         check_fields(self)
         names = [name for group in self.task for name in GROUPS.get(group, (group,))]
+        for name in names:
+            if name not in GROUPS["all"]:
+                raise UserError(f"there is no task {name}; there are {', '.join((*GROUPS['all'], *GROUPS))}")
         object.__setattr__(self, "task", tuple(dict.fromkeys(names)))  # each once
 
 
@@ -61,18 +65,29 @@ class Entry:
     header: dict
     tokenizer: Tokenizer
     digest: str
+    corpus: Corpus | None = None  # of --task=loss
     correct: dict = field(default_factory=dict)  # {task: what `per_document` returns}
     records: dict = field(default_factory=dict)  # {task: what eval.json says}
 
 
-def open_corpus(entry, cfg, world):
-    """The data of --task=loss: --corpus, or what the run was trained on."""
-    folder, block_size = entry.path.parent, entry.header["config"].block_size
-    data_dir, mixture = trained_on(folder, cfg.corpus, "the prepared data for --task=loss by --corpus")
-    corpus = Corpus(data_dir, block_size, mixture=mixture, verify=world.is_first_of_node, bos=trained_with_bos(folder))
-    if corpus.tokenizer.hash != entry.tokenizer.hash:
-        raise UserError(f"{data_dir} was made with another tokenizer than {entry.path}; name other data by --corpus")
-    return corpus
+def open_corpora(entries, cfg, world):
+    """Give each Entry the data of --task=loss: --corpus, or what its run was trained on. Losses that cannot be compared
+    are refused before the work."""
+    names = ", ".join(str(entry.path) for entry in entries)
+    if len({entry.tokenizer.hash for entry in entries}) > 1:
+        how = "name one at a time, and compare bits per byte (bpb in eval.json)"
+        raise UserError(f"{names} have different tokenizers, so their losses per token cannot be compared; {how}")
+    for entry in entries:
+        folder, block_size = entry.path.parent, entry.header["config"].block_size
+        data_dir, mixture = trained_on(folder, cfg.corpus, "the prepared data for --task=loss by --corpus")
+        verify, bos = world.is_first_of_node, trained_with_bos(folder)
+        entry.corpus = Corpus(data_dir, block_size, mixture=mixture, verify=verify, bos=bos)
+        if entry.corpus.tokenizer.hash != entry.tokenizer.hash:
+            raise UserError(f"{data_dir} was made with another tokenizer than {folder}; name other data by --corpus")
+        allow_open_files(2 * len(entry.corpus.domains) * len(entries))  # all of them stay open
+    if len({entry.corpus.val_hash for entry in entries}) > 1:
+        how = "compare their losses on one --corpus, and only if all or none were trained with --bos"
+        raise UserError(f"{names} have different validation data: {how}")
 
 
 # ---- what a model answers
@@ -152,27 +167,28 @@ def store(entry, name):
 
 
 @enough_memory("set a smaller --batch_tokens")
-def evaluate(path, asked, cfg, world):
-    """The Entry of a checkpoint, scored on all tasks. We write each task down when it is done."""
-    entry = Entry(path, checkpoint.read_header(path), load_tokenizer(path), sha256(path))
+def evaluate(entry, asked, cfg, world):
+    """Score the checkpoint of an Entry on all tasks. We write each task down when it is done."""
+    path, stores = entry.path, world.rank == 0 and not cfg.limit  # a trial must not replace a result
+    if stores and not os.access(path.parent, os.W_OK):
+        stores = False
+        print(f"note: {path.parent} cannot be written, so its results are not stored", flush=True)
     model = checkpoint.load(path, device=world.device, dtype=getattr(torch, cfg.dtype))
     for name in cfg.task:
         began = time.time()
         if name == "loss":
-            record = loss_record(open_corpus(entry, cfg, world), model, cfg, world)
+            record = loss_record(entry.corpus, model, cfg, world)
         else:
             of_task, where = asked[name]
             documents = requests_of(name, of_task, entry.tokenizer, model.cfg.block_size)
             scores = score_task(model, f"{path.parent}, {name}", documents, cfg, world)
             entry.correct[name] = per_document(name, of_task, scores)
             record = task_record(entry.correct[name]) | {"data": where}
-            if world.rank == 0 and not cfg.limit:
+            if stores:
                 write_samples(path.with_name(f"samples_{name}.{path.stem}.jsonl"), of_task, scores)
         entry.records[name] = record | {"dtype": cfg.dtype, "seconds": round(time.time() - began, 3)}
-        # A trial on a few documents must not replace a result.
-        if world.rank == 0 and not cfg.limit:
+        if stores:
             store(entry, name)
-    return entry
 
 
 # ---- the tables
@@ -180,9 +196,6 @@ def evaluate(path, asked, cfg, world):
 
 def loss_table(labels, entries):
     """The paper's Table 5: nats per token by domain, their plain mean, and their mean with the weights of training."""
-    if len({e.records["loss"]["data"] for e in entries}) > 1:
-        how = "compare their losses on one --corpus, and only if all or none were trained with --bos"
-        raise UserError(f"{', '.join(labels)} have different validation data: {how}")
     values = []
     for loss in (e.records["loss"] for e in entries):
         nats = loss["val"] | {"Avg": loss["val_mean"], "mixture": loss["val_mixture"]}
@@ -213,8 +226,13 @@ def main(cfg: EvalConfig):
     dtype = str(weights_dtype(cfg.dtype, world.kind)).removeprefix("torch.")
     batch_tokens = cfg.batch_tokens or (65536 if world.kind == "cuda" else 2048)  # on a CPU more is slower
     cfg = dataclasses.replace(cfg, dtype=dtype, batch_tokens=batch_tokens)
+    paths = [checkpoint.find(name, cfg.which) for name in cfg.runs or ("",)]
+    entries = [Entry(path, checkpoint.read_header(path), load_tokenizer(path), sha256(path)) for path in paths]
+    if "loss" in cfg.task:
+        open_corpora(entries, cfg, world)
     asked = {name: questions(name, cfg.data_dir, cfg.limit) for name in cfg.task if name != "loss"}
-    entries = [evaluate(checkpoint.find(name, cfg.which), asked, cfg, world) for name in cfg.runs or ("",)]
+    for entry in entries:
+        evaluate(entry, asked, cfg, world)
     for table in tables(entries, cfg.task):
         if world.rank == 0:
             print(table, end="\n\n")

@@ -37,6 +37,8 @@ class PlotConfig:
 
     def __post_init__(self):
         check_fields(self)
+        # our own pictures lie beside the runs, so out/* names them too
+        object.__setattr__(self, "words", tuple(word for word in self.words if not word.endswith(".png")))
         if len(self.words) < 2 or self.words[0] not in ("compare", "analysis"):
             raise UserError("say compare or analysis, then name runs: `python plot.py compare out/a out/b`")
         if self.out_file and not self.out_file.endswith(".png"):

@@ -119,11 +119,15 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
 def read_prompts(cfg):
     """The texts to continue."""
     texts = [cfg.prompt]
+    if cfg.prompt.startswith("FILE:"):
+        raise UserError(f"prompt={cfg.prompt} is nanoGPT's; here it is --prompt_file={cfg.prompt[5:]}")
+    if "\\n" in cfg.prompt:
+        print("note: \\n in the prompt is two characters; a shell makes a line break of $'\\n'")
     if cfg.prompt_file:
-        with reading(cfg.prompt_file, "prompts in UTF-8, one a line"):
-            texts = Path(cfg.prompt_file).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+        with reading(cfg.prompt_file, "prompts in UTF-8, one a line", "name a file that is saved as UTF-8"):
+            texts = Path(cfg.prompt_file).read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
     if "" in texts:
-        raise UserError("a prompt is empty; give some text, or '<|endoftext|>' to start a document")
+        raise UserError(f"prompt {texts.index('') + 1} is empty; give text, or '<|endoftext|>' to start a document")
     return texts
 
 
@@ -135,8 +139,9 @@ def main(cfg: SampleConfig):
     texts = read_prompts(cfg)
     model = checkpoint.load(path, device=device, dtype=weights_dtype(cfg.dtype, device.type))
     prompts = [tokenizer.prefix + tokenizer.encode(text, allow_eot=True) for text in texts]
-    if max(map(len, prompts)) > model.cfg.block_size:
-        raise UserError(f"a prompt has more tokens than the model's block, {model.cfg.block_size}; shorten it")
+    for number, ids in enumerate(prompts, 1):
+        if len(ids) > model.cfg.block_size:
+            raise UserError(f"prompt {number} has {len(ids)} tokens, the block {model.cfg.block_size}; shorten it")
 
     how = {"temperature": cfg.temperature, "top_k": cfg.top_k, "compile": cfg.compile}
     rows, cache, seconds = generate(model, prompts, cfg.max_new_tokens, cfg.num_samples, cfg.seed, tokenizer.end, **how)

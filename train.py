@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import signal
 import time
 from dataclasses import dataclass
@@ -93,8 +94,8 @@ class TrainConfig:
 
     def __post_init__(self):
         check_fields(self)
-        if not self.resume:
-            raise UserError("resume is empty; set never, auto or a checkpoint's path")
+        if self.resume not in ("never", "auto") and not os.path.exists(self.resume):
+            raise UserError(f"resume={self.resume!r} is not there; it takes never, auto or a checkpoint's path")
         object.__setattr__(self, "value_mode", get_mode(self.value_mode))
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.value_mode.name}")
         self.model_config(vocab_size=1)  # raises on an impossible shape, whatever the vocabulary
@@ -159,9 +160,9 @@ class Stop:
 def checkpoint_to_resume(cfg):
     """The weights file that the run continues from, or None. What would overwrite another run is refused."""
     # a folder holds one run: a new one may not begin beside it, nor replace the tokenizer of a folder of data
-    if Path(cfg.out_dir, "tokenizer.json").exists() and not Path(cfg.out_dir, "config.json").exists():
+    files, config = list(checkpoint.steps(cfg.out_dir).values()), Path(cfg.out_dir, "config.json")
+    if not files and not config.exists() and config.with_name("tokenizer.json").exists():
         raise UserError(f"{cfg.out_dir} holds a tokenizer.json and no config.json: it is no run; set another --out_dir")
-    files = list(checkpoint.steps(cfg.out_dir).values())
     if cfg.resume == "never" and files:
         raise UserError(f"{cfg.out_dir} already holds a run; --resume=auto continues it, or set another --out_dir")
     if cfg.resume == "never" or (cfg.resume == "auto" and not files):
@@ -186,7 +187,7 @@ def settings_of(cfg, corpus, path):
     new |= {"data": corpus.hash, "val_hash": corpus.val_hash}
     new = json.loads(json.dumps(new))  # as it is read back
     old_path = Path(path.parent if path else cfg.out_dir, "config.json")
-    old = read_record(old_path, RUN) if old_path.exists() else {}  # also refuses a config.json that is not ours
+    old = read_record(old_path, RUN) if path or old_path.exists() else {}  # also refuses one that is not ours
     if not path:
         return new, ""
     # what has changed, and whether it may

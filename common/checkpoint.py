@@ -31,6 +31,7 @@ from value_modes import ModelConfig
 
 RUN, WEIGHTS, STATE = "train.py's settings", "train.py's weights", "train.py's training state"  # kinds of records
 STEP = f"step_{'[0-9]' * 8}.safetensors"  # the names of weights files
+AGAIN = "copy it again, or move this step's files away to go back to the step before"
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # rank 0 gets tensors as if there were one rank
 
 
@@ -54,7 +55,7 @@ def write_tensors(path, kind, tensors, record):
 
 def read_tensors(path, kind):
     """(record, {name: tensor}) of such a file, whose checksums are right."""
-    with reading(path, kind), safe_open(path, "pt") as file:
+    with reading(path, kind, AGAIN), safe_open(path, "pt") as file:
         record = unsealed(kind, json.loads(file.metadata()["nanoresformer"]))
         tensors = {name: file.get_tensor(name) for name in file.keys()}
         if record["tensors"] != checksum(tensors):
@@ -67,7 +68,7 @@ def read_header(path):
     if is_hf_file(path):
         found, config = made_by_us(path.parent), hf_config(path.parent)
         return found | {"tokenizer": found["tokenizer_hash"], "mode": config.value_mode.name, "config": config}
-    with reading(path, WEIGHTS), safe_open(path, "pt") as file:
+    with reading(path, WEIGHTS, AGAIN), safe_open(path, "pt") as file:
         header = unsealed(WEIGHTS, json.loads(file.metadata()["nanoresformer"]))
         return header | {"config": ModelConfig(**header["config"])}
 
@@ -157,7 +158,7 @@ def prune(run, keep):
     kept = [best(files), *files[-keep:]] if keep else files
     kept = {*kept, *map(state_file, kept)}
     # weights first: a step whose weights are there counts as complete
-    for path in (*files, *Path(run).glob("step_*.state.safetensors"), *Path(run).glob(".step_*.tmp")):
+    for path in (*files, *Path(run).glob(STEP.replace(".", ".state.")), *Path(run).glob(".step_*.tmp")):
         if path not in kept:
             path.unlink()
 
@@ -168,7 +169,7 @@ def resume(path, model, optimizer, scaler, tokenizer_hash):
     check_same(path, header, model, tokenizer_hash, vars(model.cfg))
     with reading(path, WEIGHTS):
         dcp.set_model_state_dict(model, read_tensors(path, WEIGHTS)[1], options=WHOLE)
-    with reading(state_file(path), STATE):
+    with reading(state_file(path), STATE, AGAIN):
         record, tensors = read_tensors(state_file(path), STATE)
         if record["weights"] != header["tensors"]:
             raise ValueError(f"it belongs to other weights than {path.name}")
@@ -198,17 +199,16 @@ def check_same(path, header, model, tokenizer_hash, fields):
 
 def start_from(path, model, tokenizer_hash):
     """Copy the weights of a checkpoint into `model` where names and shapes are the same; returns a line that names what
-    is new. The vocabulary, arch, n_embd and head_dim must be the same."""
+    is new, and what is left of the checkpoint. The vocabulary, arch, n_embd and head_dim must be the same."""
     check_same(path, read_header(path), model, tokenizer_hash, ("arch", "n_embd", "head_dim"))
     theirs = {name: parameter.detach()[rows] for name, parameter, rows in parts_of(load(path))}
     new = []
     for name, parameter, rows in parts_of(model):
-        found = theirs.get(name)
-        if found is not None and found.shape == parameter[rows].shape:
-            parameter.detach()[rows].copy_(found)
+        if name in theirs and theirs[name].shape == parameter[rows].shape:
+            parameter.detach()[rows].copy_(theirs.pop(name))
         else:
             new.append(name)
-    return f"weights from {path}; new: {', '.join(new) or 'none'}"
+    return f"weights from {path}; new: {', '.join(new) or 'none'}; not used: {', '.join(theirs) or 'none'}"
 
 
 # ---- what belongs to a checkpoint
@@ -243,6 +243,8 @@ def trained_on(folder, given, instead):
     trained = run_settings(folder)
     if "data_dir" not in trained:
         raise UserError(f"{folder} does not say what it was trained on; name {instead}")
+    if not Path(trained["data_dir"]).is_dir():
+        raise UserError(f"{folder} was trained on {trained['data_dir']}, which is no folder here; name {instead}")
     return trained["data_dir"], trained["mixture"]
 
 

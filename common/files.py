@@ -28,7 +28,7 @@ def reading(path, what, remedy="copy it again, or make it again"):
         raise
     # Each library that parses for us has its own errors.
     except Exception as e:
-        if isinstance(e, FileNotFoundError) and e.errno:
+        if isinstance(e, (FileNotFoundError, NotADirectoryError)) and e.errno:
             raise UserError(f"{path} is missing; it should be {what}; {remedy}") from None
         why = " ".join(f"{type(e).__name__}: {e}".split())[:200]
         raise UserError(f"{path} is damaged or not {what} ({why}); {remedy}") from e

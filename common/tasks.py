@@ -16,6 +16,7 @@ import numpy as np
 
 from common.files import reading, sha256
 from common.report import mean_error
+from common.texts import unpacked
 from configurator import UserError, need
 
 
@@ -118,19 +119,25 @@ def hub_rows(name):
 
 
 def local_rows(path, name):
-    """The rows of a task's split in a file of JSON lines."""
+    """The rows of a task's split in a file of JSON lines or of one JSON array, plain or packed."""
     task = TASKS[name]
     how = f"{task.hub!r}, {task.config!r}, split={task.split!r}, revision={REVISIONS[task.hub]!r}"
     command = f'python -c "import datasets; datasets.load_dataset({how}).to_json({str(path)!r})"'
     with reading(path, f"the {task.split} split of {name} as JSON lines", f"with network, `{command}` makes it"):
+        with unpacked(path) as file:
+            content = file.read()
+        if content.lstrip().startswith(b"["):
+            return json.loads(content)
         # We split bytes, because text would also end its lines at separators inside a JSON string.
-        return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+        return [json.loads(line) for line in content.split(b"\n") if line.strip()]
 
 
 def questions(name, data_dir="", limit=0):
     """(a task's Questions, where they are from: dataset and revision, or file and hash). limit: only the first ones."""
     if data_dir:
         path = Path(data_dir, f"{name}.jsonl")
+        if not path.exists():  # packed, or an array in .json
+            path = next(Path(data_dir).glob(f"{name}.json*"), path)
         rows, where = local_rows(path, name), f"{path.name} (sha256 {sha256(path)[:16]})"
     else:
         rows, where = hub_rows(name), f"{TASKS[name].hub}@{REVISIONS[TASKS[name].hub][:8]}"

@@ -392,11 +392,16 @@ def test_a_hugging_face_folder(runs, tmp_path):
     refused(call(folder), "does not say what it was trained on", "--data_dir")
 
 
-def test_what_cannot_be_analysed(runs, tmp_path):
+def test_what_cannot_be_analysed(runs, tmp_path, monkeypatch):
     other = make_data(tmp_path / "other", tokenizer=byte_tokenizer("(?s:..?)"))
     refused(call(runs / "a", runs / "b", f"--out_dir={tmp_path}"), "several of these models would write into one")
     refused(call(runs / "a", "--length=65"), "a chunk of 65 tokens does not fit", "at least 2 tokens, and at most 64")
     refused(call(runs / "a", f"--data_dir={other}"), "another tokenizer", str(other))
+    (runs / "data").rename(runs / "moved")
+    refused(call(runs / "a"), "data, which is no folder here; name the prepared data by --data_dir")
+    (runs / "moved").rename(runs / "data")
+    monkeypatch.setattr("os.access", lambda *of: False)
+    refused(call(runs / "a"), "a cannot be written; set another --out_dir")
 
 
 def test_a_model_that_is_not_finite(runs, tmp_path):

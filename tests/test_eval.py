@@ -1,5 +1,6 @@
 """Evaluation: what is asked, what is scored, what is written. test_lm_eval.py compares it with the harness itself."""
 
+import gzip
 import json
 import math
 import random
@@ -65,6 +66,20 @@ def test_a_row_becomes_a_question(name, tmp_path):
 def test_a_missing_file_says_how_it_is_made(tmp_path):
     with pytest.raises(UserError, match=r"hellaswag.jsonl is missing.*`python -c .*Rowan/hellaswag.*to_json\("):
         tasks.questions("hellaswag", tmp_path)
+
+
+FORMS = {"piqa.jsonl": b"%b\r\n\r\n%b\r\n", "piqa.json": b"[\n%b,\n%b]", "piqa.jsonl.gz": b"%b\n%b\n"}
+
+
+@pytest.mark.parametrize("file", FORMS)
+def test_task_files_of_others(file, tmp_path):
+    content = FORMS[file] % ((json.dumps(ROWS["piqa"]).encode(),) * 2)
+    (tmp_path / file).write_bytes(gzip.compress(content) if file.endswith("gz") else content)
+    assert tasks.questions("piqa", tmp_path)[0] == [ASKED["piqa"]] * 2
+
+
+def test_an_unknown_task_is_answered_with_all_names():
+    refused(in_process(e, "--task=piqa,mmlu"), "there is no task mmlu; there are loss, hellaswag, ", "table1")
 
 
 # ---- token ids and scores
@@ -271,11 +286,13 @@ def test_runs_side_by_side(runs):
 
 
 def test_later_calls_keep_what_is_known(runs, tmp_path):
-    """But not of a trial, nor of other weights. What is scored before a wrong name is kept too."""
+    """But not of a trial, nor of other weights. Nothing is scored before a wrong name is refused."""
     run = shutil.copytree(runs / "b", tmp_path / "run")
     (run / "eval.json").unlink(missing_ok=True)
     words = ("--task=piqa,winogrande", f"--data_dir={runs / 'evals'}")
     refused(in_process(e, run, tmp_path / "none", *words), "holds no checkpoint")
+    assert not (run / "eval.json").exists()
+    evaluate(runs, run, *words[:1])
     before = results(run)
     evaluate(runs, run, "--task=piqa", "--limit=5")
     assert list(before) == ["piqa", "winogrande"] and results(run) == before
@@ -302,11 +319,23 @@ def test_two_ranks_equal_one(runs, tmp_path):
         assert line == samples[slot] | {"log_prob": pytest.approx(samples[slot]["log_prob"], abs=1e-5)}
 
 
-def test_losses_on_different_data_are_not_compared(runs, tmp_path):
+def test_a_run_that_cannot_be_written_has_its_table(runs, tmp_path, monkeypatch):
+    run = shutil.copytree(runs / "b", tmp_path / "run", ignore=shutil.ignore_patterns("eval.json"))
+    monkeypatch.setattr("os.access", lambda *of: False)
+    out = evaluate(runs, run, "--task=piqa")
+    assert "not stored" in out and "| svformer |" in out and not (run / "eval.json").exists()
+
+
+def test_losses_on_different_data_are_not_compared(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(e, "evaluate", None)  # it is not called
     for name in ("step_00000008.safetensors", "tokenizer.json"):
         shutil.copy(runs / "a" / name, tmp_path)
     words = ("--task=loss", f"--corpus={runs / 'data'}")
     refused(in_process(e, runs / "a", tmp_path, *words), "different validation data", "--bos")
+    other = byte_tokenizer("(?s:..?)")
+    other.save(tmp_path / "tokenizer.json")
+    checkpoint.save(tmp_path, 8, checkpoint.load(runs / "a"), other.hash)
+    refused(in_process(e, runs / "a", tmp_path, *words), "different tokenizers", "name one at a time")
 
 
 @pytest.mark.parametrize("task", ["piqa", "loss"])

@@ -3,7 +3,7 @@
 import matplotlib
 import numpy as np
 import pytest
-from conftest import in_process, refused, script
+from conftest import ROOT, in_process, refused, script
 from matplotlib.figure import Figure
 
 import plot
@@ -193,6 +193,8 @@ def test_neither_a_notebooks_backend_nor_a_terminal_of_ascii_ends_it(tmp_path):
 def test_bad_calls():
     refused(in_process(plot), "say compare or analysis, then name runs: `python plot.py compare")
     refused(in_process(plot, "compare", "x", "--out_file=x.pdf"), "must end in .png")
+    refused(in_process(plot, "compare", "compare.png"), "then name runs")  # the picture of an earlier call
+    refused(in_process(plot, "compare", ROOT / "README.md"), "README.md/metrics.jsonl is missing")
 
 
 # ---- what analyze.py found

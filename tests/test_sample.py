@@ -133,7 +133,7 @@ def test_command(run, monkeypatch, capsys):
 
 def test_command_with_a_file_of_prompts(run, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", mode=None))
-    (tmp_path / "prompts.txt").write_text("hello\nhi there\n")
+    (tmp_path / "prompts.txt").write_text("hello\nhi there\n\n")
     words = [run, f"--prompt_file={tmp_path / 'prompts.txt'}", "--max_new_tokens=8"]
     found, plain = in_process(sample, *words, "--compile"), in_process(sample, *words)
     texts = [part.splitlines()[1] for part in found.stdout.split("--- ")[1:]]
@@ -141,10 +141,18 @@ def test_command_with_a_file_of_prompts(run, tmp_path, monkeypatch):
     assert "KV cache 19,200 bytes = 2 x 15 tokens x 640" in found.stdout
 
 
-@pytest.mark.parametrize("text", ["a\n\nb\n", "x\n" + 33 * "y"])
-def test_prompts_that_the_model_cannot_continue(run, tmp_path, text):
-    (tmp_path / "prompts.txt").write_text(text)
-    refused(in_process(sample, run, f"--prompt_file={tmp_path / 'prompts.txt'}"), "a prompt ")
+BAD = {"prompt 2 is empty": b"a\n\nb\n", "prompt 2 has 33 tokens": b"x\n" + 33 * b"y", "saved as UTF-8": b"\xff\xfea\0"}
+
+
+@pytest.mark.parametrize("says", BAD)
+def test_prompts_that_the_model_cannot_continue(run, tmp_path, says):
+    (tmp_path / "prompts.txt").write_bytes(BAD[says])
+    refused(in_process(sample, run, f"--prompt_file={tmp_path / 'prompts.txt'}"), says)
+
+
+def test_prompts_as_nanogpt_takes_them(run):
+    refused(in_process(sample, run, "--prompt=FILE:a.txt"), "is nanoGPT's; here it is --prompt_file=a.txt")
+    assert r"note: \n in the prompt is two characters" in in_process(sample, run, r"--prompt=\n").stdout
 
 
 def test_a_text_ends_with_the_tokenizers_end_not_with_what_starts_a_sequence(run, monkeypatch):

@@ -69,6 +69,7 @@ BAD = {  # test_bad_input.py tries many more, but reads no sentence
     "--batch-size=12": "batch_size is nanoGPT's; here it is micro_batch; a step's tokens",
     "--data_dir=a --data_dir=b": "--data_dir is given twice; it takes one folder",
     "--mixture=a:1": "mixture takes dict[str, float] such as {'text': 0.5}, not 'a:1'",
+    "--kind --compile": "--kind needs a value: kernel",
     "--kind=eager": "kind takes Literal['sdpa', 'flash'], not 'eager'",
     "--layers=0,-5": "layers=-5 must be at least -4",
     "bad.py": "layers takes tuple[int, ...], not array([0, 1, 2])",

@@ -344,7 +344,12 @@ def test_steps_follow_one_another(says, copy, data_dir):
 
 def test_the_state_of_another_step_is_refused(copy, data_dir):
     (copy / STATE.replace("12", "06")).rename(copy / STATE)  # test_bad_input.py tries other damage
-    refused(called(data_dir, copy, resume="auto", max_steps=14), "it belongs to other weights")
+    refused(called(data_dir, copy, resume="auto", max_steps=14), "it belongs to other weights", "step's files away")
+
+
+def test_a_checkpoint_without_its_settings_is_not_continued(copy, data_dir):
+    (copy / "config.json").unlink()
+    refused(called(data_dir, copy, resume="auto", max_steps=14), "config.json is missing")
 
 
 OTHERS = [
@@ -358,8 +363,8 @@ OTHERS = [
     (dict(eval_tokens=64), "eval_tokens (was 512)"),
     (dict(max_steps=12, learning_rate=1e-4), "learning_rate (was 0.003)"),  # a finished run with other settings
     (dict(resume="never"), "already holds a run; --resume=auto continues it"),
-    (dict(resume="nowhere"), "nowhere holds no checkpoint"),
-    (dict(resume=""), "resume is empty; set never, auto or a checkpoint's path"),
+    (dict(resume="nowhere"), "resume='nowhere' is not there; it takes never, auto or a"),
+    (dict(resume=""), "resume='' is not there"),
     (dict(batch_tokens=100), "batch_tokens=100 is not a multiple of 16 = block_size=16 x 1 ranks; set it to 96"),
 ]
 
@@ -408,10 +413,11 @@ def test_a_run_that_explodes_is_not_saved(dtype, what, copy, data_dir, monkeypat
 
 def test_last_best_and_keep(tmp_path):
     model = GPT(config())
+    (tmp_path / "step_3_backup.state.safetensors").touch()  # a user's
     for step, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0), (5, 2.5)):
         optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler(enabled=False)
         checkpoint.save(tmp_path, step, model, "hash", loss, optimizer, scaler, keep=2)
-    assert list(checkpoint.steps(tmp_path)) == [2, 4, 5] and len(list(tmp_path.iterdir())) == 2 * 3
+    assert list(checkpoint.steps(tmp_path)) == [2, 4, 5] and len(list(tmp_path.iterdir())) == 2 * 3 + 1
     assert checkpoint.find(tmp_path).stem == "step_00000005"
     assert checkpoint.find(tmp_path, "best").stem == "step_00000002"
     checkpoint.save(tmp_path, 6, model, "hash", keep=0)
@@ -500,6 +506,11 @@ def test_init_from(n, shard, base, data_dir, tmp_path):
     found, theirs = load_file(checkpoint.find(out)), load_file(base / LAST)
     assert found.keys() > theirs.keys() and all(torch.equal(found[name], theirs[name]) for name in theirs)
     trained(data_dir, out, **kw, max_steps=2, resume="auto")  # need not name init_from again
+
+
+def test_weights_that_find_no_place_are_named(base, data_dir, tmp_path):
+    said = trained(data_dir, tmp_path, n_layer=1, init_from=base, max_steps=1)
+    assert "; new: none; not used: blocks.1.norm1.weight, blocks.1.attn.proj.q.weight, " in said
 
 
 @pytest.mark.parametrize("victim", [0, 1])
