@@ -200,7 +200,7 @@ def check_same(path, header, model, tokenizer_hash, fields):
 def start_from(path, model, tokenizer_hash):
     """Copy the weights of a checkpoint into `model` where names and shapes are the same; returns a line that names what
     is new, and what is left of the checkpoint. The vocabulary, arch, n_embd and head_dim must be the same."""
-    check_same(path, read_header(path), model, tokenizer_hash, ("arch", "n_embd", "head_dim"))
+    check_same(path, read_header(path), model, tokenizer_hash, ("vocab_size", "arch", "n_embd", "head_dim"))
     theirs = {name: parameter.detach()[rows] for name, parameter, rows in parts_of(load(path))}
     new = []
     for name, parameter, rows in parts_of(model):

@@ -108,7 +108,7 @@ def attend(q, k, v, kernel="sdpa", scale=None, mask=None):
     if needs_mask or (mask is None and kernel == "eager"):
         mask = torch.full((T, S), -math.inf, device=q.device).triu(S - T + 1)
     if mask is not None:
-        mask = mask.to(q.dtype)
+        mask = mask.to(q)  # a model may be split over devices
         if mask.is_cuda and mask.stride(-2) % 8:  # fused kernels read the rows of a mask 16 bytes at a time
             mask = F.pad(mask, (0, -S % 8))[..., :S]
     if kernel == "eager":

@@ -10,11 +10,13 @@ own: SVFormer's holds the values of one layer.
 import contextlib
 import dataclasses
 import math
+import threading
 
 import torch
 from torch import nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from common.layers import Linear, Rope
@@ -25,7 +27,12 @@ NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_k
 NAMES |= {"vocab_size": "vocab_size", "hidden_size": "n_embd", "max_position_embeddings": "block_size"}
 # What transformers and trainers pass along too: for the loss, or what the tokens and their positions say already.
 IGNORED = {"num_items_in_batch", "shift_labels", "ignore_index", "cache_position", "token_type_ids"}
+IGNORED |= {"tokenizer", "assistant_tokenizer"}  # which generate(stop_strings=…) leaves there
 IGNORED_IF_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+
+
+# Trainer shifts labels by itself, as for label smoothing, if it knows a class by name.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["nanoresformer"] = "NanoResFormerForCausalLM"
 
 
 class NanoResFormerConfig(PreTrainedConfig):
@@ -68,7 +75,7 @@ class Tokens:
             own = causal.triu(self.past)  # padding sees itself, because a softmax over nothing is NaN
             seen = (attention_mask[:, None, None].bool() & causal) | own  # (B, 1, T, S)
             if position_ids is None:  # they count from the first token that is no padding
-                self.where = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -T:]  # (B, T)
+                self.where = (attention_mask.bool().cumsum(1) - 1).clamp(min=0)[:, -T:]  # (B, T)
         elif attention_mask is None and position_ids is not None and self.past == 0:
             begins = position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
             if is_traced or begins.any():
@@ -129,20 +136,28 @@ class Body(GPT):
             raise ValueError(f"{self.cfg.value_mode.name} needs input_ids, because it has values for each token id")
         x = inputs_embeds if input_ids is None else input_ids
         cache = past_key_values if cache is None else cache  # its name until transformers 5.24
-        if cache is None and not self.training and (config.use_cache if use_cache is None else use_cache):
+        is_recomputed = self.training and self.gradient_checkpointing  # a cache would be filled twice
+        if use_cache is None:
+            use_cache = config.use_cache and not self.training
+        if cache is None and use_cache and not is_recomputed:
             cache = DynamicCache()
 
         # What transformers only asks for: recomputing, and a kernel.
-        self.recompute = self.training and self.gradient_checkpointing
+        self.recompute = is_recomputed
         for block in self.blocks:
             block.attn.kernel = "eager" if config._attn_implementation == "eager" else "sdpa"
 
         # As in transformers: the input of each layer, and at the end the normed output of the last.
         wants_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states = []
+        states, thread = [], threading.get_ident()
+
+        def keep(block, args):
+            if threading.get_ident() == thread:  # a server may call one model from several threads
+                states.append(args[0])
+
         with contextlib.ExitStack() as hooks:
             for block in self.blocks if wants_states else ():
-                hooks.enter_context(block.register_forward_pre_hook(lambda _, args: states.append(args[0])))
+                hooks.enter_context(block.register_forward_pre_hook(keep))
             x = self.hidden(x, Tokens(self.cfg, cache, attention_mask, position_ids, x))
         states = (*states, x) if wants_states else None
         return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=states)
@@ -186,7 +201,9 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
     def _validate_generated_length(self, generation_config, *args):
         """Called before the first step: text that has no room is better refused now than when the block is full."""
         super()._validate_generated_length(generation_config, *args)
-        length, most = generation_config.max_length, self.model.cfg.block_size
+        # prompt lookup tries so many tokens beyond the end
+        length = generation_config.max_length + (generation_config.prompt_lookup_num_tokens or 0)
+        most = self.model.cfg.block_size
         if length > most + 1:  # the last new token needs no position of its own
             raise ValueError(f"prompt and new tokens may be {length}, and the model's block is {most} tokens long")
 

@@ -4,7 +4,9 @@ import dataclasses
 import json
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from value_modes import kv_floats_per_token
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
+
+from transformers.models.auto import modeling_auto  # noqa: E402
 
 from common.modeling_nanoresformer import NanoResFormerConfig, NanoResFormerForCausalLM  # noqa: E402
 
@@ -151,6 +155,41 @@ def test_the_cache_has_two_names(name):
     peer, idx, cache = wrapped(tiny("svformer").float()), tokens((2, 8)), transformers.DynamicCache()
     parts = [peer(part, **{name: cache}).logits for part in idx.split(5, dim=1)]
     close(torch.cat(parts, dim=1), peer(idx).logits)
+
+
+def test_training_with_a_cache_that_is_asked_for():
+    peer, idx = wrapped(tiny("svformer").float()).train(), tokens((2, 8))
+    past = peer(idx[:, :5], use_cache=True).past_key_values
+    close(peer(idx[:, 5:], past_key_values=past).logits, peer(idx).logits[:, 5:])
+    assert peer(idx).past_key_values is None
+    peer.gradient_checkpointing_enable()
+    peer(idx, labels=idx, use_cache=True).loss.backward()
+
+
+def test_what_generate_leaves_among_the_keywords():
+    peer, tokenizer = wrapped(tiny("svformer").float()), SimpleNamespace()
+    assert peer.generate(tokens((1, 4)), max_new_tokens=2, tokenizer=tokenizer, eos_token_id=None).size(1) == 6
+    with pytest.raises(ValueError, match="may be 35, and the model's block is 32"):  # candidates need positions
+        peer.generate(tokens((1, 8)), max_new_tokens=23, prompt_lookup_num_tokens=4)
+
+
+def test_a_mask_of_any_numbers():
+    """As packers give it: 1 and 2 for two documents, 0 for padding."""
+    peer, idx, mask = wrapped(tiny("svformer").float()), tokens((1, 8)), torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2]])
+    close(peer(idx, mask).logits, peer(idx, mask.clamp(max=1)).logits)
+
+
+def test_trainer_shifts_its_labels():
+    """Trainer asks for the class by its name before it smooths labels."""
+    assert type(wrapped(tiny("svformer"))).__name__ in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def test_hidden_states_of_several_threads_do_not_mix():
+    peer, ids = wrapped(tiny("svformer").float()), [tokens((1, 8), seed=seed) for seed in range(4)]
+    right = [peer(idx, output_hidden_states=True).hidden_states for idx in ids]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda idx: peer(idx, output_hidden_states=True).hidden_states, ids * 8))
+    assert all(all(map(torch.equal, states, right[i % 4])) and len(states) == 5 for i, states in enumerate(found))
 
 
 def test_hidden_states_are_what_layers_read_and_the_head_reads():
