@@ -49,6 +49,10 @@ class Input(NamedTuple):
     path: Path | None  # None: on the hub
     piece: int = PIECE  # characters of a .txt file that make a document
 
+    @property
+    def is_txt(self):
+        return format_of(self.name)[0] == ".txt"
+
 
 def python_files(packages):
     """Yield the Inputs of pysource: the standard library, then the installed packages, or those in `packages` only.
@@ -214,15 +218,14 @@ def unpacked(path):
 
 def read_text(source):
     """Yield the raw items of a file of text or JSON: pieces of .txt, lines or the items of one array."""
-    is_txt = format_of(source.name)[0] == ".txt"
     with unpacked(source.path) as file:
         head = file.peek(4)
         encoding = next((name for mark, name in MARKS.items() if head.startswith(mark)), "utf-8-sig")
         is_array = head.decode(encoding, "ignore").lstrip().startswith("[")
         # Bytes that are no text become half surrogate pairs, which a worker refuses with the line's number.
-        ends = "" if is_txt else "\n"  # of lines: in .txt also those of an old Mac
+        ends = "" if source.is_txt else "\n"  # of lines: in .txt also those of an old Mac
         text = io.TextIOWrapper(file, encoding, "surrogateescape", ends)
-        if is_txt:
+        if source.is_txt:
             # A piece ends with a line. Where none ends for as long again, we cut.
             while piece := text.read(source.piece) + text.readline(source.piece):
                 yield piece
@@ -310,19 +313,19 @@ def to_documents(source, number, raw, cfg):
     """The documents [(domain, text)] of a raw item. Raises UserError if we cannot read it."""
     if isinstance(raw, Path):
         return python_documents(raw, source.domain)
-    is_txt = format_of(source.name)[0] == ".txt"
-    place = f"{source.path or source.name}, {'line' if isinstance(raw, str) and not is_txt else 'item'} {number + 1}"
+    is_line = isinstance(raw, str) and not source.is_txt
+    place = f"{source.path or source.name}, {'line' if is_line else 'item'} {number + 1}"
     again = f"delete {cfg.out_dir} and start over"
     if isinstance(raw, str):
         with reading(place, "UTF-8", f"convert it, as with `iconv -f WINDOWS-1252 -t UTF-8`, {again}"):
             raw.encode()  # fails for bytes that were no text
-            if is_txt and "\0" in raw:
+            if source.is_txt and "\0" in raw:
                 raise ValueError("it has zero bytes, as UTF-16LE without a mark has")
-    if is_txt:
+    if source.is_txt:
         return [(source.domain, raw)]
     what = f"an object with a text in {cfg.text_field!r}{'' if source.domain else ' and its set in meta'}"
     with reading(place, what, f"repair it, or set --text_field, {again}"):
-        if isinstance(raw, str):
+        if is_line:
             raw = raw.strip("\ufeff \r\n\t")  # files that were joined have marks in the middle
             if not raw:
                 return []

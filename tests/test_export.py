@@ -225,6 +225,8 @@ def test_new_tokens(tmp_path):
     peer.save_pretrained(tmp_path)
     idx[0, 0] = 63
     close(checkpoint.load(tmp_path)(idx)[0], peer(idx).logits)
+    with pytest.raises(UserError, match="another vocab_size"):  # its config.json still names the old tokenizer
+        checkpoint.start_from(checkpoint.find(tmp_path), tiny("value_embed").float(), None)
 
 
 def test_text_that_has_no_room_is_refused_before_the_first_step():

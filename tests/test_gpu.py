@@ -9,6 +9,7 @@ from conftest import COMPILED, config, fewest_layers, in_process, refused
 
 import train
 from common import ranks, scoring
+from common.layers import attend
 from configurator import UserError
 from model import GPT, KVCache
 from sample import next_logits, sample_token
@@ -23,7 +24,7 @@ def gpu(monkeypatch):
     def checked(q, k, v, mask=None, is_causal=False, scale=None, enable_gqa=False):
         assert q.dtype == k.dtype == v.dtype and q.size(-1) == k.size(-1) == v.size(-1) and not enable_gqa
         assert mask is None or (mask.dtype == q.dtype and (mask.size(-2) == 1 or mask.stride(-2) % 8 == 0))
-        assert all(t.stride(-1) == 1 for t in (q, k, v))
+        assert all(t.stride(-1) == 1 for t in (q, k, v)) and (mask is None or mask.device == q.device)
         return attention(q, k, v, mask, is_causal=is_causal, scale=scale)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", checked)
@@ -69,6 +70,12 @@ def test_continuations_of_one_prompt(mode, gpu):
     model, idx = on_gpu(mode, torch.bfloat16)
     with torch.inference_mode():
         assert model.hidden(idx, scoring.PrefixTree(idx, idx)).dtype == torch.bfloat16
+
+
+def test_a_mask_from_another_device(gpu):
+    """Where accelerate splits an export, the mask stays on the first one."""
+    q = torch.zeros(1, 2, 3, 4, device="meta")
+    assert attend(q, q, q, mask=torch.zeros(1, 1, 3, 3)).shape == q.shape
 
 
 def test_before_ampere_it_is_fp16(monkeypatch):
