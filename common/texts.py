@@ -110,7 +110,9 @@ def why_left_out(path, cfg):
     if suffix == ".json":
         with reading(path, "a text file", REMEDY), unpacked(path) as file:
             beginning = file.peek().replace(b"\0", b"")  # UTF-16 has zeros
-            return "" if f'"{cfg.text_field}"'.encode() in beginning else f".json without {cfg.text_field!r}"
+        # its features may name our column, too, but not with a text
+        has_text = re.search(rb'"%s"\s*:\s*["n]' % re.escape(cfg.text_field.encode()), beginning)
+        return "" if has_text else f".json without {cfg.text_field!r}"
     return ""
 
 
@@ -226,7 +228,7 @@ def read_text(source):
         ends = "" if source.is_txt else "\n"  # of lines: in .txt also those of an old Mac
         text = io.TextIOWrapper(file, encoding, "surrogateescape", ends)
         if source.is_txt:
-            # A piece ends with a line. Where none ends for as long again, we cut.
+            # A piece runs on to the end of its last line, but never past twice its length.
             while piece := text.read(source.piece) + text.readline(source.piece):
                 yield piece
         elif is_array:

@@ -434,7 +434,8 @@ def test_which_files_are_read(tmp_path, capsys):
     read = ["a.txt", "B.TXT", "c.json", "d.ndjson", "e.JSONL.GZ", "poems/f.txt.zst", "g.v2.jsonl.bz2"]
     hidden = ["poems/.ipynb_checkpoints/a.txt", ".git/description.txt", "__MACOSX/a.txt", ".h.txt"]
     write_files(tmp_path / "in", [*read, *hidden, "x.csv", "y.md", "y2.md", "README", "z.tar.gz", "info.json"])
-    (tmp_path / "in" / "c.json").write_text('{"id": 1, "text": "a"}')
+    (tmp_path / "in" / "c.json").write_text('{"id": 1, "text" : "a"}')
+    (tmp_path / "in" / "info.json").write_text('{"features": {"text": {"dtype": "string"}}}')
     write_files(tmp_path / "elsewhere", ["linked.txt"])
     (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "up").symlink_to(tmp_path / "in")  # a loop
