@@ -23,7 +23,7 @@ from configurator import UserError, check_fields, need, run, setting
 
 GROWTH = 1.15  # a point averages the losses over the last 1 - 1/1.15 = 13 % of the tokens so far
 # Where records of starts may differ without a word: a run's own, what is compared, and what changes only rounding.
-OWN = {"event", "step", "ranks", "device", "wandb", "seed", "value_mode", "definition", "parameters",
+OWN = {"event", "step", "ranks", "device", "wandb", "code", "seed", "value_mode", "definition", "parameters",
        "kv_bytes_per_token"}  # fmt: skip
 SHOWN, EARLY = 1 / 40, 1 / 10  # the x axis begins at 1/40 of training; losses before 1/10 may leave the y axis
 
@@ -143,7 +143,7 @@ def read_run(folder):
     """The Curves of a run's folder."""
     path = Path(folder, "metrics.jsonl")
     with reading(path, METRICS):
-        events = {"start": [], "eval": [], "step": []}
+        events = {"start": [], "eval": [], "step": [], "diverged": []}
         for record in read_record_lines(path, METRICS):
             events[record.get("event", "step")].append(record)
         if not events["step"]:

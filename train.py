@@ -66,6 +66,7 @@ class TrainConfig:
     head_dim: int = setting(0, "width of a head; 0 = n_embd / n_head", least=0)
     n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", least=0)
     arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
+    scaled_init: bool | None = setting(None, "divide the spread of output projections by √(2 n_layer); none = if gpt2")
 
     batch_tokens: int = setting(2_097_152, "tokens per optimizer step, over all ranks", least=1, group="Optimization")
     micro_batch: int = setting(32, "at most so many sequences per rank and forward pass; accumulation follows", least=1)
@@ -102,8 +103,8 @@ class TrainConfig:
 
     def model_config(self, vocab_size):
         """The ModelConfig of these settings; raises ValueError on an impossible shape."""
-        names = ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "n_hidden", "arch", "value_mode")
-        return ModelConfig(vocab_size=vocab_size, **{name: getattr(self, name) for name in names})
+        shared = [f.name for f in dataclasses.fields(ModelConfig) if f.name in self.__dataclass_fields__]
+        return ModelConfig(vocab_size=vocab_size, **{name: getattr(self, name) for name in shared})
 
     def split_batch(self, n_ranks):
         """(sequences per forward pass, forward passes per step) of each rank. The first is the largest divisor of the
@@ -261,11 +262,16 @@ def validate(model, corpus, cfg, world, autocast, is_sharded):
     return result
 
 
-def check_finite(step, what, value):
-    """Raise UserError if a step has failed. The caller has saved nothing of it."""
+def end_diverged(metrics, step, why):
+    """End a run whose step has failed, and record that. The caller has saved nothing of the step."""
+    metrics.write({"event": "diverged", "step": step, "why": why})
+    remedy = "nothing of this step is saved; continue from a checkpoint before it with a lower learning_rate"
+    raise UserError(f"step {step}: {why}; {remedy}")
+
+
+def check_finite(metrics, step, what, value):
     if not math.isfinite(value):
-        remedy = "nothing of this step is saved; continue from a checkpoint before it with a lower learning_rate"
-        raise UserError(f"step {step}: the {what} is {value}; {remedy}")
+        end_diverged(metrics, step, f"the {what} is {value}")
 
 
 def start(cfg, world, corpus, shape, dtype, config, done, note):
@@ -289,6 +295,7 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
     micro_batch, accumulation = cfg.split_batch(world.size)
     record = {name: value for name, value in config.items() if name not in MAY_DIFFER}
     record |= {"event": "start", "step": done, "ranks": world.size, "device": world.kind, "wandb": metrics.wandb_id}
+    record["code"] = ranks.code_of_results()
     record |= {"definition": record["value_mode"], "value_mode": record.pop("value_mode_name")}
     record |= {"dtype": str(dtype).removeprefix("torch."), "parameters": count_parameters(shape)}
     record |= {"kv_bytes_per_token": 2 * kv_floats_per_token(shape)}  # in bf16
@@ -388,11 +395,11 @@ def train(cfg, world):
         # means over the ranks (the norm is the same on all). Only now a GPU is waited for: all of the step is launched
         total, norm = (world.sum(torch.stack((total, norm))) / world.size).tolist()
         # a step that failed is not saved
-        check_finite(n, "loss", total)
+        check_finite(metrics, n, "loss", total)
         if not scaler.is_enabled():
-            check_finite(n, "gradient norm", norm)
+            check_finite(metrics, n, "gradient norm", norm)
         elif scaler.get_scale() < 2**-10:
-            raise UserError(f"step {n}: fp16 gradients overflow at any loss scale; use dtype=bfloat16")
+            end_diverged(metrics, n, "fp16 gradients overflow at any loss scale, which bfloat16 would not")
 
         # record
         seconds = time.perf_counter() - began
@@ -405,7 +412,7 @@ def train(cfg, world):
         if n % cfg.eval_every == 0 or n == cfg.max_steps:
             result = validate(model, corpus, cfg, world, autocast, is_sharded)
             val_loss = result["val_mean"]
-            check_finite(n, "validation loss", val_loss)
+            check_finite(metrics, n, "validation loss", val_loss)
             metrics.evaluation(n, result)
         # save: after a signal too, at the same step on all ranks, although it reaches them at different times.
         # What is evaluated is saved, so that the best checkpoint is there

@@ -168,7 +168,8 @@ class MLP(nn.Module):
 
 def into_stream_std(cfg):
     """Initial spread of the projections into the residual stream: GPT-2's are smaller by sqrt(2 n_layer)."""
-    return cfg.init_std / math.sqrt(2 * cfg.n_layer) if cfg.arch == "gpt2" else None
+    is_scaled = cfg.arch == "gpt2" if cfg.scaled_init is None else cfg.scaled_init
+    return cfg.init_std / math.sqrt(2 * cfg.n_layer) if is_scaled else None
 
 
 def new_norm(cfg):

@@ -384,16 +384,16 @@ def test_one_table_starts_from_0_and_others_do_not():
     assert [bool(table.weight.any()) for table in model.tables] == [True, True, False]
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_initial_values(arch):
+@pytest.mark.parametrize("arch,scaled", [("llama", None), ("gpt2", None), ("llama", True), ("gpt2", False)])
+def test_initial_values(arch, scaled):
     """N(0, 0.02), norms 1, biases 0. Token tables have nanochat's spread, GPT-2's projections into the stream less."""
-    cfg = config("value_embed", arch=arch, n_embd=128, vocab_size=500)
+    cfg = config("value_embed", arch=arch, scaled_init=scaled, n_embd=128, vocab_size=500)
     model = GPT(cfg, seed=1)
     for name, p in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             assert (p == (1 if name.endswith("weight") else 0)).all(), name
         elif p.ndim == 2:
-            small = arch == "gpt2" and name.endswith(("out.weight", "down.weight"))
+            small = (scaled or (scaled is None and arch == "gpt2")) and name.endswith(("out.weight", "down.weight"))
             std = 128**-0.5 if name.startswith("tables") else 0.02 / math.sqrt(8) if small else 0.02
             assert abs(p.std() / std - 1) < 0.05 and abs(p.mean()) < std / 20, name
     assert not torch.equal(model.embed.weight, GPT(cfg, seed=2).embed.weight)

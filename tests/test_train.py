@@ -1,6 +1,7 @@
 """train.py learns what a naive loop learns, resumes bit for bit, computes the same on any number of ranks, refuses what
 does not belong together, and loses nothing that was saved."""
 
+import ast
 import contextlib
 import functools
 import importlib
@@ -26,7 +27,7 @@ import train
 from common import checkpoint, files
 from common.data import Corpus
 from common.plan import notes_of
-from common.ranks import Distributed
+from common.ranks import Distributed, code_of_results
 from common.report import METRICS, Metrics
 from model import GPT
 from train import TrainConfig, learning_rate
@@ -406,6 +407,22 @@ def test_a_run_that_explodes_is_not_saved(dtype, what, copy, data_dir, monkeypat
     monkeypatch.setattr(train, "validate", lambda *of: {"val_mean": math.inf})
     refused(called(data_dir, copy, resume="auto", dtype="float32", max_steps=14), "step 14: the validation loss is inf")
     assert list(checkpoint.steps(copy)) == [6, 12]
+    (record,) = records(copy, "diverged")  # of the last try, because a resumed run drops what was not saved
+    assert record["step"] == 14 and record["why"] == "the validation loss is inf"
+
+
+def test_comments_and_docstrings_are_no_other_code(tmp_path):
+    before = code_of_results()
+    for name in before:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    model = tmp_path / "model.py"
+    text = model.read_text(encoding="utf-8")
+    words = ast.get_docstring(ast.parse(text), clean=False)
+    model.write_text(text.replace(words, "The network.") + "# the end\n", encoding="utf-8")
+    assert code_of_results(tmp_path) == before
+    model.write_text(text + "F = None\n", encoding="utf-8")
+    assert [name for name, digest in code_of_results(tmp_path).items() if digest != before[name]] == ["model.py"]
 
 
 # ---- which checkpoints stay, and which one is meant
