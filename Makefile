@@ -11,7 +11,6 @@ else
 PY := .venv/bin/python
 NEWEST := .venv/newest/bin/python
 endif
-DEMO := vanilla resformer_lambda svformer
 
 # OpenMP threads that wait a long time awake make each other late when anything else runs (1.6 x on 2 busy cores)
 export GOMP_SPINCOUNT ?= 1000
@@ -19,10 +18,8 @@ export GOMP_SPINCOUNT ?= 1000
 .PHONY: demo figures test fuzz test-peers .venv/newest bench-gpu bench-82m bench-468m bench-decoding lint clean
 demo: .venv/ready
 	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6
-	for mode in $(DEMO); do \
-	  $(PY) train.py config/tiny.py --value_mode=$$mode --out_dir=out/demo/$$mode --resume=auto || exit; done
-	$(PY) plot.py compare $(DEMO:%=out/demo/%) --out_file=out/demo/relative.png
-	$(PY) sample.py out/demo/svformer --prompt="def __init__(self" --max_new_tokens=120
+	$(PY) compare.py vanilla resformer_lambda svformer config/tiny.py --out_dir=out/demo
+	$(PY) sample.py --prompt="def __init__(self" --max_new_tokens=120
 
 figures: .venv/ready
 	$(PY) -m paper.reproduce all

@@ -5,7 +5,7 @@
 
 A chunk is the end-of-text token, as before a first document, then consecutive tokens of validation text. We write
 analysis.json (numbers by layer) and analysis.npz (by token position, and spectra) into the run's folder, print the main
-ones, and `python plot.py analysis` draws them. Each is defined at the function that measures it. Read model.py first.
+ones, and `python plot.py` draws them. Each is defined at the function that measures it. Read model.py first.
 """
 
 import functools

@@ -26,12 +26,14 @@ class UserError(ValueError):
     """Bad input. The message is the one sentence that the user sees, and the exit code is 2."""
 
 
-def setting(default, help, least=None, most=None, group=None, positional=False):
+def setting(default, help, least=None, most=None, group=None, positional=False, files_with=None):
     """A dataclass field with its line in --help and its range, both ends included.
 
-    group: a heading in --help, above this setting. positional: it takes the words without a `--`.
+    group: a heading in --help, above this setting. positional: it takes the words without a `--`, and files_with: the
+    config files that assign this name, too.
     """
-    metadata = {"help": help, "least": least, "most": most, "group": group, "positional": positional}
+    metadata = {"help": help, "least": least, "most": most, "group": group}
+    metadata |= {"positional": positional, "files_with": files_with}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -136,6 +138,7 @@ def load_settings(cls, words, usage="", skip_unknown=False):
     setting takes. skip_unknown: config files may name settings of another script."""
     hints, values, flags, others, words = types_of(cls), {}, set(), [], list(words)
     positional = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("positional")), None)
+    files_with = positional and cls.__dataclass_fields__[positional].metadata["files_with"]
     takes_many = positional and typing.get_origin(hints[positional]) is tuple
     while words:
         word = words.pop(0)
@@ -152,8 +155,7 @@ def load_settings(cls, words, usage="", skip_unknown=False):
                 raise UserError(f"--{name} is given twice; it takes one folder")
             flags.add(name)
             values[name] = parse(text, hints.get(name, str))
-        elif word.endswith(".py"):
-            found = read_config(word)
+        elif word.endswith(".py") and files_with not in (found := read_config(word)):
             values |= {name: found[name] for name in found if name in hints or not skip_unknown}
         elif takes_many or (positional and not others):
             others.append(word)

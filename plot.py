@@ -1,30 +1,20 @@
-"""Pictures and tables of runs, from their metrics.jsonl and from what analyze.py writes beside it.
+"""Pictures of attention concentration, and the drawing that compare.py and paper/ share.
 
-    python plot.py compare out/demo/vanilla out/demo/svformer     a table, and training loss minus vanilla's
-    python plot.py analysis out/demo/vanilla out/demo/svformer    attention concentration by layer
-
-`compare` draws runs that differ only in their seed as one line, their mean, with a band of one standard deviation
-(n - 1) on each side. A mode's runs with other settings are lines of their own. Without vanilla we subtract the first
-line named. paper/ draws its figures with the functions below.
+python plot.py out/demo/vanilla-450-0.002-42 out/demo/svformer-450-0.002-42     by layer, from analyze.py's numbers
 """
 
 import contextlib
 import functools
-import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from common.files import read_record, read_record_lines, reading, write_atomic
-from common.report import METRICS, markdown, mean_std, plus_minus
+from common.files import read_record, write_atomic
 from configurator import UserError, check_fields, need, run, setting
 
 GROWTH = 1.15  # a point averages the losses over the last 1 - 1/1.15 = 13 % of the tokens so far
-# Where records of starts may differ without a word: a run's own, what is compared, and what changes only rounding.
-OWN = {"event", "step", "ranks", "device", "wandb", "code", "seed", "value_mode", "definition", "parameters",
-       "kv_bytes_per_token"}  # fmt: skip
 SHOWN, EARLY = 1 / 40, 1 / 10  # the x axis begins at 1/40 of training; losses before 1/10 may leave the y axis
 
 
@@ -32,15 +22,15 @@ SHOWN, EARLY = 1 / 40, 1 / 10  # the x axis begins at 1/40 of training; losses b
 class PlotConfig:
     """Every setting of plot.py."""
 
-    words: tuple[str, ...] = setting((), "what to draw, see above, then the runs", positional=True)
-    out_file: str = setting("", "PNG to write; empty = <what is drawn>.png in the folder that holds the first run")
+    runs: tuple[str, ...] = setting((), "folders of runs that analyze.py has seen", positional=True)
+    out_file: str = setting("", "PNG to write; empty = analysis.png in the folder that holds the first run")
 
     def __post_init__(self):
         check_fields(self)
         # our own pictures lie beside the runs, so out/* names them too
-        object.__setattr__(self, "words", tuple(word for word in self.words if not word.endswith(".png")))
-        if len(self.words) < 2 or self.words[0] not in ("compare", "analysis"):
-            raise UserError("say compare or analysis, then name runs: `python plot.py compare out/a out/b`")
+        object.__setattr__(self, "runs", tuple(name for name in self.runs if not name.endswith(".png")))
+        if not self.runs:
+            raise UserError("name runs that analyze.py has seen: `python plot.py out/a out/b`")
         if self.out_file and not self.out_file.endswith(".png"):
             raise UserError(f"out_file={self.out_file} must end in .png")
 
@@ -122,92 +112,6 @@ def count_range(numbers, text=short_count):
     return low if low == high else f"{low}–{high}"
 
 
-# -- runs
-
-
-@dataclass(frozen=True)
-class Curves:
-    """What the metrics.jsonl of a run says. Losses are in nats per token."""
-
-    name: str  # the run's folder, as the user wrote it
-    starts: list  # what train.py knew at each start
-    start: dict  # the last of them
-    steps: dict  # arrays over training: step, loss, lr, tokens (so far), tokens_per_s
-    val: dict  # {step: validation loss, mean over the domains}
-    domains: dict  # {domain: its last validation loss}
-    step_tokens: float  # tokens of one optimizer step
-    final_loss: float | None  # the validation loss at the end; None if the run has not come that far
-
-
-def read_run(folder):
-    """The Curves of a run's folder."""
-    path = Path(folder, "metrics.jsonl")
-    with reading(path, METRICS):
-        events = {"start": [], "eval": [], "step": [], "diverged": []}
-        for record in read_record_lines(path, METRICS):
-            events[record.get("event", "step")].append(record)
-        if not events["step"]:
-            raise UserError(f"{path} has no steps yet; wait until the run has made some")
-        names = ("step", "loss", "lr", "tokens", "tokens_per_s")
-        steps = {name: np.array([record[name] for record in events["step"]], float) for name in names}
-        # a resumed run has several starts, and the last one's max_steps counts
-        start, val = events["start"][-1], {record["step"]: record["val_mean"] for record in events["eval"]}
-        return Curves(
-            name=str(folder),
-            starts=events["start"],
-            start=start,
-            steps=steps,
-            val=val,
-            domains=events["eval"][-1]["val"] if val else {},
-            step_tokens=float(steps["tokens"][-1] / steps["step"][-1]),
-            final_loss=val.get(start["max_steps"]),
-        )
-
-
-def differing(*starts):
-    """The settings in which records of starts differ, of those that all of them have: older ones have few."""
-    names = [name for name in starts[0] if name not in OWN and all(name in start for start in starts)]
-    return [name for name in names if any(start[name] != starts[0][name] for start in starts)]
-
-
-def plan_of(run):
-    """How a run was trained, in words. Runs can be compared if these are equal, and their data."""
-    bos = ", end-of-text first" if run.start["bos"] else ""
-    return f"length {run.start['block_size']}{bos}, {run.start['max_steps']:,} steps of {run.step_tokens:,.0f} tokens"
-
-
-def by_mode(runs):
-    """{value_mode, and settings in which its runs differ: runs that differ only in their seed}, vanilla first."""
-    groups, first = {}, runs[0]
-    for one in sorted(runs, key=lambda run: run.start["value_mode"] != "vanilla"):
-        its, wanted = (f"{plan_of(run)} of data {run.start['data']}" for run in (one, first))
-        if its != wanted:
-            raise UserError(f"{one.name} had {its}, {first.name} had {wanted}: not comparable")
-        if {"val_hash", "eval_tokens"}.intersection(differing(one.start, first.start)):
-            remedy = "compare them by `python eval.py --task=loss`"
-            raise UserError(f"{one.name} and {first.name} were validated on different tokens; {remedy}")
-        mode = one.start["value_mode"]
-        own = differing(*(run.start for run in runs if run.start["value_mode"] == mode))
-        mode = " ".join([mode, *(f"{name}={one.start[name]}" for name in own)])
-        for other in groups.setdefault(mode, []):
-            # an unfinished run has fewer steps, so we compare the learning rates of those that both have
-            same_rates = all(a == b for a, b in zip(one.steps["lr"], other.steps["lr"], strict=False))
-            same_model = all(one.start.get(name) == other.start.get(name) for name in ("parameters", "definition"))
-            if one.start["seed"] == other.start["seed"] or not (same_rates and same_model):
-                raise UserError(f"{other.name} and {one.name} are both {mode}, but do not differ in the seed alone")
-        groups[mode].append(one)
-    return groups
-
-
-def pair(groups):
-    """{value_mode: [(run, the first mode's run of its seed)]}. Both saw the same batches, so their noise cancels."""
-    first, *others = groups
-    base = {one.start["seed"]: one for one in groups[first]}
-    if not others or not {one.start["seed"] for mode in others for one in groups[mode]} <= base.keys():
-        raise UserError(f"name runs of {first} and of other modes, and for each of them {first}'s with its seed")
-    return {mode: [(one, base[one.start["seed"]]) for one in groups[mode]] for mode in others}
-
-
 # -- curves
 
 
@@ -246,6 +150,14 @@ def draw_line(ax, x, y, label, style, points=None):
     ax.plot(x, mean, markevery=[], label=f"{label}, {seeds}", **style | {"marker": marker})
 
 
+def tokens_on(ax, end):
+    """A logarithmic x axis of training tokens."""
+    ax.set_xscale("log", subs=())
+    ax.set_xlim(SHOWN * end, end)
+    ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    ax.xaxis.set_major_formatter(lambda x, _: short_count(x))
+
+
 def token_axis(ax):
     """A logarithmic axis of training tokens, and a y axis that fits what is drawn, and 0."""
     lines = [line.get_xydata() for line in ax.lines]
@@ -257,10 +169,8 @@ def token_axis(ax):
     if np.ptp(shown) > 4 * np.ptp(late):
         shown = late
     pad = 0.05 * np.ptp(shown) or 1
-    ax.set(xlim=(SHOWN * end, end), ylim=(shown.min() - pad, shown.max() + pad))
-    ax.set_xscale("log", subs=())
-    ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    ax.xaxis.set_major_formatter(lambda x, _: short_count(x))
+    ax.set_ylim(shown.min() - pad, shown.max() + pad)
+    tokens_on(ax, end)
     ax.set_xlabel(f"training tokens (a point averages the {1 - 1 / GROWTH:.0%} before it)")
 
 
@@ -291,38 +201,37 @@ def layer_panel(ax, lines, styles, ylabel, first=1, level=None):
     legend(ax)
 
 
-# -- what we draw of runs
+# -- a comparison
 
 
-def compare(path, groups):
-    """Print the table of modes, and draw the training loss of each minus that of the first with the same seeds."""
-    pairs, rows, base = pair(groups), [], next(iter(groups))
-    for mode, runs in groups.items():
-        # only finished runs have a loss in the table
-        losses = [run.final_loss for run in runs if run.final_loss is not None]
-        ended = [(run.final_loss, base.final_loss) for run, base in pairs.get(mode, [])]
-        gaps = [loss - base for loss, base in ended if None not in (loss, base)]
-        # a median, because the first steps of a run are slow
-        speed = np.mean([np.median(run.steps["tokens_per_s"]) for run in runs])
-        cells = [mode, f"{runs[0].start['parameters']:,}"]
-        cells += [plus_minus(*mean_std(losses)), plus_minus(*mean_std(gaps), sign=True), f"{speed:,.0f}"]
-        rows.append([*cells, f"{runs[0].start['kv_bytes_per_token']:,}", f"{len(losses)}"])
-    print(markdown(["mode", "parameters", "val loss", f"vs {base}", "tokens/s", "KV bytes/token", "runs"], rows))
-    print("losses: nats per token ± standard deviation over seeds, of the runs that have finished")
-    drawn = [one for runs in groups.values() for one in runs]
-    if names := differing(*(one.start for one in drawn)):
-        print(f"note: the runs differ in {', '.join(names)}")
-    for one in drawn:
-        if one.starts[0]["step"]:
-            print(f"note: {one.name} goes on from step {one.starts[0]['step']} of another run")
-        for before, after in itertools.pairwise(one.starts):
-            for name in differing(before, after):
-                print(f"note: {one.name} had {name}={before[name]} until step {after['step']}")
-    with page(path, (6, 4.4)) as fig:
-        ax = fig.subplots()
-        sizes = count_range([one.start["parameters"] for one in drawn])
-        ax.set_title(f"{sizes} parameters, {plan_of(drawn[0])}", loc="left")
-        relative_panel(ax, pairs, styles_of({mode: of[0].start["value_mode"] for mode, of in groups.items()}), base)
+def comparison(path, effects, curves, title, base="vanilla"):
+    """The picture of a comparison. Left: each mode's loss minus the base's, the best on top. Right: losses over tokens.
+
+    effects: [(label, mode, gap, half of its 95 % interval or None, [gap of each seed])]; curves: {label: (mode, tokens,
+    losses)}. What cannot be told apart from the base is grey; a single seed is hollow.
+    """
+    rows = sorted(effects, key=lambda row: -row[2])
+    with page(path, (9.6, max(3.2, 1.3 + 0.3 * len(rows)))) as fig:
+        left, right = fig.subplots(1, 2, width_ratios=(1.15, 1))
+        for y, (_, mode, gap, interval, seeds) in enumerate(rows):
+            color = "0.5" if interval and abs(gap) < interval else style_of(mode)["color"]
+            look = {"color": color, "marker": "o", "markerfacecolor": color if interval else "white"}
+            left.errorbar(gap, y, xerr=interval, linewidth=2, **look)
+            left.plot(seeds, [y - 0.25] * len(seeds), "|", color="0.5")
+            left.text(1.02, y, f"{gap:+.3f}", transform=left.get_yaxis_transform(), va="center", color=color)
+        left.axvline(0, **ZERO)
+        left.set(yticks=range(len(rows)), yticklabels=[row[0] for row in rows], ylim=(-0.6, len(rows) - 0.4))
+        left.set(xlabel=f"validation loss minus {base}'s (nats per token; left is better)")
+        left.set_title(title, loc="left", fontsize=9)
+        styles = styles_of({label: mode for label, (mode, *_) in curves.items()})
+        for label, (_, x, y) in curves.items():
+            marker = styles[label]["marker"] if len(x) < 10 else ""
+            right.plot(x, y, label=label, **styles[label] | {"marker": marker})
+        late = np.concatenate([y[x >= SHOWN * x[-1]] for _, x, y in curves.values()])
+        right.set(ylim=(late.min() - 0.05 * np.ptp(late), late.max() + 0.05 * np.ptp(late)))
+        tokens_on(right, max(x[-1] for _, x, _ in curves.values()))
+        right.set(xlabel="training tokens", ylabel="loss (nats per token)")
+        right.legend(**LEGEND)
 
 
 # -- what we draw of analyze.py's results
@@ -360,12 +269,7 @@ def analysis(path, names):
 
 
 def main(cfg: PlotConfig):
-    kind, *names = cfg.words
-    path = cfg.out_file or Path(names[0]).parent / f"{kind}.png"
-    if kind == "analysis":
-        analysis(path, names)
-    else:
-        compare(path, by_mode([read_run(name) for name in names]))
+    analysis(cfg.out_file or Path(cfg.runs[0]).parent / "analysis.png", cfg.runs)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from value_modes import ModelConfig, ValueMode, get_mode, kv_floats_per_token
 
 ENVIRONMENT = "train.py's environment"  # the kind of record in env.json
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
-# Settings that change no result beyond rounding. A resumed run says nothing of them, and paper/ compares runs without.
+# Settings that change no result beyond rounding. A resumed run says nothing of them, and other runs may differ in them.
 MAY_DIFFER = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every",
               "recompute", "shard", "micro_batch", "attn")  # fmt: skip
 MUST_STAY = {"seed", "batch_tokens", "data", "bos", "init_from", "val_hash", "eval_tokens"}  # in a run that continues

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import ctypes
 import datetime
+import functools
 import hashlib
 import os
 import platform
@@ -206,6 +207,7 @@ def clock(device):
     return time.perf_counter()
 
 
+@functools.cache
 def code_of_results(root=Path(__file__).parent.parent):
     """{file that decides a run's numbers: a digest of its statements}. Comments and docstrings do not count."""
     digests = {}

@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import math
 import os
-import statistics
 import sys
 from pathlib import Path
 
@@ -15,9 +14,6 @@ from common.files import read_record_lines, record_line, write_text, writing
 from configurator import UserError, need
 
 METRICS = "train.py's metrics"  # the kind of record in each line of metrics.jsonl
-
-# Student's t: in 95 % of samples of n numbers the true mean is within this many standard errors of the sample's
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
 def plus_minus(value, error=None, digits=4, sign=False):
@@ -33,20 +29,6 @@ def with_interval(mean, interval=None, sign=False):
     most six decimals. Without an interval the mean has four decimals, as in `plus_minus`."""
     digits = min(max(1 - math.floor(math.log10(interval)), 0), 6) if interval else 4
     return plus_minus(mean, interval, digits, sign)
-
-
-def mean_std(values):
-    """Mean and standard deviation (n - 1) of a list of numbers. Of no number: (None, None). Of one: (it, None)."""
-    if not values:
-        return None, None
-    std = statistics.stdev(map(float, values)) if len(values) > 1 else None
-    return math.fsum(values) / len(values), std
-
-
-def mean_interval(values):
-    """Mean of a list of numbers, and half the width of its 95 % interval (Student's t). None as in `mean_std`."""
-    mean, std = mean_std(values)
-    return mean, None if std is None else T_95[len(values)] * std / math.sqrt(len(values))
 
 
 def mean_error(values):

@@ -18,7 +18,8 @@ from torch import nn
 from common.files import write_json
 from common.layers import MLP, Linear
 from common.ranks import environment
-from common.report import markdown, mean_std, plus_minus, progress
+from common.report import markdown, plus_minus, progress
+from common.statistics import mean_std
 from configurator import UserError, check_fields, need, run, setting
 from model import GPT
 from train import adamw, learning_rate

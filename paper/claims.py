@@ -13,7 +13,8 @@ from itertools import combinations
 import numpy as np
 
 import plot
-from common.report import mean_interval, with_interval
+from common.report import with_interval
+from common.statistics import mean_interval
 from common.tasks import TABLE1
 from paper.found import NotMade
 from paper.runs import INSPECTED, ONE_RATE, Job

@@ -6,6 +6,7 @@ are gone. Read next: claims.py.
 """
 
 import contextlib
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import plot
 from common.checkpoint import RUN
 from common.files import read_record, read_record_lines, reading, record_line, write_text
 from common.report import METRICS
+from common.runs import read_run
 from configurator import UserError
 from eval import read_results
 from paper.runs import INSPECTED
@@ -39,8 +41,8 @@ def difference(made, asked):
 
 def finished(folder):
     """Whether a folder has a run that has ended."""
-    with contextlib.suppress(UserError):  # there is no such run, or it has no steps yet
-        return plot.read_run(folder).final_loss is not None
+    with contextlib.suppress(UserError):  # there is no such run
+        return math.isfinite(read_run(folder).final_loss or math.inf)
     return False
 
 
@@ -48,7 +50,7 @@ def make_record(folder, asked, every):
     """The record of a finished run with the settings that were asked for. Each of its losses averages `every` steps."""
     if not finished(folder):
         raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
-    run, made = plot.read_run(folder), read_record(folder / "config.json", RUN)
+    run, made = read_run(folder), read_record(folder / "config.json", RUN)
     made["value_mode"] = made["value_mode_name"]
     environment = read_record(folder / "env.json", ENVIRONMENT)
     # a folder may hold a run with other settings, made by hand or for another scale
@@ -60,10 +62,11 @@ def make_record(folder, asked, every):
     record = {"name": folder.name, "commit": environment["commit"], "processor": environment["processor"]}
     record |= {"settings": {name: made[name] for name in asked if name not in MAY_DIFFER}}
     record |= {"start": {name: run.start[name] for name in START}}
-    record |= {"step_tokens": run.step_tokens, "every": every, "losses": losses.round(5).tolist()}  # of training
+    step_tokens = float(run.steps["tokens"][-1] / run.steps["step"][-1])
+    record |= {"step_tokens": step_tokens, "every": every, "losses": losses.round(5).tolist()}  # of training
     record |= {"val": {str(step): loss for step, loss in run.val.items()}}  # mean over the domains
     record |= {"domains": run.domains}  # the last validation loss of each
-    record |= {"seconds": round(float(np.sum(run.step_tokens / run.steps["tokens_per_s"])), 1)}  # of training steps
+    record |= {"seconds": round(float(np.sum(step_tokens / run.steps["tokens_per_s"])), 1)}  # of training steps
     evaluations = [line for line in read_record_lines(folder / "metrics.jsonl", METRICS) if line.get("event") == "eval"]
     if evaluations[-1].get("lam"):
         record["lam"] = evaluations[-1]["lam"]  # the learned weights of residuals

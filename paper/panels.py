@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 import plot
-from common.report import mean_interval
+from common.statistics import mean_interval
 from configurator import UserError
 from paper.claims import LABELS, best_pair, critical, mean_losses, semi_log
 from paper.runs import WITH_BOS

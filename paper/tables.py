@@ -10,7 +10,8 @@ import numpy as np
 
 from common.data import Tokenizer, load_manifest
 from common.plan import count_parameters
-from common.report import mean_interval, plus_minus, with_interval
+from common.report import plus_minus, with_interval
+from common.statistics import mean_interval
 from common.tasks import TABLE1
 from configurator import UserError
 from paper import claims

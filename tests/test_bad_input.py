@@ -30,14 +30,16 @@ from configurator import UserError, types_of
 from model import GPT
 from value_modes import ModelConfig, Residual, ValueMode
 
-SCRIPTS = "train prepare eval sample export analyze plot common.plan bench.decoding bench.training examples.vit"
+SCRIPTS = "train prepare eval sample export analyze plot compare common.plan bench.decoding bench.training examples.vit"
 SCRIPTS = {name: importlib.import_module(name) for name in [*SCRIPTS.split(), "paper.reproduce"]}
-TRAIN = "train --data_dir=data --n_layer=2 --n_head=2 --n_embd=16 --block_size=32 --batch_tokens=64 --eval_tokens=64"
-TRAIN += " --dtype=float32 --save_every=2 --eval_every=2 --warmup_steps=1 --keep=0 --resume=auto"
+SHAPE = "--data_dir=data --n_layer=2 --n_head=2 --n_embd=16 --block_size=32 --batch_tokens=64 --eval_tokens=64"
+SHAPE += " --dtype=float32 --save_every=2 --eval_every=2 --warmup_steps=1 --keep=0"
+TRAIN = f"train {SHAPE} --resume=auto"
 RESUME, PREPARE = f"{TRAIN} --out_dir=run --max_steps=3", "prepare files --input_dir=texts --tokenizer=bpe:260"
 EVAL = "eval run --task=winogrande,arc_easy --data_dir=evals"
 BUILD = f"""{TRAIN} --out_dir=run --max_steps=2
 {TRAIN} --out_dir=other --max_steps=2 --value_mode=svformer
+{TRAIN} --out_dir=cmp/vanilla-2-0.0006-42 --max_steps=2
 eval run --task=loss,piqa --data_dir=evals
 analyze run --chunks=2
 export run --out_dir=hf"""
@@ -49,8 +51,8 @@ OF_OURS = {  # calls, and the files of ours that they read
     "sample run --max_new_tokens=4": RUN,
     "analyze run --chunks=2 --out_dir=new": f"{RUN} data/*.json data/val/*",
     "export run --out_dir=new": f"{RUN} run/env.json",
-    "plot compare run other --out_file=new.png": "run/metrics.jsonl",
-    "plot analysis run --out_file=new.png": "run/analysis.json",
+    "plot run --out_file=new.png": "run/analysis.json",
+    f"compare vanilla svformer {SHAPE} --max_steps=2 --out_dir=cmp --dry_run": "data/*.json",
     f"{PREPARE} --out_dir=cut": "cut/*",
 }
 OF_USERS = {  # calls, and the files of a user that they read
@@ -63,7 +65,8 @@ VALUES = "x 0 1 -1 3 1e3 .5 nan 1e-320 true none [1] (1,2) (.5,) {'code':1} {'co
 VALUES += " a=b '1' True 0x10 float('nan') 2**2000 {1} b'x' 1j range(3) ... __import__('numpy').arange(3)"
 VALUES = [*VALUES.split(), "", "9" * 400, "[" * 999]
 LINES = "||import math|def f(): return 1|x = (|raise SystemExit(3)|import no_such|\0|z = 1".split("|")
-COMPLETED = "out_dir value_mode mixture task tokens workers tokenizer n_kv_head head_dim n_hidden".split()  # if empty
+# what an empty setting is completed to
+COMPLETED = "out_dir value_mode mixture task tokens workers tokenizer n_kv_head head_dim n_hidden rates".split()
 
 
 def called(script, words, folder):
@@ -187,8 +190,7 @@ def settings(rng, house):
         words.insert(rng.randrange(len(words) + 1), rng.choice(LINES))
         (house.dir / "bad.py").write_text("\n".join(words), encoding="utf-8")
         words = ["bad.py"]
-    if cls.__name__ == "PlotConfig":
-        words = ["compare", "run", *words]
+    words = {"PlotConfig": ["run"], "CompareConfig": ["vanilla", "svformer"]}.get(cls.__name__, []) + words
     stand_in = SimpleNamespace(main=main, __doc__="", __file__="", __name__=script.__name__)
     return called(stand_in, words, house.dir).returncode == 2
 

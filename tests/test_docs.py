@@ -15,7 +15,8 @@ import pytest
 from conftest import ROOT, finished
 
 from common.plan import PlanConfig
-from common.report import mean_std, with_interval
+from common.report import with_interval
+from common.statistics import mean_std
 from configurator import UserError, load_settings
 from docs import tables
 from paper.found import read_kept

@@ -21,6 +21,7 @@ import train
 from analyze import AnalyzeConfig
 from common.files import read_record
 from common.plan import count_parameters
+from common.runs import read_run
 from configurator import UserError, load_settings
 from eval import EvalConfig
 from paper import claims, figures, found, panels, reproduce, tables
@@ -419,7 +420,7 @@ def numbers_in(folder):
 
 def test_it_trains_analyses_and_draws(real):
     folder, said = real
-    losses = {name: plot.read_run(folder / "out" / name).final_loss for name in RUNS}
+    losses = {name: read_run(folder / "out" / name).final_loss for name in RUNS}
     assert all(f"out/{name}: validation loss {loss:.4f}" in said for name, loss in losses.items())
     assert not (folder / "out" / RUNS[1] / "analysis.json").exists()  # Figure 4 is of vanilla
     drawn = numbers_in(folder)
@@ -452,7 +453,7 @@ def test_what_is_finished_or_kept_does_not_run_again(copied, monkeypatch):
 
 def test_a_record_of_a_run(copied):
     folder = copied[0] / "out" / RUNS[0]
-    run, settings = plot.read_run(folder), {"max_steps": 4, "out_dir": "elsewhere"}
+    run, settings = read_run(folder), {"max_steps": 4, "out_dir": "elsewhere"}
     record = found.make_record(folder, settings, 2)
     assert record["settings"] == {"max_steps": 4} and "lam" not in record
     assert record["losses"] == pytest.approx(run.steps["loss"].reshape(2, 2).mean(1), abs=1e-5)

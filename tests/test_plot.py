@@ -1,4 +1,4 @@
-"""plot.py on made-up runs, whose pictures and table can be worked out by hand."""
+"""plot.py on made-up numbers, whose pictures can be worked out by hand."""
 
 import matplotlib
 import numpy as np
@@ -7,35 +7,9 @@ from conftest import ROOT, in_process, refused, script
 from matplotlib.figure import Figure
 
 import plot
-from common.files import record_line, write_record
+from common.files import write_record
 from common.report import markdown
-from configurator import UserError, load_settings
 from value_modes import TABLE
-
-
-def make_run(folder, mode, seed, losses, val=None, batch=512, parameters=1000, rate=100.0, lr=1e-3, **changed):
-    """A run's metrics.jsonl; val: {step: validation loss}, by default one at the end; returns the folder's name."""
-    n, kv = len(losses), 2048 if mode == "svformer" else 4096
-    start = {"event": "start", "step": 0, "value_mode": mode, "seed": seed, "parameters": parameters, "bos": False}
-    start |= {"kv_bytes_per_token": kv, "data": "d", "block_size": 64, "max_steps": n, "learning_rate": lr}
-    start |= {"val_hash": "v", "eval_tokens": 64} | changed
-    records = [{name: value for name, value in start.items() if value is not None}]
-    for i, loss in enumerate(losses, 1):
-        records.append({"step": i, "loss": float(loss), "lr": lr, "tokens": i * batch})
-        records[-1]["tokens_per_s"] = rate if i > 1 else 1.0  # the first step is slow
-    for step, mean in ({n: losses[-1]} if val is None else val).items():
-        records.append({"event": "eval", "step": step, "val": {"a": float(mean)}, "val_mean": float(mean)})
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(record_line("train.py's metrics", r) for r in records))
-    return str(folder)
-
-
-def drawn(monkeypatch, *words):
-    """{label: (x, y)} of the lines that `plot.py compare` draws."""
-    seen, draw_line = [], plot.draw_line
-    monkeypatch.setattr(plot, "draw_line", lambda ax, *given: (seen.append(given), draw_line(ax, *given)))
-    plot.main(load_settings(plot.PlotConfig, ["compare", *map(str, words)]))
-    return {label: (x, y) for x, y, label, _ in seen}
 
 
 def test_headline_modes_have_colours_of_their_own_and_lines_of_one_colour_differ_in_dash():
@@ -53,13 +27,30 @@ def test_short_counts():
     assert counts == ["738k", "1M", "2.95M", "20B", "512"] and plot.count_range([7000, 512]) == "512–7k"
 
 
+EFFECTS = [("resformer", "resformer", -0.05, 0.01, [-0.051, -0.049]), ("svformer", "svformer", 0.02, 0.03, [0.02])]
+CURVES = {mode: (mode, 1000.0 * np.arange(1, 41), 5 - np.log(np.arange(1.0, 41))) for mode in ("vanilla", "svformer")}
+
+
 def test_same_bytes_whatever_the_users_matplotlibrc_says(tmp_path, monkeypatch):
-    runs = [make_run(tmp_path / mode, mode, 1, np.arange(40.0)[::-1]) for mode in ("vanilla", "resformer")]
-    in_process(plot, "compare", *runs, f"--out_file={tmp_path}/a.png")
+    plot.comparison(tmp_path / "a.png", EFFECTS, CURVES, "title")
     for name, value in {"figure.facecolor": "red", "savefig.dpi": 20, "font.size": 20}.items():
         monkeypatch.setitem(matplotlib.rcParams, name, value)
-    in_process(plot, "compare", *runs, f"--out_file={tmp_path}/b.png")
+    plot.comparison(tmp_path / "b.png", EFFECTS, CURVES, "title")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_a_comparison_shows_the_best_on_top_and_greys_what_says_nothing(tmp_path, monkeypatch):
+    pages = []
+    monkeypatch.setattr(Figure, "savefig", lambda fig, path, **_: (pages.append(fig), path.touch()))
+    plot.comparison(tmp_path / "a.png", [*EFFECTS, ("one", "neutreno", 0.1, None, [0.1])], CURVES, "title")
+    left, right = pages[0].axes
+    assert [label.get_text() for label in left.get_yticklabels()] == ["one", "svformer", "resformer"]  # from below
+    marks = [line for line in left.lines if line.get_marker() == "o"]
+    colors = [(line.get_color(), line.get_markerfacecolor()) for line in marks]
+    blue, purple = (plot.style_of(mode)["color"] for mode in ("resformer", "neutreno"))
+    assert colors == [(purple, "white"), ("0.5", "0.5"), (blue, blue)]
+    assert [line.get_xdata()[0] for line in marks] == [0.1, 0.02, -0.05]
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["vanilla", "svformer"]
 
 
 def test_growing_means():
@@ -98,84 +89,6 @@ def test_layers_without_a_quantity_are_left_out():
     assert found["uniform"][1] == [2.5, 2.5]
 
 
-def test_relative_loss_is_paired_by_seed(tmp_path, monkeypatch):
-    """The seeds' own levels, 0 and 5, cancel only if each run meets the baseline of its seed, whatever the order."""
-    losses = {("resformer", 2): [6, 8, 7, 5], ("vanilla", 1): [4, 3, 2, 1]}
-    losses |= {("resformer", 1): [3, 2, 2, 0], ("vanilla", 2): [9, 8, 7, 6]}
-    runs = [make_run(tmp_path / f"{mode}{seed}", mode, seed, y) for (mode, seed), y in losses.items()]
-    x, y = drawn(monkeypatch, *runs, f"--out_file={tmp_path}/deep/r.png")["resformer"]
-    assert x.tolist() == [512, 1024, 1536, 2048] and (tmp_path / "deep" / "r.png").exists()  # tokens
-    np.testing.assert_allclose(y, [[-3, 0, 0, -1], [-1, -1, 0, -1]])  # seed 2, seed 1
-
-
-def table(text):
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[0] == "|"]
-
-
-def test_the_table_has_losses_of_finished_runs_and_the_gap_by_seed(tmp_path):
-    five = np.full(20, 5.0)
-    runs = [make_run(tmp_path / f"v{s}", "vanilla", s, five, {20: 4.0 + s}) for s in (1, 2)]
-    runs += [make_run(tmp_path / f"r{s}", "resformer", s, five, {20: 4.0 + 0.5 * s}) for s in (1, 2)]
-    runs.append(make_run(tmp_path / "s", "svformer", 1, five[:12], {12: 1.0}, parameters=900, rate=2500, max_steps=20))
-    head, _, *rows = table(in_process(plot, "compare", *runs).stdout)
-    assert head == ["mode", "parameters", "val loss", "vs vanilla", "tokens/s", "KV bytes/token", "runs"]
-    assert rows[0] == ["vanilla", "1,000", "5.5000 ± 0.7071", "-", "100", "4,096", "2"]
-    assert rows[1] == ["resformer", "1,000", "4.7500 ± 0.3536", "-0.7500 ± 0.3536", "100", "4,096", "2"]
-    assert rows[2] == ["svformer", "900", "-", "-", "2,500", "2,048", "0"]  # 1.0 at step 12 is no result
-
-
-@pytest.mark.parametrize("says, mode, seed, changed", [
-    ("for each of them vanilla's with its seed", "resformer", 2, {}),
-    ("new had length 64, 9 steps of 64 tokens .*base had length 64, 9 steps of 512", "svformer", 1, {"batch": 64}),
-    ("new had length 64, end-of-text first, 9 steps", "svformer", 1, {"bos": True}),
-    ("new had length 64, 9 steps of 512 tokens of data e", "svformer", 1, {"data": "e"}),
-    ("new are both vanilla, but do not differ in the seed alone", "vanilla", 1, {}),
-    ("new are both vanilla, but do not differ in the seed alone", "vanilla", 3, {"lr": 2e-3, "learning_rate": None}),
-    ("new are both vanilla, but do not differ in the seed alone", "vanilla", 3, {"definition": "another"}),
-    ("new and .*base were validated on different tokens; compare them by", "svformer", 1, {"val_hash": "w"}),
-    ("new and .*base were validated on different tokens; compare them by", "svformer", 1, {"eval_tokens": 0}),
-    ("new are both vanilla, but do not differ in the seed alone", "vanilla", 3, {"parameters": 7}),
-    ("name runs of vanilla and of other modes", "vanilla", 2, {}),
-])  # fmt: skip
-def test_runs_that_cannot_be_compared(tmp_path, says, mode, seed, changed):
-    folders = [make_run(tmp_path / "base", "vanilla", 1, np.ones(9))]
-    folders.append(make_run(tmp_path / "new", mode, seed, np.ones(9), **changed))
-    with pytest.raises(UserError, match=says):
-        plot.pair(plot.by_mode([plot.read_run(folder) for folder in folders]))
-
-
-def test_the_last_start_of_a_resumed_run_counts(tmp_path):
-    """It was set to 10 steps, then to 12."""
-    make_run(tmp_path / "r", "vanilla", 1, np.ones(12), {10: 2.0, 12: 1.5}, max_steps=10)
-    make_run(tmp_path / "again", "vanilla", 1, [], {}, max_steps=12)
-    with open(tmp_path / "r" / "metrics.jsonl", "a") as f:
-        f.write((tmp_path / "again" / "metrics.jsonl").read_text())
-    assert plot.read_run(tmp_path / "r").final_loss == 1.5
-    refused(in_process(plot, "compare", tmp_path / "again"), "has no steps yet; wait")
-
-
-def test_what_else_differs_is_named(tmp_path):
-    """Also of a run that was extended from step 5, and of one whose record is older and which began elsewhere."""
-    a = make_run(tmp_path / "a", "vanilla", 1, np.ones(5), lr=2e-3)
-    b = make_run(tmp_path / "b", "resformer", 1, np.ones(9), val_hash=None, eval_tokens=None, step=2)
-    make_run(tmp_path / "more", "vanilla", 1, [], {}, lr=2e-3, max_steps=9, step=5)
-    with open(tmp_path / "a" / "metrics.jsonl", "a") as f:
-        f.write((tmp_path / "more" / "metrics.jsonl").read_text())
-    result = in_process(plot, "compare", a, b)
-    notes = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
-    histories = [f"note: {a} had max_steps=5 until step 5", f"note: {b} goes on from step 2 of another run"]
-    assert notes == ["note: the runs differ in learning_rate", *histories], result.stderr
-
-
-def test_a_sweep_of_one_mode_is_lines_of_their_own(tmp_path, monkeypatch, capsys):
-    runs = [make_run(tmp_path / f"{lr}", "svformer", 1, lr * np.ones(9), lr=lr) for lr in (1.0, 2.0, 3.0)]
-    found = drawn(monkeypatch, *runs)
-    assert list(found) == ["svformer learning_rate=2.0", "svformer learning_rate=3.0"]
-    assert (found["svformer learning_rate=3.0"][1] == 2).all()
-    head, _, *rows = table(capsys.readouterr().out)
-    assert head[3] == "vs svformer learning_rate=1.0" and [row[3] for row in rows] == ["-", "+1.0000", "+2.0000"]
-
-
 def test_names_are_shown_as_they_are():
     ax = Figure().subplots()
     plot.draw_line(ax, np.array([1, 2]), np.ones((1, 2)), "_a$x$", plot.style_of("resformer"))
@@ -184,17 +97,17 @@ def test_names_are_shown_as_they_are():
 
 
 def test_neither_a_notebooks_backend_nor_a_terminal_of_ascii_ends_it(tmp_path):
-    runs = [make_run(tmp_path / mode, mode, 1, np.ones(9)) for mode in ("vanilla", "resformer")]
+    make_analysis(tmp_path / "ä", "vanilla", 1.0)
     around = {"MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONIOENCODING": "ascii"}
-    result = script("plot.py", "compare", *runs, env=around)
-    assert "per token \\xb1 standard" in result.stdout and (tmp_path / "compare.png").exists(), result.stderr
+    result = script("plot.py", tmp_path / "ä", f"--out_file={tmp_path}/ä.png", env=around)
+    assert "\\xe4.png" in result.stdout and (tmp_path / "ä.png").exists(), result.stderr
 
 
 def test_bad_calls():
-    refused(in_process(plot), "say compare or analysis, then name runs: `python plot.py compare")
-    refused(in_process(plot, "compare", "x", "--out_file=x.pdf"), "must end in .png")
-    refused(in_process(plot, "compare", "compare.png"), "then name runs")  # the picture of an earlier call
-    refused(in_process(plot, "compare", ROOT / "README.md"), "README.md/metrics.jsonl is missing")
+    refused(in_process(plot), "name runs that analyze.py has seen: `python plot.py out/a out/b`")
+    refused(in_process(plot, "x", "--out_file=x.pdf"), "must end in .png")
+    refused(in_process(plot, "analysis.png"), "name runs")  # the picture of an earlier call
+    refused(in_process(plot, ROOT / "README.md"), "README.md/analysis.json is missing")
 
 
 # ---- what analyze.py found
@@ -216,7 +129,7 @@ def test_analyses_are_lines_over_layers(tmp_path, monkeypatch):
         make_analysis(tmp_path / name, mode, level)
     panels, draw = {}, plot.layer_panel
     monkeypatch.setattr(plot, "layer_panel", lambda *given: (draw(*given), panels.update({given[3]: given})))
-    result = in_process(plot, "analysis", "a", "s")
+    result = in_process(plot, "a", "s")
     assert result.returncode == 0 and (tmp_path / "analysis.png").exists() and len(panels) == 6, result.stderr
     _, lines, _, _, first = panels["entropy minus uniform attention's (nats)"]
     assert first == 1 and list(lines) == ["a", "s"] and lines["a"].tolist() == [[1, 2]]

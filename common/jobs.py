@@ -1,0 +1,86 @@
+"""Commands of this Python side by side, one on each GPU or core: what compare.py and paper/ start runs with."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.report import progress
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command of this Python whose output goes into a file."""
+
+    words: tuple  # such as train.py, --seed=1
+    log: Path
+    folder: str = ""  # of the run that it trains
+    steps: int = 0  # of that run
+
+
+def lanes_of(device, jobs, n_runs):
+    """The environment of each job that runs at the same time: a GPU of its own, or its share of the cores."""
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus.split(",")[: jobs or None]]
+    if device not in ("auto", "cpu"):
+        return [{}] * (jobs or 1)
+    cores = len(os.sched_getaffinity(0))
+    n = min(jobs or cores, n_runs)
+    return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // n)))}] * n
+
+
+def steps_done(folder):
+    """The last step in a run's metrics.jsonl, read from its end."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(Path(folder, "metrics.jsonl"), "rb") as file:
+        file.seek(max(0, os.path.getsize(file.name) - 8192))
+        return json.loads(file.read().splitlines(keepends=True)[-1 if file.tell() == 0 else -2])["step"]
+    return 0
+
+
+def run_jobs(wanted, ended, lanes):
+    """Run jobs, one at a time on each lane, until `wanted()` has no new one.
+
+    wanted: function -> the Jobs that are needed as far as we know now; it is asked again whenever a job has ended.
+    ended: function (job, exit code, last line of its output). If it raises, or at Ctrl-C, all others are stopped by
+    SIGTERM, at which train.py saves.
+    """
+    running, seen = {}, {}  # {lane: (job, process)}, {log: job}
+    bar = progress("training", 0, "step")
+    try:
+        while True:
+            todo = [job for job in wanted() if job.log not in seen]
+            free = [lane for lane in range(len(lanes)) if lane not in running]
+            for lane, job in zip(free, todo, strict=False):
+                job.log.parent.mkdir(parents=True, exist_ok=True)
+                with open(job.log, "a", encoding="utf-8") as out:  # a session of its own, so that Ctrl-C is ours alone
+                    how = {"stdout": out, "stderr": out, "start_new_session": True, "stdin": subprocess.DEVNULL}
+                    process = subprocess.Popen([sys.executable, *job.words], env={**os.environ, **lanes[lane]}, **how)
+                running[lane], seen[job.log] = (job, process), job
+            if not running:
+                return
+            # until one ends, show how far all of them are
+            known = {job.log: job for job in todo} | seen
+            bar.total = sum(job.steps for job in known.values())
+            while all(process.poll() is None for _, process in running.values()):
+                left = sum(job.steps - steps_done(job.folder) for job, _ in running.values())
+                waiting = sum(job.steps for log, job in known.items() if log not in seen)
+                bar.update(bar.total - waiting - left - bar.n)
+                time.sleep(0.5)
+            for lane, (job, process) in list(running.items()):
+                if process.poll() is not None:
+                    del running[lane]
+                    lines = job.log.read_text(encoding="utf-8", errors="replace").split("\n")
+                    ended(job, process.returncode, next(filter(str.strip, reversed(lines)), "nothing was said"))
+    finally:
+        bar.close()
+        for _, process in running.values():
+            process.terminate()
+        for _, process in running.values():
+            process.wait()

@@ -1,0 +1,59 @@
+"""Runs of train.py that are there: what their metrics.jsonl says, and whether they are the runs that we want."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from common.checkpoint import RUN
+from common.files import read_record, read_record_lines, reading
+from common.ranks import code_of_results
+from common.report import METRICS
+from configurator import UserError
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What the metrics.jsonl of a run says. Losses are in nats per token."""
+
+    starts: list  # what train.py knew at each start
+    steps: dict  # arrays over training: step, loss, tokens (so far), tokens_per_s
+    val: dict  # {step: validation loss, mean over the domains}
+    domains: dict  # {domain: its last validation loss}
+    final_loss: float | None  # the validation loss at the end, infinite if the run diverged; None before its end
+
+    @property
+    def start(self):
+        return self.starts[-1]  # a resumed run has several, and the last one's max_steps counts
+
+
+def read_run(folder):
+    """The Curves of a run's folder."""
+    path, events = Path(folder, "metrics.jsonl"), {"start": [], "eval": [], "step": [], "diverged": []}
+    with reading(path, METRICS):
+        for record in read_record_lines(path, METRICS):
+            events[record.get("event", "step")].append(record)
+        names, val = ("step", "loss", "tokens", "tokens_per_s"), {r["step"]: r["val_mean"] for r in events["eval"]}
+        steps = {name: np.array([record[name] for record in events["step"]], float) for name in names}
+        final = val.get(events["start"][-1]["max_steps"]) if val else None
+        domains = events["eval"][-1]["val"] if val else {}
+        return Curves(events["start"], steps, val, domains, math.inf if events["diverged"] else final)
+
+
+def made_as(wanted, folder):
+    """The Curves of the run in a folder, None if there is none. wanted: what its config.json must have.
+
+    Raises UserError if it is another run: other settings, other data, other code.
+    """
+    if not Path(folder, "config.json").exists():
+        return None
+    made, found = read_record(Path(folder, "config.json"), RUN), read_run(folder)
+    differ = [name for name in wanted if made.get(name) != wanted[name]]
+    what = [f"{name}={str(made.get(name))[:60]} instead of {str(wanted[name])[:60]}" for name in differ]
+    for start in found.starts:  # a run that went on with other code is of neither
+        code = start.get("code", {})
+        what += [f"another {name}" for name, digest in code_of_results().items() if code.get(name) != digest]
+    if what:
+        raise UserError(f"{folder} was made with {what[0]}; remove it, or set another --out_dir")
+    return found

@@ -1,0 +1,355 @@
+"""Is my mode better than vanilla? One command trains both, tunes both, and says what the numbers can bear.
+
+    python compare.py vanilla resformer_lambda svformer config/tiny.py                      one rate, one seed: a look
+    python compare.py vanilla mine.py config/night.py --rates=1.5e-3,3e-3,6e-3 --seeds=3    a fair comparison
+    python compare.py vanilla mine.py config/night.py --rates=1.5e-3,3e-3,6e-3 --dry_run    its runs, tokens and hours
+
+A word is a mode: a name, or a config file that sets value_mode. All other settings are train.py's, and hold for every
+mode. A run is a folder out_dir/<mode>-<steps>-<rate>-<seed>. What is there already is used if its settings, its data
+and the code agree. Ctrl-C saves all runs; the same command goes on.
+Read before: train.py, plot.py. What the numbers mean: docs/own_mode.md.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import signal
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from common.checkpoint import RUN
+from common.data import Corpus
+from common.files import hold, read_record
+from common.jobs import Job, lanes_of, run_jobs
+from common.plan import count_parameters, guess_tokens_per_s
+from common.report import markdown, with_interval
+from common.runs import made_as, read_run
+from common.statistics import Fit, holm, multiplier
+from configurator import UserError, need, read_config, run, setting
+from plot import align, comparison, growing_means, short_count
+from train import MAY_DIFFER, TrainConfig, settings_of
+from value_modes import get_mode, kv_floats_per_token
+
+SEEDS = (42, *range(1, 10))
+GROWTHS = 2  # how often a grid may grow by another rate, because its best one is at its edge
+# What decides a schedule: two runs of vanilla that differ in these alone are two points of its loss over tokens.
+OF_SCHEDULE = {"learning_rate", "seed", "max_steps", "eval_every", "warmup_steps"}
+
+
+@dataclass(frozen=True)
+class CompareConfig(TrainConfig):
+    """Every setting of compare.py: train.py's, and its own."""
+
+    modes: tuple[str, ...] = setting(
+        (), "modes, or config files that set value_mode", group="Comparison", positional=True, files_with="value_mode"
+    )
+    rates: tuple[float, ...] = setting((), "learning rates, as in 1.5e-3,3e-3; empty = learning_rate alone", most=1e6)
+    seeds: int = setting(1, "runs of each mode at its best rate; they differ in weights and batches", least=1, most=10)
+    neighbours: bool = setting(False, "all seeds at the rates beside the best one too, which then choose")
+    jobs: int = setting(0, "runs at a time; 0 = one for each core, or for each GPU", least=0)
+    dry_run: bool = setting(False, "only say what would run")
+
+    def __post_init__(self):
+        object.__setattr__(self, "out_dir", self.out_dir or "out/compare")
+        super().__post_init__()
+        if self.value_mode.name != "vanilla" or self.resume != "never":
+            name = "value_mode" if self.resume == "never" else "resume"
+            raise UserError(f"compare.py sets {name}; name modes without --: `python compare.py vanilla svformer`")
+        if len(self.words) < 2:
+            raise UserError("name two modes or more: `python compare.py vanilla svformer config/tiny.py`")
+        if len(set(self.rates)) < len(self.rates) or min(self.rates, default=1) <= 0:
+            raise UserError(f"rates={self.rates} must be above 0, each named once")
+        object.__setattr__(self, "rates", tuple(sorted(self.rates or (self.learning_rate,))))
+
+    @functools.cached_property
+    def words(self):
+        """{mode's name: (the word of train.py that makes it, the ValueMode)}, vanilla first, if it is there."""
+        found = {}
+        for word in self.modes:
+            values = read_config(word) if word.endswith(".py") else {"value_mode": word}
+            mode, others = get_mode(values.pop("value_mode")), ", ".join(values)
+            if others:
+                remedy = "a mode's file sets value_mode alone; give the rest to all modes, as a flag or another file"
+                raise UserError(f"{word} sets {others}, too, so more than the mode would differ; {remedy}")
+            if mode.name in found:
+                raise UserError(f"{word} is {mode.name}, which is there already; name each mode once")
+            found[mode.name] = (word if word.endswith(".py") else f"--value_mode={word}"), mode
+        return dict(sorted(found.items(), key=lambda item: item[0] != "vanilla"))
+
+    @property
+    def all_seeds(self):
+        return list(dict.fromkeys((self.seed, *SEEDS)))[: self.seeds]
+
+    def of_run(self, mode, rate, seed):
+        """The TrainConfig of a run."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(TrainConfig)}
+        values |= {"value_mode": self.words[mode][1], "learning_rate": rate, "seed": seed, "resume": "auto"}
+        values["out_dir"] = str(Path(self.out_dir, f"{mode}-{self.max_steps}-{rate:g}-{seed}"))
+        return TrainConfig(**values)
+
+
+# -- the procedure
+
+
+def search(known, rates, seeds, neighbours=False):
+    """The whole procedure: ([(rate, seed)] that a mode needs now, its best rate, whether a better one may lie beyond).
+
+    known: function (rate, seed) -> loss, None before it is known. All rates get the first seed. Where the best one is
+    at the grid's edge, the grid grows there by a factor of 2, at most twice. Then all seeds train at the best rate.
+    With `neighbours` they also do at the rates beside it, and the mean over seeds chooses.
+    """
+    rates, first = list(rates), seeds[0]
+    for growth in range(GROWTHS + 1):
+        missing = [(rate, first) for rate in rates if known(rate, first) is None]
+        if missing:
+            return missing, None, False
+        best = min(rates, key=lambda rate: known(rate, first))
+        is_edge = len(rates) > 1 and best in (rates[0], rates[-1])
+        if not is_edge or growth == GROWTHS:
+            break
+        rates = [best / 2, *rates] if best == rates[0] else [*rates, best * 2]
+    i = rates.index(best)
+    tried = rates[max(0, i - 1) : i + 2] if neighbours else [best]
+    missing = [(rate, seed) for rate in tried for seed in seeds if known(rate, seed) is None]
+    if missing:
+        return missing, None, False
+    best = min(tried, key=lambda rate: sum(known(rate, seed) for seed in seeds))
+    return [], best, len(rates) > 1 and best in (rates[0], rates[-1])
+
+
+class Study:
+    """The runs of a comparison: {(mode, rate, seed): Curves} of those that have ended."""
+
+    def __init__(self, cfg):
+        self.cfg, self.runs = cfg, {}
+        self.corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify, cfg.bos)
+
+    def known(self, mode, rate, seed):
+        """The loss of a run, infinite if it diverged, None before its end."""
+        key = (mode, rate, seed)
+        if key not in self.runs:
+            settings = self.cfg.of_run(*key)
+            found = made_as(self.decisive(settings), settings.out_dir)
+            if found is None or found.final_loss is None:
+                return None
+            self.runs[key] = found
+        return self.runs[key].final_loss
+
+    def decisive(self, settings):
+        """What config.json must have if a run is to be that of a TrainConfig."""
+        config, _ = settings_of(settings, self.corpus, None)
+        return {name: value for name, value in config.items() if name not in MAY_DIFFER}
+
+    def search(self, mode, known=None):
+        known = known or functools.partial(self.known, mode)
+        return search(known, self.cfg.rates, self.cfg.all_seeds, self.cfg.neighbours)
+
+    def wanted(self):
+        return [self.job(mode, *run) for mode in self.cfg.words for run in self.search(mode)[0]]
+
+    def job(self, mode, rate, seed):
+        """The Job of a run: every setting as a flag, and the mode's file, if it has one."""
+        settings = self.cfg.of_run(mode, rate, seed)
+        values = {f.name: (getattr(settings, f.name), f.default) for f in dataclasses.fields(settings)}
+        flags = [f"--{name}={value}" for name, (value, default) in values.items() if value not in (default, {})]
+        flags = [flag for flag in flags if not flag.startswith(("--value_mode=", "--verify="))]
+        train = str(Path(__file__).with_name("train.py"))
+        words = (train, self.cfg.words[mode][0], *flags, "--verify=false")  # we have verified the data ourselves
+        folder = Path(settings.out_dir)
+        return Job(words, folder / "train.log", folder, settings.max_steps)
+
+    def ended(self, job, code, last_line):
+        """Say how a run has ended. Raises UserError if it failed otherwise than by diverging."""
+        run = read_run(job.folder) if (job.folder / "metrics.jsonl").exists() else None
+        if run is None or run.final_loss is None:
+            raise UserError(f"{job.folder} failed ({code}): {last_line.removeprefix('error: ')}; see {job.log}")
+        if run.final_loss == math.inf:
+            print(f"{job.folder.name}: diverged, so its loss counts as infinite: {last_line.removeprefix('error: ')}")
+        else:
+            print(f"{job.folder.name}: {run.final_loss:.4f}", flush=True)
+
+    def schedules(self, mode):
+        """[(tokens, loss)] of a mode's other schedules in this folder, at the best rate of each; means over seeds."""
+        losses, cfg = {}, self.cfg
+        mine = self.decisive(cfg.of_run(mode, cfg.rates[0], cfg.seed))
+        for path in Path(cfg.out_dir).glob(f"{mode}-*/config.json"):
+            made, run = read_record(path, RUN), read_run(path.parent)
+            differ = {name for name in mine if made.get(name) != mine[name]}
+            if "max_steps" in differ and differ <= OF_SCHEDULE and run.final_loss not in (None, math.inf):
+                key = made["max_steps"] * made["batch_tokens"], made["learning_rate"]
+                losses.setdefault(key, []).append(run.final_loss)
+        means = sorted((tokens, statistics.mean(found)) for (tokens, _), found in losses.items())
+        return list({tokens: loss for tokens, loss in reversed(means)}.items())
+
+
+# -- the answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the runs say of a mode. Losses are in nats per token; None is what one seed cannot say."""
+
+    mode: str
+    rate: float
+    is_edge: bool  # a better rate may lie beyond the grid
+    losses: dict  # {seed: validation loss}; empty if the mode diverged at every rate
+    gap: float = 0.0  # minus the base's loss
+    interval: float | None = None  # half of 95 %
+    p: float | None = None  # after Holm's correction
+    n_diverged: int = 0  # of its seeds
+    tokens: tuple = ()  # how many times its tokens the base needs for this loss: (least, most), or empty
+
+    def sentence(self, base, n_tokens):
+        """The answer in words."""
+        side = "below" if self.gap < 0 else "above"
+        if not self.losses:
+            return f"{self.mode} diverged at every rate down to {self.rate:g}."
+        if self.interval is None:
+            least = 0.1 if n_tokens < 5e6 else 0.03  # by so much seeds of our small models were off
+            words = f"ends {abs(self.gap):.3f} nats {side} {base}; one seed says nothing below {least}: add --seeds=3"
+        elif self.p > 0.05:
+            words = f"cannot be told apart from {base} at ± {self.interval:.3f} nats ({self.gap:+.3f})"
+        else:
+            how = "better" if self.gap < 0 else "worse"
+            words = f"is {how} than {base} by {with_interval(abs(self.gap), self.interval)} nats"
+        if self.tokens:
+            words += "; {} needs {:.2f} to {:.2f} times its tokens for that loss".format(base, *self.tokens)
+        if self.is_edge:
+            words += f"; {self.rate:g} is the edge of its rates, so a better one may lie beyond"
+        if self.n_diverged:
+            words += f"; with {self.n_diverged} of its seeds it diverged"
+        return f"{self.mode} {words}."
+
+
+def answers(study):
+    """The Answer of each mode, that of the base first."""
+    modes, seeds = list(study.cfg.words), study.cfg.all_seeds
+    best = {mode: study.search(mode)[1:] for mode in modes}
+    cells = {}  # also those that --neighbours trained
+    for (mode, rate, seed), curves in study.runs.items():
+        if math.isfinite(curves.final_loss):
+            cells.setdefault((mode, rate), {})[seed] = curves.final_loss
+    base = modes[0], best[modes[0]][0]
+    if base not in cells:
+        raise UserError(f"{base[0]} diverged at every rate down to {base[1]:g}, so there is nothing to compare with")
+    there = [mode for mode in modes if (mode, best[mode][0]) in cells]
+    fit = Fit({cell: cells[cell] for cell in cells if len(cells[cell]) > 1 or cell[1] == best[cell[0]][0]})
+    found = {mode: fit.contrast({(mode, best[mode][0]): 1, base: -1}) for mode in there[1:]}
+    ps = holm({mode: p for mode, (*_, p) in found.items() if p is not None})
+    # vanilla's nearest longer schedule, else the nearest shorter one, from which we have to guess how the curve goes on
+    own, level = study.cfg.max_steps * study.cfg.batch_tokens, statistics.mean(cells[base].values())
+    others = [point for point in study.schedules(modes[0]) if (point[0] - own) * (level - point[1]) > 0]
+    others.sort(key=lambda point: (point[0] < own, abs(point[0] - own)))
+    error = (fit.noise or 0) / math.sqrt(len(seeds))
+    answer = []
+    for mode in modes:
+        rate, is_edge = best[mode]
+        losses, tokens = cells.get((mode, rate), {}), ()
+        gap, interval, _ = found.get(mode, (0.0, None, None))
+        if others and mode in found:
+            tokens = multiplier(level + gap, (own, level), others[0], error)
+        n_diverged = len(seeds) - len(losses)
+        answer.append(Answer(mode, rate, is_edge, losses, gap, interval, ps.get(mode), n_diverged, tokens))
+    return answer
+
+
+def report(study, answer):
+    """Print the table, a sentence for each mode, and what a reader must know of all."""
+    base, cfg, rows = answer[0].mode, study.cfg, []
+    n_tokens = cfg.max_steps * cfg.batch_tokens
+    for a in answer:
+        shape = cfg.of_run(a.mode, a.rate, cfg.seed).model_config(study.corpus.tokenizer.n_vocab)
+        loss = f"{statistics.mean(a.losses.values()):.4f}" if a.losses else "diverged"
+        gap = with_interval(a.gap, a.interval, sign=True) if a.losses and a.mode != base else "-"
+        cells = ["-" if a.p is None else f"{a.p:.2g}", "{:.2f} to {:.2f}".format(*a.tokens) if a.tokens else "-"]
+        cells += [f"{count_parameters(shape):,}", f"{2 * kv_floats_per_token(shape):,}", f"{len(a.losses)}"]
+        rows.append([a.mode, f"{a.rate:g}{' (edge)' * a.is_edge}", loss, gap, *cells])
+    header = ["mode", "rate", "val loss", f"vs {base}", "Holm's p", "× tokens", "parameters", "KV bytes/token", "seeds"]
+    print(markdown(header, rows), *(a.sentence(base, n_tokens) for a in answer[1:]), sep="\n")
+    if len(cfg.rates) == 1:
+        print(f"One rate, {cfg.rates[0]:g}, favours the mode that it suits: name several --rates to be fair.")
+    if cfg.seeds > 1:
+        print("±: half of a 95 % interval; differences are paired by seed, and all modes share one error.")
+    if not any(a.tokens for a in answer):
+        print(f"× tokens needs {base} at another length: run this with --max_steps={2 * cfg.max_steps}, then again.")
+
+
+def picture(study, answer):
+    """The figure: effects, and training losses over tokens at the best rates, means over the seeds."""
+    base, cfg, curves, effects = answer[0], study.cfg, {}, []
+    for a in answer:
+        steps = [study.runs[a.mode, a.rate, seed].steps for seed in a.losses]
+        if steps:
+            tokens, means = growing_means(*align([(of["tokens"], of["loss"]) for of in steps]))
+            curves[a.mode] = a.mode, tokens, means.mean(axis=0)
+            seeds = [a.losses[seed] - base.losses[seed] for seed in a.losses.keys() & base.losses]
+            effects.append((a.mode, a.mode, a.gap, a.interval, seeds))
+    rate = "each at its best rate" if len(cfg.rates) > 1 else f"rate {cfg.rates[0]:g}"
+    seeds = f"{cfg.seeds} seeds (ticks), 95 % intervals with one pooled error" if cfg.seeds > 1 else "one seed"
+    title = f"{short_count(cfg.max_steps * cfg.batch_tokens)} tokens, {rate}\n{seeds}"
+    comparison(Path(cfg.out_dir, "compare.png"), effects[1:], curves, title, base.mode)
+
+
+# -- the command
+
+
+def runs_to_come(study, taste):
+    """How many runs the procedure still needs, if the losses that we do not know yet are `taste`(rate)."""
+    asked = set()
+    for mode in study.cfg.words:
+
+        def known(rate, seed, mode=mode):
+            there = study.known(mode, rate, seed)
+            return taste(rate) if there is None and (mode, rate, seed) in asked else there
+
+        while missing := study.search(mode, known)[0]:
+            asked.update((mode, *run) for run in missing)
+    return len(asked)
+
+
+def plan(study, lanes):
+    """Lines that say the procedure, and how many runs, tokens and hours it takes from here."""
+    cfg, rates = study.cfg, ", ".join(f"{rate:g}" for rate in study.cfg.rates)
+    yield f"{len(cfg.words)} modes on the same batches: {', '.join(cfg.words)}"
+    if len(cfg.rates) > 1:
+        yield f"rates: {rates} with seed {cfg.seed}; up to {GROWTHS} more where the best is at the edge"
+    else:
+        yield f"rate: {rates}, which nobody tunes"
+    beside = " and at those beside it, which then choose" if cfg.neighbours else ""
+    yield f"seeds: {', '.join(map(str, cfg.all_seeds))} at the best rate of each mode{beside}"
+    middle, tokens = cfg.rates[len(cfg.rates) // 2], cfg.max_steps * cfg.batch_tokens
+    counts = runs_to_come(study, lambda rate: 1 + abs(math.log(rate / middle))), runs_to_come(study, lambda rate: rate)
+    amounts = [f"{n} runs, {short_count(n * tokens)} tokens" for n in counts]
+    if cfg.dry_run and counts[1]:
+        measured = [curves.steps["tokens_per_s"] for curves in study.runs.values()]
+        speed = np.median(np.concatenate(measured)) if measured else guess_tokens_per_s(cfg, study.corpus)
+        hours = [n * tokens / speed / 3600 / len(lanes) for n in counts]
+        amounts = [f"{n}, about {h:.1f} hours" for n, h in zip(amounts, hours, strict=True)]
+    most = f" (at most {amounts[1]})" if counts[1] > counts[0] else ""
+    yield f"to come: {amounts[0]}{most}, {len(lanes)} at a time"
+
+
+def main(cfg: CompareConfig):
+    need("matplotlib")  # before hours of training
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(number, signal.default_int_handler)
+    for mode in cfg.words:
+        cfg.of_run(mode, cfg.rates[0], cfg.seed)  # an impossible shape is refused here
+    lanes = lanes_of(cfg.device, cfg.jobs, len(cfg.words) * len(cfg.rates))
+    with contextlib.nullcontext() if cfg.dry_run else hold(cfg.out_dir):
+        study = Study(cfg)
+        print(*plan(study, lanes), sep="\n", flush=True)
+        if not cfg.dry_run:
+            run_jobs(study.wanted, study.ended, lanes)
+            answer = answers(study)
+            report(study, answer)
+            picture(study, answer)
+
+
+if __name__ == "__main__":
+    run(main, __doc__)

@@ -1,0 +1,330 @@
+"""compare.py: its procedure on made-up losses, its answer on made-up runs, and a real comparison that is stopped."""
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, in_process, make_data, refused, script
+
+import compare
+import train
+from common.files import hold, record_line, write_record
+from common.jobs import steps_done
+from common.ranks import code_of_results
+from common.runs import read_run
+from compare import search
+from configurator import load_settings
+from train import settings_of
+
+SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_tokens=128, micro_batch=8, warmup_steps=2)
+SMALL |= dict(eval_tokens=256, max_steps=12, eval_every=12, save_every=12, dtype="float32", learning_rate=3e-3)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data") / "d")
+
+
+def words_of(data, out, *words, **kw):
+    return [*words, *(f"--{name}={value}" for name, value in (SMALL | dict(data_dir=data, out_dir=out) | kw).items())]
+
+
+# -- the procedure
+
+
+def followed(loss, rates, seeds, neighbours=False):
+    """(all runs that the procedure asks for, the best rate, whether it is at the edge), where loss(rate, seed)."""
+    losses = {}
+
+    def known(*run):
+        return losses.get(run)
+
+    while missing := search(known, rates, seeds, neighbours)[0]:
+        losses.update({run: loss(*run) for run in missing})
+    return list(losses), *search(known, rates, seeds, neighbours)[1:]
+
+
+def valley(at, width=1.0):
+    return lambda rate, seed=0: 2 + width * abs(math.log2(rate / at))
+
+
+def test_a_bracketed_rate_gets_all_seeds():
+    runs, best, is_edge = followed(valley(2), (1, 2, 4), (42, 1, 2))
+    assert runs == [(1, 42), (2, 42), (4, 42), (2, 1), (2, 2)] and best == 2 and not is_edge
+
+
+@pytest.mark.parametrize("at,rates,runs", [(8, (1, 2, 4), (1, 2, 4, 8, 16)), (0.5, (1, 2, 4), (1, 2, 4, 0.5, 0.25))])
+def test_the_grid_grows_at_its_edge(at, rates, runs):
+    asked, best, is_edge = followed(valley(at), rates, (42,))
+    assert [rate for rate, _ in asked] == list(runs) and best == at and not is_edge
+
+
+@pytest.mark.parametrize("at,best", [(64, 16), (1 / 64, 0.25)])
+def test_a_grid_that_grew_twice_is_marked(at, best):
+    asked, found, is_edge = followed(valley(at), (1, 2, 4), (42,))
+    assert len(asked) == 5 and found == best and is_edge
+
+
+def test_one_rate_is_not_tuned():
+    assert followed(valley(8), (1,), (42, 1)) == ([(1, 42), (1, 1)], 1, False)
+
+
+def test_a_rate_that_diverges_ends_the_grid():
+    asked, best, is_edge = followed(lambda rate, _: math.inf if rate > 4 else -rate, (1, 2, 4), (42,))
+    assert asked[-1] == (8, 42) and best == 4 and not is_edge
+    asked, best, _ = followed(lambda rate, _: math.inf, (1, 2), (42,))
+    assert [rate for rate, _ in asked] == [1, 2, 0.5, 0.25]
+
+
+def test_neighbours_choose_by_the_mean_over_seeds():
+    def loss(rate, seed):  # seed 42 alone prefers 2, all seeds 4
+        return {1: 9, 2: 1.0 if seed == 42 else 3, 4: 1.5, 8: 9}[rate]
+
+    asked, best, _ = followed(loss, (1, 2, 4, 8), (42, 1, 2), neighbours=True)
+    assert best == 4 and len(asked) == 4 + 3 * 2
+    assert followed(loss, (1, 2, 4, 8), (42, 1, 2))[1] == 2
+
+
+# -- the answer, from runs that a made-up trainer leaves
+
+
+def trainer(loss, monkeypatch):
+    """In place of train.py: each job leaves a folder with the loss(mode, rate, seed); infinite means diverged."""
+    trained = []
+
+    def run_jobs(wanted, ended, lanes):
+        while jobs := wanted():
+            for job in jobs:
+                cfg = load_settings(compare.TrainConfig, job.words[1:])
+                trained.append((cfg.value_mode.name, cfg.learning_rate, cfg.seed))
+                make_run(cfg, loss(*trained[-1]))
+                ended(job, 0, "error: step 3: the loss is nan")
+
+    monkeypatch.setattr(compare, "run_jobs", run_jobs)
+    return trained
+
+
+def make_run(cfg, loss, **changed):
+    """A run's folder as train.py leaves it: config.json and metrics.jsonl."""
+    corpus = compare.Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, False, cfg.bos)
+    folder, config = Path(cfg.out_dir), settings_of(cfg, corpus, None)[0]
+    write_record(folder / "config.json", "train.py's settings", config)
+    start = {"event": "start", "step": 0, "code": code_of_results(), "max_steps": cfg.max_steps} | changed
+    records = [start]
+    for step in range(1, 1 + cfg.max_steps):
+        records.append({"step": step, "loss": 3.0 - 0.01 * step, "tokens": step * 128, "tokens_per_s": 100.0})
+    if math.isfinite(loss):
+        records.append({"event": "eval", "step": cfg.max_steps, "val_mean": loss, "val": {"a": loss}})
+    else:
+        records.append({"event": "diverged", "step": cfg.max_steps, "why": "the loss is nan"})
+    (folder / "metrics.jsonl").write_text("".join(record_line("train.py's metrics", r) for r in records))
+    return folder
+
+
+def table(text):
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[0] == "|"]
+    return {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
+
+
+LEVELS = {"vanilla": 2.5, "resformer": 2.49, "resformer_lambda": 2.40, "svformer": 2.6}
+
+
+def losses(mode, rate, seed):
+    """Each mode has its own level and its own best rate; seeds move all alike, and each run by a little."""
+    noise = {42: 0.001, 1: -0.002, 2: 0.001}[seed] * (1 if mode == "vanilla" else -2)
+    at = 6e-3 if mode == "svformer" else 3e-3
+    return LEVELS[mode] + 0.1 * abs(math.log2(rate / at)) + 0.02 * (seed == 1) + noise
+
+
+def test_a_fair_comparison(data, tmp_path, monkeypatch):
+    trained = trainer(losses, monkeypatch)
+    words = words_of(data, tmp_path, *LEVELS, rates="1.5e-3,3e-3,6e-3", seeds=3)
+    done = in_process(compare, *words)
+    assert done.returncode == 0, done.stderr
+    rows = table(done.stdout)
+    assert list(rows) == list(LEVELS) and len(trained) == len(set(trained)) == 4 * 3 + 1 + 4 * 2  # 1: svformer's edge
+    assert rows["svformer"]["rate"] == "0.006" and rows["vanilla"]["val loss"] == f"{2.5 + 0.02 / 3:.4f}"
+    # by hand: vanilla's residuals are 9/4 of the noise, the others' 3/4: 6 (81 + 27) / 16 squares, 6 degrees of freedom
+    assert rows["resformer_lambda"]["vs vanilla"] == "-0.1000 ± 0.0052"
+    assert "resformer_lambda is better than vanilla by 0.1000 ± 0.0052 nats." in done.stdout
+    assert "svformer is worse than vanilla by 0.1000 ± 0.0052 nats." in done.stdout
+    assert "resformer is better than vanilla by 0.0100 ± 0.0052 nats." in done.stdout
+    assert (tmp_path / "compare.png").exists()
+    # again: nothing is trained twice
+    trained.clear()
+    assert in_process(compare, *words).stdout.endswith(done.stdout[done.stdout.index("| mode") :]) and not trained
+
+
+def test_what_cannot_be_told_apart(data, tmp_path, monkeypatch):
+    trainer(lambda mode, rate, seed: 2.5 + 0.03 * ((hash((mode, seed)) % 7) - 3), monkeypatch)
+    said = in_process(compare, *words_of(data, tmp_path, "resformer", "vanilla", seeds=3)).stdout
+    assert re.search(r"resformer cannot be told apart from vanilla at ± 0\.\d{3} nats \([+-]0\.\d{3}\)\.", said)
+
+
+def test_one_seed_says_what_it_cannot_say(data, tmp_path, monkeypatch):
+    trainer(losses, monkeypatch)
+    said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", rates="3e-3,6e-3")).stdout
+    assert "svformer ends 0.097 nats above vanilla; one seed says nothing below 0.1: add --seeds=3." in said
+    assert table(said)["svformer"]["vs vanilla"] == "+0.0970"
+    said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer")).stdout
+    assert "One rate, 0.003, favours the mode that it suits" in said
+
+
+def test_a_mode_that_diverges_has_an_infinite_loss(data, tmp_path, monkeypatch):
+    trainer(lambda mode, rate, seed: math.inf if mode == "svformer" else losses(mode, rate, seed), monkeypatch)
+    said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", "resformer", rates="3e-3,6e-3")).stdout
+    assert "svformer-12-0.003-42: diverged, so its loss counts as infinite: step 3: the loss is nan" in said
+    assert (
+        "svformer diverged at every rate down to 0.00075." in said and table(said)["svformer"]["val loss"] == "diverged"
+    )
+    assert "resformer ends" in said
+
+
+def test_one_seed_that_diverges_is_said(data, tmp_path, monkeypatch):
+    trainer(lambda *run: math.inf if run[0] == "svformer" and run[2] == 1 else losses(*run), monkeypatch)
+    said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", seeds=3)).stdout
+    assert "; with 1 of its seeds it diverged." in said and table(said)["svformer"]["seeds"] == "2"
+
+
+def test_tokens_are_counted_by_vanillas_other_length(data, tmp_path, monkeypatch):
+    trainer(losses, monkeypatch)
+    words = words_of(data, tmp_path, "vanilla", "resformer_lambda", seeds=3)
+    assert (
+        "× tokens needs vanilla at another length: run this with --max_steps=24" in in_process(compare, *words).stdout
+    )
+    corpus_free = load_settings(compare.CompareConfig, words_of(data, tmp_path, "vanilla", "svformer", max_steps=48))
+    make_run(corpus_free.of_run("vanilla", 3e-3, 42), 2.3)
+    make_run(corpus_free.of_run("vanilla", 6e-3, 42), 2.7)  # not vanilla's best rate at that length
+    said = in_process(compare, *words).stdout
+    least, most = map(float, table(said)["resformer_lambda"]["× tokens"].split(" to "))
+    # vanilla's 2.5067 falls to 2.3 in 4 x the tokens: a straight line over ln D reaches 2.4067 at 1.96 x
+    assert 1.3 < least < 1.6 and 1.96 < most < 2.1
+    assert f"vanilla needs {least:.2f} to {most:.2f} times its tokens for that loss" in said
+
+
+# -- what is there, and what is refused
+
+
+def test_the_last_start_of_a_resumed_run_counts(data, tmp_path):
+    """It was set to 12 steps, then to 20."""
+    folder = make_run(of_run(data, tmp_path, max_steps=12), 2.0)
+    more = make_run(of_run(data, tmp_path / "more", max_steps=20), 1.5)
+    text, rest = ((path / "metrics.jsonl").read_text() for path in (folder, more))
+    start, *others = rest.splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text(text + start)
+    assert read_run(folder).final_loss is None and len(read_run(folder).starts) == 2
+    (folder / "metrics.jsonl").write_text(text + start + "".join(others[12:]))
+    assert read_run(folder).final_loss == 1.5 and read_run(folder).steps["step"].tolist() == list(range(1, 21))
+
+
+def of_run(data, out, **kw):
+    return load_settings(compare.CompareConfig, words_of(data, out, "vanilla", "svformer", **kw)).of_run(
+        "vanilla", 3e-3, 42
+    )
+
+
+@pytest.mark.parametrize("says,setting,start", [
+    ("was made with n_embd=64 instead of 32; remove it, or set another --out_dir", {"n_embd": 64}, {}),
+    ("was made with another model.py", {}, {"code": code_of_results() | {"model.py": "0"}}),
+    ("was made with another model.py", {}, {"code": {}}),
+])  # fmt: skip
+def test_a_run_of_other_settings_or_code_is_refused(says, setting, start, data, tmp_path):
+    run = of_run(data, tmp_path, **setting)
+    make_run(run, 2.0, **start)
+    refused(in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer")), says)
+
+
+def test_what_changes_rounding_alone_may_differ(data, tmp_path, monkeypatch):
+    make_run(of_run(data, tmp_path, attn="eager", micro_batch=4), 2.0)
+    trained = trainer(losses, monkeypatch)
+    assert in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer")).returncode == 0
+    assert [mode for mode, *_ in trained] == ["svformer"]
+
+
+def test_other_data_is_refused(data, tmp_path):
+    run = of_run(data, tmp_path)
+    folder = make_run(run, 2.0)
+    config = json.loads((folder / "config.json").read_text())
+    config = {name: value for name, value in config.items() if name not in ("kind", "seal")} | {"data": "0" * 16}
+    write_record(folder / "config.json", "train.py's settings", config)
+    refused(
+        in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer")), "was made with data=0000000000000000"
+    )
+
+
+@pytest.mark.parametrize("words,says", [
+    (["vanilla"], "name two modes or more"),
+    (["vanilla", "svformer", "--value_mode=resformer"], "compare.py sets value_mode; name modes without --"),
+    (["vanilla", "svformer", "--resume=auto"], "compare.py sets resume"),
+    (["vanilla", "svformr"], "unknown value_mode 'svformr'; did you mean 'svformer'?"),
+    (["vanilla", "vanilla"], "vanilla is vanilla, which is there already; name each mode once"),
+    (["vanilla", "svformer", "--rates=1e-3,1e-3"], "must be above 0, each named once"),
+    (["vanilla", "svformer", "--rates=0"], "must be above 0"),
+    (["vanilla", "svformer", "--seeds=11"], "seeds=11 must be at most 10"),
+    (["vanilla", "resformer", "--n_layer=1"], "acts in no layer of 0..0"),
+])  # fmt: skip
+def test_what_is_refused(words, says, data, tmp_path):
+    refused(in_process(compare, *words_of(data, tmp_path / "out"), *words), says)
+
+
+def test_modes_differ_in_the_mode_alone(data, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("value_mode = 'svformer'\nblock_size = 8\ndata_dir = 'elsewhere'\n")
+    says = "mine.py sets block_size, data_dir, too, so more than the mode would differ; a mode's file sets"
+    refused(in_process(compare, *words_of(data, tmp_path / "out", "vanilla", mine)), says)
+
+
+def test_two_compares_in_one_folder(data, tmp_path):
+    with hold(tmp_path / "out"):
+        says = f"another process is writing into {tmp_path / 'out'}; wait until it has ended"
+        refused(in_process(compare, *words_of(data, tmp_path / "out", "vanilla", "svformer")), says)
+
+
+def test_a_dry_run_counts_what_is_missing(data, tmp_path):
+    def last_line(*more):
+        done = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", *more), "--jobs=1")
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1]
+
+    fair = ("--rates=1e-3,3e-3,9e-3", "--seeds=3", "--dry_run")
+    assert last_line(*fair).startswith("to come: 10 runs, 15.4k tokens, about 0.0 hours (at most 14 runs, 21.5k tokens")
+    make_run(of_run(data, tmp_path), 2.0)
+    assert last_line(*fair).startswith("to come: 9 runs")
+    assert last_line("--seeds=3", "--dry_run").startswith("to come: 5 runs")
+    assert not list(tmp_path.glob("svformer*"))
+
+
+# -- the real thing
+
+
+def test_it_trains_is_stopped_and_goes_on(data, tmp_path):
+    """A mode of a file and vanilla, side by side; Ctrl-C saves both; the numbers are those of an undisturbed run."""
+    mine, mode = tmp_path / "mine.py", "ValueMode((Residual(lam=(1, 3)),), name='m')"
+    mine.write_text(f"from value_modes import Residual, ValueMode\nvalue_mode = {mode}")
+    how = dict(max_steps=400, eval_every=400, save_every=400)
+    words = [ROOT / "compare.py", *words_of(data, tmp_path / "a", "vanilla", mine, jobs=2, **how)]
+    process = subprocess.Popen([sys.executable, *map(str, words)], stderr=subprocess.PIPE, text=True)
+    runs = [tmp_path / "a" / f"{mode}-400-0.003-42" for mode in ("vanilla", "m")]
+    while min(steps_done(run) for run in runs) < 5:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130 and process.stderr.read().splitlines()[-1] == "stopped"
+    assert [len(list(run.glob("step_*[0-9].safetensors"))) for run in runs] == [1, 1]
+    assert [read_run(run).final_loss for run in runs] == [None, None]
+    done = script(*words)
+    assert done.returncode == 0, done.stderr
+    whole = in_process(train, *words_of(data, tmp_path / "b", mine, **how))
+    assert whole.returncode == 0 and read_run(tmp_path / "b").final_loss == read_run(runs[1]).final_loss
+
+
+def test_a_run_that_fails_ends_with_its_own_sentence(data, tmp_path):
+    words = words_of(data, tmp_path / "out", "vanilla", "svformer", attn="flash", jobs=1)
+    says = r"vanilla-12-0.003-42 failed \(2\): .*flash.*; see .*train.log"
+    assert re.search(says, script("compare.py", *words).stderr)

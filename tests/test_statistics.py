@@ -1,0 +1,115 @@
+"""Intervals, corrections and token multipliers: equal to scipy's and statsmodels', and right as often as they claim."""
+
+import math
+
+import numpy as np
+import pytest
+
+from common.statistics import Fit, holm, mean_interval, multiplier, t_95, t_tail
+
+stats = pytest.importorskip("scipy.stats")
+
+
+@pytest.mark.parametrize("df", [1, 2, 3, 4, 7, 24, 101])
+def test_students_t(df):
+    assert t_95(df) == pytest.approx(stats.t.ppf(0.975, df), rel=1e-9)
+    for t in (0, 0.3, 2.0, 5.0):
+        assert t_tail(t, df) == pytest.approx(2 * stats.t.sf(t, df), abs=1e-12)
+
+
+def test_interval_of_a_mean():
+    values = [2.1, 2.4, 2.2, 2.25]
+    low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
+    mean, half = mean_interval(values)
+    assert (mean - half, mean + half) == pytest.approx((low, high))
+    assert mean_interval([1.5]) == (1.5, None) and mean_interval([]) == (None, None)
+
+
+def made(rng, n_cells, n_seeds, gaps=0, effect=0.05, noise=0.01):
+    """{cell: {seed: loss}}: levels of cells and seeds, and noise; `gaps` of the later cells' losses are missing."""
+    levels, of_seeds = effect * np.arange(n_cells), rng.normal(0, 0.02, n_seeds)
+    losses = levels[:, None] + of_seeds + rng.normal(0, noise, (n_cells, n_seeds))
+    cells = {c: {s: losses[c, s] for s in range(n_seeds)} for c in range(n_cells)}
+    for k in range(gaps):
+        del cells[n_cells - 1 - k][k % n_seeds]
+    return cells
+
+
+@pytest.mark.parametrize("n_cells,n_seeds,gaps", [(3, 2, 0), (5, 3, 0), (4, 3, 2), (6, 5, 3)])
+def test_one_error_for_all_cells_is_statsmodels_two_way_model(n_cells, n_seeds, gaps):
+    smf, pandas = pytest.importorskip("statsmodels.formula.api"), pytest.importorskip("pandas")
+    cells = made(np.random.default_rng(n_cells), n_cells, n_seeds, gaps)
+    rows = [(f"c{cell}", f"s{seed}", loss) for cell in cells for seed, loss in cells[cell].items()]
+    right = smf.ols("loss ~ cell + seed", pandas.DataFrame(rows, columns=["cell", "seed", "loss"])).fit()
+    fit = Fit(cells)
+    assert fit.df == right.df_resid and fit.noise == pytest.approx(math.sqrt(right.scale))
+    for cell in range(1, n_cells):
+        value, half, p = fit.contrast({cell: 1, 0: -1})
+        low, high = right.conf_int().loc[f"cell[T.c{cell}]"]
+        assert (value - half, value + half) == pytest.approx((low, high))
+        assert p == pytest.approx(right.pvalues[f"cell[T.c{cell}]"], abs=1e-12)
+    value, half, _ = fit.contrast({2: 1, 1: -1})  # of two cells neither of which is the first
+    test = right.t_test("cell[T.c2] - cell[T.c1] = 0")
+    assert (value - half, value + half) == pytest.approx(tuple(test.conf_int()[0]))
+
+
+@pytest.mark.parametrize("n_seeds,gaps", [(2, 0), (3, 0), (5, 0), (3, 2), (5, 4)])
+def test_intervals_hold_the_truth_in_95_of_100(n_seeds, gaps):
+    rng, held = np.random.default_rng(1), []
+    for _ in range(2000):
+        value, half, _ = Fit(made(rng, 4, n_seeds, gaps)).contrast({3: 1, 0: -1})
+        held.append(abs(value - 0.15) <= half)
+    assert 0.93 <= np.mean(held) <= 0.97
+
+
+def test_one_seed_has_no_interval():
+    value, half, p = Fit({"a": {1: 2.0}, "b": {1: 2.5}}).contrast({"b": 1, "a": -1})
+    assert value == pytest.approx(0.5) and half is None and p is None
+
+
+def test_holm():
+    multitest = pytest.importorskip("statsmodels.stats.multitest")
+    ps = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.6, "e": 1e-7}
+    right = multitest.multipletests(list(ps.values()), method="holm")[1]
+    assert holm(ps) == pytest.approx(dict(zip(ps, right, strict=True))) and holm({}) == {}
+
+
+def test_false_findings_are_as_rare_as_claimed():
+    """Four modes that are no better than the base: in at most 5 % of comparisons is any of them called different."""
+    rng, wrong = np.random.default_rng(2), []
+    for _ in range(1000):
+        fit = Fit(made(rng, 5, 3, effect=0))
+        wrong.append(min(holm({c: fit.contrast({c: 1, 0: -1})[2] for c in range(1, 5)}).values()) < 0.05)
+    assert np.mean(wrong) <= 0.07
+
+
+# -- the token multiplier
+
+
+@pytest.mark.parametrize("beta", [0.15, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("own,other,wanted", [(10, 40, 20), (10, 40, 5), (10, 20, 30), (40, 10, 60), (40, 10, 20)])
+def test_the_multiplier_holds_any_power_law(beta, own, other, wanted):
+    def vanilla(tokens):
+        return 2.0 + 3.0 * tokens**-beta
+
+    least, most = multiplier(vanilla(wanted), (own, vanilla(own)), (other, vanilla(other)))
+    assert least - 1e-9 <= wanted / own <= most + 1e-9 and (wanted > own or most < 1)
+
+
+def test_noise_widens_the_multiplier_to_an_interval():
+    exact = multiplier(2.40, (12.3e6, 2.469), (49.2e6, 2.2134))
+    noisy = multiplier(2.40, (12.3e6, 2.469), (49.2e6, 2.2134), error=0.005)
+    assert exact == pytest.approx((1.254, 1.454), abs=0.002) and noisy[0] < exact[0] < exact[1] < noisy[1]
+    assert multiplier(1.0, (12.3e6, 2.469), (49.2e6, 2.2134))[1] == math.inf  # below vanilla's floor
+
+
+def test_the_multiplier_holds_the_truth_in_95_of_100():
+    """A power law whose β we do not know, and three seeds of each loss."""
+    rng, held = np.random.default_rng(3), []
+    for _ in range(2000):
+        beta = rng.uniform(0.05, 1)
+        drop = 1 - 4.0**-beta
+        losses = np.array([2.4 - 0.3 * (1 - 1.3**-beta) / drop, 2.4, 2.1]) + rng.normal(0, 0.006, 3)
+        least, most = multiplier(losses[0], (1, losses[1]), (4, losses[2]), error=0.006)
+        held.append(least <= 1.3 <= most)
+    assert np.mean(held) >= 0.93
