@@ -23,7 +23,8 @@ def t_tail(t, df):
         total += term
         term *= k / (k + 1) * math.cos(angle) ** 2
     inside = math.sin(angle) * total
-    return 1 - (2 / math.pi * (angle + inside) if is_odd else inside)
+    inside = 2 / math.pi * (angle + inside) if is_odd else inside
+    return max(0.0, 1 - inside)  # of a large t rounding is all that is left
 
 
 @functools.cache
