@@ -17,8 +17,8 @@ export GOMP_SPINCOUNT ?= 1000
 
 .PHONY: demo figures test fuzz test-peers .venv/newest bench-gpu bench-82m bench-468m bench-decoding lint clean
 demo: .venv/ready
-	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:4096 --tokens=8e6
-	$(PY) compare.py vanilla resformer_lambda svformer config/tiny.py --out_dir=out/demo
+	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:2048 --tokens=3e6
+	$(PY) compare.py vanilla resformer resformer_lambda svformer config/tiny.py --out_dir=out/demo
 	$(PY) sample.py --prompt="def __init__(self" --max_new_tokens=120
 
 figures: .venv/ready

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import signal
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,15 +161,13 @@ class Study:
         folder = Path(settings.out_dir)
         return Job(words, folder / "train.log", folder, settings.max_steps)
 
-    def ended(self, job, code, last_line):
+    def ended(self, job, code, last_words):
         """Say how a run has ended. Raises UserError if it failed otherwise than by diverging."""
         run = read_run(job.folder) if (job.folder / "metrics.jsonl").exists() else None
         if run is None or run.final_loss is None:
-            raise UserError(f"{job.folder} failed ({code}): {last_line.removeprefix('error: ')}; see {job.log}")
-        if run.final_loss == math.inf:
-            print(f"{job.folder.name}: diverged, so its loss counts as infinite: {last_line.removeprefix('error: ')}")
-        else:
-            print(f"{job.folder.name}: {run.final_loss:.4f}", flush=True)
+            raise UserError(f"{job.folder} failed ({code}): {last_words}; see {job.log}")
+        diverged = f"diverged, so its loss counts as infinite: {last_words}"
+        print(f"{job.folder.name}: {diverged if run.final_loss == math.inf else f'{run.final_loss:.4f}'}", flush=True)
 
     def schedules(self, mode):
         """[(tokens, loss)] of a mode's other schedules in this folder, at the best rate of each; means over seeds."""
@@ -335,9 +332,6 @@ def plan(study, lanes):
 
 def main(cfg: CompareConfig):
     need("matplotlib")  # before hours of training
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-            signal.signal(number, signal.default_int_handler)
     for mode in cfg.words:
         cfg.of_run(mode, cfg.rates[0], cfg.seed)  # an impossible shape is refused here
     lanes = lanes_of(cfg.device, cfg.jobs, len(cfg.words) * len(cfg.rates))

@@ -1,6 +1,6 @@
 """Pictures of attention concentration, and the drawing that compare.py and paper/ share.
 
-python plot.py out/demo/vanilla-450-0.002-42 out/demo/svformer-450-0.002-42     by layer, from analyze.py's numbers
+python plot.py out/demo/vanilla-320-0.002-42 out/demo/svformer-320-0.002-42     by layer, from analyze.py's numbers
 """
 
 import contextlib
@@ -222,6 +222,7 @@ def comparison(path, effects, curves, title, base="vanilla"):
         left.axvline(0, **ZERO)
         left.set(yticks=range(len(rows)), yticklabels=[row[0] for row in rows], ylim=(-0.6, len(rows) - 0.4))
         left.set(xlabel=f"validation loss minus {base}'s (nats per token; left is better)")
+        left.locator_params(axis="x", nbins=6)
         left.set_title(title, loc="left", fontsize=9)
         styles = styles_of({label: mode for label, (mode, *_) in curves.items()})
         for label, (_, x, y) in curves.items():

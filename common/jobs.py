@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -38,19 +39,29 @@ def lanes_of(device, jobs, n_runs):
 
 def steps_done(folder):
     """The last step in a run's metrics.jsonl, read from its end."""
-    with contextlib.suppress(OSError, ValueError, IndexError), open(Path(folder, "metrics.jsonl"), "rb") as file:
+    with contextlib.suppress(OSError, IndexError), open(Path(folder, "metrics.jsonl"), "rb") as file:
         file.seek(max(0, os.path.getsize(file.name) - 8192))
-        return json.loads(file.read().splitlines(keepends=True)[-1 if file.tell() == 0 else -2])["step"]
+        return json.loads(file.read().split(b"\n")[-2])["step"]  # behind the last line break may be half a line
     return 0
+
+
+def last_words(log):
+    """The last error in the output of a job, else its last line."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines[-20:] if line.startswith("error: ")]
+    return (errors or lines or ["nothing was said"])[-1]
 
 
 def run_jobs(wanted, ended, lanes):
     """Run jobs, one at a time on each lane, until `wanted()` has no new one.
 
     wanted: function -> the Jobs that are needed as far as we know now; it is asked again whenever a job has ended.
-    ended: function (job, exit code, last line of its output). If it raises, or at Ctrl-C, all others are stopped by
-    SIGTERM, at which train.py saves.
+    ended: function (job, exit code, its last words). If it raises, or at Ctrl-C or a kill, all others are
+    stopped by SIGTERM, at which train.py saves.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(number, signal.default_int_handler)  # as at Ctrl-C
     running, seen = {}, {}  # {lane: (job, process)}, {log: job}
     bar = progress("training", 0, "step")
     try:
@@ -69,15 +80,15 @@ def run_jobs(wanted, ended, lanes):
             known = {job.log: job for job in todo} | seen
             bar.total = sum(job.steps for job in known.values())
             while all(process.poll() is None for _, process in running.values()):
-                left = sum(job.steps - steps_done(job.folder) for job, _ in running.values())
+                left = sum(job.steps - steps_done(job.folder) for job, _ in running.values() if job.steps)
                 waiting = sum(job.steps for log, job in known.items() if log not in seen)
                 bar.update(bar.total - waiting - left - bar.n)
                 time.sleep(0.5)
             for lane, (job, process) in list(running.items()):
                 if process.poll() is not None:
                     del running[lane]
-                    lines = job.log.read_text(encoding="utf-8", errors="replace").split("\n")
-                    ended(job, process.returncode, next(filter(str.strip, reversed(lines)), "nothing was said"))
+                    bar.clear()  # what `ended` prints shall not stand behind it
+                    ended(job, process.returncode, last_words(job.log))
     finally:
         bar.close()
         for _, process in running.values():

@@ -104,7 +104,7 @@ def trainer(loss, monkeypatch):
                 cfg = load_settings(compare.TrainConfig, job.words[1:])
                 trained.append((cfg.value_mode.name, cfg.learning_rate, cfg.seed))
                 make_run(cfg, loss(*trained[-1]))
-                ended(job, 0, "error: step 3: the loss is nan")
+                ended(job, 0, "step 3: the loss is nan")
 
     monkeypatch.setattr(compare, "run_jobs", run_jobs)
     return trained

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import json
 import re
 import shlex
 import shutil
@@ -15,11 +14,8 @@ import pytest
 from conftest import ROOT, finished
 
 from common.plan import PlanConfig
-from common.report import with_interval
-from common.statistics import mean_std
 from configurator import UserError, load_settings
 from docs import tables
-from paper.found import read_kept
 from value_modes import TABLE
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results/README.md"]
@@ -175,40 +171,3 @@ def test_the_patch_makes_a_mode(tmp_path):
     subprocess.run(["git", "apply", "-"], input=patch, cwd=tmp_path, text=True, check=True)
     result = finished([sys.executable, "-c", OWN_MODE], cwd=tmp_path / "tests", timeout=100)
     assert result.returncode == 0 and result.stdout.startswith(plan), result.stderr
-
-
-def test_numbers_of_the_results_page():
-    """Every number of three or more decimals in its sentences is the final loss of a run, or one of its tables or a
-    claim's or the paper's, rounded; with its sign, where it has one. Pairs of a mean and its interval are a claim's or
-    a table's."""
-    page = TEXTS["results/README.md"].replace("−", "-")
-    pattern, pair = r"(?<!\w)[+-]?\d+\.\d{3,}", r"\d+\.\d+ ± \d+\.\d+"
-    figures = json.loads((ROOT / "results/night.json").read_text())["figures"]
-    rows = [row for figure in figures.values() for row in figure["rows"]]
-    tabled = [cell for figure in figures.values() for row in figure.get("table", []) for cell in row]
-    tabled += [place[0] for place in tables.PLACE.finditer(page)]
-    kept = read_kept(ROOT / "results/night/runs.jsonl")
-    runs = [*kept.values(), *read_kept(ROOT / "results/night/repeats.jsonl").values()]
-    losses = {f"{list(run['val'].values())[-1]:.4f}" for run in runs}
-    known = [float(n) for text in (*tabled, *(row["paper"] for row in rows)) for n in re.findall(pattern, text)]
-    known += [row[key] or 0 for row in rows for key in ("mean", "interval")]
-    sentences = tables.PLACE.sub("", page)
-    for number in re.findall(pattern, sentences):
-        signed = {f"{x:+.{len(number.partition('.')[2])}f}" for x in known}
-        signs = number[0] if number[0] in "+-" else "+-"
-        assert number in losses or signed & {sign + number.lstrip("+-") for sign in signs}, number
-    intervals = {with_interval(abs(row["mean"]), row["interval"]) for row in rows if row["interval"]}
-    intervals.update(found for text in tabled for found in re.findall(pair, text))
-    assert set(re.findall(pair, sentences)) <= intervals
-    best = figures["rates"]["rows"][:6]  # each mode and vanilla at their best rates, at 1.95M
-    for row in best:  # README's
-        if row["what"].startswith(("resformer −", "resformer_lambda −")):
-            assert with_interval(abs(row["mean"]), row["interval"]) in TEXTS["README.md"], row["what"]
-
-
-def test_the_demos_numbers_are_the_committed_runs():
-    """README's sentence on three seeds follows from the losses in results/demo.json."""
-    losses = json.loads((ROOT / "results/demo.json").read_text())["val_mean"]
-    for mode in ("resformer_lambda", "svformer"):
-        mean, std = mean_std([losses["vanilla"][seed] - losses[mode][seed] for seed in ("42", "1", "2")])
-        assert f"{mean:.3f} ± {std:.3f}" in TEXTS["README.md"], mode

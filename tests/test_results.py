@@ -1,0 +1,212 @@
+"""Every number of results/README.md's findings, computed again from the records, by other code than paper/'s."""
+
+import json
+
+import pytest
+from conftest import ROOT
+
+from common.files import read_record_lines
+from common.statistics import Fit, holm, multiplier
+
+PAGE = " ".join((ROOT / "results/README.md").read_text(encoding="utf-8").replace("−", "-").split())
+RUNS = list(read_record_lines(ROOT / "results/night/runs.jsonl", "a run's record"))
+SHAPE = {"n_layer": 6, "n_head": 4, "n_embd": 128, "block_size": 128, "batch_tokens": 2048, "max_steps": 6000}
+SHAPE |= {"bos": False, "weight_decay": 0.1}
+MID, LARGE, DEEP = (dict(n_head=5, n_embd=160), dict(n_layer=8, n_head=6, n_embd=192), dict(n_layer=12))
+SMALL, SINK, LONG, SHORT = (
+    dict(n_head=2, n_layer=4, n_embd=64),
+    dict(bos=True),
+    dict(max_steps=24000),
+    dict(max_steps=1500),
+)
+
+
+def setting(changes):
+    return tuple((SHAPE | changes).items())
+
+
+def losses():
+    """{(setting, mode, rate): {seed: validation loss at the end}}"""
+    found = {}
+    for run in RUNS:
+        of = run["settings"]
+        key = (
+            tuple((name, of.get(name, default)) for name, default in SHAPE.items()),
+            of["value_mode"],
+            of["learning_rate"],
+        )
+        found.setdefault(key, {})[of["seed"]] = run["val"][str(run["start"]["max_steps"])]
+    return found
+
+
+LOSSES = losses()
+
+
+def loss(mode, rate=0.003, seed=42, **changes):
+    return LOSSES[setting(changes), mode, rate][seed]
+
+
+def mean(mode, rate=0.003, **changes):
+    of = LOSSES[setting(changes), mode, rate]
+    return sum(of.values()) / len(of)
+
+
+def family():
+    """The fit of all cells with several seeds, at the modes' own rate or vanilla's, without the smallest models."""
+    cells = {}
+    for (where, mode, rate), of in LOSSES.items():
+        is_own = where != setting({}) or rate == 0.003 or (mode, rate) == ("svformer", 0.006)
+        if len(of) > 1 and is_own and where != setting(SMALL):
+            cells[where, mode, rate] = {(where, seed): value for seed, value in of.items()}
+    return Fit(cells)
+
+
+FIT = family()
+
+
+def gap(mode, rate=0.003, base=0.003, **changes):
+    """(difference from vanilla, half of its interval, p)."""
+    where = setting(changes)
+    return FIT.contrast({(where, mode, rate): 1, (where, "vanilla", base): -1})
+
+
+def at_rate(mode, rate):
+    """The same, of the three modes with three seeds at a rate, which have an error of their own."""
+    where = setting({})
+    cells = {mode: LOSSES[where, mode, rate] for mode in ("vanilla", "resformer", "svformer")}
+    return Fit(cells).contrast({mode: 1, "vanilla": -1})
+
+
+def difference(mode, rate, vanillas, **changes):
+    """A gap in another setting minus that of the base."""
+    own = {"svformer": 0.006}.get(mode, 0.003)
+    weights = {(setting(changes), mode, rate): 1, (setting(changes), "vanilla", vanillas): -1}
+    return FIT.contrast(weights | {(setting({}), mode, own): -1, (setting({}), "vanilla", 0.003): 1})
+
+
+def g(mode, *rates, **changes):
+    return f"{gap(mode, *rates, **changes)[0]:+.3f}"
+
+
+def tokens(where, other, error):
+    """How many times its tokens vanilla needs for λ = 2's loss: the range's two ends."""
+    points = [((SHAPE | of)["max_steps"] * 2048, mean("vanilla", **of)) for of in (where, other)]
+    return tuple(
+        f"{end:.3g}" if end > 2 else f"{end:.2f}"
+        for end in multiplier(mean("resformer_lambda", **where), *points, error)
+    )
+
+
+MEAN_42 = (2.4592 + 2.4812) / 2  # vanilla's seed 42 on both processors
+CHOSEN = [("resformer", 0.003), ("svformer", 0.006), ("resformer_lambda", 0.003), ("resformer_plus", 0.003)]
+CHOSEN += [("neutreno", 0.003), ("denseformer", 0.003)]
+
+
+def sentences():
+    """What the page must say."""
+    deep, large = gap("resformer", 0.0015, 0.0015, **DEEP), gap("resformer", 0.0015, 0.0015, **LARGE)
+    lam, plus, learned, one = (g(f"resformer_{name}") for name in ("lambda", "plus", "learned", "lambda_1"))
+    lam_mid, lam_large = (g("resformer_lambda", 0.0015, 0.0015, **of) for of in (MID, LARGE))
+    yield f"With three paired seeds a difference is known to ± {deep[1]:.3f}**"
+    yield f"we see no effect of ResFormer**: {g('resformer')}."
+    yield f"{deep[0]:+.3f} with 12 layers, {large[0]:+.3f} with 8 wider ones (5.1M)"
+    yield f"λ = 2 {lam} at the base, {lam_mid} at 2.9M, {lam_large} at 5.1M."
+    yield f"At the base Plus has {plus}, Learnable {learned}, and V_n + V_1 {one}: dropping"
+    yield f"at the start, is {gap('scaled')[0]:.3f} above"
+    leads = [loss("vanilla", **of) - loss("resformer_lambda", **of) for of in (SHORT, LONG)]
+    yield f"at rate 0.003 it is {leads[0]:.2f}*, {lam[1:]} and {leads[1]:.3f}*"
+    early, late = tokens({}, LONG, FIT.noise / 3**0.5), tokens(LONG, {}, FIT.noise)
+    yield f"{early[0]} to {early[1]} times as many for λ = 2's loss at 12.3M, and {late[0]} to {late[1]} times at 49.2M"
+    yield f"58 % of the KV cache: {g('svformer', 0.006)}, at twice vanilla's rate"
+    yield f"After 49.2M tokens it is {loss('svformer', 0.006, **LONG) - loss('vanilla', **LONG):.3f}* above"
+    yield f"**DenseFormer** {g('denseformer')}. **NeuTRENO** {g('neutreno')}"
+    (res, half, _), (sv, same, _) = (at_rate(mode, 0.006) for mode in ("resformer", "svformer"))
+    yield f"ResFormer is {-res:.3f} below vanilla and SVFormer {-sv:.3f}. (Seeds at 0.006 have a noise of"
+    yield f"which gives ± {half:.3f}.)" if half == pytest.approx(same) else "one interval for both"
+    shared = [loss(mode) - MEAN_42 for mode in ("share_q", "share_k")]
+    yield f"queries in all layers cost {shared[0]:.2f}*, its keys {shared[1]:.2f}*"
+    yield f"that have three seeds: standard deviation {FIT.noise:.4f}, {FIT.df} degrees"
+    yield f"are compared with {MEAN_42:.3f}, the mean"
+    more, _, _ = difference("resformer", 0.0015, 0.0015, **LARGE)
+    most, half, _ = difference("svformer", 0.003, 0.0015, **LARGE)
+    yield f"of λ = 2 grows by {-more:.3f}, that of SVFormer by {-most:.3f} (± {half:.3f})"
+    grown = difference("resformer", 0.0015, 0.0015, **DEEP)
+    yield f"From 6 to 12 layers it grows by {-grown[0]:.3f} ± {grown[1]:.3f}"
+
+
+def sentences_of_readme():
+    exact = tokens({}, LONG, 0)
+    yield f"Three seeds each know a difference to ± {gap('resformer')[1]:.3f} nats (95 %)"
+    yield f"ResFormer does nothing that we can see** ({g('resformer')})"
+    yield f"With 12 layers it ends {-gap('resformer', 0.0015, 0.0015, **DEEP)[0]:.3f} below vanilla"
+    yield f"V_n + 2 V_1, and ends {-gap('resformer_lambda')[0]:.3f} below"
+    yield f"vanilla needs {exact[0]} to {exact[1]} times the tokens"
+
+
+@pytest.mark.parametrize("sentence", list(sentences()))
+def test_the_page_says(sentence):
+    assert sentence in PAGE
+
+
+@pytest.mark.parametrize("sentence", list(sentences_of_readme()))
+def test_readme_says(sentence):
+    assert sentence in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+
+
+def test_one_family_of_cells():
+    assert len(FIT.cells) == 26 and {len(LOSSES[cell]) for cell in FIT.cells} == {3}
+
+
+def test_who_differs_from_vanilla():
+    ps = holm({mode: gap(mode, rate)[2] for mode, rate in CHOSEN})
+    found = {mode for mode, p in ps.items() if p < 0.05}
+    assert found == {"resformer_lambda", "resformer_plus", "denseformer", "svformer"}
+    assert gap("resformer", 0.0015, 0.0015, **DEEP)[2] * 14 < 0.05
+    both = [difference(mode, 0.0015, 0.0015, **LARGE)[0] for mode in ("resformer", "resformer_lambda")]
+    assert f"{both[0]:.3f}" == f"{both[1]:.3f}"
+
+
+def test_seeds_1_and_2_alone_say_the_same():
+    """no difference at the base moves by more than 0.006."""
+    for mode, rate in CHOSEN:
+        of, base = LOSSES[setting({}), mode, rate], LOSSES[setting({}), "vanilla", 0.003]
+        assert abs(sum(of[s] - base[s] for s in (1, 2)) / 2 - gap(mode, rate)[0]) <= 0.006
+
+
+def test_numbers_of_the_attention_and_the_share_of_tokens():
+    """Those that analyses made: the report's table has them."""
+    figures = json.loads((ROOT / "results/night.json").read_text(encoding="utf-8"))["figures"]
+    rows = {row[0]: row[3:] for row in figures["fig2"]["table"]}
+    found = {mode: [float(cell.split()[0]) for cell in rows[mode]] for mode in rows if mode not in ("mode", "NeuTRENO")}
+    v, r, s = (found[mode] for mode in ("Transformer", "ResFormer", "SVFormer"))
+    assert f"vanilla {v[0]:.2f}, {v[1]:.2f} and {v[2]:.1f}, ResFormer {r[0]:.2f}, {r[1]:.2f} and {r[2]:.1f}" in PAGE
+    assert f"SVFormer {s[0]:.2f}, {s[1]:.2f} and {s[2]:.1f}" in PAGE
+    saved = next(row for row in figures["fig6"]["rows"] if "tokens saved" in row["what"])
+    ours = f"{saved['mean']:.3f} ± {saved['interval']:.3f}"
+    assert f"saves a share of {ours} there; the paper's first versions say {saved['paper']}" in PAGE
+    sink = next(row for row in figures["fig2"]["rows"] if "importance" in row["what"])
+    assert f"gets up to {r[0]:.2f} of a layer's attention, vanilla's {v[0]:.2f}; the difference" in PAGE
+    assert f"is known to ± {sink['interval']:.2f}" in PAGE
+
+
+def test_counts():
+    assert f"We trained {len(RUNS)} transformers" in PAGE and f"has all {len(RUNS)} runs" in PAGE
+    assert f"{sum(run['commit'] is None for run in RUNS)} of them, with seed 42, have neither commit nor curve" in PAGE
+    size = max(run["start"]["parameters"] for run in RUNS)
+    base = next(run["start"]["parameters"] for run in RUNS if run["start"]["parameters"] // 1000 == 1951)
+    per_parameter = [f"{12.288e6 / n:.1f}" for n in (base, size)]
+    assert "{} tokens for each parameter of the base, {} for the largest model".format(*per_parameter) in PAGE
+    lost = [run["val"][str(run["start"]["max_steps"])] for run in RUNS if run["start"]["block_size"] == 1024]
+    assert f"{min(lost):.4f} to {max(lost):.4f}" in PAGE
+    assert f"in a run's metrics.jsonl, must be {RUNS[0]['start']['data']}." in PAGE
+
+
+def test_the_demo_that_readme_shows():
+    """With three rates and seeds, from the committed losses."""
+    of = json.loads((ROOT / "results/demo.json").read_text(encoding="utf-8"))["losses"]
+    best = {mode: min(of[mode], key=lambda rate, mode=mode: of[mode][rate]["42"]) for mode in of}
+    fit = Fit({mode: of[mode][best[mode]] for mode in of})
+    gaps = {mode: fit.contrast({mode: 1, "vanilla": -1}) for mode in of if mode != "vanilla"}
+    words = "ResFormer is better by {:.3f}, λ = 2 by {:.3f}, SVFormer by {:.3f} nats"
+    said = words.format(*(-gaps[mode][0] for mode in ("resformer", "resformer_lambda", "svformer")))
+    assert f"{said}, each ± {gaps['svformer'][1]:.3f}." in (ROOT / "README.md").read_text(encoding="utf-8")
