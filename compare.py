@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import signal
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -335,9 +334,6 @@ def plan(study, lanes):
 
 def main(cfg: CompareConfig):
     need("matplotlib")  # before hours of training
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-            signal.signal(number, signal.default_int_handler)
     for mode in cfg.words:
         cfg.of_run(mode, cfg.rates[0], cfg.seed)  # an impossible shape is refused here
     lanes = lanes_of(cfg.device, cfg.jobs, len(cfg.words) * len(cfg.rates))

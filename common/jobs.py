@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -48,9 +49,12 @@ def run_jobs(wanted, ended, lanes):
     """Run jobs, one at a time on each lane, until `wanted()` has no new one.
 
     wanted: function -> the Jobs that are needed as far as we know now; it is asked again whenever a job has ended.
-    ended: function (job, exit code, last line of its output). If it raises, or at Ctrl-C, all others are stopped by
-    SIGTERM, at which train.py saves.
+    ended: function (job, exit code, last line of its output). If it raises, or at Ctrl-C, a SIGTERM or the end of the
+    terminal, all others are stopped by SIGTERM, at which train.py saves.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(number, signal.default_int_handler)
     running, seen = {}, {}  # {lane: (job, process)}, {log: job}
     bar = progress("training", 0, "step")
     try:

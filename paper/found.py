@@ -5,7 +5,6 @@ make it from the run's folder. results/<scale>/runs.jsonl keeps it, so that we c
 are gone. Read next: claims.py.
 """
 
-import contextlib
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 
 import plot
-from common.checkpoint import RUN
 from common.files import read_record, read_record_lines, reading, record_line, write_text
-from common.report import METRICS
-from common.runs import read_run
+from common.runs import made_as
 from configurator import UserError
 from eval import read_results
 from paper.runs import INSPECTED
@@ -33,43 +30,41 @@ class NotMade(Exception):
 # -- records
 
 
-def difference(made, asked):
-    """`name=value instead of value` for the first setting with which a run was not made as asked, or ""."""
-    wrong = [name for name, value in asked.items() if name not in MAY_DIFFER and made.get(name) != value]
-    return f"{wrong[0]}={made.get(wrong[0])} instead of {asked[wrong[0]]}" if wrong else ""
+def decisive(settings):
+    """Those settings of train.py that change a result."""
+    return {name: value for name, value in settings.items() if name not in MAY_DIFFER}
 
 
-def finished(folder):
-    """Whether a folder has a run that has ended."""
-    with contextlib.suppress(UserError):  # there is no such run
-        return math.isfinite(read_run(folder).final_loss or math.inf)
-    return False
+def is_of(record, settings):
+    """Whether a record is of a run with these settings."""
+    return decisive(settings).items() <= record["settings"].items()
 
 
-def make_record(folder, asked, every):
-    """The record of a finished run with the settings that were asked for. Each of its losses averages `every` steps."""
-    if not finished(folder):
+def finished(settings):
+    """The Curves of the run with these settings, None before its end. UserError if its folder has another run."""
+    wanted = decisive(settings)
+    wanted["value_mode_name"] = wanted.pop("value_mode")
+    run = made_as(wanted, settings["out_dir"])
+    return None if run is None or run.final_loss in (None, math.inf) else run
+
+
+def make_record(settings, every):
+    """The record of the finished run with these settings. Each of its losses averages `every` steps."""
+    run, folder = finished(settings), Path(settings["out_dir"])
+    if run is None:
         raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
-    run, made = read_run(folder), read_record(folder / "config.json", RUN)
-    made["value_mode"] = made["value_mode_name"]
     environment = read_record(folder / "env.json", ENVIRONMENT)
-    # a folder may hold a run with other settings, made by hand or for another scale
-    wrong = difference(made, asked)
-    if wrong:
-        raise UserError(f"{folder} has {wrong}; remove it, or set another --out_dir")
     n = len(run.steps["loss"]) // every * every  # a last mean of fewer steps would be noisier than the others
     losses = run.steps["loss"][:n].reshape(-1, every).mean(axis=1)
     record = {"name": folder.name, "commit": environment["commit"], "processor": environment["processor"]}
-    record |= {"settings": {name: made[name] for name in asked if name not in MAY_DIFFER}}
-    record |= {"start": {name: run.start[name] for name in START}}
+    record |= {"settings": decisive(settings), "start": {name: run.start[name] for name in START}}
     step_tokens = float(run.steps["tokens"][-1] / run.steps["step"][-1])
     record |= {"step_tokens": step_tokens, "every": every, "losses": losses.round(5).tolist()}  # of training
     record |= {"val": {str(step): loss for step, loss in run.val.items()}}  # mean over the domains
-    record |= {"domains": run.domains}  # the last validation loss of each
+    record |= {"domains": run.evaluation["val"]}  # the last validation loss of each
     record |= {"seconds": round(float(np.sum(step_tokens / run.steps["tokens_per_s"])), 1)}  # of training steps
-    evaluations = [line for line in read_record_lines(folder / "metrics.jsonl", METRICS) if line.get("event") == "eval"]
-    if evaluations[-1].get("lam"):
-        record["lam"] = evaluations[-1]["lam"]  # the learned weights of residuals
+    if run.evaluation.get("lam"):
+        record["lam"] = run.evaluation["lam"]  # the learned weights of residuals
     if (folder / "analysis.json").exists():
         record["analysis"] = plot.read_analysis(folder)
     return record

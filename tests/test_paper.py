@@ -19,6 +19,7 @@ import analyze
 import plot
 import train
 from analyze import AnalyzeConfig
+from common import jobs
 from common.files import read_record
 from common.plan import count_parameters
 from common.runs import read_run
@@ -386,10 +387,12 @@ def command(folder, data_dir, *words):
     return in_process(reproduce, *words, *folders)
 
 
-def run_here(words, log):
-    """Stands in for reproduce.run_logged, without the seconds to import torch."""
-    result = in_process({"train.py": train, "analyze.py": analyze}[words[1]], *words[2:])
-    assert result.returncode == 0, result.stderr
+def run_jobs_here(wanted, ended, lanes):
+    """Stands in for run_jobs, without the seconds to import torch."""
+    while jobs := wanted():
+        script, *words = jobs[0].words
+        result = in_process({"train.py": train, "analyze.py": analyze}[script], *words)
+        ended(jobs[0], result.returncode, result.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -398,7 +401,7 @@ def real(tmp_path_factory, data_dir):
     folder = tmp_path_factory.mktemp("real")
     with pytest.MonkeyPatch.context() as m:
         shrink(m)
-        m.setattr(reproduce, "run_logged", run_here)
+        m.setattr(reproduce, "run_jobs", run_jobs_here)
         result = command(folder, data_dir, "all")
     assert result.returncode == 0, (result.stdout, result.stderr)
     return folder, result.stdout
@@ -436,7 +439,7 @@ def test_what_is_finished_or_kept_does_not_run_again(copied, monkeypatch):
     """A kept record counts if its settings and its data are those that we ask for."""
     folder, call = copied
     before, file = numbers_in(folder), folder / "results/cpu/runs.jsonl"
-    monkeypatch.setattr(reproduce, "run_logged", None)
+    monkeypatch.setattr(reproduce, "run_jobs", lambda wanted, ended, lanes: wanted() and pytest.fail("it runs"))
     assert call("all", "--kept").returncode == 0
     shutil.rmtree(folder / "out")
     assert call("all", "--kept").returncode == 0 and numbers_in(folder) == before
@@ -453,20 +456,20 @@ def test_what_is_finished_or_kept_does_not_run_again(copied, monkeypatch):
 
 def test_a_record_of_a_run(copied):
     folder = copied[0] / "out" / RUNS[0]
-    run, settings = read_run(folder), {"max_steps": 4, "out_dir": "elsewhere"}
-    record = found.make_record(folder, settings, 2)
-    assert record["settings"] == {"max_steps": 4} and "lam" not in record
+    run, settings = read_run(folder), {"max_steps": 4, "value_mode": "vanilla", "out_dir": folder}
+    record = found.make_record(settings, 2)
+    assert record["settings"] == {"max_steps": 4, "value_mode": "vanilla"} and "lam" not in record
     assert record["losses"] == pytest.approx(run.steps["loss"].reshape(2, 2).mean(1), abs=1e-5)
-    with pytest.raises(UserError, match="has max_steps=4 instead of 8; remove it, or set another --out_dir"):
-        found.make_record(folder, {"max_steps": 8}, 1)
+    with pytest.raises(UserError, match="was made with max_steps=4 instead of 8; remove it, or set another --out_dir"):
+        found.make_record(settings | {"max_steps": 8}, 1)
 
 
 def test_one_failure_does_not_stop_the_rest(copied, monkeypatch):
-    (folder, call), real = copied, reproduce.run_logged
+    folder, call = copied
     shutil.rmtree(folder / "out" / RUNS[1])
     (folder / "results/cpu.json").unlink()
     monkeypatch.setattr(
-        reproduce, "run_logged", lambda words, log: real(["python", "-c", "raise SystemExit('exploded')"], log)
+        reproduce, "job_of", lambda words, log, **_: jobs.Job(("-c", "raise SystemExit('exploded')"), log)
     )
     refused(call("all"), "not drawn: fig9, tab5, the first because", "exploded", "train.log")
     assert list(numbers_in(folder)) == ["fig4"]
