@@ -26,7 +26,7 @@ from common.report import markdown
 from common.tasks import TABLE1
 from configurator import UserError, check_fields, need, run, setting
 from paper.claims import HEADER, claim_cells, claim_rows
-from paper.figures import FIGURES, PAPER
+from paper.figures import FIGURES, PAPER, jobs_at
 from paper.found import Found, finished, is_of, make_record, read_kept, scores, write_kept
 from paper.panels import page_of_panels
 from paper.runs import SCALES, SEEDS, train_settings
@@ -91,10 +91,10 @@ class ReproduceConfig:
 # -- the plan
 
 
-def runs_of(cfg):
+def runs_of(cfg, figures):
     """{name: (settings of train.py, what else we need of it: "analysis", "scores")} of all runs of the figures."""
     runs = {}
-    for figure in cfg.figures.values():
+    for figure in figures:
         for job in figure.jobs:
             for seed in cfg.seeds_of(job):
                 name = f"{cfg.units.here(job).name}-{seed}"
@@ -178,7 +178,8 @@ def make_all(runs, records, cfg):
                 return job_of(words, log, **is_training)
         record = records[name] = make_record(settings, cfg.units.every)
         loss = list(record["val"].values())[-1]
-        print(f"{len(records)} of {len(runs)}, {settings['out_dir']}: validation loss {loss:.4f}", flush=True)
+        n = f"{len(runs.keys() & records.keys())} of {len(runs)}"
+        print(f"{n}, {settings['out_dir']}: validation loss {loss:.4f}", flush=True)
         if cfg.run and cfg.kept:
             path = cfg.folder / "runs.jsonl"
             write_kept(path, read_kept(path) | {name: record})
@@ -235,10 +236,13 @@ def publish(name, figure, cfg, found):
 
 ABOUT = """Losses are in nats per token. "82M" and the like are the paper's sizes; Tables 3 and 4 say what they are.
 A claim's runs are the base, if it says nothing else: "82M", the paper's length 2,048, the best rate. "a − b" is a's
-validation loss minus b's. ± is half of a 95 % interval (Student's t) over n seeds, which differ in weights and batches.
-"here" judges the sign or bound that the paper claims of its own sizes: **confirmed** if the whole interval is on its
-side, **contradicted** if all of it is on the other, else **undetermined**; one seed only **agrees** or **differs**.
-Nothing is corrected for the number of verdicts. * marks another processor than vanilla's."""
+validation loss minus b's. ± is half of a 95 % interval over n seeds, which differ in weights and batches; without ± it
+is one seed. Differences of losses share one error: what is left of all runs at their mode's rate or vanilla's after the
+mean of each mode and the shift of each seed in each setting. Models of 0.5M parameters, and runs at other rates, share
+one with their like alone. Anything else has Student's t over its seeds. "here" says on which side of the sign or bound
+that the paper claims, at its own sizes, the whole interval is: **same side**, **other side**, or **cannot tell**; one
+seed, **same side?** Nothing is corrected for the number of verdicts. (edge): a better rate may lie beyond those that we
+tried. *: on different processors. †: a run of it has no commit in its record."""
 
 
 def compact(table):
@@ -269,9 +273,11 @@ def report_text(results, scale):
 
 
 def main(cfg: ReproduceConfig):
-    runs, kept = runs_of(cfg), read_kept(cfg.folder / "runs.jsonl") if cfg.kept else {}
-    # a record of other settings is of another run
-    records = {name: kept[name] for name, (settings, _) in runs.items() if name in kept and is_of(kept[name], settings)}
+    runs = runs_of(cfg, cfg.figures.values())
+    every = runs_of(cfg, [figure.at(cfg.units) for figure in FIGURES.values()])
+    kept, repeats = (read_kept(cfg.folder / name) if cfg.kept else {} for name in ("runs.jsonl", "repeats.jsonl"))
+    # records of other figures tell how noisy losses are; a record of other settings is of another run
+    records = {name: kept[name] for name in every if name in kept and is_of(kept[name], every[name][0])}
     if cfg.dry_run:
         if not Path(cfg.units.data_dir, "manifest.json").exists():
             print(cfg.units.prepare)
@@ -289,7 +295,7 @@ def main(cfg: ReproduceConfig):
         make_data(cfg)
     with hold(cfg.out_dir) if cfg.run else contextlib.nullcontext():
         failed = make_all(runs, records, cfg)
-    found = Found(records, cfg.units, cfg.seeds_of, cfg.out_dir, failed)
+    found = Found(records, cfg.units, cfg.seeds_of, jobs_at(cfg.units), repeats, cfg.out_dir, failed)
     # a figure that lacks a run is skipped with a note, so that the others are still drawn
     missing = {}
     for name, figure in cfg.figures.items():
