@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from common.files import read_record, write_atomic
+from common.statistics import t_95
 from configurator import UserError, check_fields, need, run, setting
 
 GROWTH = 1.15  # a point averages the losses over the last 1 - 1/1.15 = 13 % of the tokens so far
@@ -136,13 +137,13 @@ def growing_means(x, y):
 
 
 def draw_line(ax, x, y, label, style, points=None):
-    """The mean of y (seeds, n) over x (n,), a band of one standard deviation, and `points` (x, y) as markers."""
+    """The mean of y (seeds, n) over x (n,), a band of its 95 % interval, and `points` (x, y) as markers."""
     # matplotlib would hide a name that begins with _, and take what is between two $ for a formula
     label = (" " if label.startswith("_") else "") + label.replace("$", r"\$")
     mean, seeds = y.mean(0), "1 seed"
     if len(y) > 1:
-        std, seeds = y.std(0, ddof=1), f"{len(y)} seeds ± std"
-        ax.fill_between(x, mean - std, mean + std, color=style["color"], alpha=0.14, linewidth=0)
+        half, seeds = t_95(len(y) - 1) * y.std(0, ddof=1) / len(y) ** 0.5, f"{len(y)} seeds, 95 %"
+        ax.fill_between(x, mean - half, mean + half, color=style["color"], alpha=0.14, linewidth=0)
     if points is not None:
         ax.plot(*points, **style | {"linestyle": ""})
     # a marker of the line itself is only in the legend
@@ -150,38 +151,39 @@ def draw_line(ax, x, y, label, style, points=None):
     ax.plot(x, mean, markevery=[], label=f"{label}, {seeds}", **style | {"marker": marker})
 
 
-def tokens_on(ax, end):
-    """A logarithmic x axis of training tokens."""
-    ax.set_xscale("log", subs=())
-    ax.set_xlim(SHOWN * end, end)
-    ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
+def tokens_on(ax, end, since=SHOWN):
+    """An x axis of training tokens from a share of them on, linear if it is half of them or more."""
+    if since < 0.5:
+        ax.set_xscale("log", subs=())
+        ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    ax.set_xlim(since * end, end)
     ax.xaxis.set_major_formatter(lambda x, _: short_count(x))
 
 
-def token_axis(ax):
-    """A logarithmic axis of training tokens, and a y axis that fits what is drawn, and 0."""
+def token_axis(ax, since=SHOWN):
+    """The axis of `tokens_on`, and a y axis that fits what is drawn there, and 0."""
     lines = [line.get_xydata() for line in ax.lines]
     bands = [path.vertices for collection in ax.collections for path in collection.get_paths()]
     x, y = np.concatenate(lines + bands).T
     end = x.max()
-    shown, late = (np.append(y[x >= share * end], 0) for share in (SHOWN, EARLY))
+    shown, late = (np.append(y[x >= share * end], 0) for share in (since, max(since, EARLY)))
     # the first losses would squash all others
     if np.ptp(shown) > 4 * np.ptp(late):
         shown = late
     pad = 0.05 * np.ptp(shown) or 1
     ax.set_ylim(shown.min() - pad, shown.max() + pad)
-    tokens_on(ax, end)
+    tokens_on(ax, end, since)
     ax.set_xlabel(f"training tokens (a point averages the {1 - 1 / GROWTH:.0%} before it)")
 
 
-def relative_panel(ax, pairs, styles, base="vanilla"):
+def relative_panel(ax, pairs, styles, base="vanilla", since=SHOWN):
     """pairs: {label: [(run, base's run of its seed)]} -> training loss minus base's, over tokens."""
     for label, both in pairs.items():
         runs = [run for run, _ in both] + [run for _, run in both]
         x, losses = align([(run.steps["tokens"], run.steps["loss"]) for run in runs])
         gaps = losses[: len(both)] - losses[len(both) :]  # (seeds, steps)
         draw_line(ax, *growing_means(x, gaps), label, styles[label])
-    token_axis(ax)
+    token_axis(ax, since)
     ax.axhline(0, **ZERO)
     ax.set_ylabel(f"training loss minus {base}'s\n(nats per token)")
     legend(ax)
@@ -197,6 +199,8 @@ def layer_panel(ax, lines, styles, ylabel, first=1, level=None):
     if level:
         ax.axhline(level[0], label=level[1], **LEVEL)
     ax.set(xlabel="layer" if first else "state (0 = embedding)", ylabel=ylabel)
+    if all(np.nanmin(np.array(values, float)) >= 0 for values in lines.values()):  # then a band ends at 0, too
+        ax.set_ylim(bottom=max(0, ax.get_ylim()[0]))
     ax.xaxis.get_major_locator().set_params(integer=True)
     legend(ax)
 
@@ -204,25 +208,33 @@ def layer_panel(ax, lines, styles, ylabel, first=1, level=None):
 # -- a comparison
 
 
+def forest(ax, rows, base="vanilla"):
+    """Losses minus the base's, a row for each (label, color, marker, gap, half of its 95 % interval or None, [gap of
+    each seed], remark), the first at the bottom. A single seed is hollow."""
+    for y, (_, color, marker, gap, interval, seeds, remark) in enumerate(rows):
+        look = {"color": color, "marker": marker, "markerfacecolor": color if interval else "white"}
+        ax.errorbar(gap, y, xerr=interval, linewidth=2, **look)
+        ax.plot(seeds, [y - 0.25] * len(seeds), "|", color="0.5", markersize=4)
+        ax.text(1.02, y, f"{gap:+.3f}{remark}", transform=ax.get_yaxis_transform(), va="center", color=color)
+    ax.axvline(0, **ZERO)
+    ax.set(yticks=range(len(rows)), yticklabels=[row[0] for row in rows], ylim=(-0.6, len(rows) - 0.4))
+    ax.set(xlabel=f"validation loss minus {base}'s (nats per token)")
+    ax.locator_params(axis="x", nbins=6)
+
+
 def comparison(path, effects, curves, title, base="vanilla"):
     """The picture of a comparison. Left: each mode's loss minus the base's, the best on top. Right: losses over tokens.
 
     effects: [(label, mode, gap, half of its 95 % interval or None, [gap of each seed])]; curves: {label: (mode, tokens,
-    losses)}. What cannot be told apart from the base is grey; a single seed is hollow.
+    losses)}. What cannot be told apart from the base is grey.
     """
-    rows = sorted(effects, key=lambda row: -row[2])
+    rows = []
+    for label, mode, gap, interval, seeds in sorted(effects, key=lambda row: -row[2]):
+        color = "0.5" if interval and abs(gap) < interval else style_of(mode)["color"]
+        rows.append((label, color, "o", gap, interval, seeds, ""))
     with page(path, (9.6, max(3.2, 1.3 + 0.3 * len(rows)))) as fig:
         left, right = fig.subplots(1, 2, width_ratios=(1.15, 1))
-        for y, (_, mode, gap, interval, seeds) in enumerate(rows):
-            color = "0.5" if interval and abs(gap) < interval else style_of(mode)["color"]
-            look = {"color": color, "marker": "o", "markerfacecolor": color if interval else "white"}
-            left.errorbar(gap, y, xerr=interval, linewidth=2, **look)
-            left.plot(seeds, [y - 0.25] * len(seeds), "|", color="0.5")
-            left.text(1.02, y, f"{gap:+.3f}", transform=left.get_yaxis_transform(), va="center", color=color)
-        left.axvline(0, **ZERO)
-        left.set(yticks=range(len(rows)), yticklabels=[row[0] for row in rows], ylim=(-0.6, len(rows) - 0.4))
-        left.set(xlabel=f"validation loss minus {base}'s (nats per token; left is better)")
-        left.locator_params(axis="x", nbins=6)
+        forest(left, rows, base)
         left.set_title(title, loc="left", fontsize=9)
         styles = styles_of({label: mode for label, (mode, *_) in curves.items()})
         for label, (_, x, y) in curves.items():

@@ -20,7 +20,7 @@ class Curves:
     starts: list  # what train.py knew at each start
     steps: dict  # arrays over training: step, loss, tokens (so far), tokens_per_s
     val: dict  # {step: validation loss, mean over the domains}
-    domains: dict  # {domain: its last validation loss}
+    evaluation: dict  # the record of the last one, {} before it
     final_loss: float | None  # the validation loss at the end, infinite if the run diverged; None before its end
 
     @property
@@ -37,8 +37,8 @@ def read_run(folder):
         names, val = ("step", "loss", "tokens", "tokens_per_s"), {r["step"]: r["val_mean"] for r in events["eval"]}
         steps = {name: np.array([record[name] for record in events["step"]], float) for name in names}
         final = val.get(events["start"][-1]["max_steps"]) if val else None
-        domains = events["eval"][-1]["val"] if val else {}
-        return Curves(events["start"], steps, val, domains, math.inf if events["diverged"] else final)
+        evaluation = events["eval"][-1] if val else {}
+        return Curves(events["start"], steps, val, evaluation, math.inf if events["diverged"] else final)
 
 
 def made_as(wanted, folder):

@@ -16,6 +16,7 @@ from bench.training import training_table
 from common.files import write_text
 from common.plan import mode_table
 from examples import vit
+from paper.figures import jobs_at
 from paper.found import Found, read_kept
 from paper.reproduce import compact
 from paper.runs import NIGHT_LR, SCALES, SEEDS, Job
@@ -48,7 +49,8 @@ def group_of_modes(first, after=None):
     gained, both at vanilla's best rate; "-" if we did not train that."""
     header, line, *rows = rows_of_modes()
     kept = read_kept(ROOT / "results/night/runs.jsonl")
-    found = Found(kept, NIGHT, lambda job: SEEDS[: NIGHT.n_seeds(NIGHT.here(job))])
+    repeats = read_kept(ROOT / "results/night/repeats.jsonl")
+    found = Found(kept, NIGHT, lambda job: SEEDS[: NIGHT.n_seeds(NIGHT.here(job))], jobs_at(NIGHT), repeats)
     lines = [f"{header} our loss minus vanilla's |", f"{line}---:|"]
     modes = list(TABLE)
     for i in range(modes.index(first), modes.index(after) if after else len(modes)):

@@ -5,6 +5,7 @@ function judges all of them. `found` is a found.Found. figures.py lists the clai
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import numpy as np
 
 import plot
 from common.report import with_interval
-from common.statistics import mean_interval
+from common.statistics import mean_interval, multiplier
 from common.tasks import TABLE1
 from paper.found import NotMade
 from paper.runs import INSPECTED, ONE_RATE, Job
@@ -30,27 +31,27 @@ HEADER = ["claim", "paper", "here", "ours", "n"]  # three columns of texts, two 
 LOWER, HIGHER = (-math.inf, 0.0), (0.0, math.inf)  # sides of a number
 
 
-# -- quantities: functions (job, found, seed) -> number, or None where it is undefined. First those of losses
+# -- differences of losses: functions (job, found) -> {Job: weight} of the sum that we judge, see Found.contrast
 
 
-def loss(job, found, seed):
+def loss(job, found):
     """The validation loss at the end."""
-    return found.loss(job, seed)
+    return {job: 1}
 
 
-def gap(job, found, seed):
+def gap(job, found):
     """The same minus vanilla's."""
-    return found.loss(job, seed) - found.loss(job.baseline, seed)
+    return {job: 1, job.baseline: -1}
 
 
 def at_best(rates):
-    """A quantity: a mode's loss minus vanilla's, each at its own best rate."""
+    """A mode's loss minus vanilla's, each at its own best rate."""
 
-    def quantity(job, found, seed):
+    def weights(job, found):
         best, base = best_pair(found, [replace(job, lr=lr) for lr in rates])
-        return found.loss(best, seed) - found.loss(base, seed)
+        return {best: 1, base: -1}
 
-    return quantity
+    return weights
 
 
 @dataclass(frozen=True)
@@ -61,48 +62,53 @@ class Claim:
     b: Job | None
     paper: str = ""  # the paper's word or number
     side: tuple[float, float] | None = None  # the paper's, between two numbers; None: it takes no side
-    quantity: Callable = loss
+    quantity: Callable | None = None  # (job, found, seed) -> number, None where it is undefined; or losses:
     what: str = ""  # the quantity in words
-
-    def value(self, found, seed):
-        """The number that we judge."""
-        value = self.quantity(self.a, found, seed)
-        return value if self.b is None else value - self.quantity(self.b, found, seed)
+    weights: Callable = loss
 
 
 # -- verdicts
 
 
 def claim_row(claim, found, seeds):
-    """{what, paper, seeds, values: of each of them, mean, interval, n, verdict}. interval: half the width of the mean's
-    95 % interval over seeds. A value that is undefined or infinite is None."""
-    values = {}
-    for seed in seeds:
-        with suppress(NotMade):  # a run or a score of this claim has fewer seeds
-            value = claim.value(found, seed)
-            values[seed] = None if value is None or not math.isfinite(value) else float(value)
-    # seeds pair two runs on the same batches, so their noise cancels in each value before we average
-    known = [value for value in values.values() if value is not None]
-    mean, interval = mean_interval(known)
+    """{what, paper, seeds, values: of each of them, mean, interval: half of its 95 %, n, marks, verdict}. A value that
+    is undefined or infinite is None."""
+    jobs = [job for job in (claim.a, claim.b) if job]
+    if claim.quantity is None:
+        weights = Counter(claim.weights(claim.a, found))
+        if claim.b:
+            weights.subtract(claim.weights(claim.b, found))
+        mean, interval, values = found.contrast(weights)
+        jobs = list(weights)
+    else:
+        values = {}
+        for seed in seeds:
+            with suppress(NotMade):  # a run or a score of this claim has fewer seeds
+                numbers = [claim.quantity(job, found, seed) for job in jobs]
+                is_known = all(number is not None and math.isfinite(number) for number in numbers)
+                values[seed] = float(numbers[0] - sum(numbers[1:])) if is_known else None
+        # seeds pair two runs on the same batches, so their noise cancels in each value before we average
+        mean, interval = mean_interval([value for value in values.values() if value is not None])
     row = {"what": found.names_of(claim.a, claim.b) + claim.what, "paper": claim.paper, "seeds": list(values)}
-    row |= {"values": list(values.values()), "mean": mean, "interval": interval, "n": len(known)}
+    row |= {"values": list(values.values()), "mean": mean, "interval": interval}
+    row |= {"n": len(values) - list(values.values()).count(None), "marks": found.marks(*jobs)}
     return row | {"verdict": verdict(claim.side, row)}
 
 
 def verdict(side, row):
-    """Confirmed if the whole interval is on the paper's side, contradicted if all of it is on the other side. Equal
-    values decide nothing, because their spread says nothing. One seed only points to a side."""
+    """Whether the whole interval is on the paper's side or on the other one. Equal values decide nothing, because their
+    spread says nothing. One seed only points to a side."""
     if side is None:
         return ""
     mean, interval = row["mean"], row["interval"]
     if not row["values"] or None in row["values"] or interval == 0:
-        return "undetermined"
+        return "cannot tell"
     low, high = side
     if interval is None:
-        return "agrees" if low < mean < high else "differs"
+        return "same side?" if low < mean < high else "other side?"
     if low < mean - interval and mean + interval < high:
-        return "confirmed"
-    return "contradicted" if mean + interval < low or mean - interval > high else "undetermined"
+        return "same side"
+    return "other side" if mean + interval < low or mean - interval > high else "cannot tell"
 
 
 def claim_rows(figure, found):
@@ -118,27 +124,45 @@ def claim_cells(row):
     n = str(row["n"])
     if row["n"] < len(row["values"]):
         n += f" of {len(row['values'])}"
-    is_difference = "−" in row["what"]
-    return [row["what"], row["paper"], row["verdict"], with_interval(row["mean"], row["interval"], is_difference), n]
+    ours = with_interval(row["mean"], row["interval"], "−" in row["what"])
+    return [row["what"], row["paper"], row["verdict"], ours + row["marks"], n]
 
 
 # -- the best rates
 
 
-def mean_losses(found, jobs):
-    """The losses of a mode's Jobs, one for each rate: means over the seeds that all rates have, often a single one."""
-    shared = found.common_seeds(*jobs)
-    return [np.mean([found.loss(job, seed) for seed in shared]) for job in jobs]
-
-
 def best_rate(found, jobs):
-    """The one of a mode's Jobs with the lowest of `mean_losses`."""
-    return jobs[np.argmin(mean_losses(found, jobs))]
+    """The one of a mode's Jobs, one for each rate, with the lowest loss: the first seed names the best two, and the
+    seeds that both have decide."""
+    two = sorted(jobs, key=lambda job: found.loss(job, found.seeds(job)[0]))[:2]
+    seeds = found.common_seeds(*two)
+    return min(two, key=lambda job: sum(found.loss(job, seed) for seed in seeds))
 
 
 def best_pair(found, jobs):
     """A mode's Job at its best rate, and vanilla's at its own. jobs: the mode's, one for each rate."""
     return best_rate(found, jobs), best_rate(found, [job.baseline for job in jobs])
+
+
+def is_edge(job, jobs):
+    """Whether a better rate may lie beyond those that were tried. jobs: a mode's, from the lowest rate to the highest;
+    job: the best of them, or vanilla's."""
+    rates = [other.lr for other in jobs]
+    return len(rates) > 1 and job.lr in (rates[0], rates[-1])
+
+
+SCHEDULES = ("max_steps=1500", "", "max_steps=24000")  # changes of night's base: other lengths of training
+
+
+def multipliers(found, job):
+    """How many times its tokens vanilla needs for a Job's loss: (least, most) without the seeds' noise, and as a 95 %
+    interval. Vanilla's curve is that of its run of the same length and the next longer one; after the longest the
+    next shorter one has to do."""
+    i = SCHEDULES.index(job.change)
+    own, other = (Job(change=SCHEDULES[n]) for n in (i, i + 1 if i + 1 < len(SCHEDULES) else i - 1))
+    points = [(found.tokens(base), np.mean(found.losses(base))) for base in (own, other)]
+    noise = (found.fit([Job()]).noise or 0) / math.sqrt(len(found.seeds(job)))
+    return [multiplier(np.mean(found.losses(job)), *points, error) for error in (0.0, noise)]
 
 
 # -- parameters and tokens saved

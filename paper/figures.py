@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from paper import claims, panels, tables
-from paper.claims import ENTROPY, EXTREMES, HIGHER, LABELS, LOWER, Claim, at_best, gap, over_vanilla
-from paper.runs import DEEP, INSPECTED, ONE_RATE, SCALES, Job
+from paper.claims import ENTROPY, EXTREMES, HIGHER, LABELS, LOWER, SCHEDULES, Claim, at_best, over_vanilla
+from paper.runs import CONTROL, DEEP, INSPECTED, ONE_RATE, SCALES, Job
 from value_modes import TABLE
 
 
@@ -19,14 +19,18 @@ class Panel:
     of the panel's first run or of the line's, see Found.in_words."""
 
     draw: Callable  # of panels.py
-    title: str = ""
+    title: str | Callable = ""  # or a function of a found.Found
     lines: tuple = ()  # pairs (label, Job)
-    key: str | dict = ""  # the quantity that it draws, or one for each label
-    label: str = ""  # of the y axis
+    key: object = ""  # what it draws, see panels.py
+    label: str | tuple = ""  # of the y axis, or of both
 
     @property
     def jobs(self):
         return [job for _, job in self.lines]
+
+    @property
+    def is_minus_vanilla(self):
+        return self.draw in panels.MINUS_VANILLA or self.key in panels.MINUS_VANILLA
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,14 @@ class Figure:
     runs: tuple[Job, ...] = ()  # that the table or the claims need and no panel draws
     scored: bool = False  # on the tasks of Table 1
     same_y: bool = False  # the panels have one y axis, so that a reader can compare them
+    mosaic: str = ""  # rows of letters, one for each panel: which cells it takes
+    size: tuple = ()  # inches
 
     @property
     def jobs(self):
         """All runs that we need: of the table and the claims, those that we draw, then their baselines."""
         drawn = [job for panel in self.panels for job in panel.jobs]
-        bases = [job.baseline for panel in self.panels if panel.draw in panels.MINUS_VANILLA for job in panel.jobs]
+        bases = [job.baseline for panel in self.panels if panel.is_minus_vanilla for job in panel.jobs]
         return list(dict.fromkeys([*self.runs, *drawn, *bases]))
 
     @property
@@ -76,6 +82,11 @@ def by_size(*modes, sizes):
     return tuple((f"{LABELS[mode]} {{0.size}}", Job(mode, size)) for mode in modes for size in sizes)
 
 
+def of_sizes(*modes, sizes, **settings):
+    """The same as one line for each mode."""
+    return tuple((LABELS[mode], Job(mode, size, **settings)) for mode in modes for size in sizes)
+
+
 def by_length(*modes, lengths, lr=None):
     return tuple(
         (f"{LABELS[mode]}, length {{0.length}}", Job(mode, length=n, lr=lr)) for n in lengths for mode in modes
@@ -90,8 +101,16 @@ def lower(*pairs, paper="lower", **settings):
 
 def compared(caption, modes, *pairs):
     """A figure of training losses minus vanilla's, {label: mode}, and claims on pairs of modes."""
-    lines = tuple((label, Job(mode)) for label, mode in modes.items())
-    return Figure(caption, (Panel(panels.relative, lines=lines),), lower(*pairs))
+    return Figure(caption, (Panel(panels.relative, lines=lines_of(modes)),), lower(*pairs))
+
+
+def zoomed(lines):
+    """Two panels of training losses minus vanilla's: all of training, and its last half."""
+    return Panel(panels.relative, "all of training", lines), Panel(panels.relative, "the last half", lines, 0.5)
+
+
+def lines_of(modes):
+    return tuple((label, Job(mode)) for label, mode in modes.items())
 
 
 def sweep_pairs(sweep, best):
@@ -100,6 +119,7 @@ def sweep_pairs(sweep, best):
     return [f"{mode} vanilla" for mode in (best, *others)] + [f"{best} {mode}" for mode in others]
 
 
+MINUS = {"weights": claims.gap, "what": ": loss minus vanilla's"}
 FOUR = ("vanilla", "neutreno", "resformer", "svformer")
 SIZES, TABLE5_SIZES = ("82M", "180M", "320M", "468M"), ("82M", "180M", "468M")
 SV = Job("svformer")
@@ -107,6 +127,7 @@ SV_LENGTHS = by_length("svformer", lengths=SCALES["paper"].lengths, lr=ONE_RATE)
 SV_RATES = tuple(("rate {0.rate}", Job("svformer", lr=lr)) for lr in (1e-4, 3e-4, 6e-4))
 SV_WARMUPS = tuple(("{0.warmup} steps of warmup", Job("svformer", warmup=n)) for n in (120, 1200))
 INSPECTED_FOUR = named(*FOUR, size=INSPECTED)
+BESIDE = "Transformer, without end-of-text first", Job(size=CONTROL)
 NATS = "entropy of token importance (nats)"
 FIRST = {
     "first": "importance of the first token",
@@ -131,10 +152,10 @@ FIGURES = {
         (over_vanilla("resformer", ENTROPY, INSPECTED), over_vanilla("svformer", ENTROPY, INSPECTED))),
     "fig2": Figure(
         "The first token by layer: what attention it gets, and how long its value and its hidden state are, relative "
-        "to other tokens. Numbers are of each model's extreme layer.",
-        tuple(Panel(panels.layers, "", INSPECTED_FOUR, key, label) for key, label in FIRST.items()),
+        "to other tokens. Numbers are of each model's extreme layer, which is filled.",
+        tuple(Panel(panels.layers, "", (*INSPECTED_FOUR, BESIDE), key, label) for key, label in FIRST.items()),
         tuple(over_vanilla("resformer", what, INSPECTED) for what in EXTREMES),
-        table=lambda found: tables.concentration_table(found, [job for _, job in INSPECTED_FOUR])),
+        table=lambda found: tables.concentration_table(found, (*INSPECTED_FOUR, BESIDE))),
     "fig4": Figure(
         "How near two cheap substitutes come to true cross-layer attention (Eq 2) in a trained Transformer.",
         (Panel(panels.layers, "", tuple((name, Job()) for name in EQUATIONS), EQUATIONS, "cosine similarity to Eq 2"),),
@@ -146,10 +167,10 @@ FIGURES = {
     "fig6": Figure(
         "Validation loss against parameters, and along one cosine schedule against tokens: how many of each ResFormer "
         "saves.",
-        (Panel(panels.scaling, "loss at the end, by size\n(in the paper ResFormer needs 10.4 % fewer parameters)",
-               by_size("vanilla", "resformer", sizes=SIZES)),
-         Panel(panels.tokens, "loss along training\n(in the paper ResFormer saves 13.6 % of the tokens)",
-               named("vanilla", "resformer", size="468M"))),
+        (Panel(panels.points, "loss at the end, by size\n(in the paper ResFormer needs 10.4 % fewer parameters)",
+               of_sizes("vanilla", "resformer", sizes=SIZES), panels.loss_by_size, ("parameters", panels.LOSS)),
+         Panel(panels.points, "loss along training\n(in the paper ResFormer saves 13.6 % of the tokens)",
+               named("vanilla", "resformer", size="468M"), panels.losses_along, ("training tokens", panels.LOSS))),
         (Claim(Job("resformer"), None, "0.104", HIGHER, claims.saved_parameters(*SIZES),
                ": share of parameters saved"),
          Claim(Job("resformer", "468M"), None, "0.136", HIGHER, claims.saved_tokens, ": share of tokens saved"))),
@@ -159,9 +180,9 @@ FIGURES = {
          Panel(panels.relative, "by mode", named("denseformer", "neutreno", "resformer", "resformer_neutreno"))),
         (*lower("resformer vanilla", "resformer denseformer", "resformer neutreno", "resformer_neutreno resformer"),
          *lower("resformer vanilla", length=32000), *lower("resformer vanilla", length=64000))),
-    "fig8": compared(
+    "fig8": Figure(
         "ResFormer with other weights λ of the first layer's values. The paper: 2 is best.",
-        LAMBDAS | {"ResFormer": "resformer"}, *sweep_pairs(LAMBDAS, "resformer_lambda")),
+        zoomed(lines_of(LAMBDAS | {"ResFormer": "resformer"})), lower(*sweep_pairs(LAMBDAS, "resformer_lambda"))),
     "fig9": compared(
         "A residual from layer 1 on values, keys or queries.", {"Value": "resformer", "Key": "key", "Query": "query"},
         "resformer vanilla", "vanilla query", "vanilla key"),
@@ -192,24 +213,24 @@ FIGURES = {
     "fig14": Figure(
         "SVFormer by length, and the step at which vanilla overtakes it. The paper: the longer, the later.",
         (Panel(panels.relative, "SVFormer, both at rate {0.rate}", SV_LENGTHS),
-         Panel(panels.critical_points, "the step at which vanilla overtakes it", SV_LENGTHS)),
+         Panel(panels.points, "the step at which vanilla overtakes it", tuple(("", job) for _, job in SV_LENGTHS),
+               panels.critical_point, ("sequence length (tokens)", "critical point (step)"))),
         # a noisy point spoils four of ten pairs, so most of them are enough
-        (Claim(SV, None, "all", (0.5, claims.math.inf), claims.later_when_longer,
+        (Claim(Job("svformer", lr=ONE_RATE), None, "all", (0.5, claims.math.inf), claims.later_when_longer,
                ": share of pairs of lengths whose longer one is overtaken later"),
-         Claim(*(Job("svformer", length=n, lr=ONE_RATE) for n in (64000, 512)), "lower", LOWER, gap,
-               ": loss minus vanilla's")),
+         Claim(*(Job("svformer", length=n, lr=ONE_RATE) for n in (64000, 512)), "lower", LOWER, **MINUS)),
         table=lambda found: tables.critical_table(found, found.labels(SV_LENGTHS))),
     "fig15": Figure(
         "What SVFormer's loss against vanilla's depends on: learning rate, warmup, architecture, size.",
         (Panel(panels.relative, "SVFormer by learning rate", SV_RATES),
          Panel(panels.relative, "SVFormer by steps of warmup", SV_WARMUPS),
          Panel(panels.relative, "SVFormer by architecture", (("Llama", SV), ("GPT2", Job("svformer", arch="gpt2")))),
-         Panel(panels.scaling, "by size\n(in the paper SVFormer needs 12.2 % more parameters)",
-               by_size("vanilla", "svformer", sizes=("2M", *TABLE5_SIZES)))),
-        (*(Claim(Job("svformer", lr=lr), Job("svformer", lr=6e-4), "lower", LOWER, gap, ": loss minus vanilla's")
-           for lr in (1e-4, 3e-4)),
-         Claim(Job("svformer", warmup=1200), SV, "about 0", None, gap, ": loss minus vanilla's"),
-         Claim(Job("svformer", arch="gpt2"), SV, "about 0", None, gap, ": loss minus vanilla's"),
+         Panel(panels.points, "by size\n(in the paper SVFormer needs 12.2 % more parameters)",
+               of_sizes("vanilla", "svformer", sizes=("2M", *TABLE5_SIZES)), panels.loss_by_size,
+               ("parameters", panels.LOSS))),
+        (*(Claim(Job("svformer", lr=lr), Job("svformer", lr=6e-4), "lower", LOWER, **MINUS) for lr in (1e-4, 3e-4)),
+         Claim(Job("svformer", warmup=1200), SV, "about 0", **MINUS),
+         Claim(Job("svformer", arch="gpt2"), SV, "about 0", **MINUS),
          Claim(SV, None, "-0.122", LOWER, claims.saved_parameters(*TABLE5_SIZES), ": share of parameters saved")),
         table=lambda found: tables.critical_table(found, found.labels((*SV_RATES, *SV_WARMUPS)))),
     "fig16": compared(
@@ -264,14 +285,43 @@ FIGURES = {
 }
 PAPER = tuple(FIGURES)  # the paper's own, which `all` draws. Those below are for scale night, by name
 
-# -- figures that the paper does not have: first every mode, then others
+# -- figures that the paper does not have: first our answer, then every mode, then what decides its sign
+
+SCALED = ("resformer", "resformer_lambda", "svformer")
+LONG = SCHEDULES[-1]
+SCHEDULE_LINES = tuple((LABELS[mode] + rate, Job(mode, change=change)) for change in SCHEDULES for mode, rate in (
+    ("vanilla", ""), ("resformer", ""), ("resformer_lambda", ""), ("svformer", ", rate {0.rate}")))
+OVER_TOKENS = Panel(panels.points, "", SCHEDULE_LINES, panels.loss_by_tokens, ("training tokens", panels.LOSS))
+
+
+def in_tokens(found):
+    """The title that says how many times its tokens vanilla needs for the loss of λ = 2."""
+    (at_12m, _), (at_49m, _) = (claims.multipliers(found, Job("resformer_lambda", change=of)) for of in SCHEDULES[1:])
+    ends = "for the loss of λ = 2 vanilla needs {:.2f} to {:.2f} ×\nits 12.3M tokens, and {:.2f} to {:.2f} × its 49.2M"
+    return ends.format(*at_12m, *at_49m)
+
+
+FIGURES["first"] = Figure(
+    "What value residuals gain after 12.3M tokens, and along three schedules. Each mode at its best rate, V_n + V_1 at "
+    "vanilla's; grey cannot be told from vanilla. Right: a run for each point, of 12.3M tokens three. SVFormer has "
+    "twice vanilla's rate. The seeds' noise widens the ranges of tokens to those of Figure longer.",
+    (Panel(panels.forest, "12.3M tokens, three seeds (ticks), 95 % intervals", (
+        ("Plus: learned weights", Job("resformer_plus")), ("λ = 2: V_n + 2 V_1", Job("resformer_lambda")),
+        ("λ = 1: V_n + V_1", Job("resformer_lambda_1")), ("DenseFormer", Job("denseformer")),
+        ("SVFormer: V_1, 58 % of the cache", Job("svformer")), ("NeuTRENO", Job("neutreno")),
+        ("ResFormer: ½ (V_n + V_1)", Job("resformer")))),
+     replace(OVER_TOKENS, title=in_tokens)),
+    size=(10.5, 4.2))
 
 PUBLISHED = [mode for mode, (*_, source) in TABLE.items() if source and mode != "vanilla"]
 MODES = dict.fromkeys([*PUBLISHED, *LAMBDAS.values(), *NEUTRENOS.values(), "scaled"])
 FIGURES["modes"] = Figure(
-    "Every mode's validation loss minus vanilla's. A hollow mark is one seed: inside the band it says little.",
-    (Panel(panels.gaps, "", tuple((mode, Job(mode)) for mode in MODES)),),
-    table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs))
+    "Every mode's validation loss minus vanilla's, most with one seed (hollow), which cannot tell those in the grey "
+    "band from vanilla. Vanilla's seed 42 ended at 2.4592, and at 2.4812 on the processor of the modes with a * "
+    "(triangles); modes with one seed are compared with the mean of both. Arrows lie beyond the axis.",
+    (Panel(panels.forest, "", tuple((mode, Job(mode)) for mode in MODES), panels.family),),
+    table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs),
+    size=(7.5, 13))
 
 # Rates in the paper's units. We leave out 2.4e-3 at 82M: vanilla's loss was 6.1 after 1,200 steps.
 RATES = {"82M": (0.75e-4, 1.5e-4, 3e-4, 6e-4, 1.2e-3), "2M": (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3)}
@@ -287,35 +337,39 @@ def claims_on_rates():
         if size == "2M" and mode != "svformer":
             paper, side = "", None  # the paper has no other mode of this size
         if mode != "vanilla":
-            yield Claim(Job(mode, size), None, paper, side, at_best(RATES[size]), " − vanilla, each at its best rate")
+            what = " − vanilla, each at its best rate"
+            yield Claim(Job(mode, size), None, paper, side, what=what, weights=at_best(RATES[size]))
     for mode, size, lr in (("resformer", "82M", 0.75e-4), ("resformer", "82M", 6e-4), ("svformer", "82M", 0.75e-4),
                            ("svformer", "82M", 3e-4), ("svformer", "82M", 6e-4), ("svformer", "2M", 6e-4)):
         paper, side = ("lower", LOWER) if mode == "resformer" else ("higher", HIGHER)
         yield Claim(Job(mode, size, lr=lr), Job(size=size, lr=lr), paper, side)
 
 
-def rate_lines(size, modes=TUNED):
+def rate_lines(*modes, size="82M"):
     return tuple((LABELS[mode], job) for mode in modes for job in GRIDS[size, mode])
 
 
+RATE = "peak learning rate / 0.001"
 FIGURES["rates"] = Figure(
-    "Losses against the learning rate, and minus vanilla's with each mode at its best rate. The paper has one rate for "
-    "all. Seed 42, which all rates have, chooses the best of five, a factor of 2 apart; it is among those that we "
-    "compare. Losses 0.25 above a panel's lowest are cut off.",
-    (Panel(panels.rates, "", rate_lines("82M")),
-     Panel(panels.gaps, "each at its best rate", rate_lines("82M", TUNED[1:])),
-     Panel(panels.relative, "each at its best rate", named(*TUNED[1:])),
-     Panel(panels.rates, "", rate_lines("2M"))),
+    "Each mode at its best rate, and losses over the rate beside vanilla's (grey), the best filled; ticks are seeds. "
+    "The paper has one rate for all. Of a mode's five rates, a factor of 2 apart, seed 42 names the best two, and the "
+    "seeds that both have decide. Losses above 2.62 are cut off. Models of 0.5M parameters are in the table alone.",
+    (Panel(panels.forest, "each at its best rate", rate_lines(*TUNED[1:])),
+     *(Panel(panels.rates, LABELS[mode], rate_lines("vanilla", mode), label=label) for mode, label in (
+         ("resformer", ("", panels.LOSS)), ("resformer_lambda", ("", "")), ("resformer_plus", ("", "")),
+         ("svformer", (RATE, panels.LOSS)), ("neutreno", (RATE, "")), ("denseformer", (RATE, ""))))),
     tuple(claims_on_rates()),
-    table=lambda found: tables.gaps_table(found, tuple(("{0.size}", job) for jobs in GRIDS.values() for job in jobs)))
+    table=lambda found: tables.gaps_table(found, tuple(("{0.size}", job) for jobs in GRIDS.values() for job in jobs)),
+    runs=tuple(job for jobs in GRIDS.values() for job in jobs),
+    mosaic="AABCD\nAAEFG", size=(12.5, 5.5))
 
 # What the paper's last version claims, and a control: does λ = 2 gain only because its values are larger?
 FIGURES["v5"] = Figure(
     "Variants of the paper's last version, of which we know from others' notes, and a control: vanilla with √5 times "
     "its values, at the start as large as the sums of λ = 2. Below: the learned weights after training.",
-    (Panel(panels.relative, lines=tuple((label, Job(mode)) for label, mode in (
-        ("ResFormer", "resformer"), ("Constant (λ = 2)", "resformer_lambda"), ("Learnable", "resformer_learned"),
-        ("Learnable-Plus", "resformer_plus"), ("Sparse", "resformer_sparse"), ("control: √5 V", "scaled")))),),
+    zoomed(lines_of({
+        "ResFormer": "resformer", "Constant (λ = 2)": "resformer_lambda", "Learnable": "resformer_learned",
+        "Learnable-Plus": "resformer_plus", "Sparse": "resformer_sparse", "control: √5 V": "scaled"})),
     (*lower("resformer_plus resformer_sparse", "resformer_sparse resformer_lambda",
             "resformer_lambda resformer_learned", "resformer_learned resformer", "vanilla hidden", "vanilla probs"),
      Claim(Job("resformer_lambda"), Job("scaled")), Claim(Job("scaled"), Job())),
@@ -342,7 +396,7 @@ REGIME_LINES = at_rates((
     ("width 160, 5 heads", Job("resformer", "180M"), LOW_RATES),
     ("width 192, 6 heads, 8 layers", Job("resformer", "468M"), LOWEST_RATES),
     ("3 layers", changed("n_layer=3"), HIGH_RATES),
-    ("12 layers", changed(DEEP), LOW_RATES),
+    ("12 layers", changed(DEEP), (0.75e-4, *LOW_RATES)),
     ("2 wider heads", changed("n_head=2"), TUNED_RATE),
     ("8 narrower heads", changed("n_head=8"), TUNED_RATE),
     ("length {0.length}", Job("resformer", length=512), TUNED_RATE),
@@ -353,28 +407,30 @@ REGIME_LINES = at_rates((
      changed("batch_tokens=1024,micro_batch=8,max_steps=12000,warmup_steps=200"), TUNED_RATE),
 ))
 FIGURES["regime"] = Figure(
-    "ResFormer's loss minus vanilla's, when one thing differs from the base. Where there are two rates, each mode has "
-    "its better one; a true best may lie beyond.",
-    (Panel(panels.gaps, lines=REGIME_LINES),),
-    (Claim(changed(DEEP), None, "lower", LOWER, at_best(LOW_RATES), " − vanilla, each at its better rate"),
-     Claim(replace(changed(DEEP), lr=1.5e-4), Job("resformer"), quantity=gap, what=": loss minus vanilla's")),
-    table=lambda found: tables.gaps_table(found, REGIME_LINES))
+    "ResFormer's loss minus vanilla's, when one thing differs from the base. Hollow: one seed, which cannot tell them "
+    "apart in the grey band. Where there are several rates, each mode has its best; edge: that of either is the lowest "
+    "or the highest one tried, so a better one may lie beyond.",
+    (Panel(panels.forest, lines=REGIME_LINES),),
+    (Claim(changed(DEEP), Job(change=DEEP), "lower", LOWER), Claim(changed(DEEP), Job("resformer"), **MINUS)),
+    table=lambda found: tables.gaps_table(found, REGIME_LINES),
+    size=(7.5, 4.8))
 
 # Do the gains last when training does? Each run has a schedule of its own: a quarter of night's steps, as many, four
 # times as many. The longest sees nearly all of the data.
-SCALED = ("resformer", "resformer_lambda", "svformer")
-LONG = "max_steps=24000"
-LONGER_LINES = at_rates((
-    *(("3.1M tokens", Job(mode, change="max_steps=1500"), HIGH_RATES) for mode in SCALED),
-    *(("12.3M tokens", Job(mode), TUNED_RATE) for mode in SCALED),
-    *(("49.2M tokens", Job(mode, change=LONG), TUNED_RATE) for mode in SCALED),
-))
+LONGER_LINES = at_rates(
+    (label, Job(mode, change=change), rates)
+    for label, change, rates in zip(("3.1M tokens", "12.3M tokens", "49.2M tokens"), SCHEDULES,
+                                    (HIGH_RATES, TUNED_RATE, TUNED_RATE), strict=True) for mode in SCALED)
 FIGURES["longer"] = Figure(
-    "Losses minus vanilla's at the end of three schedules, and along the longest. In the shortest each mode has the "
-    "better of two rates, in the others its best at 12.3M tokens.",
-    (Panel(panels.slopes, "at the end of each schedule", LONGER_LINES, "tokens"),
+    "Losses at the end of three schedules, how many times its tokens vanilla needs for them, and training along the "
+    "longest. Each mode has its best rate at 12.3M tokens; the table has the better of two at 3.1M. Bars: 95 % "
+    "intervals, of the seeds' noise and of how vanilla's curve may go on between two of its points.",
+    (OVER_TOKENS,
+     Panel(panels.multiples, "", tuple(line for line in SCHEDULE_LINES if line[1].mode != "vanilla"),
+           panels.multiplier_by_tokens, ("training tokens", "× tokens that vanilla needs for that loss")),
      Panel(panels.relative, "along 49.2M tokens", named(*SCALED, change=LONG))),
-    table=lambda found: tables.gaps_table(found, LONGER_LINES))
+    table=lambda found: tables.gaps_table(found, LONGER_LINES, in_tokens=True), mosaic="AC\nBC", size=(10.5, 7.5),
+    runs=tuple(of for _, job in LONGER_LINES for of in (job, job.baseline)))
 
 # Do the gains last in larger models?
 SIZE_LINES = tuple(
@@ -383,11 +439,17 @@ SIZE_LINES = tuple(
 FIGURES["sizes"] = Figure(
     "Validation loss minus vanilla's, by size. At the larger sizes vanilla and ResFormer have the best of two or three "
     "rates; λ = 2 and SVFormer were tuned at the smallest alone, and have half of that rate.",
-    (Panel(panels.slopes, lines=SIZE_LINES, key="parameters"),),
+    (Panel(panels.sizes, "", (*of_sizes(*SCALED, sizes=TABLE5_SIZES), ("ResFormer, 12 layers", changed(DEEP))),
+           panels.gap_by_size, ("parameters, and tokens for each", panels.GAP)),),
     # ResFormer's claims by size are Table 5's. Of how a gain changes with size the paper says nothing
     (*(Claim(Job(mode, size), Job(size=size), paper, side)
        for mode, paper, side in (("resformer_lambda", "lower", LOWER), ("svformer", "higher", HIGHER))
        for size in ("180M", "468M")),
-     *(Claim(Job(mode, "468M"), Job(mode), quantity=gap, what=": loss minus vanilla's") for mode in SCALED)),
+     *(Claim(Job(mode, "468M"), Job(mode), **MINUS) for mode in SCALED)),
     table=lambda found: tables.gaps_table(found, SIZE_LINES))
 # fmt: on
+
+
+def jobs_at(scale):
+    """All Jobs of a Scale, as they are there."""
+    return list(dict.fromkeys(scale.here(job) for figure in FIGURES.values() for job in figure.at(scale).jobs))

@@ -1,25 +1,25 @@
-"""What finished runs have left.
+"""What finished runs have left, and how sure a difference of their losses is.
 
 A record has what the figures need of a run, in 4 kB: settings, losses, learned weights, the means of its analysis. We
 make it from the run's folder. results/<scale>/runs.jsonl keeps it, so that we can draw most figures where the folders
 are gone. Read next: claims.py.
 """
 
-import contextlib
 import math
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
 import plot
-from common.checkpoint import RUN
 from common.files import read_record, read_record_lines, reading, record_line, write_text
-from common.report import METRICS
-from common.runs import read_run
+from common.runs import made_as
+from common.statistics import Fit, t_95
 from configurator import UserError
 from eval import read_results
-from paper.runs import INSPECTED
+from paper.runs import CONTROL, INSPECTED, Job
 from train import ENVIRONMENT, MAY_DIFFER
 
 RECORD = "a run's record"
@@ -33,43 +33,41 @@ class NotMade(Exception):
 # -- records
 
 
-def difference(made, asked):
-    """`name=value instead of value` for the first setting with which a run was not made as asked, or ""."""
-    wrong = [name for name, value in asked.items() if name not in MAY_DIFFER and made.get(name) != value]
-    return f"{wrong[0]}={made.get(wrong[0])} instead of {asked[wrong[0]]}" if wrong else ""
+def decisive(settings):
+    """Those settings of train.py that change a result."""
+    return {name: value for name, value in settings.items() if name not in MAY_DIFFER}
 
 
-def finished(folder):
-    """Whether a folder has a run that has ended."""
-    with contextlib.suppress(UserError):  # there is no such run
-        return math.isfinite(read_run(folder).final_loss or math.inf)
-    return False
+def is_of(record, settings):
+    """Whether a record is of a run with these settings."""
+    return decisive(settings).items() <= record["settings"].items()
 
 
-def make_record(folder, asked, every):
-    """The record of a finished run with the settings that were asked for. Each of its losses averages `every` steps."""
-    if not finished(folder):
+def finished(settings):
+    """The Curves of the run with these settings, None before its end. UserError if its folder has another run."""
+    wanted = decisive(settings)
+    wanted["value_mode_name"] = wanted.pop("value_mode")
+    run = made_as(wanted, settings["out_dir"])
+    return None if run is None or run.final_loss in (None, math.inf) else run
+
+
+def make_record(settings, every):
+    """The record of the finished run with these settings. Each of its losses averages `every` steps."""
+    run, folder = finished(settings), Path(settings["out_dir"])
+    if run is None:
         raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
-    run, made = read_run(folder), read_record(folder / "config.json", RUN)
-    made["value_mode"] = made["value_mode_name"]
     environment = read_record(folder / "env.json", ENVIRONMENT)
-    # a folder may hold a run with other settings, made by hand or for another scale
-    wrong = difference(made, asked)
-    if wrong:
-        raise UserError(f"{folder} has {wrong}; remove it, or set another --out_dir")
     n = len(run.steps["loss"]) // every * every  # a last mean of fewer steps would be noisier than the others
     losses = run.steps["loss"][:n].reshape(-1, every).mean(axis=1)
     record = {"name": folder.name, "commit": environment["commit"], "processor": environment["processor"]}
-    record |= {"settings": {name: made[name] for name in asked if name not in MAY_DIFFER}}
-    record |= {"start": {name: run.start[name] for name in START}}
+    record |= {"settings": decisive(settings), "start": {name: run.start[name] for name in START}}
     step_tokens = float(run.steps["tokens"][-1] / run.steps["step"][-1])
     record |= {"step_tokens": step_tokens, "every": every, "losses": losses.round(5).tolist()}  # of training
     record |= {"val": {str(step): loss for step, loss in run.val.items()}}  # mean over the domains
-    record |= {"domains": run.domains}  # the last validation loss of each
+    record |= {"domains": run.evaluation["val"]}  # the last validation loss of each
     record |= {"seconds": round(float(np.sum(step_tokens / run.steps["tokens_per_s"])), 1)}  # of training steps
-    evaluations = [line for line in read_record_lines(folder / "metrics.jsonl", METRICS) if line.get("event") == "eval"]
-    if evaluations[-1].get("lam"):
-        record["lam"] = evaluations[-1]["lam"]  # the learned weights of residuals
+    if run.evaluation.get("lam"):
+        record["lam"] = run.evaluation["lam"]  # the learned weights of residuals
     if (folder / "analysis.json").exists():
         record["analysis"] = plot.read_analysis(folder)
     return record
@@ -85,6 +83,11 @@ def write_kept(path, kept):
     write_text(path, "".join(record_line(RECORD, kept[name]) for name in sorted(kept)))
 
 
+def last_loss(record):
+    """The validation loss at the end of a run."""
+    return record["val"][str(record["start"]["max_steps"])]
+
+
 def scores(folder):
     """{task: what eval.py found of it} of the last checkpoint in a run's folder; empty if nothing is scored."""
     checkpoints = read_results(folder).values()
@@ -97,13 +100,14 @@ def scores(folder):
 class Found:
     """The records of a scale's runs, by Job and seed.
 
-    records: {name: record}; seeds: function Job -> its seeds; root: folder of the runs, for what records do not have;
-    errors: {name: why there is no record}.
+    records: {name: record}; seeds: function Job -> its seeds; jobs: all Jobs of the scale, whose noise we pool;
+    repeats: {name: record} of runs that were made again, on another processor; root: folder of the runs, for what
+    records do not have; errors: {name: why there is no record}.
     """
 
-    def __init__(self, records, scale, seeds, root="", errors=None):
-        self.records, self.scale, self.seeds = records, scale, seeds
-        self.root, self.errors = Path(root), errors or {}
+    def __init__(self, records, scale, seeds, jobs=(), repeats=None, root="", errors=None):
+        self.records, self.scale, self.seeds, self.jobs = records, scale, seeds, list(jobs)
+        self.repeats, self.root, self.errors = repeats or {}, Path(root), errors or {}
 
     def name(self, job, seed):
         """The name of a run."""
@@ -124,10 +128,21 @@ class Found:
     def parameters(self, job):
         return self.start(job)["parameters"]
 
+    def tokens(self, job):
+        """Training tokens of a run."""
+        return self.start(job)["max_steps"] * self.record(job, self.seeds(job)[0])["step_tokens"]
+
     def common_seeds(self, *jobs):
         """The seeds that all of several Jobs have."""
         first, *others = map(self.seeds, jobs)
         return [seed for seed in first if all(seed in seeds for seeds in others)]
+
+    def marks(self, *jobs):
+        """* if the runs of these Jobs were on different processors, † if a record of them has no commit."""
+        records = [self.record(job, seed) for job in jobs for seed in self.common_seeds(*jobs)]
+        # a processor can move a loss as much as another seed, so a reader has to see it
+        star = "*" if len({record["processor"] for record in records}) > 1 else ""
+        return star + ("†" if any(record["commit"] is None for record in records) else "")
 
     # losses, in nats per token
 
@@ -144,18 +159,68 @@ class Found:
         return [int(step) * record["step_tokens"] for step in record["val"]], list(record["val"].values())
 
     def loss(self, job, seed):
-        """Validation loss at the end of a run."""
-        record = self.record(job, seed)
-        return record["val"][str(record["start"]["max_steps"])]
+        return last_loss(self.record(job, seed))
 
     def losses(self, job):
-        """The same with each of its seeds."""
+        """The validation loss at the end of a Job's run with each of its seeds."""
         return [self.loss(job, seed) for seed in self.seeds(job)]
 
-    def gaps(self, job, base=None):
-        """A Job's loss minus that of `base`, by default its baseline, with each of the seeds that both have."""
-        base = base or job.baseline
-        return [self.loss(job, seed) - self.loss(base, seed) for seed in self.common_seeds(job, base)]
+    def mean_of_repeats(self, job, seed):
+        """The mean loss of a run and of those that repeat it."""
+        name = self.name(job, seed)
+        again = [last_loss(self.repeats[name])] if name in self.repeats else []
+        return np.mean([self.loss(job, seed), *again])
+
+    # differences of losses
+
+    def is_main(self, job):
+        """Whether a Job has the noise that most have: not the smallest models, nor rates that are neither its mode's
+        own nor vanilla's."""
+        own = [self.scale.here(replace(job, mode=mode, lr=None)).lr for mode in (job.mode, "vanilla")]
+        return job.size != "2M" and job.lr in own
+
+    def fit(self, jobs):
+        """The Fit that says how noisy differences of Jobs are: of all Jobs with several seeds that have the noise of
+        most, or, if these have not, of those with their settings and rates. Seeds shift all runs of a setting alike."""
+
+        def setting(job):
+            return replace(job, mode="", lr=None)
+
+        jobs = [self.scale.here(job) for job in jobs]
+        known = [self.scale.here(job) for job in self.jobs if self.has_record(job)]
+        family = [job for job in dict.fromkeys([*known, *jobs]) if len(self.seeds(job)) > 1]
+        if all(map(self.is_main, jobs)):
+            family = [job for job in family if self.is_main(job)]
+        else:
+            settings, rates = {setting(job) for job in jobs}, {job.lr for job in jobs}
+            family = [job for job in family if setting(job) in settings and (job.size == "2M" or job.lr in rates)]
+        return Fit({j: {(setting(j), seed): self.loss(j, seed) for seed in self.seeds(j)} for j in family})
+
+    def one_seed(self):
+        """Half of the 95 % interval of a difference of two runs, 0 if no Job has several seeds."""
+        fit = self.fit([Job()])
+        return t_95(fit.df) * fit.noise * math.sqrt(2) if fit.df else 0.0
+
+    def has_record(self, job):
+        return all(f"{self.scale.here(job).name}-{seed}" in self.records for seed in self.seeds(job))
+
+    def contrast(self, weights):
+        """(value, half of its 95 % interval, {seed: value}) of a sum {Job: weight} of validation losses at the end. One
+        seed has no interval; we take the mean of its repeats."""
+        here = Counter()
+        for job, weight in weights.items():
+            here[self.scale.here(job)] += weight
+        seeds = self.common_seeds(*here)
+        loss = self.loss if len(seeds) > 1 else self.mean_of_repeats
+        values = {seed: float(sum(weight * loss(job, seed) for job, weight in here.items())) for seed in seeds}
+        if len(seeds) == 1:
+            return values[seeds[0]], None, values
+        value, interval, _ = self.fit(here).contrast(here)
+        return value, interval, values
+
+    def gap(self, job):
+        """`contrast` of a Job and its baseline."""
+        return self.contrast({job: 1, job.baseline: -1})
 
     # what analyze.py and eval.py found
 
@@ -204,7 +269,7 @@ class Found:
     def differs(self, job):
         """How a Job differs from the base, in words: `5.07M`, `length 512`, `rate 0.006`."""
         parts = [
-            "" if job.size in ("82M", INSPECTED) else plot.short_count(self.parameters(job.baseline)),
+            "" if job.size in ("82M", INSPECTED, CONTROL) else plot.short_count(self.parameters(job.baseline)),
             "" if job.length == 2048 else f"length {self.scale.lengths[job.length][0]:,}",
             "" if job.lr is None else f"rate {self.rate(job)}",
             "" if job.warmup == 120 else f"{self.scale.warmups[job.warmup]:,} warmup steps",

@@ -12,8 +12,6 @@ import contextlib
 import dataclasses
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,13 +20,14 @@ import torch
 
 from common.data import Corpus
 from common.files import hold, read_record, write_record, write_text
+from common.jobs import Job, lanes_of, run_jobs
 from common.ranks import environment
 from common.report import markdown
 from common.tasks import TABLE1
 from configurator import UserError, check_fields, need, run, setting
 from paper.claims import HEADER, claim_cells, claim_rows
-from paper.figures import FIGURES, PAPER
-from paper.found import Found, difference, finished, make_record, read_kept, scores, write_kept
+from paper.figures import FIGURES, PAPER, jobs_at
+from paper.found import Found, finished, is_of, make_record, read_kept, scores, write_kept
 from paper.panels import page_of_panels
 from paper.runs import SCALES, SEEDS, train_settings
 from train import TrainConfig
@@ -92,10 +91,10 @@ class ReproduceConfig:
 # -- the plan
 
 
-def runs_of(cfg):
+def runs_of(cfg, figures):
     """{name: (settings of train.py, what else we need of it: "analysis", "scores")} of all runs of the figures."""
     runs = {}
-    for figure in cfg.figures.values():
+    for figure in figures:
         for job in figure.jobs:
             for seed in cfg.seeds_of(job):
                 name = f"{cfg.units.here(job).name}-{seed}"
@@ -111,44 +110,29 @@ def runs_of(cfg):
 
 def commands(settings, needs, cfg):
     """{what it makes: words of a command} of what a run lacks: its training, its analysis, its scores on tasks."""
-    folder, gpus = settings["out_dir"], cfg.units.gpus
-    launcher = ["torchrun", f"--nproc_per_node={gpus}"] if gpus else ["python"]
+    folder, gpus, missing = settings["out_dir"], cfg.units.gpus, {}
     # at a scale without GPUs we compute on cores everywhere, so that all numbers are alike
     device = [] if gpus else ["--device=cpu"]
-    defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
-    words = [f"--{name}={value}" for name, value in settings.items() if value != defaults[name]]
-    made = {"train": [*launcher, "train.py", *words, "--resume=auto"]}
-    if "analysis" in needs:
+    if not finished(settings):
+        launcher = ["torchrun", f"--nproc_per_node={gpus}"] if gpus else ["python"]
+        defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
+        words = [f"--{name}={value}" for name, value in settings.items() if value != defaults[name]]
+        missing["train"] = [*launcher, "train.py", *words, "--resume=auto"]
+    if "analysis" in needs and not Path(folder, "analysis.json").exists():
         words = [f"--chunks={cfg.units.chunks}", f"--data_dir={cfg.units.data_dir}"]
-        made["analyze"] = ["python", "analyze.py", folder, *words, *device]
+        missing["analyze"] = ["python", "analyze.py", folder, *words, *device]
     # tasks one by one, because one of them may have longer texts than the model takes
-    for task in TABLE1 if "scores" in needs else ():
-        made[task] = ["python", "eval.py", folder, f"--task={task}", "--dtype=float32", *device]
-    return {name: words for name, words in made.items() if not is_made(Path(folder), name)}
+    tasks = [task for task in TABLE1 if "scores" in needs and task not in scores(Path(folder))]
+    return missing | {t: ["python", "eval.py", folder, f"--task={t}", "--dtype=float32", *device] for t in tasks}
 
 
 # -- running
 
 
-def run_logged(words, log):
-    """Run a command by this Python, its output in a file."""
-    python = [sys.executable, "-m", "torch.distributed.run"] if words[0] == "torchrun" else [sys.executable]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "a", encoding="utf-8") as out:
-        code = subprocess.run([*python, *words[1:]], stdout=out, stderr=out).returncode
-    if code:
-        last = (log.read_text(encoding="utf-8").strip().splitlines() or ["nothing"])[-1]
-        raise UserError(f"`{shlex.join(words)}` failed ({code}): {last}; all of it is in {log}")
-
-
-@contextlib.contextmanager
-def noted(errors, name):
-    """Print a UserError as a note and keep it in errors[name], so that one failure does not stop the rest."""
-    try:
-        yield
-    except UserError as e:
-        print(f"note: {e}", flush=True)
-        errors[name] = e
+def job_of(words, log, **run):
+    """The Job of a command as we print it."""
+    launcher = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
+    return Job((*launcher, *words[1:]), log, **run)
 
 
 def make_data(cfg):
@@ -159,7 +143,13 @@ def make_data(cfg):
     if cfg.data_dir or " pysource " not in cfg.units.prepare:
         raise UserError(f"{folder} has no manifest.json; make the data: `{cfg.units.prepare}`")
     print(f"making the data: {cfg.units.prepare}", flush=True)
-    run_logged(shlex.split(cfg.units.prepare), Path(cfg.out_dir, "prepare.log"))
+
+    def ended(job, code, last_line):
+        if code:
+            raise UserError(f"`{cfg.units.prepare}` failed ({code}): {last_line}; see {job.log}")
+
+    job = job_of(shlex.split(cfg.units.prepare), Path(cfg.out_dir, "prepare.log"))
+    run_jobs(lambda: [job], ended, [{}])
 
 
 def check_data(records, cfg):
@@ -171,38 +161,48 @@ def check_data(records, cfg):
         raise UserError(f"the data of {' and '.join(seen.values())} differ; leave out --kept, or set another --out_dir")
 
 
-def is_made(folder, name):
-    """Whether one of `commands` has done its work."""
-    if name == "train":
-        return finished(folder)
-    if name == "analyze":
-        return (folder / "analysis.json").exists()
-    return name in scores(folder)
-
-
-def make_run(settings, needs, cfg):
-    """Train, analyse and evaluate one run, as far as that is needed."""
-    for name, words in commands(settings, needs, cfg).items():
-        # a run without a task's score is still a run
-        with noted({}, name) if name in TABLE1 else contextlib.nullcontext():
-            run_logged(words, Path(settings["out_dir"], f"{name}.log"))
-
-
 def make_all(runs, records, cfg):
     """Make the runs that have no record yet, and add theirs to `records`. Returns {name: why it failed}."""
-    failed = {}
+    failed = {}  # names of runs, and logs of their tasks, because a run without a task's score is still a run
+
+    def note(what, error):
+        print(f"note: {error}", flush=True)
+        failed[what] = error
+
+    def next_job(name, settings, needs):
+        """The first command of a run that is neither done nor has failed. After the last one it gets its record."""
+        for what, words in commands(settings, needs, cfg).items() if cfg.run else ():
+            log = Path(settings["out_dir"], f"{what}.log")
+            if log not in failed:
+                is_training = {"folder": log.parent, "steps": settings["max_steps"]} if what == "train" else {}
+                return job_of(words, log, **is_training)
+        record = records[name] = make_record(settings, cfg.units.every)
+        loss = list(record["val"].values())[-1]
+        n = f"{len(runs.keys() & records.keys())} of {len(runs)}"
+        print(f"{n}, {settings['out_dir']}: validation loss {loss:.4f}", flush=True)
+        if cfg.run and cfg.kept:
+            path = cfg.folder / "runs.jsonl"
+            write_kept(path, read_kept(path) | {name: record})
+
+    def wanted():
+        jobs = []
+        for name, (settings, needs) in runs.items():
+            if name not in records and name not in failed:
+                try:
+                    jobs.append(next_job(name, settings, needs))
+                except UserError as e:
+                    note(name, e)
+        return list(filter(None, jobs))
+
+    def ended(job, code, last_line):
+        if code:
+            what = job.log if job.log.stem in TABLE1 else job.log.parent.name
+            why = f"{job.log.stem} of {job.log.parent} failed ({code}): {last_line.removeprefix('error: ')}"
+            note(what, UserError(f"{why}; see {job.log}"))
+
     check_data(records, cfg)
-    for name, (settings, needs) in runs.items():
-        if name in records:
-            continue
-        with noted(failed, name):
-            if cfg.run:
-                make_run(settings, needs, cfg)
-            record = records[name] = make_record(Path(settings["out_dir"]), settings, cfg.units.every)
-            loss = list(record["val"].values())[-1]
-            print(f"{len(records)} of {len(runs)}, {settings['out_dir']}: validation loss {loss:.4f}", flush=True)
-            if cfg.run and cfg.kept:
-                write_kept(cfg.folder / "runs.jsonl", read_kept(cfg.folder / "runs.jsonl") | {name: record})
+    # a run on GPUs takes all of them
+    run_jobs(wanted, ended, [{}] if cfg.units.gpus else lanes_of("cpu", 0, len(runs) or 1))
     check_data(records, cfg)
     return failed
 
@@ -236,10 +236,13 @@ def publish(name, figure, cfg, found):
 
 ABOUT = """Losses are in nats per token. "82M" and the like are the paper's sizes; Tables 3 and 4 say what they are.
 A claim's runs are the base, if it says nothing else: "82M", the paper's length 2,048, the best rate. "a − b" is a's
-validation loss minus b's. ± is half of a 95 % interval (Student's t) over n seeds, which differ in weights and batches.
-"here" judges the sign or bound that the paper claims of its own sizes: **confirmed** if the whole interval is on its
-side, **contradicted** if all of it is on the other, else **undetermined**; one seed only **agrees** or **differs**.
-Nothing is corrected for the number of verdicts. * marks another processor than vanilla's."""
+validation loss minus b's. ± is half of a 95 % interval over n seeds, which differ in weights and batches; without ± it
+is one seed. Differences of losses share one error: what is left of all runs at their mode's rate or vanilla's after the
+mean of each mode and the shift of each seed in each setting. Models of 0.5M parameters, and runs at other rates, share
+one with their like alone. Anything else has Student's t over its seeds. "here" says on which side of the sign or bound
+that the paper claims, at its own sizes, the whole interval is: **same side**, **other side**, or **cannot tell**; one
+seed, **same side?** Nothing is corrected for the number of verdicts. (edge): a better rate may lie beyond those that we
+tried. *: on different processors. †: a run of it has no commit in its record."""
 
 
 def compact(table):
@@ -270,10 +273,11 @@ def report_text(results, scale):
 
 
 def main(cfg: ReproduceConfig):
-    runs, kept = runs_of(cfg), read_kept(cfg.folder / "runs.jsonl") if cfg.kept else {}
-    # a record of other settings is of another run
-    same = [name for name in runs if name in kept and not difference(kept[name]["settings"], runs[name][0])]
-    records = {name: kept[name] for name in same}
+    runs = runs_of(cfg, cfg.figures.values())
+    every = runs_of(cfg, [figure.at(cfg.units) for figure in FIGURES.values()])
+    kept, repeats = (read_kept(cfg.folder / name) if cfg.kept else {} for name in ("runs.jsonl", "repeats.jsonl"))
+    # records of other figures tell how noisy losses are; a record of other settings is of another run
+    records = {name: kept[name] for name in every if name in kept and is_of(kept[name], every[name][0])}
     if cfg.dry_run:
         if not Path(cfg.units.data_dir, "manifest.json").exists():
             print(cfg.units.prepare)
@@ -291,12 +295,15 @@ def main(cfg: ReproduceConfig):
         make_data(cfg)
     with hold(cfg.out_dir) if cfg.run else contextlib.nullcontext():
         failed = make_all(runs, records, cfg)
-    found = Found(records, cfg.units, cfg.seeds_of, cfg.out_dir, failed)
+    found = Found(records, cfg.units, cfg.seeds_of, jobs_at(cfg.units), repeats, cfg.out_dir, failed)
     # a figure that lacks a run is skipped with a note, so that the others are still drawn
     missing = {}
     for name, figure in cfg.figures.items():
-        with noted(missing, name):
+        try:
             publish(name, figure, cfg, found)
+        except UserError as e:
+            print(f"note: {e}", flush=True)
+            missing[name] = e
     if missing:
         raise UserError(f"not drawn: {', '.join(missing)}, the first because {next(iter(missing.values()))}")
 

@@ -13,7 +13,8 @@ from typing import Literal
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
 PAPER_LR = 6e-4
 VOCAB = 50277  # tokens of the paper's tokenizer
-INSPECTED = "inspected"  # the size of the model in Figures 1, 2, 18, 19 and 21: Scale.inspected says which it is
+INSPECTED = "inspected"  # the size of the model in Figures 1, 2, 18, 19 and 21: Scale.stands_for says which it is
+CONTROL = "control"  # the size of a model beside it whose sequences do not begin with end-of-text
 ONE_RATE = "one"  # Figure 14's rate, the same for all modes: Scale.one_rate says which it is
 
 
@@ -50,14 +51,17 @@ class Job:
 
 
 NIGHT_LR = 3e-4  # in the paper's units
-# The modes that have another rate, by size. A mode without one at its size has 82M's.
+WITH_BOS = "bos=True"  # the inspected model's change: without it no sink forms in so few steps
+DEEP = "n_layer=12"  # the change with which plain ResFormer leads most clearly
+# The modes that have another rate, by size or change. A mode without one there has 82M's.
 NIGHT_RATES = {
     ("82M", "svformer"): 6e-4,
-    ("2M", "vanilla"): 1.2e-3, ("2M", "resformer"): 6e-4, ("2M", "svformer"): 6e-4,
+    ("2M", "vanilla"): 6e-4, ("2M", "resformer"): 6e-4, ("2M", "svformer"): 6e-4,
     ("180M", "vanilla"): 1.5e-4, ("180M", "resformer"): 1.5e-4, ("180M", "svformer"): 3e-4,
     ("468M", "vanilla"): 1.5e-4, ("468M", "resformer"): 1.5e-4, ("468M", "svformer"): 3e-4,
     # vanilla's and ResFormer's; we tried no other
     ("180M", "resformer_lambda"): 1.5e-4, ("468M", "resformer_lambda"): 1.5e-4,
+    (DEEP, "vanilla"): 1.5e-4, (DEEP, "resformer"): 1.5e-4,
 }  # fmt: skip
 # The modes that have three seeds at length 2,048, by size and rate. All others have one, because a run takes up to
 # 45 minutes.
@@ -72,8 +76,6 @@ THREE_SEEDS = {
     ("468M", 1.5e-4): "vanilla resformer resformer_lambda",
     ("468M", 3e-4): "svformer",
 }
-WITH_BOS = "bos=True"  # the inspected model's change: without it no sink forms in so few steps
-DEEP = "n_layer=12"  # the change with which plain ResFormer leads most clearly
 
 
 def n_seeds_at_night(job):
@@ -115,26 +117,25 @@ class Scale:
     micro: dict = field(default_factory=dict)  # size -> what the micro-batch is divided by
     every: int = 1  # steps that one loss of a figure or a record averages
     lr: float = PAPER_LR  # the usual rate, in the paper's units
-    tuned: dict = field(default_factory=dict)  # (size, mode) -> another rate
+    tuned: dict = field(default_factory=dict)  # (size or change, mode) -> another rate
     one_rate: float = PAPER_LR  # every mode's in Figure 14
     of_length: dict = field(default_factory=dict)  # length -> settings of train.py that differ there
-    inspected: dict = field(default_factory=lambda: {"size": "468M"})  # the model whose attention Figure 1 looks into
+    stands_for: dict = field(default_factory=lambda: {INSPECTED: {"size": "468M"}})  # what models of Figure 2 are
     without: tuple[str, ...] = ()  # figures that `all` leaves out
     leaves_out: Callable = lambda job: False
 
     def has(self, job):
         """Whether this scale makes a Job."""
-        has_size = job.size in self.sizes or job.size == INSPECTED
+        has_size = job.size in self.sizes or job.size in self.stands_for
         has_plan = job.length in self.lengths and job.warmup in self.warmups
         return has_size and has_plan and not self.leaves_out(job)
 
     def here(self, job):
         """The Job with what this scale decides: which model is inspected, and the learning rate."""
-        if job.size == INSPECTED:
-            job = dataclasses.replace(job, **self.inspected)
+        job = dataclasses.replace(job, **self.stands_for.get(job.size, {}))
         if job.lr is None:
             of_82m = self.tuned.get(("82M", job.mode), self.lr)
-            job = dataclasses.replace(job, lr=self.tuned.get((job.size, job.mode), of_82m))
+            job = dataclasses.replace(job, lr=self.tuned.get((job.change or job.size, job.mode), of_82m))
         if job.lr == ONE_RATE:
             job = dataclasses.replace(job, lr=self.one_rate)
         return job
@@ -184,7 +185,7 @@ SCALES = {
         lr=NIGHT_LR, tuned=NIGHT_RATES, one_rate=1.5e-4,
         # tasks are longer than its sequences; spectra need the weights of 18 runs at once
         without=("tab1", "fig12"),
-        inspected={"size": "82M", "change": WITH_BOS},
+        stands_for={INSPECTED: {"size": "82M", "change": WITH_BOS}, CONTROL: {"size": "82M"}},
         settings=ON_CORES | {"eval_tokens": 0, "dtype": "bfloat16", "compile": True, "attn": "eager",
                              "save_every": 500},
         of_length={32000: {"attn": "sdpa"}},  # there eager attention takes up to twice as long

@@ -58,13 +58,9 @@ def interval(values, sign=False):
 
 
 def gap_in_words(found, job):
-    """A cell: a Job's losses minus vanilla's, with a * if one of them was on another processor."""
-    words = interval(found.gaps(job), sign=True)
-    # a processor can move a loss as much as another seed, so a reader has to see it
-    for seed in found.common_seeds(job, job.baseline):
-        if found.record(job, seed)["processor"] != found.record(job.baseline, seed)["processor"]:
-            return f"{words}*"
-    return words
+    """A cell: a Job's loss minus vanilla's, and what its runs lack, see Found.marks."""
+    gap, half, _ = found.gap(job)
+    return with_interval(gap, half, sign=True) + found.marks(job, job.baseline)
 
 
 # -- the paper's tables
@@ -164,22 +160,27 @@ def by_rate(found, lines):
     return rows
 
 
-def gaps_table(found, lines):
+def gaps_table(found, lines, in_tokens=False):
     """Losses minus vanilla's: with both modes at each rate, then each mode at its best one, with vanilla's loss at its
-    own. A row of vanilla itself has its losses."""
-    yield ["", "mode", "rates", "both at that rate", "best rate", "vanilla's best: loss", "each at its best"]
+    own. A row of vanilla itself has its losses. in_tokens: `multipliers`, too."""
+    header = ["", "mode", "rates", "both at that rate", "best rate", "vanilla's best: loss", "each at its best"]
+    yield header + ["times vanilla's tokens", "with the seeds' noise"] * in_tokens
     for (label, mode), jobs in by_rate(found, lines).items():
         # each side is tuned on its own: a mode at a rate that is too high for vanilla alone would seem to gain
         best, base = claims.best_pair(found, jobs)
-        gap = interval(found.gaps(best, base), sign=True)
+        gap, half, _ = found.contrast({best: 1, base: -1})
+        gap = with_interval(gap, half, sign=True) + found.marks(best, base)
         at_each = [gap_in_words(found, job) for job in jobs]
         if mode == "vanilla":
-            at_each, gap = [interval(found.losses(job)) for job in jobs], "-"
+            at_each, gap = [interval(found.losses(job)) + found.marks(job) for job in jobs], "-"
         elif len(jobs) == 1:
             at_each = ["-"]  # vanilla may have another rate, so this would not be what the column says
-        rates = "; ".join(found.rate(job) for job in jobs)
-        own = f"{found.rate(base)}: {interval(found.losses(base))}"
-        yield [label, LABELS[mode], rates, "; ".join(at_each), found.rate(best), own, gap]
+        rates = [found.rate(job) + " (edge)" * claims.is_edge(job, jobs) for job in (best, base)]
+        own = f"{rates[1]}: {interval(found.losses(base))}"
+        cells = [label, LABELS[mode], "; ".join(map(found.rate, jobs)), "; ".join(at_each), rates[0], own, gap]
+        if in_tokens:
+            cells += ["{:.2f} to {:.2f}".format(*ends) for ends in claims.multipliers(found, best)]
+        yield cells
 
 
 def weights_table(found, modes):
@@ -192,17 +193,17 @@ def weights_table(found, modes):
             yield [LABELS[job.mode], str(seed), *(f"{own:.2f}+{first:.2f}" for own, first in layers[1:])]
 
 
-def concentration_table(found, jobs):
+def concentration_table(found, lines):
     """How concentrated the attention of modes is, and their losses. The first token's quantities are extremes over
     layers."""
     measured = (claims.ENTROPY, *claims.EXTREMES)
     yield ["mode", "loss", *measured]
-    for job in jobs:
+    for label, job in found.labels(lines):
         cells = [interval(found.losses(job))]
         for what in measured:
             *_, quantity = claims.MEASURED[what]
             cells.append(interval([quantity(job, found, seed) for seed in found.seeds(job)]))
-        yield [LABELS[job.mode], *cells]
+        yield [label, *cells]
 
 
 def modes_table(found, jobs):

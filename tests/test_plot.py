@@ -63,12 +63,13 @@ def test_growing_means():
     np.testing.assert_allclose(middle[::-1][:20], [x[(x > end / 1.15) & (x <= end)].mean() for end in ends])
 
 
-def test_a_line_is_the_mean_of_its_seeds_in_a_band_of_one_deviation():
+def test_a_line_is_the_mean_of_its_seeds_in_the_band_of_its_interval():
     ax, y = Figure().subplots(), np.array([[1.0, 2.0], [3.0, 8.0], [5.0, 2.0]])
     plot.draw_line(ax, np.array([1, 2]), y, "a", plot.style_of("resformer"))
-    assert ax.lines[0].get_ydata().tolist() == [3, 4] and ax.lines[0].get_label() == "a, 3 seeds ± std"
+    assert ax.lines[0].get_ydata().tolist() == [3, 4] and ax.lines[0].get_label() == "a, 3 seeds, 95 %"
     corners = ax.collections[0].get_paths()[0].vertices
-    np.testing.assert_allclose(np.ptp(corners[corners[:, 0] == 2][:, 1]), 2 * 12**0.5)  # n - 1: sqrt(24 / 2)
+    half = 4.302653 * 12**0.5 / 3**0.5  # Student's t; n - 1: sqrt(24 / 2)
+    np.testing.assert_allclose(np.ptp(corners[corners[:, 0] == 2][:, 1]), 2 * half, rtol=1e-6)
 
 
 @pytest.mark.parametrize("first, is_inside", [(1e3, False), (3.5, True)])
@@ -85,7 +86,7 @@ def test_layers_without_a_quantity_are_left_out():
     rows = {"a": [[None, 1.0, 2.0], [None, 3.0, 5.0]], "b": [[1.0, 2.0, 4.0]]}
     plot.layer_panel(ax, rows, plot.styles_of({"a": "vanilla", "b": "resformer"}), "height", 1, (2.5, "uniform"))
     found = {line.get_label(): line.get_xydata().T.tolist() for line in ax.lines}
-    assert found["a, 2 seeds ± std"] == [[2, 3], [2, 3.5]] and found["b, 1 seed"] == [[1, 2, 3], [1, 2, 4]]
+    assert found["a, 2 seeds, 95 %"] == [[2, 3], [2, 3.5]] and found["b, 1 seed"] == [[1, 2, 3], [1, 2, 4]]
     assert found["uniform"][1] == [2.5, 2.5]
 
 
