@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT
 
 from common.files import read_record_lines
-from common.statistics import Fit, holm, multiplier
+from common.statistics import Fit, holm, multiplier, t_95
 
 PAGE = " ".join((ROOT / "results/README.md").read_text(encoding="utf-8").replace("−", "-").split())
 RUNS = list(read_record_lines(ROOT / "results/night/runs.jsonl", "a run's record"))
@@ -105,33 +105,37 @@ CHOSEN += [("neutreno", 0.003), ("denseformer", 0.003)]
 def sentences():
     """What the page must say."""
     deep, large = gap("resformer", 0.0015, 0.0015, **DEEP), gap("resformer", 0.0015, 0.0015, **LARGE)
-    lam, plus, learned, one = (g(f"resformer_{name}") for name in ("lambda", "plus", "learned", "lambda_1"))
+    lam, plus, learned, lam_1 = (g(f"resformer_{name}") for name in ("lambda", "plus", "learned", "lambda_1"))
     lam_mid, lam_large = (g("resformer_lambda", 0.0015, 0.0015, **of) for of in (MID, LARGE))
-    yield f"With three paired seeds a difference is known to ± {deep[1]:.3f}**"
+    one = t_95(FIT.df) * FIT.noise * 2**0.5
+    yield f"With three seeds a difference is known to ± {deep[1]:.3f}**"
+    yield f"* is one seed, known to ± {one:.3f}."
+    yield f"The noise of a seed is {FIT.noise:.4f}: the standard deviation that is left of {len(FIT.cells)} cells"
+    yield f"{t_95(FIT.df):.2f} × {FIT.noise:.4f} × √(2/3) = ± {deep[1]:.3f}, one seed to ± {one:.3f}"
     yield f"we see no effect of ResFormer**: {g('resformer')}."
-    yield f"{deep[0]:+.3f} with 12 layers, {large[0]:+.3f} with 8 wider ones (5.1M)"
+    yield f"{deep[0]:+.3f} with 12 layers, {large[0]:+.3f} with 8 wider ones (5.1M"
     yield f"λ = 2 {lam} at the base, {lam_mid} at 2.9M, {lam_large} at 5.1M."
-    yield f"At the base Plus has {plus}, Learnable {learned}, and V_n + V_1 {one}: dropping"
-    yield f"at the start, is {gap('scaled')[0]:.3f} above"
-    leads = [loss("vanilla", **of) - loss("resformer_lambda", **of) for of in (SHORT, LONG)]
-    yield f"at rate 0.003 it is {leads[0]:.2f}*, {lam[1:]} and {leads[1]:.3f}*"
+    yield f"At the base Plus has {plus}, Learnable {learned}, and V_n + V_1 {lam_1}: twice"
+    yield f"at the start, has {g('scaled')}."
+    leads = [loss("resformer_lambda", **of) - loss("vanilla", **of) for of in (SHORT, LONG)]
+    yield f"at rate 0.003 λ = 2 has {leads[0]:.2f}*, {lam} and {leads[1]:.3f}*."
     early, late = tokens({}, LONG, FIT.noise / 3**0.5), tokens(LONG, {}, FIT.noise)
     yield f"{early[0]} to {early[1]} times as many for λ = 2's loss at 12.3M, and {late[0]} to {late[1]} times at 49.2M"
     yield f"58 % of the KV cache: {g('svformer', 0.006)}, at twice vanilla's rate"
-    yield f"After 49.2M tokens it is {loss('svformer', 0.006, **LONG) - loss('vanilla', **LONG):.3f}* above"
+    yield f"After 49.2M tokens {loss('svformer', 0.006, **LONG) - loss('vanilla', **LONG):+.3f}*, at a rate"
     yield f"**DenseFormer** {g('denseformer')}. **NeuTRENO** {g('neutreno')}"
     (res, half, _), (sv, same, _) = (at_rate(mode, 0.006) for mode in ("resformer", "svformer"))
-    yield f"ResFormer is {-res:.3f} below vanilla and SVFormer {-sv:.3f}. (Seeds at 0.006 have a noise of"
-    yield f"which gives ± {half:.3f}.)" if half == pytest.approx(same) else "one interval for both"
+    assert half == pytest.approx(same)
+    yield f"ResFormer has {res:.3f} and SVFormer {sv:.3f}. (The three modes with three seeds at 0.006"
+    yield f"which gives ± {half:.3f}.)"
     shared = [loss(mode) - MEAN_42 for mode in ("share_q", "share_k")]
-    yield f"queries in all layers cost {shared[0]:.2f}*, its keys {shared[1]:.2f}*"
-    yield f"that have three seeds: standard deviation {FIT.noise:.4f}, {FIT.df} degrees"
-    yield f"are compared with {MEAN_42:.3f}, the mean"
+    yield f"queries in all layers cost {shared[0]:+.2f}*, its keys {shared[1]:+.2f}*, its values {g('svformer', 0.006)}"
+    yield f"compare them with {MEAN_42:.3f}, the mean"
     more, _, _ = difference("resformer", 0.0015, 0.0015, **LARGE)
     most, half, _ = difference("svformer", 0.003, 0.0015, **LARGE)
-    yield f"of λ = 2 grows by {-more:.3f}, that of SVFormer by {-most:.3f} (± {half:.3f})"
+    yield f"ResFormer and λ = 2 fall by {-more:.3f} against vanilla, SVFormer by {-most:.3f} (± {half:.3f})"
     grown = difference("resformer", 0.0015, 0.0015, **DEEP)
-    yield f"From 6 to 12 layers it grows by {-grown[0]:.3f} ± {grown[1]:.3f}"
+    yield f"From 6 to 12 layers ResFormer falls by {-grown[0]:.3f} ± {grown[1]:.3f}"
 
 
 def sentences_of_readme():
@@ -179,19 +183,20 @@ def test_numbers_of_the_attention_and_the_share_of_tokens():
     rows = {row[0]: row[3:] for row in figures["fig2"]["table"]}
     found = {mode: [float(cell.split()[0]) for cell in rows[mode]] for mode in rows if mode not in ("mode", "NeuTRENO")}
     v, r, s = (found[mode] for mode in ("Transformer", "ResFormer", "SVFormer"))
-    assert f"vanilla {v[0]:.2f}, {v[1]:.2f} and {v[2]:.1f}, ResFormer {r[0]:.2f}, {r[1]:.2f} and {r[2]:.1f}" in PAGE
-    assert f"SVFormer {s[0]:.2f}, {s[1]:.2f} and {s[2]:.1f}" in PAGE
+    for name, numbers in (("vanilla", v), ("ResFormer", r), ("SVFormer", s)):
+        assert "| {} | {:.2f} | {:.2f} | {:.1f} |".format(name, *numbers) in PAGE
     saved = next(row for row in figures["fig6"]["rows"] if "tokens saved" in row["what"])
     ours = f"{saved['mean']:.3f} ± {saved['interval']:.3f}"
-    assert f"saves a share of {ours} there; the paper's first versions say {saved['paper']}" in PAGE
+    assert f"saves a share of {ours} of the tokens; the paper's first versions say {saved['paper']}" in PAGE
     sink = next(row for row in figures["fig2"]["rows"] if "importance" in row["what"])
     assert f"gets up to {r[0]:.2f} of a layer's attention, vanilla's {v[0]:.2f}; the difference" in PAGE
     assert f"is known to ± {sink['interval']:.2f}" in PAGE
 
 
 def test_counts():
-    assert f"We trained {len(RUNS)} transformers" in PAGE and f"has all {len(RUNS)} runs" in PAGE
-    assert f"{sum(run['commit'] is None for run in RUNS)} of them, with seed 42, have neither commit nor curve" in PAGE
+    assert f"We trained {len(RUNS)} transformers" in PAGE and f"of all {len(RUNS)} runs" in PAGE
+    lost = sum(run["commit"] is None for run in RUNS)
+    assert f"commit and curve of {len(RUNS) - lost} of them; the other {lost} are of seed 42" in PAGE
     size = max(run["start"]["parameters"] for run in RUNS)
     base = next(run["start"]["parameters"] for run in RUNS if run["start"]["parameters"] // 1000 == 1951)
     per_parameter = [f"{12.288e6 / n:.1f}" for n in (base, size)]
