@@ -18,35 +18,28 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from common.checkpoint import RUN
 from common.data import Corpus
-from common.files import hold, read_record
-from common.jobs import Job, lanes_of, run_jobs
-from common.plan import count_parameters, guess_tokens_per_s
-from common.report import markdown, with_interval
+from common.files import hold
+from common.jobs import Job, lanes_of, run_jobs, train_words
+from common.plan import count_parameters, notes_of, tokens_per_s
+from common.report import markdown, say, with_interval
 from common.runs import made_as, read_run
 from common.statistics import Fit, holm, multiplier
 from configurator import UserError, need, read_config, run, setting
 from plot import align, comparison, growing_means, short_count
 from train import MAY_DIFFER, TrainConfig, settings_of
-from value_modes import get_mode, kv_floats_per_token
+from value_modes import ValueMode, get_mode, kv_floats_per_token
 
 SEEDS = (42, *range(1, 10))
 GROWTHS = 2  # how often a grid may grow by another rate, because its best one is at its edge
-# What decides a schedule: two runs of vanilla that differ in these alone are two points of its loss over tokens.
-OF_SCHEDULE = {"learning_rate", "seed", "max_steps", "eval_every", "warmup_steps"}
 
 
 @dataclass(frozen=True)
 class CompareConfig(TrainConfig):
     """Every setting of compare.py: train.py's, and its own."""
 
-    modes: tuple[str, ...] = setting(
-        (), "modes, or config files that set value_mode", group="Comparison", positional=True, files_with="value_mode"
-    )
-    rates: tuple[float, ...] = setting((), "learning rates, as in 1.5e-3,3e-3; empty = learning_rate alone", most=1e6)
+    modes: tuple[str, ...] = setting((), "names, or files", None, None, "Comparison", True, files_with="value_mode")
+    rates: tuple[float, ...] = setting((), "learning rates, as in 1.5e-3,3e-3; empty = learning_rate alone", most=1e5)
     seeds: int = setting(1, "runs of each mode at its best rate; they differ in weights and batches", least=1, most=10)
     neighbours: bool = setting(False, "all seeds at the rates beside the best one too, which then choose")
     jobs: int = setting(0, "runs at a time; 0 = one for each core, or for each GPU", least=0)
@@ -55,12 +48,12 @@ class CompareConfig(TrainConfig):
     def __post_init__(self):
         object.__setattr__(self, "out_dir", self.out_dir or "out/compare")
         super().__post_init__()
-        if self.value_mode.name != "vanilla" or self.resume != "never":
-            name = "value_mode" if self.resume == "never" else "resume"
-            raise UserError(f"compare.py sets {name}; name modes without --: `python compare.py vanilla svformer`")
+        for name, own in (("value_mode", get_mode("vanilla")), ("resume", "never"), ("init_from", "")):
+            if getattr(self, name) != own:
+                raise UserError(f"leave out {name}, and name modes without --: `python compare.py vanilla svformer`")
         if len(self.words) < 2:
             raise UserError("name two modes or more: `python compare.py vanilla svformer config/tiny.py`")
-        if len(set(self.rates)) < len(self.rates) or min(self.rates, default=1) <= 0:
+        if len({f"{rate:g}" for rate in self.rates}) < len(self.rates) or min(self.rates, default=1) <= 0:
             raise UserError(f"rates={self.rates} must be above 0, each named once")
         object.__setattr__(self, "rates", tuple(sorted(self.rates or (self.learning_rate,))))
 
@@ -70,10 +63,12 @@ class CompareConfig(TrainConfig):
         found = {}
         for word in self.modes:
             values = read_config(word) if word.endswith(".py") else {"value_mode": word}
-            mode, others = get_mode(values.pop("value_mode")), ", ".join(values)
-            if others:
-                remedy = "a mode's file sets value_mode alone; give the rest to all modes, as a flag or another file"
-                raise UserError(f"{word} sets {others}, too, so more than the mode would differ; {remedy}")
+            if not isinstance(value := values.pop("value_mode"), str | ValueMode):
+                raise UserError(f"{word}: value_mode takes a name or a ValueMode, not {value!r:.80}")
+            mode = get_mode(value)
+            if values:
+                remedy = "give settings to all modes, as flags or in another file; name helpers _so"
+                raise UserError(f"{word} sets {', '.join(values)} besides its mode; {remedy}")
             if mode.name in found:
                 raise UserError(f"{word} is {mode.name}, which is there already; name each mode once")
             found[mode.name] = (word if word.endswith(".py") else f"--value_mode={word}"), mode
@@ -116,16 +111,20 @@ def search(known, rates, seeds, neighbours=False):
     missing = [(rate, seed) for rate in tried for seed in seeds if known(rate, seed) is None]
     if missing:
         return missing, None, False
-    best = min(tried, key=lambda rate: sum(known(rate, seed) for seed in seeds))
+
+    def by_mean(rate):  # first by how many diverged
+        finite = [loss for loss in (known(rate, seed) for seed in seeds) if math.isfinite(loss)]
+        return len(seeds) - len(finite), statistics.mean(finite or [0])
+
+    best = min(tried, key=by_mean)
     return [], best, len(rates) > 1 and best in (rates[0], rates[-1])
 
 
 class Study:
     """The runs of a comparison: {(mode, rate, seed): Curves} of those that have ended."""
 
-    def __init__(self, cfg):
-        self.cfg, self.runs = cfg, {}
-        self.corpus = Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify, cfg.bos)
+    def __init__(self, cfg, corpus):
+        self.cfg, self.corpus, self.runs = cfg, corpus, {}
 
     def known(self, mode, rate, seed):
         """The loss of a run, infinite if it diverged, None before its end."""
@@ -136,6 +135,9 @@ class Study:
             if found is None or found.final_loss is None:
                 return None
             self.runs[key] = found
+            dtypes = {run.start["dtype"] for run in self.runs.values()}  # those that dtype=auto has become
+            if len(dtypes) > 1:
+                raise UserError(f"the runs of {self.cfg.out_dir} are in {' and '.join(sorted(dtypes))}; set --dtype")
         return self.runs[key].final_loss
 
     def decisive(self, settings):
@@ -151,36 +153,34 @@ class Study:
         return [self.job(mode, *run) for mode in self.cfg.words for run in self.search(mode)[0]]
 
     def job(self, mode, rate, seed):
-        """The Job of a run: every setting as a flag, and the mode's file, if it has one."""
         settings = self.cfg.of_run(mode, rate, seed)
-        values = {f.name: (getattr(settings, f.name), f.default) for f in dataclasses.fields(settings)}
-        flags = [f"--{name}={value}" for name, (value, default) in values.items() if value not in (default, {})]
-        flags = [flag for flag in flags if not flag.startswith(("--value_mode=", "--verify="))]
-        train = str(Path(__file__).with_name("train.py"))
-        words = (train, self.cfg.words[mode][0], *flags, "--verify=false")  # we have verified the data ourselves
-        folder = Path(settings.out_dir)
-        return Job(words, folder / "train.log", folder, settings.max_steps)
+        folder, words = Path(settings.out_dir), train_words(settings, self.cfg.words[mode][0], "--verify=false")
+        return Job(words, folder / "train.log", folder, settings.max_steps)  # we have verified the data ourselves
 
     def ended(self, job, code, last_words):
         """Say how a run has ended. Raises UserError if it failed otherwise than by diverging."""
         run = read_run(job.folder) if (job.folder / "metrics.jsonl").exists() else None
         if run is None or run.final_loss is None:
             raise UserError(f"{job.folder} failed ({code}): {last_words}; see {job.log}")
-        diverged = f"diverged, so its loss counts as infinite: {last_words}"
-        print(f"{job.folder.name}: {diverged if run.final_loss == math.inf else f'{run.final_loss:.4f}'}", flush=True)
+        loss = f"{run.final_loss:.4f}"
+        if run.final_loss == math.inf:
+            loss = f"diverged, so its loss counts as infinite: {last_words.split(';')[0]}"
+        elif code:
+            loss += f", but its weights may not be saved: {last_words}"
+        say(f"{job.folder.name}: {loss}")
 
     def schedules(self, mode):
-        """[(tokens, loss)] of a mode's other schedules in this folder, at the best rate of each; means over seeds."""
-        losses, cfg = {}, self.cfg
-        mine = self.decisive(cfg.of_run(mode, cfg.rates[0], cfg.seed))
-        for path in Path(cfg.out_dir).glob(f"{mode}-*/config.json"):
-            made, run = read_record(path, RUN), read_run(path.parent)
-            differ = {name for name in mine if made.get(name) != mine[name]}
-            if "max_steps" in differ and differ <= OF_SCHEDULE and run.final_loss not in (None, math.inf):
-                key = made["max_steps"] * made["batch_tokens"], made["learning_rate"]
-                losses.setdefault(key, []).append(run.final_loss)
-        means = sorted((tokens, statistics.mean(found)) for (tokens, _), found in losses.items())
-        return list({tokens: loss for tokens, loss in reversed(means)}.items())
+        """[(tokens, loss)] of a mode at other lengths that this command has finished here; means over seeds."""
+        points, cfg = [], self.cfg
+        lengths = {path.name.removeprefix(f"{mode}-").partition("-")[0] for path in Path(cfg.out_dir).glob(f"{mode}-*")}
+        for steps in map(int, filter(str.isdecimal, lengths - {str(cfg.max_steps)})):
+            with contextlib.suppress(UserError):  # of other settings or other code
+                other = Study(dataclasses.replace(cfg, max_steps=steps), self.corpus)
+                missing, rate, _ = other.search(mode)
+                loss = math.inf if missing else statistics.mean(other.known(mode, rate, seed) for seed in cfg.all_seeds)
+                if math.isfinite(loss):
+                    points.append((steps * cfg.batch_tokens, loss))
+        return points
 
 
 # -- the answer
@@ -194,25 +194,30 @@ class Answer:
     rate: float
     is_edge: bool  # a better rate may lie beyond the grid
     losses: dict  # {seed: validation loss}; empty if the mode diverged at every rate
-    gap: float = 0.0  # minus the base's loss
+    gap: float | None = 0.0  # minus the base's loss; None without a common seed
     interval: float | None = None  # half of 95 %
     p: float | None = None  # after Holm's correction
     n_diverged: int = 0  # of its seeds
     tokens: tuple = ()  # how many times its tokens the base needs for this loss: (least, most), or empty
 
-    def sentence(self, base, n_tokens):
+    def sentence(self, base, cfg):
         """The answer in words."""
-        side = "below" if self.gap < 0 else "above"
         if not self.losses:
-            return f"{self.mode} diverged at every rate down to {self.rate:g}."
-        if self.interval is None:
-            least = 0.1 if n_tokens < 5e6 else 0.03  # by so much seeds of our small models were off
+            return f"{self.mode} diverged at every rate down to {self.rate:g}: name lower --rates."
+        if self.mode == base:
+            words = "is what the others are compared with"
+        elif self.gap is None:
+            return f"{self.mode} and {base} have no seed in common that did not diverge."
+        elif self.interval is None:
+            least = 0.1 if cfg.max_steps * cfg.batch_tokens < 5e6 else 0.03  # what seeds of our small models were off
+            side = "below" if self.gap < 0 else "above"
             words = f"ends {abs(self.gap):.3f} nats {side} {base}; one seed says nothing below {least}: add --seeds=3"
         elif self.p > 0.05:
-            words = f"cannot be told apart from {base} at ± {self.interval:.3f} nats ({self.gap:+.3f})"
+            gap = with_interval(self.gap, self.interval, sign=True)
+            words = f"cannot be told apart from {base}: {gap} nats, p = {self.p:.2g}"
         else:
-            how = "better" if self.gap < 0 else "worse"
-            words = f"is {how} than {base} by {with_interval(abs(self.gap), self.interval)} nats"
+            gap, how = with_interval(abs(self.gap), self.interval), "better" if self.gap < 0 else "worse"
+            words = f"is {how} than {base} by {gap} nats"
         if self.tokens:
             words += "; {} needs {:.2f} to {:.2f} times its tokens for that loss".format(base, *self.tokens)
         if self.is_edge:
@@ -232,10 +237,10 @@ def answers(study):
             cells.setdefault((mode, rate), {})[seed] = curves.final_loss
     base = modes[0], best[modes[0]][0]
     if base not in cells:
-        raise UserError(f"{base[0]} diverged at every rate down to {base[1]:g}, so there is nothing to compare with")
-    there = [mode for mode in modes if (mode, best[mode][0]) in cells]
+        raise UserError(f"{base[0]} diverged at every rate down to {base[1]:g}, name lower --rates")
     fit = Fit({cell: cells[cell] for cell in cells if len(cells[cell]) > 1 or cell[1] == best[cell[0]][0]})
-    found = {mode: fit.contrast({(mode, best[mode][0]): 1, base: -1}) for mode in there[1:]}
+    pairs = {mode: {(mode, best[mode][0]): 1, base: -1} for mode in modes[1:] if (mode, best[mode][0]) in cells}
+    found = {mode: fit.contrast(weights) for mode, weights in pairs.items()}
     ps = holm({mode: p for mode, (*_, p) in found.items() if p is not None})
     # vanilla's nearest longer schedule, else the nearest shorter one, from which we have to guess how the curve goes on
     own, level = study.cfg.max_steps * study.cfg.batch_tokens, statistics.mean(cells[base].values())
@@ -244,29 +249,27 @@ def answers(study):
     error = (fit.noise or 0) / math.sqrt(len(seeds))
     answer = []
     for mode in modes:
-        rate, is_edge = best[mode]
-        losses, tokens = cells.get((mode, rate), {}), ()
+        losses, tokens = cells.get((mode, best[mode][0]), {}), ()
         gap, interval, _ = found.get(mode, (0.0, None, None))
-        if others and mode in found:
+        if others and interval is not None:
             tokens = multiplier(level + gap, (own, level), others[0], error)
-        n_diverged = len(seeds) - len(losses)
-        answer.append(Answer(mode, rate, is_edge, losses, gap, interval, ps.get(mode), n_diverged, tokens))
+        answer.append(Answer(mode, *best[mode], losses, gap, interval, ps.get(mode), len(seeds) - len(losses), tokens))
     return answer
 
 
 def report(study, answer):
     """Print the table, a sentence for each mode, and what a reader must know of all."""
     base, cfg, rows = answer[0].mode, study.cfg, []
-    n_tokens = cfg.max_steps * cfg.batch_tokens
     for a in answer:
         shape = cfg.of_run(a.mode, a.rate, cfg.seed).model_config(study.corpus.tokenizer.n_vocab)
         loss = f"{statistics.mean(a.losses.values()):.4f}" if a.losses else "diverged"
-        gap = with_interval(a.gap, a.interval, sign=True) if a.losses and a.mode != base else "-"
+        gap = "-" if a.mode == base or not a.losses or a.gap is None else with_interval(a.gap, a.interval, sign=True)
         cells = ["-" if a.p is None else f"{a.p:.2g}", "{:.2f} to {:.2f}".format(*a.tokens) if a.tokens else "-"]
         cells += [f"{count_parameters(shape):,}", f"{2 * kv_floats_per_token(shape):,}", f"{len(a.losses)}"]
         rows.append([a.mode, f"{a.rate:g}{' (edge)' * a.is_edge}", loss, gap, *cells])
     header = ["mode", "rate", "val loss", f"vs {base}", "Holm's p", "× tokens", "parameters", "KV bytes/token", "seeds"]
-    print(markdown(header, rows), *(a.sentence(base, n_tokens) for a in answer[1:]), sep="\n")
+    says = [a.sentence(base, cfg) for a in answer if a.mode != base or a.is_edge or a.n_diverged]
+    print(markdown(header, rows), *says, sep="\n")
     if len(cfg.rates) == 1:
         print(f"One rate, {cfg.rates[0]:g}, favours the mode that it suits: name several --rates to be fair.")
     if cfg.seeds > 1:
@@ -280,18 +283,15 @@ def picture(study, answer):
     base, cfg, curves, effects = answer[0], study.cfg, {}, []
     for a in answer:
         steps = [study.runs[a.mode, a.rate, seed].steps for seed in a.losses]
-        if steps:
+        if steps and a.gap is not None:
             tokens, means = growing_means(*align([(of["tokens"], of["loss"]) for of in steps]))
             curves[a.mode] = a.mode, tokens, means.mean(axis=0)
             seeds = [a.losses[seed] - base.losses[seed] for seed in a.losses.keys() & base.losses]
-            effects.append((a.mode, a.mode, a.gap, a.interval, seeds))
+            effects.append((a.mode, a.mode, a.gap, a.interval, seeds, a.p is None or a.p <= 0.05))
     rate = "each at its best rate" if len(cfg.rates) > 1 else f"rate {cfg.rates[0]:g}"
-    seeds = f"{cfg.seeds} seeds (ticks), 95 % intervals with one pooled error" if cfg.seeds > 1 else "one seed"
+    seeds = f"{cfg.seeds} seeds (ticks), 95 % intervals" if cfg.seeds > 1 else "one seed"
     title = f"{short_count(cfg.max_steps * cfg.batch_tokens)} tokens, {rate}\n{seeds}"
     comparison(Path(cfg.out_dir, "compare.png"), effects[1:], curves, title, base.mode)
-
-
-# -- the command
 
 
 def runs_to_come(study, taste):
@@ -311,32 +311,33 @@ def runs_to_come(study, taste):
 def plan(study, lanes):
     """Lines that say the procedure, and how many runs, tokens and hours it takes from here."""
     cfg, rates = study.cfg, ", ".join(f"{rate:g}" for rate in study.cfg.rates)
+    yield from notes_of(cfg, study.corpus, 1)
     yield f"{len(cfg.words)} modes on the same batches: {', '.join(cfg.words)}"
     if len(cfg.rates) > 1:
         yield f"rates: {rates} with seed {cfg.seed}; up to {GROWTHS} more where the best is at the edge"
     else:
         yield f"rate: {rates}, which nobody tunes"
-    beside = " and at those beside it, which then choose" if cfg.neighbours else ""
+    beside = " and at those beside it, which then choose" if cfg.neighbours and len(cfg.rates) > 1 else ""
     yield f"seeds: {', '.join(map(str, cfg.all_seeds))} at the best rate of each mode{beside}"
-    middle, tokens = cfg.rates[len(cfg.rates) // 2], cfg.max_steps * cfg.batch_tokens
-    counts = runs_to_come(study, lambda rate: 1 + abs(math.log(rate / middle))), runs_to_come(study, lambda rate: rate)
-    amounts = [f"{n} runs, {short_count(n * tokens)} tokens" for n in counts]
-    if cfg.dry_run and counts[1]:
-        measured = [curves.steps["tokens_per_s"] for curves in study.runs.values()]
-        speed = np.median(np.concatenate(measured)) if measured else guess_tokens_per_s(cfg, study.corpus)
-        hours = [n * tokens / speed / 3600 / len(lanes) for n in counts]
-        amounts = [f"{n}, about {h:.1f} hours" for n, h in zip(amounts, hours, strict=True)]
-    most = f" (at most {amounts[1]})" if counts[1] > counts[0] else ""
-    yield f"to come: {amounts[0]}{most}, {len(lanes)} at a time"
+    tokens, best = cfg.max_steps * cfg.batch_tokens, [cfg.rates[0] / 8, *cfg.rates, cfg.rates[-1] * 8]
+    counts = sorted(runs_to_come(study, lambda rate, at=at: 1 + abs(math.log(rate / at))) for at in best)
+    speed = tokens_per_s(cfg, study.corpus, list(study.runs.values())) if cfg.dry_run else None
+
+    def amount(n):
+        hours = f", about {n * tokens / speed / 3600 / len(lanes):.1f} hours" if speed else ""
+        return f"{n} runs, {short_count(n * tokens)} tokens{hours}"
+
+    most = f" (at most {amount(counts[-1])})" if counts[-1] > counts[0] else ""
+    yield f"to come: {amount(counts[0])}{most}, {len(lanes)} at a time"
 
 
 def main(cfg: CompareConfig):
     need("matplotlib")  # before hours of training
     for mode in cfg.words:
         cfg.of_run(mode, cfg.rates[0], cfg.seed)  # an impossible shape is refused here
-    lanes = lanes_of(cfg.device, cfg.jobs, len(cfg.words) * len(cfg.rates))
+    lanes = lanes_of(cfg.device, cfg.jobs, len(cfg.words) * max(len(cfg.rates), cfg.seeds))
     with contextlib.nullcontext() if cfg.dry_run else hold(cfg.out_dir):
-        study = Study(cfg)
+        study = Study(cfg, Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify, cfg.bos))
         print(*plan(study, lanes), sep="\n", flush=True)
         if not cfg.dry_run:
             run_jobs(study.wanted, study.ended, lanes)

@@ -120,7 +120,7 @@ def read_config(path):
         found = runpy.run_path(path)
     except (Exception, SystemExit) as e:  # it is the user's code, so it may raise anything
         raise UserError(f"{path}: {type(e).__name__}: {e}") from None
-    is_code = (types.ModuleType, type, types.FunctionType)
+    is_code = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
     return {name: value for name, value in found.items() if name[0] != "_" and not isinstance(value, is_code)}
 
 

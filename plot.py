@@ -225,12 +225,12 @@ def forest(ax, rows, base="vanilla"):
 def comparison(path, effects, curves, title, base="vanilla"):
     """The picture of a comparison. Left: each mode's loss minus the base's, the best on top. Right: losses over tokens.
 
-    effects: [(label, mode, gap, half of its 95 % interval or None, [gap of each seed])]; curves: {label: (mode, tokens,
-    losses)}. What cannot be told apart from the base is grey.
+    effects: [(label, mode, gap, half of its 95 % interval or None, [gap of each seed], whether it differs from the
+    base; if not it is grey)]; curves: {label: (mode, tokens, losses)}.
     """
     rows = []
-    for label, mode, gap, interval, seeds in sorted(effects, key=lambda row: -row[2]):
-        color = "0.5" if interval and abs(gap) < interval else style_of(mode)["color"]
+    for label, mode, gap, interval, seeds, differs in sorted(effects, key=lambda row: -row[2]):
+        color = style_of(mode)["color"] if differs else "0.5"
         rows.append((label, color, "o", gap, interval, seeds, ""))
     with page(path, (9.6, max(3.2, 1.3 + 0.3 * len(rows)))) as fig:
         left, right = fig.subplots(1, 2, width_ratios=(1.15, 1))

@@ -1,6 +1,7 @@
 """Commands of this Python side by side, one on each GPU or core: what compare.py and paper/ start runs with."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from common.ranks import refuse_ranks
 from common.report import progress
 
 
@@ -25,8 +27,17 @@ class Job:
     steps: int = 0  # of that run
 
 
+def train_words(settings, *others):
+    """The words of train.py that set what a TrainConfig has beside the defaults, and `others`."""
+    values = {f.name: (getattr(settings, f.name), f.default) for f in dataclasses.fields(settings)}
+    flags = [f"--{name}={value}" for name, (value, default) in values.items() if value not in (default, {})]
+    flags = [flag for flag in flags if not flag.startswith("--value_mode=")]
+    return (str(Path(__file__).parent.with_name("train.py")), *flags, *others)
+
+
 def lanes_of(device, jobs, n_runs):
     """The environment of each job that runs at the same time: a GPU of its own, or its share of the cores."""
+    refuse_ranks()
     if device in ("auto", "cuda") and torch.cuda.is_available():
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus.split(",")[: jobs or None]]
@@ -45,10 +56,10 @@ def steps_done(folder):
     return 0
 
 
-def last_words(log):
-    """The last error in the output of a job, else its last line."""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines[-20:] if line.startswith("error: ")]
+def last_words(log, begin):
+    """The last error in the output of a job from byte `begin` on, else its last line."""
+    lines = [line for line in log.read_bytes()[begin:].decode(errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (errors or lines or ["nothing was said"])[-1]
 
 
@@ -59,10 +70,10 @@ def run_jobs(wanted, ended, lanes):
     ended: function (job, exit code, its last words). If it raises, or at Ctrl-C or a kill, all others are
     stopped by SIGTERM, at which train.py saves.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, signal.default_int_handler)  # as at Ctrl-C
-    running, seen = {}, {}  # {lane: (job, process)}, {log: job}
+    running, seen = {}, {}  # {lane: (job, process, where its output begins)}, {log: job}
     bar = progress("training", 0, "step")
     try:
         while True:
@@ -73,25 +84,25 @@ def run_jobs(wanted, ended, lanes):
                 with open(job.log, "a", encoding="utf-8") as out:  # a session of its own, so that Ctrl-C is ours alone
                     how = {"stdout": out, "stderr": out, "start_new_session": True, "stdin": subprocess.DEVNULL}
                     process = subprocess.Popen([sys.executable, *job.words], env={**os.environ, **lanes[lane]}, **how)
-                running[lane], seen[job.log] = (job, process), job
+                    running[lane], seen[job.log] = (job, process, out.tell()), job
             if not running:
                 return
             # until one ends, show how far all of them are
             known = {job.log: job for job in todo} | seen
             bar.total = sum(job.steps for job in known.values())
-            while all(process.poll() is None for _, process in running.values()):
-                left = sum(job.steps - steps_done(job.folder) for job, _ in running.values() if job.steps)
+            while all(process.poll() is None for _, process, _ in running.values()):
+                left = sum(job.steps - steps_done(job.folder) for job, *_ in running.values() if job.steps)
                 waiting = sum(job.steps for log, job in known.items() if log not in seen)
                 bar.update(bar.total - waiting - left - bar.n)
                 time.sleep(0.5)
-            for lane, (job, process) in list(running.items()):
+            for lane, (job, process, begin) in list(running.items()):
                 if process.poll() is not None:
                     del running[lane]
                     bar.clear()  # what `ended` prints shall not stand behind it
-                    ended(job, process.returncode, last_words(job.log))
+                    ended(job, process.returncode, last_words(job.log, begin))
     finally:
         bar.close()
-        for _, process in running.values():
+        for _, process, _ in running.values():
             process.terminate()
-        for _, process in running.values():
+        for _, process, _ in running.values():
             process.wait()

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -111,6 +112,13 @@ def notes_of(cfg, corpus, n_ranks):
         yield f"note: {steps}, so the rate never reaches its peak; set --warmup_steps"
     if cfg.shard != "none" and n_ranks == 1:
         yield f"shard={cfg.shard} has one rank to divide the model among; continuing without it"
+
+
+def tokens_per_s(cfg, corpus, runs):
+    """Tokens per second of training with these settings of train.py: the median of Curves, else a guess."""
+    if runs:
+        return float(np.median(np.concatenate([curves.steps["tokens_per_s"] for curves in runs])))
+    return guess_tokens_per_s(cfg, corpus)
 
 
 def guess_tokens_per_s(cfg, corpus):

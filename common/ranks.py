@@ -127,10 +127,14 @@ def enough_memory(remedy):
         raise UserError(f"another rank has ended or cannot be reached; {way_out}") from None
 
 
-def only_process(device, fixed_lengths=False):
-    """The Distributed of a command that runs in one process; raises UserError under torchrun."""
+def refuse_ranks():
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UserError("this command runs in one process; start it without torchrun, or unset WORLD_SIZE")
+
+
+def only_process(device, fixed_lengths=False):
+    """The Distributed of a command that runs in one process; raises UserError under torchrun."""
+    refuse_ranks()
     return Distributed(device, fixed_lengths)
 
 

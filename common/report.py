@@ -78,6 +78,14 @@ def progress(name, total, unit, show=True):
     return tqdm(total=total, mininterval=interval, delay=interval, **look)
 
 
+def say(text):
+    """Print a line. If the terminal, or `| tee`, is gone, the work goes on without, because files have all numbers."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Metrics:
     """metrics.jsonl of a run, wandb if asked for, and the lines on the screen. Only rank 0 writes.
 
@@ -121,12 +129,8 @@ class Metrics:
             self.tried(lambda: self.wandb.log(record, step=record["step"]))
 
     def say(self, text):
-        if not self.is_main:
-            return
-        try:
-            print(text, flush=True)
-        except OSError:  # the terminal, or `| tee`, is gone. The run goes on: metrics.jsonl has all numbers
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if self.is_main:
+            say(text)
 
     def step(self, record):
         """Record a step, and say so now and then."""

@@ -41,6 +41,19 @@ def read_run(folder):
         return Curves(events["start"], steps, val, evaluation, math.inf if events["diverged"] else final)
 
 
+def differences(made, wanted, of=""):
+    """`name=value instead of value` for each setting that was made otherwise, and for each field of a value_mode."""
+    what = []
+    for name in wanted:
+        pair = made.get(name), wanted[name]
+        one, two = (dict(enumerate(value)) if isinstance(value, list) else value for value in pair)
+        if isinstance(one, dict) and isinstance(two, dict) and one.keys() == two.keys():
+            what += differences(one, two, f"{of}{name}.")
+        elif one != two:
+            what.append("{}={:.60} instead of {:.60}".format(f"{of}{name}", *map(str, pair)))
+    return what
+
+
 def made_as(wanted, folder):
     """The Curves of the run in a folder, None if there is none. wanted: what its config.json must have.
 
@@ -49,11 +62,14 @@ def made_as(wanted, folder):
     if not Path(folder, "config.json").exists():
         return None
     made, found = read_record(Path(folder, "config.json"), RUN), read_run(folder)
-    differ = [name for name in wanted if made.get(name) != wanted[name]]
-    what = [f"{name}={str(made.get(name))[:60]} instead of {str(wanted[name])[:60]}" for name in differ]
-    for start in found.starts:  # a run that went on with other code is of neither
+    what = differences(made, wanted)
+    for start in found.starts:  # a run that went on with other settings or other code is of neither
+        then = {name: value for name, value in start.items() if name not in ("dtype", "value_mode")}  # as they came out
+        what += differences(made | then, wanted)
         code = start.get("code", {})
         what += [f"another {name}" for name, digest in code_of_results().items() if code.get(name) != digest]
+    if found.starts and found.starts[0]["step"]:
+        what.append(f"the first {found.starts[0]['step']} steps of another run")
     if what:
         raise UserError(f"{folder} was made with {what[0]}; remove it, or set another --out_dir")
     return found

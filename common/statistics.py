@@ -61,13 +61,18 @@ class Fit:
         self.inverse = np.linalg.pinv(design.T @ design)
         self.values = self.inverse @ design.T @ y
         self.df = len(y) - np.linalg.matrix_rank(design)
-        self.noise = math.sqrt(((y - design @ self.values) ** 2).sum() / self.df) if self.df else None
+        self.design, rest = design, y - design @ self.values
+        # equal losses leave rounding, which is no noise
+        self.noise = max(math.sqrt((rest**2).sum() / self.df), 1e-9 * abs(y).max()) if self.df else None
 
     def contrast(self, weights):
-        """(value, half of its 95 % interval, p) of a sum {cell: weight}; the last two are None if there is no noise."""
+        """(value, half of its 95 % interval, p) of a sum {cell: weight}. The last two are None where nothing is left to
+        know the noise from, all three where no seeds connect the cells."""
         c = np.zeros(len(self.values))
         for cell, weight in weights.items():
             c[self.cells.index(cell)] += weight
+        if not np.allclose(c @ self.inverse @ self.design.T @ self.design, c):
+            return None, None, None
         value = float(c @ self.values)
         if not self.df:
             return value, None, None

@@ -17,7 +17,7 @@ import train
 from common.files import hold, record_line, write_record
 from common.jobs import steps_done
 from common.ranks import code_of_results
-from common.runs import read_run
+from common.runs import differences, read_run
 from compare import search
 from configurator import load_settings
 from train import settings_of
@@ -115,7 +115,8 @@ def make_run(cfg, loss, **changed):
     corpus = compare.Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, False, cfg.bos)
     folder, config = Path(cfg.out_dir), settings_of(cfg, corpus, None)[0]
     write_record(folder / "config.json", "train.py's settings", config)
-    start = {"event": "start", "step": 0, "code": code_of_results(), "max_steps": cfg.max_steps} | changed
+    start = {"event": "start", "step": 0, "code": code_of_results(), "dtype": "float32"}
+    start |= {"max_steps": cfg.max_steps, "definition": config["value_mode"]} | changed
     records = [start]
     for step in range(1, 1 + cfg.max_steps):
         records.append({"step": step, "loss": 3.0 - 0.01 * step, "tokens": step * 128, "tokens_per_s": 100.0})
@@ -162,9 +163,9 @@ def test_a_fair_comparison(data, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_told_apart(data, tmp_path, monkeypatch):
-    trainer(lambda mode, rate, seed: 2.5 + 0.03 * ((hash((mode, seed)) % 7) - 3), monkeypatch)
+    trainer(lambda mode, rate, seed: 2.5 + 0.03 * (len(mode) * (seed + 3) % 7 - 3), monkeypatch)
     said = in_process(compare, *words_of(data, tmp_path, "resformer", "vanilla", seeds=3)).stdout
-    assert re.search(r"resformer cannot be told apart from vanilla at ± 0\.\d{3} nats \([+-]0\.\d{3}\)\.", said)
+    assert re.search(r"resformer cannot be told apart from vanilla: [+-]0\.\d+ ± 0\.\d+ nats, p = [\d.]+\.", said)
 
 
 def test_one_seed_says_what_it_cannot_say(data, tmp_path, monkeypatch):
@@ -181,7 +182,8 @@ def test_a_mode_that_diverges_has_an_infinite_loss(data, tmp_path, monkeypatch):
     said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", "resformer", rates="3e-3,6e-3")).stdout
     assert "svformer-12-0.003-42: diverged, so its loss counts as infinite: step 3: the loss is nan" in said
     assert (
-        "svformer diverged at every rate down to 0.00075." in said and table(said)["svformer"]["val loss"] == "diverged"
+        "svformer diverged at every rate down to 0.00075: name lower --rates." in said
+        and table(said)["svformer"]["val loss"] == "diverged"
     )
     assert "resformer ends" in said
 
@@ -195,12 +197,11 @@ def test_one_seed_that_diverges_is_said(data, tmp_path, monkeypatch):
 def test_tokens_are_counted_by_vanillas_other_length(data, tmp_path, monkeypatch):
     trainer(losses, monkeypatch)
     words = words_of(data, tmp_path, "vanilla", "resformer_lambda", seeds=3)
-    assert (
-        "× tokens needs vanilla at another length: run this with --max_steps=24" in in_process(compare, *words).stdout
-    )
-    corpus_free = load_settings(compare.CompareConfig, words_of(data, tmp_path, "vanilla", "svformer", max_steps=48))
-    make_run(corpus_free.of_run("vanilla", 3e-3, 42), 2.3)
-    make_run(corpus_free.of_run("vanilla", 6e-3, 42), 2.7)  # not vanilla's best rate at that length
+    assert "this with --max_steps=24," in in_process(compare, *words).stdout
+    make_run(of_run(data, tmp_path, max_steps=48), 2.3)  # one of its seeds alone
+    assert "× tokens needs vanilla" in in_process(compare, *words).stdout
+    for seed in (1, 2):
+        make_run(of_run(data, tmp_path, seed=seed, max_steps=48), 2.3)
     said = in_process(compare, *words).stdout
     least, most = map(float, table(said)["resformer_lambda"]["× tokens"].split(" to "))
     # vanilla's 2.5067 falls to 2.3 in 4 x the tokens: a straight line over ln D reaches 2.4067 at 1.96 x
@@ -223,16 +224,17 @@ def test_the_last_start_of_a_resumed_run_counts(data, tmp_path):
     assert read_run(folder).final_loss == 1.5 and read_run(folder).steps["step"].tolist() == list(range(1, 21))
 
 
-def of_run(data, out, **kw):
-    return load_settings(compare.CompareConfig, words_of(data, out, "vanilla", "svformer", **kw)).of_run(
-        "vanilla", 3e-3, 42
-    )
+def of_run(data, out, seed=42, **kw):
+    words = words_of(data, out, "vanilla", "svformer", **kw)
+    return load_settings(compare.CompareConfig, list(map(str, words))).of_run("vanilla", 3e-3, seed)
 
 
 @pytest.mark.parametrize("says,setting,start", [
     ("was made with n_embd=64 instead of 32; remove it, or set another --out_dir", {"n_embd": 64}, {}),
     ("was made with another model.py", {}, {"code": code_of_results() | {"model.py": "0"}}),
     ("was made with another model.py", {}, {"code": {}}),
+    ("was made with weight_decay=0.5 instead of 0.1", {}, {"weight_decay": 0.5}),  # and resumed with 0.1
+    ("was made with the first 6 steps of another run", {}, {"step": 6}),
 ])  # fmt: skip
 def test_a_run_of_other_settings_or_code_is_refused(says, setting, start, data, tmp_path):
     run = of_run(data, tmp_path, **setting)
@@ -258,10 +260,35 @@ def test_other_data_is_refused(data, tmp_path):
     )
 
 
+def test_a_mode_that_changed_is_named_by_its_field():
+    made, wanted = ({"mode": {"residuals": [{"lam": [1, x], "of": "v"}]}, "n": 1} for x in (3, 2))
+    assert differences(made, wanted) == ["mode.residuals.0.lam.1=3 instead of 2"]
+    assert differences({"n": [1]}, {"n": [1, 2]}) == ["n=[1] instead of [1, 2]"] and not differences(made, made)
+
+
+def test_runs_in_two_precisions_are_not_compared(data, tmp_path, monkeypatch):
+    make_run(of_run(data, tmp_path, dtype="auto"), 2.0, dtype="bfloat16")
+    trainer(losses, monkeypatch)
+    refused(
+        in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", dtype="auto")),
+        "are in bfloat16 and float32; set --dtype",
+    )
+
+
+def test_modes_without_a_common_seed_have_no_difference(data, tmp_path, monkeypatch):
+    trainer(lambda mode, _, seed: math.inf if (mode == "vanilla") == (seed == 42) else 2.0, monkeypatch)
+    said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", seeds=3)).stdout
+    assert "svformer and vanilla have no seed in common that did not diverge." in said
+    assert table(said)["svformer"]["vs vanilla"] == "-"
+    assert "vanilla is what the others are compared with; with 1 of its seeds it diverged." in said
+
+
 @pytest.mark.parametrize("words,says", [
     (["vanilla"], "name two modes or more"),
-    (["vanilla", "svformer", "--value_mode=resformer"], "compare.py sets value_mode; name modes without --"),
-    (["vanilla", "svformer", "--resume=auto"], "compare.py sets resume"),
+    (["vanilla", "svformer", "--value_mode=resformer"], "leave out value_mode, and name modes without --"),
+    (["vanilla", "svformer", "--resume=auto"], "leave out resume"),
+    (["vanilla", "svformer", "--init_from=x"], "leave out init_from"),
+    (["vanilla", "svformer", "--rates=1e-3,1.0000000001e-3"], "each named once"),
     (["vanilla", "svformr"], "unknown value_mode 'svformr'; did you mean 'svformer'?"),
     (["vanilla", "vanilla"], "vanilla is vanilla, which is there already; name each mode once"),
     (["vanilla", "svformer", "--rates=1e-3,1e-3"], "must be above 0, each named once"),
@@ -276,7 +303,7 @@ def test_what_is_refused(words, says, data, tmp_path):
 def test_modes_differ_in_the_mode_alone(data, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("value_mode = 'svformer'\nblock_size = 8\ndata_dir = 'elsewhere'\n")
-    says = "mine.py sets block_size, data_dir, too, so more than the mode would differ; a mode's file sets"
+    says = "mine.py sets block_size, data_dir besides its mode; give settings to all modes"
     refused(in_process(compare, *words_of(data, tmp_path / "out", "vanilla", mine)), says)
 
 

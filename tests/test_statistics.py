@@ -67,6 +67,21 @@ def test_one_seed_has_no_interval():
     assert value == pytest.approx(0.5) and half is None and p is None
 
 
+def test_cells_without_a_common_seed_have_no_difference():
+    fit = Fit({"a": {1: 2.0, 2: 2.1}, "b": {3: 1.0}, "c": {1: 2.5, 2: 2.4}})
+    assert fit.contrast({"b": 1, "a": -1}) == (None, None, None)
+    assert fit.contrast({"c": 1, "a": -1})[0] == pytest.approx(0.4)
+    linked = Fit({"a": {1: 2.0}, "b": {2: 1.0}, "c": {1: 2.5, 2: 1.7}})  # seed 2 is 0.8 lower
+    assert linked.contrast({"b": 1, "a": -1})[0] == pytest.approx(-0.2)
+
+
+@pytest.mark.parametrize("n", [2, 5, 10])
+def test_a_mode_that_changes_nothing_does_not_differ(n):
+    losses = {seed: 3 + 0.1 * math.sin(seed) for seed in range(n)}
+    gap, _, p = Fit({"a": losses, "b": dict(losses)}).contrast({"a": 1, "b": -1})
+    assert abs(gap) < 1e-9 and p > 0.9
+
+
 def test_holm():
     multitest = pytest.importorskip("statsmodels.stats.multitest")
     ps = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.6, "e": 1e-7}
