@@ -20,8 +20,8 @@ from pathlib import Path
 
 from common.data import Corpus
 from common.files import hold
-from common.jobs import Job, lanes_of, run_jobs, train_words
-from common.plan import count_parameters, notes_of, tokens_per_s
+from common.jobs import Job, lanes_of, run_jobs, tokens_per_s, train_words
+from common.plan import count_parameters, notes_of
 from common.report import markdown, say, with_interval
 from common.runs import made_as, read_run
 from common.statistics import Fit, holm, multiplier

@@ -4,11 +4,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import nn
 
-from common.ranks import clock, need_flash_attn, only_process, pick_dtype
 from common.report import markdown
 from configurator import setting
 from model import GPT, MixingWeights
@@ -112,31 +110,6 @@ def notes_of(cfg, corpus, n_ranks):
         yield f"note: {steps}, so the rate never reaches its peak; set --warmup_steps"
     if cfg.shard != "none" and n_ranks == 1:
         yield f"shard={cfg.shard} has one rank to divide the model among; continuing without it"
-
-
-def tokens_per_s(cfg, corpus, runs):
-    """Tokens per second of training with these settings of train.py: the median of Curves, else a guess."""
-    if runs:
-        return float(np.median(np.concatenate([curves.steps["tokens_per_s"] for curves in runs])))
-    return guess_tokens_per_s(cfg, corpus)
-
-
-def guess_tokens_per_s(cfg, corpus):
-    """Tokens per second of training with these settings of train.py, from a forward and a backward pass of vanilla."""
-    world = only_process(cfg.device, fixed_lengths=True)
-    dtype = pick_dtype(cfg.dtype, world.kind)
-    if cfg.attn == "flash":
-        need_flash_attn(world.kind, dtype)
-    model = GPT(cfg.model_config(corpus.tokenizer.n_vocab), attn=cfg.attn).to(world.device)
-    n = cfg.split_batch(1)[0] if world.kind == "cuda" else max(1, 2048 // cfg.block_size)
-    x, y = world.to_device(corpus.batch(0, n, 0, n))
-    for _ in range(3):  # the last one counts
-        began = clock(world.device)
-        with torch.autocast(world.kind, dtype, enabled=dtype != torch.float32):
-            loss = model(x, y)[1]
-        loss.backward()
-        seconds = clock(world.device) - began
-    return x.numel() / seconds
 
 
 def mode_table(cfg):
