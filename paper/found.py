@@ -19,15 +19,11 @@ from common.runs import made_as
 from common.statistics import Fit, t_95
 from configurator import UserError
 from eval import read_results
-from paper.runs import CONTROL, INSPECTED, Job
+from paper.runs import INSPECTED, LABELS, Job
 from train import ENVIRONMENT, MAY_DIFFER
 
 RECORD = "a run's record"
 START = ("value_mode", "data", "device", "dtype", "seed", "parameters", "block_size", "max_steps", "kv_bytes_per_token")
-
-
-class NotMade(Exception):
-    """The scale does not make this run, or not with this seed, or nobody scored it."""
 
 
 # -- records
@@ -83,11 +79,6 @@ def write_kept(path, kept):
     write_text(path, "".join(record_line(RECORD, kept[name]) for name in sorted(kept)))
 
 
-def last_loss(record):
-    """The validation loss at the end of a run."""
-    return record["val"][str(record["start"]["max_steps"])]
-
-
 def scores(folder):
     """{task: what eval.py found of it} of the last checkpoint in a run's folder; empty if nothing is scored."""
     checkpoints = read_results(folder).values()
@@ -110,9 +101,6 @@ class Found:
         self.repeats, self.root, self.errors = repeats or {}, Path(root), errors or {}
 
     def name(self, job, seed):
-        """The name of a run."""
-        if not self.scale.has(job) or seed not in self.seeds(job):
-            raise NotMade(f"this scale does not make {job} with seed {seed}")
         return f"{self.scale.here(job).name}-{seed}"
 
     def record(self, job, seed):
@@ -159,68 +147,63 @@ class Found:
         return [int(step) * record["step_tokens"] for step in record["val"]], list(record["val"].values())
 
     def loss(self, job, seed):
-        return last_loss(self.record(job, seed))
+        """The validation loss at the end of a run."""
+        return self.validation(job, seed)[1][-1]
 
     def losses(self, job):
-        """The validation loss at the end of a Job's run with each of its seeds."""
         return [self.loss(job, seed) for seed in self.seeds(job)]
 
-    def mean_of_repeats(self, job, seed):
-        """The mean loss of a run and of those that repeat it."""
-        name = self.name(job, seed)
-        again = [last_loss(self.repeats[name])] if name in self.repeats else []
-        return np.mean([self.loss(job, seed), *again])
-
-    # differences of losses
-
-    def is_main(self, job):
-        """Whether a Job has the noise that most have: not the smallest models, nor rates that are neither its mode's
-        own nor vanilla's."""
-        own = [self.scale.here(replace(job, mode=mode, lr=None)).lr for mode in (job.mode, "vanilla")]
-        return job.size != "2M" and job.lr in own
-
     def fit(self, jobs):
-        """The Fit that says how noisy differences of Jobs are: of all Jobs with several seeds that have the noise of
-        most, or, if these have not, of those with their settings and rates. Seeds shift all runs of a setting alike."""
+        """The Fit that says how noisy differences of Jobs are. Most share one noise: all Jobs with several seeds but
+        the smallest models, at their mode's own rate or vanilla's. If one of `jobs` is not of these, it is the noise of
+        those with their settings and rates. Seeds shift all runs of a setting alike."""
 
         def setting(job):
             return replace(job, mode="", lr=None)
 
+        def is_of_most(job):
+            own = [self.scale.here(replace(job, mode=mode, lr=None)).lr for mode in (job.mode, "vanilla")]
+            return job.size != "2M" and job.lr in own
+
         jobs = [self.scale.here(job) for job in jobs]
-        known = [self.scale.here(job) for job in self.jobs if self.has_record(job)]
-        family = [job for job in dict.fromkeys([*known, *jobs]) if len(self.seeds(job)) > 1]
-        if all(map(self.is_main, jobs)):
-            family = [job for job in family if self.is_main(job)]
+        family = [*self.jobs, *jobs]
+        if all(map(is_of_most, jobs)):
+            family = filter(is_of_most, family)
         else:
             settings, rates = {setting(job) for job in jobs}, {job.lr for job in jobs}
             family = [job for job in family if setting(job) in settings and (job.size == "2M" or job.lr in rates)]
-        return Fit({j: {(setting(j), seed): self.loss(j, seed) for seed in self.seeds(j)} for j in family})
-
-    def one_seed(self):
-        """Half of the 95 % interval of a difference of two runs, 0 if no Job has several seeds."""
-        fit = self.fit([Job()])
-        return t_95(fit.df) * fit.noise * math.sqrt(2) if fit.df else 0.0
-
-    def has_record(self, job):
-        return all(f"{self.scale.here(job).name}-{seed}" in self.records for seed in self.seeds(job))
+        cells = {}
+        for job in family:
+            seeds = self.seeds(job)
+            if len(seeds) > 1 and all(f"{job.name}-{seed}" in self.records for seed in seeds):
+                cells[job] = {(setting(job), seed): self.loss(job, seed) for seed in seeds}
+        return Fit(cells)
 
     def contrast(self, weights):
         """(value, half of its 95 % interval, {seed: value}) of a sum {Job: weight} of validation losses at the end. One
-        seed has no interval; we take the mean of its repeats."""
+        seed has no interval; then a run counts with the mean of it and its repeats."""
         here = Counter()
         for job, weight in weights.items():
             here[self.scale.here(job)] += weight
-        seeds = self.common_seeds(*here)
-        loss = self.loss if len(seeds) > 1 else self.mean_of_repeats
-        values = {seed: float(sum(weight * loss(job, seed) for job, weight in here.items())) for seed in seeds}
+        seeds, values = self.common_seeds(*here), {}
+        for seed in seeds:
+            losses = {job: [self.loss(job, seed)] for job in here}
+            for job in here:
+                again = self.repeats.get(f"{job.name}-{seed}")
+                losses[job] += list(again["val"].values()) if again and len(seeds) == 1 else []
+            values[seed] = float(sum(weight * np.mean(losses[job]) for job, weight in here.items()))
         if len(seeds) == 1:
             return values[seeds[0]], None, values
-        value, interval, _ = self.fit(here).contrast(here)
-        return value, interval, values
+        return *self.fit(here).contrast(here)[:2], values
 
     def gap(self, job):
         """`contrast` of a Job and its baseline."""
         return self.contrast({job: 1, job.baseline: -1})
+
+    def one_seed(self):
+        """Half of the 95 % interval of a difference of two runs, 0 if nothing has several seeds."""
+        fit = self.fit([Job()])
+        return t_95(fit.df) * fit.noise * math.sqrt(2) if fit.noise else 0.0
 
     # what analyze.py and eval.py found
 
@@ -257,8 +240,10 @@ class Found:
         return f"{self.scale.here(job).lr * self.scale.lr_factor:.4g}"
 
     def in_words(self, text, job):
-        """A text whose {0.size}, {0.length}, {0.rate} and {0.warmup} become a Job's."""
-        here = SimpleNamespace(rate=self.rate(job), size=plot.short_count(self.parameters(job)))
+        """A text whose {0.mode}, {0.rate}, {0.size}, {0.shape}, {0.length} and {0.warmup} become a Job's."""
+        here = SimpleNamespace(mode=LABELS.get(job.mode, job.mode), rate=self.rate(job))
+        here.size = plot.short_count(self.parameters(job))
+        here.shape = "{0} layers, width {2}".format(*self.scale.sizes[self.scale.here(job).size])
         here.length, here.warmup = f"{self.scale.lengths[job.length][0]:,}", f"{self.scale.warmups[job.warmup]:,}"
         return text.format(here)
 
@@ -266,22 +251,20 @@ class Found:
         """[(label in words, Job)] of the lines that the scale has."""
         return [(self.in_words(label, job), job) for label, job in lines if self.scale.has(job)]
 
-    def differs(self, job):
-        """How a Job differs from the base, in words: `5.07M`, `length 512`, `rate 0.006`."""
-        parts = [
-            "" if job.size in ("82M", INSPECTED, CONTROL) else plot.short_count(self.parameters(job.baseline)),
-            "" if job.length == 2048 else f"length {self.scale.lengths[job.length][0]:,}",
-            "" if job.lr is None else f"rate {self.rate(job)}",
-            "" if job.warmup == 120 else f"{self.scale.warmups[job.warmup]:,} warmup steps",
-            "" if job.arch == "llama" else job.arch,
-            job.change,
-        ]
-        return " ".join(filter(None, parts))
-
     def names_of(self, a, b):
-        """Two Jobs as `resformer − vanilla 5.07M`; how both differ is said once. b may be None."""
-        if b is None:
-            return f"{a.mode} {self.differs(a)}".strip()
-        if self.differs(a) == self.differs(b):
-            return f"{a.mode} − {b.mode} {self.differs(a)}".strip()
-        return " − ".join(f"{job.mode} {self.differs(job)}".strip() for job in (a, b))
+        """Two Jobs as `resformer − vanilla 5.07M`; how both differ from the base is said once. b may be None."""
+        names = []
+        for job in filter(None, (a, b)):
+            differs = [
+                "" if job.size in ("82M", INSPECTED) else "{0.size}",
+                "" if job.length == 2048 else "length {0.length}",
+                "" if job.lr is None else "rate {0.rate}",
+                "" if job.warmup == 120 else "{0.warmup} warmup steps",
+                "" if job.arch == "llama" else job.arch,
+                job.change,
+            ]
+            of = job.baseline if differs[0] else job
+            names.append((job.mode, self.in_words(" ".join(filter(None, differs)), of)))
+        if len({differs for _, differs in names}) == 1:
+            return f"{' − '.join(mode for mode, _ in names)} {names[0][1]}".strip()
+        return " − ".join(" ".join(name).strip() for name in names)

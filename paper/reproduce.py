@@ -137,11 +137,10 @@ def job_of(words, log, **run):
 
 def make_data(cfg):
     """Make the data if it is missing and is pysource, which needs no download."""
-    folder = Path(cfg.units.data_dir)
-    if (folder / "manifest.json").exists():
+    if Path(cfg.units.data_dir, "manifest.json").exists():
         return
     if cfg.data_dir or " pysource " not in cfg.units.prepare:
-        raise UserError(f"{folder} has no manifest.json; make the data: `{cfg.units.prepare}`")
+        raise UserError(f"{cfg.units.data_dir} has no manifest.json; make the data: `{cfg.units.prepare}`")
     print(f"making the data: {cfg.units.prepare}", flush=True)
 
     def ended(job, code, last_line):
@@ -177,9 +176,8 @@ def make_all(runs, records, cfg):
                 is_training = {"folder": log.parent, "steps": settings["max_steps"]} if what == "train" else {}
                 return job_of(words, log, **is_training)
         record = records[name] = make_record(settings, cfg.units.every)
-        loss = list(record["val"].values())[-1]
-        n = f"{len(runs.keys() & records.keys())} of {len(runs)}"
-        print(f"{n}, {settings['out_dir']}: validation loss {loss:.4f}", flush=True)
+        n, loss = len(runs.keys() & records.keys()), list(record["val"].values())[-1]
+        print(f"{n} of {len(runs)}, {settings['out_dir']}: validation loss {loss:.4f}", flush=True)
         if cfg.run and cfg.kept:
             path = cfg.folder / "runs.jsonl"
             write_kept(path, read_kept(path) | {name: record})
@@ -217,19 +215,15 @@ def publish(name, figure, cfg, found):
     record["runs"] = {found.name(job, s): found.loss(job, s) for job in figure.jobs for s in found.seeds(job)}
     if figure.table:
         record["table"] = list(figure.table(found))
-        print(markdown(record["table"][0], record["table"][1:]))
     record["rows"] = claim_rows(figure, found)
-    if record["rows"]:
-        print(markdown(HEADER, map(claim_cells, record["rows"]), left=3), flush=True)
+    print(*tables_of(record), sep="\n", flush=True)
     if figure.panels:  # last, so that an error leaves the old picture beside the old numbers
         page_of_panels(cfg.folder / f"{name}.png", figure, found)
         record["png"] = f"{cfg.scale}/{name}.png"
     # other figures of this scale keep their records, in the order of figures.py
     path = Path(cfg.results_dir, f"{cfg.scale}.json")
-    figures = read_record(path, RESULTS)["figures"] if path.exists() else {}
-    figures[name] = record
-    figures = {key: figures[key] for key in FIGURES if key in figures}
-    results = {"scale": cfg.units.what, "figures": figures}
+    figures = (read_record(path, RESULTS)["figures"] if path.exists() else {}) | {name: record}
+    results = {"scale": cfg.units.what, "figures": {key: figures[key] for key in FIGURES if key in figures}}
     write_record(path, RESULTS, results)
     write_text(cfg.folder / "README.md", report_text(results, cfg.scale))
 
@@ -245,6 +239,12 @@ seed, **same side?** Nothing is corrected for the number of verdicts. (edge): a 
 tried. *: on different processors. †: a run of it has no commit in its record."""
 
 
+def tables_of(record):
+    """The table and the claims of a figure as Markdown, those that it has."""
+    tables = [markdown(*of) for of in [(record["table"][0], record["table"][1:])]] if "table" in record else []
+    return [*tables, markdown(HEADER, map(claim_cells, record["rows"]), left=3)] if record["rows"] else tables
+
+
 def compact(table):
     """A Markdown table without the spaces around its pipes."""
     return re.sub(r" *\| *", "|", table)
@@ -253,16 +253,11 @@ def compact(table):
 def section(name, record):
     """A figure or table of the report, as Markdown."""
     title = f"{'Table' if name.startswith('tab') else 'Figure'} {name.removeprefix('fig').removeprefix('tab')}"
-    parts = [f"## {title}", record["caption"]]
-    if "png" in record:
-        parts.append(f"![{title}]({Path(record['png']).name})")
-    if "table" in record:
-        parts.append(compact(markdown(record["table"][0], record["table"][1:])))
-    if record["rows"]:
-        parts.append(compact(markdown(HEADER, map(claim_cells, record["rows"]), left=3)))
+    picture = [f"![{title}]({Path(record['png']).name})"] if "png" in record else []
     # the JSON file beside has the runs' losses and the machine
     made = f"{len(record['runs'])} runs; drawn" if record["runs"] else "Drawn"
-    return "\n\n".join([*parts, f"<sub>{made} by {(record['environment']['commit'] or 'unknown')[:10]}</sub>"])
+    by = f"<sub>{made} by {(record['environment']['commit'] or 'unknown')[:10]}</sub>"
+    return "\n\n".join([f"## {title}", record["caption"], *picture, *map(compact, tables_of(record)), by])
 
 
 def report_text(results, scale):
@@ -282,10 +277,9 @@ def main(cfg: ReproduceConfig):
         if not Path(cfg.units.data_dir, "manifest.json").exists():
             print(cfg.units.prepare)
         missing = [commands(*run, cfg) for name, run in runs.items() if name not in records]
-        missing = [of_run for of_run in missing if of_run]
-        for of_run in missing:
+        for of_run in filter(None, missing):
             print(*map(shlex.join, of_run.values()), sep="\n")
-        print(f"{len(missing)} runs of {cfg.units.what}")
+        print(f"{len(list(filter(None, missing)))} runs of {cfg.units.what}")
         return
     if cfg.run and cfg.units.gpus and not torch.cuda.is_available():
         raise UserError(f"scale={cfg.scale} needs GPUs, and there is none; add --dry_run, or set --scale=cpu")

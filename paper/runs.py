@@ -10,6 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+LABELS = {  # the paper's names of modes
+    "vanilla": "Transformer", "resformer": "ResFormer", "svformer": "SVFormer", "neutreno": "NeuTRENO",
+    "denseformer": "DenseFormer", "resformer_neutreno": "ResFormer+NeuTRENO", "cross": "Cross Layer Attention",
+    "cla2": "CLA2", "gqa2": "GQA2", "gqa8": "GQA8", "svformer_gqa4": "SVFormer+GQA4", "cla2_gqa4": "CLA2+GQA4",
+    "resformer_lambda": "ResFormer, λ = 2", "resformer_plus": "Learnable-Plus ResFormer",
+    "resformer_learned": "Learnable ResFormer",
+}  # fmt: skip
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
 PAPER_LR = 6e-4
 VOCAB = 50277  # tokens of the paper's tokenizer
