@@ -63,29 +63,6 @@ def multipliers(found, job):
     return [multiplier(np.mean(found.losses(job)), *points, error) for error in (0.0, noise)]
 
 
-# -- differences of losses: functions (job, found) -> {Job: weight} of the sum that we judge, see Found.contrast
-
-
-def loss(job, found):
-    """The validation loss at the end."""
-    return {job: 1}
-
-
-def gap(job, found):
-    """The same minus vanilla's."""
-    return {job: 1, job.baseline: -1}
-
-
-def at_best(rates):
-    """A mode's loss minus vanilla's, each at its own best rate."""
-
-    def weights(job, found):
-        (at,) = best_gaps(found, [("", replace(job, lr=lr)) for lr in rates])
-        return {at.best: 1, at.base: -1}
-
-    return weights
-
-
 # -- claims and verdicts
 
 
@@ -97,22 +74,28 @@ class Claim:
     b: Job | None
     paper: str = ""  # the paper's word or number
     side: tuple[float, float] | None = None  # the paper's, between two numbers; None: it takes no side
-    quantity: Callable | None = None  # (job, found, seed) -> number, None where it is undefined; or losses:
+    quantity: Callable | None = None  # (job, found, seed) -> number, None where it is undefined; None: the last loss,
     what: str = ""  # the quantity in words
-    weights: Callable = loss
+    minus_vanilla: bool = False  # the loss minus vanilla's,
+    rates: tuple = ()  # and each at its best of these
+
+    def weights(self, job, found):
+        """{Job: weight} of the sum of losses that is the quantity of a Job."""
+        if self.rates:
+            (at,) = best_gaps(found, [("", replace(job, lr=lr)) for lr in self.rates])
+            return {at.best: 1, at.base: -1}
+        return {job: 1, job.baseline: -1} if self.minus_vanilla else {job: 1}
 
 
 def claim_row(claim, found, seeds):
     """{what, paper, seeds, values: of each of them, mean, interval: half of its 95 %, n, marks, verdict}. A value that
     is undefined or infinite is None."""
-    jobs = [job for job in (claim.a, claim.b) if job]
     if claim.quantity is None:
-        weights = Counter(claim.weights(claim.a, found))
-        weights.subtract(claim.weights(claim.b, found) if claim.b else {})
-        mean, interval, values = found.contrast(weights)
-        jobs = list(weights)
+        jobs = Counter(claim.weights(claim.a, found))
+        jobs.subtract(claim.weights(claim.b, found) if claim.b else {})
+        mean, interval, values = found.contrast(jobs)
     else:
-        values = {}
+        jobs, values = list(filter(None, (claim.a, claim.b))), {}
         for seed in seeds:
             numbers = [claim.quantity(job, found, seed) for job in jobs]
             is_known = all(number is not None and math.isfinite(number) for number in numbers)
@@ -151,7 +134,7 @@ def claim_cells(row):
     """The texts of a row in a table under HEADER."""
     n = f"{row['n']}" if row["n"] == len(row["values"]) else f"{row['n']} of {len(row['values'])}"
     ours = with_interval(row["mean"], row["interval"], "−" in row["what"])
-    return [row["what"], row["paper"], row["verdict"], ours + row["marks"], n]
+    return [row["what"], row["paper"], row["verdict"], ours + row.get("marks", ""), n]
 
 
 # -- quantities: functions (job, found, seed) -> number. First parameters and tokens saved
@@ -181,22 +164,16 @@ def saved_parameters(*sizes):
     return quantity
 
 
-def reached(curve, loss):
-    """The tokens after which curve (tokens, losses) first is at a loss, on a straight line between evaluations. None if
-    it never is, or already is at the first evaluation."""
-    x, y = (np.array(part, float) for part in curve)
-    i = int(np.argmax(y <= loss))  # 0 also if there is none
-    return float(np.interp(loss, [y[i], y[i - 1]], [x[i], x[i - 1]])) if i else None
-
-
 def tokens_saved(curve, target):
-    """The share of tokens that curve (tokens, losses) saves on the way to the last loss of `target`. If it ends above
-    that: minus the share that it takes beyond what `target` takes to its own last loss."""
-    if curve[1][-1] <= target[1][-1]:
-        at = reached(curve, target[1][-1])
-        return None if at is None else 1 - at / target[0][-1]
-    at = reached(target, curve[1][-1])
-    return None if at is None else 1 - curve[0][-1] / at
+    """The share of tokens that curve (tokens, losses) saves on the way to the last loss of `target`; if it ends above
+    that, minus the share by which it is late. None if the better one is there at its first evaluation."""
+    better, worse = (curve, target) if curve[1][-1] <= target[1][-1] else (target, curve)
+    (x, y), (end, loss) = better, (worse[0][-1], worse[1][-1])
+    i = next(i for i in range(len(y)) if y[i] <= loss)
+    if i == 0:
+        return None
+    at = np.interp(loss, [y[i], y[i - 1]], [x[i], x[i - 1]])  # on a straight line between evaluations
+    return 1 - at / end if better is curve else 1 - end / at
 
 
 def saved_tokens(job, found, seed):
@@ -207,12 +184,9 @@ def saved_tokens(job, found, seed):
 
 
 def critical_point(x, y, window):
-    """The step where a relative loss y over steps x rises through 0 for the last time.
-
-    If the mean of the last tenth of y is at least 0, this is the last upward crossing of the moving average over
-    `window` points, in the middle of its window, or 0 if there is none. Else the run ended too early: infinity.
-    Sources: the paper's Figure 14, and the authors' plot_relative_loss.py.
-    """
+    """The step where a relative loss y over steps x rises through 0 for the last time: the crossing of its moving
+    average over `window` points, in the middle of the window; 0 if there is none. If the mean of the last tenth of y is
+    below 0, the run ended too early: infinity. As in the paper's Figure 14 and the authors' plot_relative_loss.py."""
     if y[-max(3, len(x) // 10) :].mean() < 0:
         return math.inf
     # the loss of one step is noisy, so we look where its moving average crosses
@@ -248,7 +222,6 @@ def of_layers(key, reduce):
 MOST_IMPORTANCE = of_layers("first", max)  # these three are the first token's extremes
 LEAST_VALUE = of_layers("value_norm", min)
 MOST_HIDDEN = of_layers("hidden_norm", max)
-EQ4, EQ6 = of_layers("eq4", np.mean), of_layers("eq6", np.mean)
 
 ENTROPY = "entropy in the deeper layers"
 # no sink, no drain and no peak at the first token
@@ -269,12 +242,12 @@ def over_vanilla(mode, what, size):
 
 
 def eq4_minus_eq6(job, found, seed):
-    return EQ4(job, found, seed) - EQ6(job, found, seed)
+    eq4, eq6 = (of_layers(key, np.mean)(job, found, seed) for key in ("eq4", "eq6"))
+    return eq4 - eq6
 
 
 def importance_ratio(job, found, seed):
-    """The first token's importance over the mean of the next 99 tokens', the greatest over layers. Few queries see
-    later tokens."""
+    """The first token's importance over the mean of the next 99's, which many queries see; the greatest over layers."""
     importance = found.arrays(job, seed)["importance"][:, :100]  # (layers, tokens)
     return (importance[:, 0] / importance[:, 1:].mean(axis=1)).max()
 

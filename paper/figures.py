@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from paper import claims, panels, tables
-from paper.claims import ENTROPY, EXTREMES, HIGHER, LOWER, SCHEDULES, Claim, at_best, over_vanilla
+from paper.claims import ENTROPY, EXTREMES, HIGHER, LOWER, SCHEDULES, Claim, over_vanilla
 from paper.runs import CONTROL, DEEP, INSPECTED, ONE_RATE, SCALES, Job
 from value_modes import TABLE
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of a figure. A title and labels may hold what Found.in_words knows of the panel's first run or of the
-    line's: {0.mode}, {0.size}, {0.length}, {0.rate}, {0.warmup}."""
+    """A part of a figure. Its title and labels may hold what Found.in_words knows of its last run or of the line's."""
 
     draw: Callable  # of panels.py
     title: str | Callable = ""  # or a function of a found.Found
@@ -27,10 +26,6 @@ class Panel:
     @property
     def jobs(self):
         return [job for _, job in self.lines]
-
-    @property
-    def is_minus_vanilla(self):
-        return self.draw in panels.MINUS_VANILLA or self.key in panels.MINUS_VANILLA
 
 
 @dataclass(frozen=True)
@@ -50,8 +45,8 @@ class Figure:
     def jobs(self):
         """All runs that we need: of the table and the claims, those that we draw, then their baselines."""
         drawn = [job for panel in self.panels for job in panel.jobs]
-        bases = [job.baseline for panel in self.panels if panel.is_minus_vanilla for job in panel.jobs]
-        return list(dict.fromkeys([*self.runs, *drawn, *bases]))
+        minus = [of for of in self.panels if of.draw in panels.MINUS_VANILLA or of.key in panels.MINUS_VANILLA]
+        return list(dict.fromkeys([*self.runs, *drawn, *(job.baseline for panel in minus for job in panel.jobs)]))
 
     @property
     def analysed(self):
@@ -59,14 +54,9 @@ class Figure:
         return {job for panel in self.panels if panel.draw in panels.OF_ANALYSES for job in panel.jobs}
 
     def at(self, scale):
-        """The figure without the lines and runs that a Scale does not have. A panel with a single line left compares
-        nothing, so it goes."""
-        here = [[line for line in panel.lines if scale.has(line[1])] for panel in self.panels]
-        kept = [
-            replace(panel, lines=tuple(lines))
-            for panel, lines in zip(self.panels, here, strict=True)
-            if len(lines) > 1 or len(lines) == len(panel.lines)
-        ]
+        """The figure as a Scale has it. A panel with a single line left compares nothing, so it goes."""
+        here = [replace(of, lines=tuple(line for line in of.lines if scale.has(line[1]))) for of in self.panels]
+        kept = [of for of, before in zip(here, self.panels, strict=True) if len(of.lines) > 1 or of == before]
         return replace(self, panels=tuple(kept), runs=tuple(filter(scale.has, self.runs)))
 
 
@@ -85,19 +75,17 @@ def labelled(modes):
 
 def lower(*pairs, paper="lower", **settings):
     """Claims on "a b": mode a ends at a lower validation loss than mode b."""
-    modes = [pair.split() for pair in pairs]
-    return tuple(Claim(Job(a, **settings), Job(b, **settings), paper, LOWER) for a, b in modes)
+    return tuple(Claim(*(Job(mode, **settings) for mode in pair.split()), paper, LOWER) for pair in pairs)
 
 
-def compared(caption, modes, *pairs):
-    """A figure of training losses minus vanilla's, {label: mode}, and claims on pairs of modes."""
-    return Figure(caption, (Panel(panels.relative, lines=labelled(modes)),), lower(*pairs))
+def compared(caption, modes, *pairs, parts=(("", ""),), more=(), **others):
+    """A figure of training losses minus vanilla's, {label: mode}, and claims on pairs of modes and `more`. parts:
+    (title, from which share of the tokens on) of each panel."""
+    shown = tuple(Panel(panels.relative, title, labelled(modes), since) for title, since in parts)
+    return Figure(caption, shown, (*lower(*pairs), *more), **others)
 
 
-def zoomed(modes):
-    """Two panels of training losses minus vanilla's: all of training, and its last half."""
-    named = labelled(modes)
-    return Panel(panels.relative, "all of training", named), Panel(panels.relative, "the last half", named, 0.5)
+ZOOMED = (("all of training", ""), ("the last half", 0.5))
 
 
 def sweep_pairs(sweep, best):
@@ -106,7 +94,7 @@ def sweep_pairs(sweep, best):
     return [f"{mode} vanilla" for mode in (best, *others)] + [f"{best} {mode}" for mode in others]
 
 
-MINUS = {"weights": claims.gap, "what": ": loss minus vanilla's"}
+MINUS = {"minus_vanilla": True, "what": ": loss minus vanilla's"}
 FOUR = ("vanilla", "neutreno", "resformer", "svformer")
 SIZES, TABLE5_SIZES = ("82M", "180M", "320M", "468M"), ("82M", "180M", "468M")
 SV, OF_LENGTH = Job("svformer"), "{0.mode}, length {0.length}"
@@ -160,9 +148,9 @@ FIGURES = {
          Panel(panels.relative, "by mode", lines("denseformer", "neutreno", "resformer", "resformer_neutreno"))),
         (*lower("resformer vanilla", "resformer denseformer", "resformer neutreno", "resformer_neutreno resformer"),
          *lower("resformer vanilla", length=32000), *lower("resformer vanilla", length=64000))),
-    "fig8": Figure(
+    "fig8": compared(
         "ResFormer with other weights λ of the first layer's values. The paper: 2 is best.",
-        zoomed(LAMBDAS | {"ResFormer": "resformer"}), lower(*sweep_pairs(LAMBDAS, "resformer_lambda"))),
+        LAMBDAS | {"ResFormer": "resformer"}, *sweep_pairs(LAMBDAS, "resformer_lambda"), parts=ZOOMED),
     "fig9": compared(
         "A residual from layer 1 on values, keys or queries.", {"Value": "resformer", "Key": "key", "Query": "query"},
         "resformer vanilla", "vanilla query", "vanilla key"),
@@ -283,8 +271,7 @@ FIGURES["first"] = Figure(
         "λ = 1: V_n + V_1": "resformer_lambda_1", "DenseFormer": "denseformer",
         "SVFormer: V_1, 58 % of the cache": "svformer", "NeuTRENO": "neutreno",
         "ResFormer: ½ (V_n + V_1)": "resformer"})),
-     replace(OVER_TOKENS, title=in_tokens)),
-    size=(10.5, 4.2))
+     replace(OVER_TOKENS, title=in_tokens)), size=(10.5, 4.2))
 
 PUBLISHED = [mode for mode, (*_, source) in TABLE.items() if source and mode != "vanilla"]
 MODES = dict.fromkeys([*PUBLISHED, *LAMBDAS.values(), *NEUTRENOS.values(), "scaled"])
@@ -293,12 +280,12 @@ FIGURES["modes"] = Figure(
     "band from vanilla. Vanilla's seed 42 ended at 2.4592, and at 2.4812 on the processor of the modes with a * "
     "(triangles); modes with one seed are compared with the mean of both. Arrows lie beyond the axis.",
     (Panel(panels.forest, "", labelled({mode: mode for mode in MODES}), panels.family),),
-    table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs),
-    size=(7.5, 13))
+    table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs), size=(7.5, 13))
 
 # Rates in the paper's units. We leave out 2.4e-3 at 82M: vanilla's loss was 6.1 after 1,200 steps.
 RATES = {"82M": (0.75e-4, 1.5e-4, 3e-4, 6e-4, 1.2e-3), "2M": (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3)}
 TUNED = ("vanilla", "resformer", "svformer", "resformer_lambda", "resformer_plus", "neutreno", "denseformer")
+SIDES = dict.fromkeys(TUNED, ("lower", LOWER)) | {"svformer": ("higher", HIGHER)}  # the paper's
 GRID = {size: [line for mode in TUNED for line in lines(mode, label="{0.size}", size=size, lr=RATES[size])]
         for size in RATES}
 
@@ -306,14 +293,12 @@ GRID = {size: [line for mode in TUNED for line in lines(mode, label="{0.size}", 
 def claims_on_rates():
     """Each mode against vanilla, each at its best rate; the paper compares them at one rate. Then ResFormer and
     SVFormer against vanilla, both at the same rate."""
-    sides = dict.fromkeys(TUNED, ("lower", LOWER)) | {"svformer": ("higher", HIGHER)}
     for size, mode in product(RATES, TUNED[1:]):
-        there = sides[mode] if size == "82M" or mode == "svformer" else ("", None)  # the paper's only mode of 2M
-        what = " − vanilla, each at its best rate"
-        yield Claim(Job(mode, size), None, *there, what=what, weights=at_best(RATES[size]))
+        there = SIDES[mode] if size == "82M" or mode == "svformer" else ("", None)  # the paper's only mode of 2M
+        yield Claim(Job(mode, size), None, *there, what=" − vanilla, each at its best rate", rates=RATES[size])
     for mode, size, lr in (("resformer", "82M", 0.75e-4), ("resformer", "82M", 6e-4), ("svformer", "82M", 0.75e-4),
                            ("svformer", "82M", 3e-4), ("svformer", "82M", 6e-4), ("svformer", "2M", 6e-4)):
-        yield Claim(Job(mode, size, lr=lr), Job(size=size, lr=lr), *sides[mode])
+        yield Claim(Job(mode, size, lr=lr), Job(size=size, lr=lr), *SIDES[mode])
 
 
 FIGURES["rates"] = Figure(
@@ -328,16 +313,15 @@ FIGURES["rates"] = Figure(
     runs=tuple(job for _, job in (*GRID["82M"], *GRID["2M"])), mosaic="AABCD\nAAEFG", size=(12.5, 5.5))
 
 # What the paper's last version claims, and a control: does λ = 2 gain only because its values are larger?
-FIGURES["v5"] = Figure(
+FIGURES["v5"] = compared(
     "Variants of the paper's last version, of which we know from others' notes, and a control: vanilla with √5 times "
     "its values, at the start as large as the sums of λ = 2. Below: the learned weights after training.",
-    zoomed({"ResFormer": "resformer", "Constant (λ = 2)": "resformer_lambda", "Learnable": "resformer_learned",
-            "Learnable-Plus": "resformer_plus", "Sparse": "resformer_sparse", "control: √5 V": "scaled"}),
-    (*lower("resformer_plus resformer_sparse", "resformer_sparse resformer_lambda",
-            "resformer_lambda resformer_learned", "resformer_learned resformer", "vanilla hidden", "vanilla probs"),
-     Claim(Job("resformer_lambda"), Job("scaled")), Claim(Job("scaled"), Job())),
-    runs=(Job("hidden"), Job("probs")),
-    table=lambda found: tables.weights_table(found, ("resformer_learned", "resformer_plus")))
+    {"ResFormer": "resformer", "Constant (λ = 2)": "resformer_lambda", "Learnable": "resformer_learned",
+     "Learnable-Plus": "resformer_plus", "Sparse": "resformer_sparse", "control: √5 V": "scaled"},
+    "resformer_plus resformer_sparse", "resformer_sparse resformer_lambda", "resformer_lambda resformer_learned",
+    "resformer_learned resformer", "vanilla hidden", "vanilla probs", parts=ZOOMED,
+    more=(Claim(Job("resformer_lambda"), Job("scaled")), Claim(Job("scaled"), Job())),
+    runs=(Job("hidden"), Job("probs")), table=tables.weights_table)
 
 # What may move the sign of a gain: one thing at a time, at the same number of tokens. Smaller and larger models and
 # longer sequences want another rate than the base, so these have two or three; the others have the base's.
@@ -387,12 +371,9 @@ FIGURES["longer"] = Figure(
 FIGURES["sizes"] = Figure(
     "Validation loss minus vanilla's, by size. At the larger sizes vanilla and ResFormer have the best of two or three "
     "rates; λ = 2 and SVFormer were tuned at the smallest alone, and have half of that rate.",
-    (Panel(panels.points, "", (*lines(*SCALED, size=TABLE5_SIZES), ("ResFormer, 12 layers", DEEPER)),
-           panels.GAP_BY_SIZE),),
+    (Panel(panels.points, "", (*lines(*SCALED, size=TABLE5_SIZES), ("12 layers", DEEPER)), panels.GAP_BY_SIZE),),
     # ResFormer's claims by size are Table 5's. Of how a gain changes with size the paper says nothing
-    (*(Claim(Job(mode, size), Job(size=size), paper, side)
-       for mode, paper, side in (("resformer_lambda", "lower", LOWER), ("svformer", "higher", HIGHER))
-       for size in ("180M", "468M")),
+    (*(Claim(Job(mode, size), Job(size=size), *SIDES[mode]) for mode in SCALED[1:] for size in ("180M", "468M")),
      *(Claim(Job(mode, "468M"), Job(mode), **MINUS) for mode in SCALED)),
     table=lambda found: tables.gaps_table(found, lines(*SCALED, label="{0.shape}", size=TABLE5_SIZES)))
 # fmt: on

@@ -30,13 +30,8 @@ START = ("value_mode", "data", "device", "dtype", "seed", "parameters", "block_s
 
 
 def decisive(settings):
-    """Those settings of train.py that change a result."""
+    """Those settings of train.py that change a result: a record with these is of that run."""
     return {name: value for name, value in settings.items() if name not in MAY_DIFFER}
-
-
-def is_of(record, settings):
-    """Whether a record is of a run with these settings."""
-    return decisive(settings).items() <= record["settings"].items()
 
 
 def finished(settings):
@@ -55,13 +50,15 @@ def make_record(settings, every):
     environment = read_record(folder / "env.json", ENVIRONMENT)
     n = len(run.steps["loss"]) // every * every  # a last mean of fewer steps would be noisier than the others
     losses = run.steps["loss"][:n].reshape(-1, every).mean(axis=1)
-    record = {"name": folder.name, "commit": environment["commit"], "processor": environment["processor"]}
-    record |= {"settings": decisive(settings), "start": {name: run.start[name] for name in START}}
     step_tokens = float(run.steps["tokens"][-1] / run.steps["step"][-1])
-    record |= {"step_tokens": step_tokens, "every": every, "losses": losses.round(5).tolist()}  # of training
-    record |= {"val": {str(step): loss for step, loss in run.val.items()}}  # mean over the domains
-    record |= {"domains": run.evaluation["val"]}  # the last validation loss of each
-    record |= {"seconds": round(float(np.sum(step_tokens / run.steps["tokens_per_s"])), 1)}  # of training steps
+    record = {
+        "name": folder.name, "commit": environment["commit"], "processor": environment["processor"],
+        "settings": decisive(settings), "start": {name: run.start[name] for name in START},
+        "step_tokens": step_tokens, "every": every, "losses": losses.round(5).tolist(),  # of training
+        "val": {str(step): loss for step, loss in run.val.items()},  # mean over the domains
+        "domains": run.evaluation["val"],  # the last validation loss of each
+        "seconds": round(float(np.sum(step_tokens / run.steps["tokens_per_s"])), 1),  # of training steps
+    }  # fmt: skip
     if run.evaluation.get("lam"):
         record["lam"] = run.evaluation["lam"]  # the learned weights of residuals
     if (folder / "analysis.json").exists():
@@ -91,9 +88,8 @@ def scores(folder):
 class Found:
     """The records of a scale's runs, by Job and seed.
 
-    records: {name: record}; seeds: function Job -> its seeds; jobs: all Jobs of the scale, whose noise we pool;
-    repeats: {name: record} of runs that were made again, on another processor; root: folder of the runs, for what
-    records do not have; errors: {name: why there is no record}.
+    records: {name: record}; seeds: function Job -> its seeds; jobs: all of the scale, whose noise we pool; repeats:
+    {name: record} of runs that were made again; root: folder of the runs; errors: {name: why there is no record}.
     """
 
     def __init__(self, records, scale, seeds, jobs=(), repeats=None, root="", errors=None):
@@ -122,15 +118,14 @@ class Found:
 
     def common_seeds(self, *jobs):
         """The seeds that all of several Jobs have."""
-        first, *others = map(self.seeds, jobs)
-        return [seed for seed in first if all(seed in seeds for seeds in others)]
+        return [seed for seed in self.seeds(jobs[0]) if all(seed in self.seeds(job) for job in jobs)]
 
     def marks(self, *jobs):
         """* if the runs of these Jobs were on different processors, † if a record of them has no commit."""
         records = [self.record(job, seed) for job in jobs for seed in self.common_seeds(*jobs)]
         # a processor can move a loss as much as another seed, so a reader has to see it
-        star = "*" if len({record["processor"] for record in records}) > 1 else ""
-        return star + ("†" if any(record["commit"] is None for record in records) else "")
+        is_mixed, is_bare = (len({r["processor"] for r in records}) > 1, any(r["commit"] is None for r in records))
+        return "*" * is_mixed + "†" * is_bare
 
     # losses, in nats per token
 
@@ -185,16 +180,14 @@ class Found:
         here = Counter()
         for job, weight in weights.items():
             here[self.scale.here(job)] += weight
-        seeds, values = self.common_seeds(*here), {}
-        for seed in seeds:
-            losses = {job: [self.loss(job, seed)] for job in here}
-            for job in here:
-                again = self.repeats.get(f"{job.name}-{seed}")
-                losses[job] += list(again["val"].values()) if again and len(seeds) == 1 else []
-            values[seed] = float(sum(weight * np.mean(losses[job]) for job, weight in here.items()))
-        if len(seeds) == 1:
-            return values[seeds[0]], None, values
-        return *self.fit(here).contrast(here)[:2], values
+        seeds = self.common_seeds(*here)
+        values = {seed: float(sum(here[job] * self.loss(job, seed) for job in here)) for seed in seeds}
+        if len(seeds) > 1:
+            return *self.fit(here).contrast(here)[:2], values
+        for job, weight in here.items():
+            again = self.repeats.get(self.name(job, seeds[0]), self.record(job, seeds[0]))
+            values[seeds[0]] += weight * (list(again["val"].values())[-1] - self.loss(job, seeds[0])) / 2
+        return values[seeds[0]], None, values
 
     def gap(self, job):
         """`contrast` of a Job and its baseline."""
@@ -245,7 +238,7 @@ class Found:
         here.size = plot.short_count(self.parameters(job))
         here.shape = "{0} layers, width {2}".format(*self.scale.sizes[self.scale.here(job).size])
         here.length, here.warmup = f"{self.scale.lengths[job.length][0]:,}", f"{self.scale.warmups[job.warmup]:,}"
-        return text.format(here)
+        return text.format(here, job)
 
     def labels(self, lines):
         """[(label in words, Job)] of the lines that the scale has."""
@@ -253,18 +246,15 @@ class Found:
 
     def names_of(self, a, b):
         """Two Jobs as `resformer − vanilla 5.07M`; how both differ from the base is said once. b may be None."""
-        names = []
+        base, words = Job(), {"length": "length {0.length}", "lr": "rate {0.rate}", "warmup": "{0.warmup} warmup steps"}
+        words |= {"arch": "{1.arch}", "change": "{1.change}"}
+        differs = {}
         for job in filter(None, (a, b)):
-            differs = [
-                "" if job.size in ("82M", INSPECTED) else "{0.size}",
-                "" if job.length == 2048 else "length {0.length}",
-                "" if job.lr is None else "rate {0.rate}",
-                "" if job.warmup == 120 else "{0.warmup} warmup steps",
-                "" if job.arch == "llama" else job.arch,
-                job.change,
+            has_size = job.size not in (base.size, INSPECTED)
+            parts = ["{0.size}"] * has_size + [
+                words[name] for name in words if getattr(job, name) != getattr(base, name)
             ]
-            of = job.baseline if differs[0] else job
-            names.append((job.mode, self.in_words(" ".join(filter(None, differs)), of)))
-        if len({differs for _, differs in names}) == 1:
-            return f"{' − '.join(mode for mode, _ in names)} {names[0][1]}".strip()
-        return " − ".join(" ".join(name).strip() for name in names)
+            differs[job] = self.in_words(" ".join(parts), job.baseline if has_size else job)
+        if len(set(differs.values())) == 1:
+            return f"{' − '.join(job.mode for job in differs)} {differs[a]}".strip()
+        return " − ".join(f"{job.mode} {differs[job]}".strip() for job in differs)

@@ -15,7 +15,7 @@ from configurator import UserError
 from paper.claims import best_gaps, best_rate, critical, multipliers
 from paper.runs import CONTROL, WITH_BOS
 from plot import COLORS, LEGEND, ZERO, count_range, legend, page, short_count, style_of, styles_of
-from value_modes import ValueMode, get_mode, row_and_number
+from value_modes import get_mode, row_and_number
 
 MOST = 0.13  # nats: greater gaps stand at the edge of a forest, so that the others keep their room
 LEVEL = "uniform attention, equal norms"
@@ -25,33 +25,30 @@ QUANTITIES = {
     "value_norm": "norm of the first token's value\nrelative to other tokens",
     "hidden_norm": "norm of the first token's hidden state\nrelative to other tokens",
     "hidden_similarity": "token similarity", "value_largest": "largest eigenvalue",
-    "eq4": "cosine similarity to Eq 2", "top_1": "importance",
+    "eq6": "cosine similarity to Eq 2", "top_1%": "importance",
 }  # fmt: skip
 
 
 def heading(panel, found):
     """A panel's title, the size of its runs, and whether their sequences begin with end-of-text."""
     title = panel.title(found) if callable(panel.title) else found.in_words(panel.title, panel.jobs[-1])
-    if panel.draw is rates:  # six of them have one size
-        return title
     lengths = count_range([found.scale.lengths[job.length][0] for job in panel.jobs], "{:,}".format)
-    size = f"{count_range([found.parameters(job) for job in panel.jobs])} parameters, length {lengths}"
-    with_bos = ",\ntrained with end-of-text first" * (found.scale.here(panel.jobs[0]).change == WITH_BOS)
-    return f"{title}\n{size}{with_bos}".strip()
+    size = f"\n{count_range([found.parameters(job) for job in panel.jobs])} parameters, length {lengths}"
+    size += ",\ntrained with end-of-text first" * (found.scale.here(panel.jobs[0]).change == WITH_BOS)
+    return title if panel.draw is rates else f"{title}{size}".strip()  # six panels of rates have one size
 
 
 # -- kinds of panels: functions (ax, panel, found)
 
 
 def relative(ax, panel, found):
-    """Training loss over tokens, minus vanilla's with the same seed, from a share `key` of the tokens on. Records
-    without training losses have no line."""
+    """Training loss over tokens, minus vanilla's with the same seed, from a share `key` of the tokens on."""
     pairs, modes = {}, {}
     for label, job in found.labels(panel.lines):
         label += f", rate {found.rate(job)}" if found.rate(job) != found.rate(job.baseline) else ""
         for seed in found.common_seeds(job, job.baseline):
             both = [SimpleNamespace(steps=found.steps(of, seed)) for of in (job, job.baseline)]
-            if all(len(of.steps["loss"]) for of in both):
+            if all(len(of.steps["loss"]) for of in both):  # a record may have none
                 pairs.setdefault(label, []).append(both)
                 modes[label] = job.mode
     if not pairs:
@@ -71,7 +68,6 @@ def layers(ax, panel, found):
     styles, first = styles_of({label: job.mode for label, job in named}), 0 if key.startswith("hidden") else 1
     for label, job in named:
         styles[label] |= {"color": "0.6"} if job.size == CONTROL else {}
-    key = next(iter(panel.key.values())) if isinstance(panel.key, dict) else key
     plot.layer_panel(ax, lines, styles, QUANTITIES[key], first, (levels[key], LEVEL) if key in levels else None)
     for label, rows in lines.items() if key in EXTREMES else ():
         means = np.mean(rows, axis=0)
@@ -123,8 +119,8 @@ def times_tokens(found, job):
 
 def critical_point(found, job):
     """The table beside counts the seeds that have none."""
-    steps = [critical(job, found, seed) for seed in found.common_seeds(job, job.baseline)]
-    steps = [step for step in steps if 0 < step < math.inf]
+    every = (critical(job, found, seed) for seed in found.common_seeds(job, job.baseline))
+    steps = [step for step in every if 0 < step < math.inf]
     return [(found.scale.lengths[job.length][0], *mean_interval(steps), steps)] if steps else []
 
 
@@ -132,58 +128,52 @@ def losses_at(x):
     return lambda found, job: [(x(found, job), np.mean(found.losses(job)), None, found.losses(job))]
 
 
+# fmt: off
 LOSS, TOKENS, N = "validation loss (nats per token)", "training tokens", "parameters"
 LOSS_BY_SIZE = N, LOSS, None, losses_at(lambda found, job: found.parameters(job))
 LOSS_BY_RATE = "peak learning rate / 0.001", LOSS, None, losses_at(lambda found, job: 1000 * float(found.rate(job)))
 LOSS_BY_TOKENS = TOKENS, LOSS, None, losses_at(lambda found, job: found.tokens(job))
 LOSS_ALONG = TOKENS, LOSS, None, losses_along
-GAP_BY_SIZE = (
-    f"{N}, and tokens for each",
-    "validation loss minus vanilla's\n(nats per token)",
-    0,
-    lambda found, job: [(found.parameters(job.baseline), *found.gap(job)[:2], [])],
-)
+GAP_BY_SIZE = (f"{N}, and tokens for each", "validation loss minus vanilla's\n(nats per token)", 0,
+               lambda found, job: [(found.parameters(job.baseline), *found.gap(job)[:2], [])])
 MULTIPLIER_BY_TOKENS = TOKENS, "× tokens that vanilla needs for that loss", 1, times_tokens
 CRITICAL = "sequence length (tokens)", "critical point (step)", None, critical_point
+# fmt: on
 
 
 def points(ax, panel, found, is_small=False):
-    """A line for each label, with bars and, as ticks, its seeds. A rate that is not vanilla's makes it thin. Names
-    stand at the right ends, moved apart where they would overlap, or beside a mark that is alone. A small panel has no
-    names, and a grey vanilla."""
-    (xlabel, ylabel, level, points_of), lines, ticks, names = panel.key, {}, [], []
+    """A line for each label, thin if its rate is not vanilla's, with bars and, as ticks, its seeds. Names stand at the
+    right ends, moved apart, or beside a mark that is alone. A small panel has no names, and a grey vanilla."""
+    (xlabel, ylabel, level, points_of), lines, names = panel.key, {}, []
     for label, job in found.labels(panel.lines):
         lines.setdefault(label, (job, []))[1].extend(points_of(found, job))
     styles = styles_of({label: job.mode for label, (job, _) in lines.items()})
-    has_bars = any(bar is not None for _, marks in lines.values() for _, _, bar, _ in marks)
     for i, (label, (job, marks)) in enumerate(lines.items()):
         style = styles[label] | {"linewidth": 1.6 if found.rate(job) == found.rate(job.baseline) else 0.8}
         style |= {"color": "0.6"} if is_small and job.mode == "vanilla" else {}
-        beside = [x * (1 + 0.02 * i * has_bars) for x, *_ in marks]  # bars must not hide each other
-        ax.plot(beside, [y for _, y, *_ in marks], **style)
-        for aside, (x, y, bar, seeds) in zip(beside, marks, strict=True):
-            ax.errorbar(aside, y, yerr=bar, **style)
-            ax.plot([aside] * len(seeds), seeds, "_", color=style["color"], alpha=0.6)
-            if all(abs(math.log(x / tick)) > 0.08 for tick in ticks):  # SVFormer's sizes are a little smaller
-                ticks.append(x)
+        beside = 1 + 0.02 * i * any(bar is not None for _, _, bar, _ in marks)  # bars must not hide each other
+        ax.plot([x * beside for x, *_ in marks], [y for _, y, *_ in marks], **style)
+        for x, y, bar, seeds in marks:
+            ax.errorbar(x * beside, y, yerr=bar, **style)
+            ax.plot([x * beside] * len(seeds), seeds, "_", color=style["color"], alpha=0.6)
         text = {"color": style["color"], "va": "center", "fontsize": 8, "bbox": {"fc": "w", "ec": "w", "pad": 0}}
         if len(marks) == 1:
-            ax.annotate(label, (aside, y), (6, 0), textcoords="offset points", **text)
-        elif marks:
+            ax.annotate(label, (x * beside, y), (6, 0), textcoords="offset points", **text)
+        elif marks and not is_small:
             names.append((y, label, text))
     if points_of is not losses_along:
         ax.set_xscale("log")
-        ax.set_xticks(ticks)
+        ax.set_xticks([x for x, *_ in next(iter(lines.values()))[1]])
         ax.set_xticks([], minor=True)
     ax.set(xlabel=xlabel, ylabel=ylabel)
-    ax.xaxis.set_major_formatter(lambda x, _: f"{x:.4g}" if x < 1000 else short_count(x))
-    if panel.key == GAP_BY_SIZE:
-        ax.xaxis.set_major_formatter(lambda n, _: f"{short_count(n)}\n{found.tokens(job) / n:.1f}")
+    tokens = found.tokens(panel.jobs[0])  # of all sizes
+    per_n = (lambda n: f"\n{tokens / n:.1f}") if panel.key == GAP_BY_SIZE else (lambda n: "")
+    ax.xaxis.set_major_formatter(lambda x, _: (f"{x:.4g}" if x < 1000 else short_count(x)) + per_n(x))
     if level is not None:
         ax.axhline(level, **ZERO)
     ax.margins(x=0.08)
     last, (low, high) = -math.inf, ax.get_ylim()
-    for y, label, text in sorted(names, key=lambda name: name[0]) if not is_small else ():
+    for y, label, text in sorted(names, key=lambda name: name[0]):
         last = max(y, last + 0.065 * (high - low))
         ax.text(1.02, last, label, transform=ax.get_yaxis_transform(), **text)
 
@@ -201,27 +191,26 @@ def rates(ax, panel, found):
 # -- gaps
 
 
-def family(mode):
+def family(found, job):
     """What kind of variant a mode is, for its colour."""
-    mode, plain = get_mode(mode), ValueMode()
-    for name in ("share_q", "share_k", "share_v", "kv_group", "heads_from_layer_0", "values"):
-        if getattr(mode, name) != getattr(plain, name):
-            return "shares queries, keys or values"
-    if any(r.source == "token" for r in mode.residuals):
+    residuals = get_mode(job.mode).residuals
+    if found.start(job)["kv_bytes_per_token"] < found.start(job.baseline)["kv_bytes_per_token"]:
+        return "smaller KV cache"
+    if any(r.source == "token" for r in residuals):
         return "adds values of a token table"
-    is_of_values = mode.residuals and all(r.of == "v" for r in mode.residuals)
+    is_of_values = residuals and residuals[0].of == "v" and job.mode != "scaled"
     return "adds values of earlier layers" if is_of_values else "another change"
 
 
 def forest(ax, panel, found):
     """Losses minus vanilla's, the lowest on top, each mode at the best of its rates. Grey: cannot be told from vanilla;
-    where seeds are single, in the band. A triangle ran on another processor. key: function mode -> its family."""
+    where seeds are single, in the band. A triangle ran on another processor. key: function of a Job's family."""
     rows, colors, band = [], {}, found.one_seed()
     for at in best_gaps(found, panel.lines):
         is_grey = abs(at.gap) < (at.interval or band)
         color = "0.5" if is_grey else style_of(row_and_number(at.mode)[0])["color"]
         if panel.key:
-            color = colors.setdefault(panel.key(at.mode), COLORS[1 + len(colors)])
+            color = colors.setdefault(panel.key(found, at.best), COLORS[1 + len(colors)])
         seeds = at.seeds.values() if at.interval else ()
         marker = "^" if "*" in at.marks else "o"
         rows.append((at.label, color, marker, at.gap, at.interval, list(seeds), " edge" if any(at.edges) else ""))
@@ -261,14 +250,12 @@ def page_of_panels(path, figure, found):
             panel.draw(ax, panel, found)
             if panel.draw is layers and panel.key == panels[0].key and ax is not axes[0]:
                 ax.sharey(axes[0])  # so that a reader can compare them
-        legends = [ax.get_legend() for ax in axes]
-        handles = [ax.get_legend_handles_labels()[0] for ax in axes]
-        looks = {tuple((line.get_label(), line.get_color()) for line in lines) for lines in handles}
-        if len(axes) > 1 and len(looks) == 1 and all(legends):
+        legends, (handles, labels) = [ax.get_legend() for ax in axes], axes[0].get_legend_handles_labels()
+        looks = [[(line.get_label(), line.get_color()) for line in ax.get_legend_handles_labels()[0]] for ax in axes]
+        if len(axes) > 1 and all(legends) and all(look == looks[0] for look in looks):
             titles = [old.get_title().get_text() for old in legends]
-            is_one = len(set(titles)) == 1
-            how = {"loc": "outside upper left", "ncols": 4, "title": titles[0] if is_one else None}
-            fig.legend(*axes[0].get_legend_handles_labels(), **how, **LEGEND)
-            for ax, old, title in zip(axes, legends, titles, strict=True):
-                ax.set_title("" if is_one else title, loc="left", fontsize=9)
+            title = titles[0] if len(set(titles)) == 1 else None
+            fig.legend(handles, labels, loc="outside upper left", ncols=4, title=title, **LEGEND)
+            for ax, old, own in zip(axes, legends, titles, strict=True):
+                ax.set_title("" if title else own, loc="left", fontsize=9)
                 old.remove()

@@ -107,20 +107,16 @@ def table4(found):
     names += ["vocabulary", "peak learning rate", "warmup steps", "steps", "tokens per step", "parameters"]
     vocab, columns = Tokenizer.load(Path(found.scale.data_dir) / "tokenizer.json").n_vocab, []
     for size in found.scale.sizes:
-        model, ours = recipe(found.scale, size, vocab)
-        _, theirs = recipe(SCALES["paper"], size, VOCAB)
-        if size == "320M":
-            theirs[:4] = ["-"] * 4
+        recipes = []
+        for scale, n_vocab in ((SCALES["paper"], VOCAB), (found.scale, vocab)):
+            cfg = TrainConfig(**train_settings(Job(size=size), scale, 0, ""))
+            model = cfg.model_config(n_vocab)
+            shape = [model.n_layer, model.n_head, model.n_embd, model.n_hidden, n_vocab]
+            recipes.append([*shape, cfg.learning_rate, cfg.warmup_steps, cfg.max_steps, cfg.batch_tokens])
+        theirs, ours = recipes
+        theirs[:4] = ["-"] * 4 if size == "320M" else theirs[:4]
         columns.append([size, *settings_row(ours, theirs), f"{count_parameters(model):,}"])
     yield from map(list, zip(names, *columns, strict=True))
-
-
-def recipe(scale, size, vocab):
-    """A model's ModelConfig, and what Table 4 says of it."""
-    cfg = TrainConfig(**train_settings(Job(size=size), scale, 0, ""))
-    model = cfg.model_config(vocab)
-    shape = [model.n_layer, model.n_head, model.n_embd, model.n_hidden, vocab]
-    return model, [*shape, cfg.learning_rate, cfg.warmup_steps, cfg.max_steps, cfg.batch_tokens]
 
 
 def table5(found):
@@ -174,19 +170,18 @@ def gaps_table(found, lines, in_tokens=False):
         yield [at.label, LABELS[at.mode], *cells, gap, *("{:.2f} to {:.2f}".format(*ends) for ends in times)]
 
 
-def weights_table(found, modes):
+def weights_table(found):
     """What modes with learned weights have learned: the weights of V_n and V_1 at the end, by seed and layer."""
     n_layer = found.scale.sizes["82M"][0]
     yield ["V_n + V_1", "seed", *(f"layer {n}" for n in range(2, 1 + n_layer))]
-    for job in map(Job, modes):
+    for job in map(Job, ("resformer_learned", "resformer_plus")):
         for seed in found.seeds(job):
             (layers,) = found.record(job, seed)["lam"]
             yield [LABELS[job.mode], str(seed), *(f"{own:.2f}+{first:.2f}" for own, first in layers[1:])]
 
 
 def concentration_table(found, lines):
-    """How concentrated the attention of modes is, and their losses. The first token's quantities are extremes over
-    layers."""
+    """Losses, and how concentrated the attention is: the first token's quantities are extremes over layers."""
     measured = (claims.ENTROPY, *claims.EXTREMES)
     yield ["mode", "loss", *measured]
     for label, job in found.labels(lines):
