@@ -6,31 +6,26 @@ Read next: reproduce.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 
 from paper import claims, panels, tables
-from paper.claims import ENTROPY, EXTREMES, HIGHER, LABELS, LOWER, SCHEDULES, Claim, at_best, over_vanilla
+from paper.claims import ENTROPY, EXTREMES, HIGHER, LOWER, SCHEDULES, Claim, over_vanilla
 from paper.runs import CONTROL, DEEP, INSPECTED, ONE_RATE, SCALES, Job
 from value_modes import TABLE
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of a figure. Titles and labels may hold {0.length}, {0.size}, {0.rate} and {0.warmup}, which become those
-    of the panel's first run or of the line's, see Found.in_words."""
+    """A part of a figure. Its title and labels may hold what Found.in_words knows of its last run or of the line's."""
 
     draw: Callable  # of panels.py
     title: str | Callable = ""  # or a function of a found.Found
     lines: tuple = ()  # pairs (label, Job)
     key: object = ""  # what it draws, see panels.py
-    label: str | tuple = ""  # of the y axis, or of both
 
     @property
     def jobs(self):
         return [job for _, job in self.lines]
-
-    @property
-    def is_minus_vanilla(self):
-        return self.draw in panels.MINUS_VANILLA or self.key in panels.MINUS_VANILLA
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,6 @@ class Figure:
     table: Callable | None = None  # found -> rows of texts
     runs: tuple[Job, ...] = ()  # that the table or the claims need and no panel draws
     scored: bool = False  # on the tasks of Table 1
-    same_y: bool = False  # the panels have one y axis, so that a reader can compare them
     mosaic: str = ""  # rows of letters, one for each panel: which cells it takes
     size: tuple = ()  # inches
 
@@ -51,8 +45,8 @@ class Figure:
     def jobs(self):
         """All runs that we need: of the table and the claims, those that we draw, then their baselines."""
         drawn = [job for panel in self.panels for job in panel.jobs]
-        bases = [job.baseline for panel in self.panels if panel.is_minus_vanilla for job in panel.jobs]
-        return list(dict.fromkeys([*self.runs, *drawn, *bases]))
+        minus = [of for of in self.panels if of.draw in panels.MINUS_VANILLA or of.key in panels.MINUS_VANILLA]
+        return list(dict.fromkeys([*self.runs, *drawn, *(job.baseline for panel in minus for job in panel.jobs)]))
 
     @property
     def analysed(self):
@@ -60,57 +54,38 @@ class Figure:
         return {job for panel in self.panels if panel.draw in panels.OF_ANALYSES for job in panel.jobs}
 
     def at(self, scale):
-        """The figure without the lines and runs that a Scale does not have. A panel with a single line left compares
-        nothing, so it goes."""
-        kept = []
-        for panel in self.panels:
-            lines = tuple((label, job) for label, job in panel.lines if scale.has(job))
-            if lines == panel.lines or len(lines) > 1:
-                kept.append(replace(panel, lines=lines))
+        """The figure as a Scale has it. A panel with a single line left compares nothing, so it goes."""
+        here = [replace(of, lines=tuple(line for line in of.lines if scale.has(line[1]))) for of in self.panels]
+        kept = [of for of, before in zip(here, self.panels, strict=True) if len(of.lines) > 1 or of == before]
         return replace(self, panels=tuple(kept), runs=tuple(filter(scale.has, self.runs)))
 
 
 # -- lines of panels, and claims on pairs of modes
 
 
-def named(*modes, **settings):
-    """(the paper's label, Job) of modes."""
-    return tuple((LABELS[mode], Job(mode, **settings)) for mode in modes)
+def lines(*modes, label="{0.mode}", **settings):
+    """(label, Job) of modes with each combination of settings, which have a value or a tuple of them."""
+    values = [value if isinstance(value, tuple) else (value,) for value in settings.values()]
+    return tuple((label, Job(mode, **dict(zip(settings, of, strict=True)))) for *of, mode in product(*values, modes))
 
 
-def by_size(*modes, sizes):
-    return tuple((f"{LABELS[mode]} {{0.size}}", Job(mode, size)) for mode in modes for size in sizes)
-
-
-def of_sizes(*modes, sizes, **settings):
-    """The same as one line for each mode."""
-    return tuple((LABELS[mode], Job(mode, size, **settings)) for mode in modes for size in sizes)
-
-
-def by_length(*modes, lengths, lr=None):
-    return tuple(
-        (f"{LABELS[mode]}, length {{0.length}}", Job(mode, length=n, lr=lr)) for n in lengths for mode in modes
-    )
+def labelled(modes):
+    return tuple((label, Job(mode)) for label, mode in modes.items())
 
 
 def lower(*pairs, paper="lower", **settings):
     """Claims on "a b": mode a ends at a lower validation loss than mode b."""
-    modes = [pair.split() for pair in pairs]
-    return tuple(Claim(Job(a, **settings), Job(b, **settings), paper, LOWER) for a, b in modes)
+    return tuple(Claim(*(Job(mode, **settings) for mode in pair.split()), paper, LOWER) for pair in pairs)
 
 
-def compared(caption, modes, *pairs):
-    """A figure of training losses minus vanilla's, {label: mode}, and claims on pairs of modes."""
-    return Figure(caption, (Panel(panels.relative, lines=lines_of(modes)),), lower(*pairs))
+def compared(caption, modes, *pairs, parts=(("", ""),), more=(), **others):
+    """A figure of training losses minus vanilla's, {label: mode}, and claims on pairs of modes and `more`. parts:
+    (title, from which share of the tokens on) of each panel."""
+    shown = tuple(Panel(panels.relative, title, labelled(modes), since) for title, since in parts)
+    return Figure(caption, shown, (*lower(*pairs), *more), **others)
 
 
-def zoomed(lines):
-    """Two panels of training losses minus vanilla's: all of training, and its last half."""
-    return Panel(panels.relative, "all of training", lines), Panel(panels.relative, "the last half", lines, 0.5)
-
-
-def lines_of(modes):
-    return tuple((label, Job(mode)) for label, mode in modes.items())
+ZOOMED = (("all of training", ""), ("the last half", 0.5))
 
 
 def sweep_pairs(sweep, best):
@@ -119,22 +94,16 @@ def sweep_pairs(sweep, best):
     return [f"{mode} vanilla" for mode in (best, *others)] + [f"{best} {mode}" for mode in others]
 
 
-MINUS = {"weights": claims.gap, "what": ": loss minus vanilla's"}
+MINUS = {"minus_vanilla": True, "what": ": loss minus vanilla's"}
 FOUR = ("vanilla", "neutreno", "resformer", "svformer")
 SIZES, TABLE5_SIZES = ("82M", "180M", "320M", "468M"), ("82M", "180M", "468M")
-SV = Job("svformer")
-SV_LENGTHS = by_length("svformer", lengths=SCALES["paper"].lengths, lr=ONE_RATE)
-SV_RATES = tuple(("rate {0.rate}", Job("svformer", lr=lr)) for lr in (1e-4, 3e-4, 6e-4))
-SV_WARMUPS = tuple(("{0.warmup} steps of warmup", Job("svformer", warmup=n)) for n in (120, 1200))
-INSPECTED_FOUR = named(*FOUR, size=INSPECTED)
-BESIDE = "Transformer, without end-of-text first", Job(size=CONTROL)
-NATS = "entropy of token importance (nats)"
-FIRST = {
-    "first": "importance of the first token",
-    "value_norm": "norm of the first token's value\nrelative to other tokens",
-    "hidden_norm": "norm of the first token's hidden state\nrelative to other tokens",
-}
-HEAT = {"importance": "importance", "value_norm": "norm of the value", "hidden_norm": "norm of the hidden state"}
+SV, OF_LENGTH = Job("svformer"), "{0.mode}, length {0.length}"
+SV_LENGTHS = lines("svformer", label=OF_LENGTH, length=tuple(SCALES["paper"].lengths), lr=ONE_RATE)
+SV_RATES = lines("svformer", label="rate {0.rate}", lr=(1e-4, 3e-4, 6e-4))
+SV_WARMUPS = lines("svformer", label="{0.warmup} steps of warmup", warmup=(120, 1200))
+INSPECTED_FOUR = lines(*FOUR, size=INSPECTED)
+SINKS = (*INSPECTED_FOUR, *lines("vanilla", label="{0.mode}, without end-of-text first", size=CONTROL))
+FIRST = ("first", "value_norm", "hidden_norm")
 TOP = {f"TOP-{k}": f"top_{k}" for k in ("1", "2", "3", "10", "1%")}
 EQUATIONS = {"Current Attention (Eq 4)": "eq4", "Identity Mapping (Eq 6)": "eq6"}
 LAMBDAS = {f"λ = {x}": f"resformer_lambda_{x}" for x in ("0.2", "0.5", "0.8", "1", "2", "5")}
@@ -148,17 +117,17 @@ FIGURES = {
         "Entropy of token importance by layer: low is concentrated. Uniform causal attention itself favours early "
         "tokens, so a model can lie above it. Before training the paper's curve lies at 7.194–7.204, and our 468M at "
         "7.2007.",
-        (Panel(panels.layers, "", INSPECTED_FOUR, "entropy", NATS),),
+        (Panel(panels.layers, "", INSPECTED_FOUR, "entropy"),),
         (over_vanilla("resformer", ENTROPY, INSPECTED), over_vanilla("svformer", ENTROPY, INSPECTED))),
     "fig2": Figure(
         "The first token by layer: what attention it gets, and how long its value and its hidden state are, relative "
         "to other tokens. Numbers are of each model's extreme layer, which is filled.",
-        tuple(Panel(panels.layers, "", (*INSPECTED_FOUR, BESIDE), key, label) for key, label in FIRST.items()),
+        tuple(Panel(panels.layers, "", SINKS, key) for key in FIRST),
         tuple(over_vanilla("resformer", what, INSPECTED) for what in EXTREMES),
-        table=lambda found: tables.concentration_table(found, (*INSPECTED_FOUR, BESIDE))),
+        table=lambda found: tables.concentration_table(found, SINKS)),
     "fig4": Figure(
         "How near two cheap substitutes come to true cross-layer attention (Eq 2) in a trained Transformer.",
-        (Panel(panels.layers, "", tuple((name, Job()) for name in EQUATIONS), EQUATIONS, "cosine similarity to Eq 2"),),
+        (Panel(panels.layers, "", tuple((name, Job()) for name in EQUATIONS), EQUATIONS),),
         (Claim(Job(), None, "higher", HIGHER, claims.eq4_minus_eq6, ": similarity to Eq 2, Eq 4's − Eq 6's"),)),
     "fig5": compared(
         "Sharing keys, values or both between every two layers. The paper: sharing values hurts least.",
@@ -168,21 +137,20 @@ FIGURES = {
         "Validation loss against parameters, and along one cosine schedule against tokens: how many of each ResFormer "
         "saves.",
         (Panel(panels.points, "loss at the end, by size\n(in the paper ResFormer needs 10.4 % fewer parameters)",
-               of_sizes("vanilla", "resformer", sizes=SIZES), panels.loss_by_size, ("parameters", panels.LOSS)),
+               lines("vanilla", "resformer", size=SIZES), panels.LOSS_BY_SIZE),
          Panel(panels.points, "loss along training\n(in the paper ResFormer saves 13.6 % of the tokens)",
-               named("vanilla", "resformer", size="468M"), panels.losses_along, ("training tokens", panels.LOSS))),
-        (Claim(Job("resformer"), None, "0.104", HIGHER, claims.saved_parameters(*SIZES),
-               ": share of parameters saved"),
+               lines("vanilla", "resformer", size="468M"), panels.LOSS_ALONG)),
+        (Claim(Job("resformer"), None, "0.104", HIGHER, claims.saved_parameters(*SIZES), ": share of parameters saved"),
          Claim(Job("resformer", "468M"), None, "0.136", HIGHER, claims.saved_tokens, ": share of tokens saved"))),
     "fig7": Figure(
         "ResFormer by length, and beside other ways to pass information up.",
-        (Panel(panels.relative, "by length", by_length("resformer", lengths=(2048, 32000, 64000))),
-         Panel(panels.relative, "by mode", named("denseformer", "neutreno", "resformer", "resformer_neutreno"))),
+        (Panel(panels.relative, "by length", lines("resformer", label=OF_LENGTH, length=(2048, 32000, 64000))),
+         Panel(panels.relative, "by mode", lines("denseformer", "neutreno", "resformer", "resformer_neutreno"))),
         (*lower("resformer vanilla", "resformer denseformer", "resformer neutreno", "resformer_neutreno resformer"),
          *lower("resformer vanilla", length=32000), *lower("resformer vanilla", length=64000))),
-    "fig8": Figure(
+    "fig8": compared(
         "ResFormer with other weights λ of the first layer's values. The paper: 2 is best.",
-        zoomed(lines_of(LAMBDAS | {"ResFormer": "resformer"})), lower(*sweep_pairs(LAMBDAS, "resformer_lambda"))),
+        LAMBDAS | {"ResFormer": "resformer"}, *sweep_pairs(LAMBDAS, "resformer_lambda"), parts=ZOOMED),
     "fig9": compared(
         "A residual from layer 1 on values, keys or queries.", {"Value": "resformer", "Key": "key", "Query": "query"},
         "resformer vanilla", "vanilla query", "vanilla key"),
@@ -193,46 +161,44 @@ FIGURES = {
     "fig11": compared(
         "Which earlier layers' values a layer adds.",
         {"Only First layer": "resformer", "One Adjacent layer": "resformer_prev",
-         "All Previous layer": "resformer_all"},
-        "resformer resformer_prev", "resformer resformer_all"),
+         "All Previous layer": "resformer_all"}, "resformer resformer_prev", "resformer resformer_all"),
     "fig12": Figure(
         "Spectra of value states: eigenvalues of layer 1, and the largest one of each layer.",
-        (Panel(panels.spectrum, "eigenvalues of layer 1", by_size("vanilla", "resformer", sizes=TABLE5_SIZES)),
+        (Panel(panels.spectrum, "eigenvalues of layer 1",
+               lines("vanilla", "resformer", label="{0.mode} {0.size}", size=TABLE5_SIZES)),
          Panel(panels.layers, "largest eigenvalue of each layer",
-               by_size("vanilla", "resformer", sizes=("180M", "468M")), "value_largest", "largest eigenvalue")),
+               lines("vanilla", "resformer", label="{0.mode} {0.size}", size=("180M", "468M")), "value_largest")),
         tuple(over_vanilla("resformer", "ln of a layer's largest eigenvalue", size) for size in ("180M", "468M"))),
     "fig13": Figure(
         "SVFormer beside other methods with a smaller KV cache. The paper: GQA2 is better at length 2,048, SVFormer at "
         "64,000.",
         (Panel(panels.relative, "about 1/2 of the KV cache",
-               by_length("svformer", "gqa2", "cla2", lengths=(2048, 64000))),
+               lines("svformer", "gqa2", "cla2", label=OF_LENGTH, length=(2048, 64000))),
          Panel(panels.relative, "about 1/8 of the KV cache",
-               named("svformer_gqa4", "gqa8", "cla2_gqa4", length=64000))),
+               lines("svformer_gqa4", "gqa8", "cla2_gqa4", length=64000))),
         (*lower("gqa2 svformer"),
          *lower("svformer gqa2", "svformer cla2", "svformer_gqa4 gqa8", "svformer_gqa4 cla2_gqa4", length=64000))),
     "fig14": Figure(
         "SVFormer by length, and the step at which vanilla overtakes it. The paper: the longer, the later.",
         (Panel(panels.relative, "SVFormer, both at rate {0.rate}", SV_LENGTHS),
          Panel(panels.points, "the step at which vanilla overtakes it", tuple(("", job) for _, job in SV_LENGTHS),
-               panels.critical_point, ("sequence length (tokens)", "critical point (step)"))),
+               panels.CRITICAL)),
         # a noisy point spoils four of ten pairs, so most of them are enough
         (Claim(Job("svformer", lr=ONE_RATE), None, "all", (0.5, claims.math.inf), claims.later_when_longer,
                ": share of pairs of lengths whose longer one is overtaken later"),
          Claim(*(Job("svformer", length=n, lr=ONE_RATE) for n in (64000, 512)), "lower", LOWER, **MINUS)),
-        table=lambda found: tables.critical_table(found, found.labels(SV_LENGTHS))),
+        table=lambda found: tables.critical_table(found, SV_LENGTHS)),
     "fig15": Figure(
         "What SVFormer's loss against vanilla's depends on: learning rate, warmup, architecture, size.",
         (Panel(panels.relative, "SVFormer by learning rate", SV_RATES),
          Panel(panels.relative, "SVFormer by steps of warmup", SV_WARMUPS),
          Panel(panels.relative, "SVFormer by architecture", (("Llama", SV), ("GPT2", Job("svformer", arch="gpt2")))),
          Panel(panels.points, "by size\n(in the paper SVFormer needs 12.2 % more parameters)",
-               of_sizes("vanilla", "svformer", sizes=("2M", *TABLE5_SIZES)), panels.loss_by_size,
-               ("parameters", panels.LOSS))),
+               lines("vanilla", "svformer", size=("2M", *TABLE5_SIZES)), panels.LOSS_BY_SIZE)),
         (*(Claim(Job("svformer", lr=lr), Job("svformer", lr=6e-4), "lower", LOWER, **MINUS) for lr in (1e-4, 3e-4)),
-         Claim(Job("svformer", warmup=1200), SV, "about 0", **MINUS),
-         Claim(Job("svformer", arch="gpt2"), SV, "about 0", **MINUS),
+         *(Claim(job, SV, "about 0", **MINUS) for job in (Job("svformer", warmup=1200), Job("svformer", arch="gpt2"))),
          Claim(SV, None, "-0.122", LOWER, claims.saved_parameters(*TABLE5_SIZES), ": share of parameters saved")),
-        table=lambda found: tables.critical_table(found, found.labels((*SV_RATES, *SV_WARMUPS)))),
+        table=lambda found: tables.critical_table(found, (*SV_RATES, *SV_WARMUPS))),
     "fig16": compared(
         "Layer 1's values, queries or keys for all layers.",
         {"Value": "svformer", "Query": "share_q", "Key": "share_k"},
@@ -244,54 +210,49 @@ FIGURES = {
         "svformer_4anchors svformer_3anchors", "svformer_3anchors svformer_2anchors", "svformer_2anchors svformer"),
     "fig18": Figure(
         "Token similarity of hidden states by layer. The paper has public models.",
-        (Panel(panels.layers, "", INSPECTED_FOUR, "hidden_similarity", "token similarity"),)),
+        (Panel(panels.layers, "", INSPECTED_FOUR, "hidden_similarity"),)),
     "fig19": Figure(
         "Importance, value norm and hidden norm of the first hundred tokens, by layer. Claims are on the first token, "
         "relative to others, in its extreme layer.",
-        tuple(Panel(panels.heat, "", INSPECTED_FOUR, key, label) for key, label in HEAT.items()),
-        (*claims.start_token("resformer"), *claims.start_token("vanilla"))),
+        tuple(Panel(panels.heat, "", INSPECTED_FOUR, key) for key in ("importance", "value_norm", "hidden_norm")),
+        (*(Claim(Job("resformer", INSPECTED), None, *of, what) for what, of in claims.START_TOKEN.items()),
+         *(Claim(Job("vanilla", INSPECTED), None, "", None, of[-1], what) for what, of in claims.START_TOKEN.items()))),
     "fig20": Figure(
         "The quantities of Figures 1 and 2 in the base model, with cross-layer attention.",
-        tuple(Panel(panels.layers, "", named(*FOUR, "cross"), key, label)
-              for key, label in ({"entropy": NATS} | FIRST).items()),
+        tuple(Panel(panels.layers, "", lines(*FOUR, "cross"), key) for key in ("entropy", *FIRST)),
         (*(over_vanilla("resformer", what, "82M") for what in (ENTROPY, *EXTREMES)),
          over_vanilla("cross", ENTROPY, "82M"),
          Claim(Job("cross"), Job("resformer"), "lower", LOWER, claims.LEAST_VALUE, ": first token's value"))),
     "fig21": Figure(
         "The largest token importances of a sequence, by rank and layer.",
-        tuple(Panel(panels.layers, LABELS[mode], tuple((name, Job(mode, INSPECTED)) for name in TOP), TOP, "importance")
+        tuple(Panel(panels.layers, "{0.mode}", tuple((name, Job(mode, INSPECTED)) for name in TOP), TOP)
               for mode in FOUR),
-        tuple(over_vanilla(mode, "largest importance", INSPECTED) for mode in ("resformer", "svformer")),
-        same_y=True),
+        tuple(over_vanilla(mode, "largest importance", INSPECTED) for mode in ("resformer", "svformer"))),
     "fig22": compared(
         "NeuTRENO with other λ. The paper: 0.4 is best.", NEUTRENOS, *sweep_pairs(NEUTRENOS, "neutreno")),
     "tab1": Figure(
         "Zero-shot accuracy on six tasks.",
         claims=tuple(Claim(Job("resformer", length=n), None, "+0.022", HIGHER, claims.accuracy_gap,
                            " − vanilla: mean accuracy") for n in (2048, 64000)),
-        table=tables.table1,
-        runs=tuple(Job(mode, length=length) for mode, length in tables.PAPER_ACCURACIES),
+        table=tables.table1, runs=tuple(Job(mode, length=length) for mode, length in tables.PAPER_ACCURACIES),
         scored=True),
     "tab2": Figure("What the training data consists of.", table=tables.table2),
     "tab3": Figure("Batches by sequence length, the paper's in brackets.", table=tables.table3),
     "tab4": Figure("Models by size, the paper's in brackets.", table=tables.table4),
     "tab5": Figure(
         "Validation loss by domain (nats per token).",
-        claims=(*lower("resformer vanilla", paper="-0.0272"),
-                *lower("resformer vanilla", paper="-0.0323", size="180M"),
+        claims=(*lower("resformer vanilla", paper="-0.0272"), *lower("resformer vanilla", paper="-0.0323", size="180M"),
                 *lower("resformer vanilla", paper="-0.0269", size="468M")),
-        table=tables.table5,
-        runs=tuple(Job(mode, size) for mode, size in tables.PAPER_LOSSES)),
+        table=tables.table5, runs=tuple(Job(mode, size) for mode, size in tables.PAPER_LOSSES)),
 }
 PAPER = tuple(FIGURES)  # the paper's own, which `all` draws. Those below are for scale night, by name
 
 # -- figures that the paper does not have: first our answer, then every mode, then what decides its sign
 
 SCALED = ("resformer", "resformer_lambda", "svformer")
-LONG = SCHEDULES[-1]
-SCHEDULE_LINES = tuple((LABELS[mode] + rate, Job(mode, change=change)) for change in SCHEDULES for mode, rate in (
-    ("vanilla", ""), ("resformer", ""), ("resformer_lambda", ""), ("svformer", ", rate {0.rate}")))
-OVER_TOKENS = Panel(panels.points, "", SCHEDULE_LINES, panels.loss_by_tokens, ("training tokens", panels.LOSS))
+SCHEDULE_LINES = (*lines("vanilla", *SCALED[:2], change=SCHEDULES),
+                  *lines("svformer", label="{0.mode}, rate {0.rate}", change=SCHEDULES))
+OVER_TOKENS = Panel(panels.points, "", SCHEDULE_LINES, panels.LOSS_BY_TOKENS)
 
 
 def in_tokens(found):
@@ -305,13 +266,12 @@ FIGURES["first"] = Figure(
     "What value residuals gain after 12.3M tokens, and along three schedules. Each mode at its best rate, V_n + V_1 at "
     "vanilla's; grey cannot be told from vanilla. Right: a run for each point, of 12.3M tokens three. SVFormer has "
     "twice vanilla's rate. The seeds' noise widens the ranges of tokens to those of Figure longer.",
-    (Panel(panels.forest, "12.3M tokens, three seeds (ticks), 95 % intervals", (
-        ("Plus: learned weights", Job("resformer_plus")), ("λ = 2: V_n + 2 V_1", Job("resformer_lambda")),
-        ("λ = 1: V_n + V_1", Job("resformer_lambda_1")), ("DenseFormer", Job("denseformer")),
-        ("SVFormer: V_1, 58 % of the cache", Job("svformer")), ("NeuTRENO", Job("neutreno")),
-        ("ResFormer: ½ (V_n + V_1)", Job("resformer")))),
-     replace(OVER_TOKENS, title=in_tokens)),
-    size=(10.5, 4.2))
+    (Panel(panels.forest, "12.3M tokens, three seeds (ticks), 95 % intervals", labelled({
+        "Plus: learned weights": "resformer_plus", "λ = 2: V_n + 2 V_1": "resformer_lambda",
+        "λ = 1: V_n + V_1": "resformer_lambda_1", "DenseFormer": "denseformer",
+        "SVFormer: V_1, 58 % of the cache": "svformer", "NeuTRENO": "neutreno",
+        "ResFormer: ½ (V_n + V_1)": "resformer"})),
+     replace(OVER_TOKENS, title=in_tokens)), size=(10.5, 4.2))
 
 PUBLISHED = [mode for mode, (*_, source) in TABLE.items() if source and mode != "vanilla"]
 MODES = dict.fromkeys([*PUBLISHED, *LAMBDAS.values(), *NEUTRENOS.values(), "scaled"])
@@ -319,134 +279,103 @@ FIGURES["modes"] = Figure(
     "Every mode's validation loss minus vanilla's, most with one seed (hollow), which cannot tell those in the grey "
     "band from vanilla. Vanilla's seed 42 ended at 2.4592, and at 2.4812 on the processor of the modes with a * "
     "(triangles); modes with one seed are compared with the mean of both. Arrows lie beyond the axis.",
-    (Panel(panels.forest, "", tuple((mode, Job(mode)) for mode in MODES), panels.family),),
-    table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs),
-    size=(7.5, 13))
+    (Panel(panels.forest, "", labelled({mode: mode for mode in MODES}), panels.family),),
+    table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs), size=(7.5, 13))
 
 # Rates in the paper's units. We leave out 2.4e-3 at 82M: vanilla's loss was 6.1 after 1,200 steps.
 RATES = {"82M": (0.75e-4, 1.5e-4, 3e-4, 6e-4, 1.2e-3), "2M": (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3)}
 TUNED = ("vanilla", "resformer", "svformer", "resformer_lambda", "resformer_plus", "neutreno", "denseformer")
-GRIDS = {(size, mode): [Job(mode, size, lr=lr) for lr in RATES[size]] for size in RATES for mode in TUNED}
+SIDES = dict.fromkeys(TUNED, ("lower", LOWER)) | {"svformer": ("higher", HIGHER)}  # the paper's
+GRID = {size: [line for mode in TUNED for line in lines(mode, label="{0.size}", size=size, lr=RATES[size])]
+        for size in RATES}
 
 
 def claims_on_rates():
     """Each mode against vanilla, each at its best rate; the paper compares them at one rate. Then ResFormer and
     SVFormer against vanilla, both at the same rate."""
-    for size, mode in GRIDS:
-        paper, side = ("higher", HIGHER) if mode == "svformer" else ("lower", LOWER)
-        if size == "2M" and mode != "svformer":
-            paper, side = "", None  # the paper has no other mode of this size
-        if mode != "vanilla":
-            what = " − vanilla, each at its best rate"
-            yield Claim(Job(mode, size), None, paper, side, what=what, weights=at_best(RATES[size]))
+    for size, mode in product(RATES, TUNED[1:]):
+        there = SIDES[mode] if size == "82M" or mode == "svformer" else ("", None)  # the paper's only mode of 2M
+        yield Claim(Job(mode, size), None, *there, what=" − vanilla, each at its best rate", rates=RATES[size])
     for mode, size, lr in (("resformer", "82M", 0.75e-4), ("resformer", "82M", 6e-4), ("svformer", "82M", 0.75e-4),
                            ("svformer", "82M", 3e-4), ("svformer", "82M", 6e-4), ("svformer", "2M", 6e-4)):
-        paper, side = ("lower", LOWER) if mode == "resformer" else ("higher", HIGHER)
-        yield Claim(Job(mode, size, lr=lr), Job(size=size, lr=lr), paper, side)
+        yield Claim(Job(mode, size, lr=lr), Job(size=size, lr=lr), *SIDES[mode])
 
 
-def rate_lines(*modes, size="82M"):
-    return tuple((LABELS[mode], job) for mode in modes for job in GRIDS[size, mode])
-
-
-RATE = "peak learning rate / 0.001"
 FIGURES["rates"] = Figure(
     "Each mode at its best rate, and losses over the rate beside vanilla's (grey), the best filled; ticks are seeds. "
     "The paper has one rate for all. Of a mode's five rates, a factor of 2 apart, seed 42 names the best two, and the "
     "seeds that both have decide. Losses above 2.62 are cut off. Models of 0.5M parameters are in the table alone.",
-    (Panel(panels.forest, "each at its best rate", rate_lines(*TUNED[1:])),
-     *(Panel(panels.rates, LABELS[mode], rate_lines("vanilla", mode), label=label) for mode, label in (
-         ("resformer", ("", panels.LOSS)), ("resformer_lambda", ("", "")), ("resformer_plus", ("", "")),
-         ("svformer", (RATE, panels.LOSS)), ("neutreno", (RATE, "")), ("denseformer", (RATE, ""))))),
+    (Panel(panels.forest, "each at its best rate", lines(*TUNED[1:], lr=RATES["82M"])),
+     *(Panel(panels.rates, "{0.mode}", lines("vanilla", mode, lr=RATES["82M"]), panels.LOSS_BY_RATE) for mode in (
+         "resformer", "resformer_lambda", "resformer_plus", "svformer", "neutreno", "denseformer"))),
     tuple(claims_on_rates()),
-    table=lambda found: tables.gaps_table(found, tuple(("{0.size}", job) for jobs in GRIDS.values() for job in jobs)),
-    runs=tuple(job for jobs in GRIDS.values() for job in jobs),
-    mosaic="AABCD\nAAEFG", size=(12.5, 5.5))
+    table=lambda found: tables.gaps_table(found, (*GRID["82M"], *GRID["2M"])),
+    runs=tuple(job for _, job in (*GRID["82M"], *GRID["2M"])), mosaic="AABCD\nAAEFG", size=(12.5, 5.5))
 
 # What the paper's last version claims, and a control: does λ = 2 gain only because its values are larger?
-FIGURES["v5"] = Figure(
+FIGURES["v5"] = compared(
     "Variants of the paper's last version, of which we know from others' notes, and a control: vanilla with √5 times "
     "its values, at the start as large as the sums of λ = 2. Below: the learned weights after training.",
-    zoomed(lines_of({
-        "ResFormer": "resformer", "Constant (λ = 2)": "resformer_lambda", "Learnable": "resformer_learned",
-        "Learnable-Plus": "resformer_plus", "Sparse": "resformer_sparse", "control: √5 V": "scaled"})),
-    (*lower("resformer_plus resformer_sparse", "resformer_sparse resformer_lambda",
-            "resformer_lambda resformer_learned", "resformer_learned resformer", "vanilla hidden", "vanilla probs"),
-     Claim(Job("resformer_lambda"), Job("scaled")), Claim(Job("scaled"), Job())),
-    runs=(Job("hidden"), Job("probs")),
-    table=lambda found: tables.weights_table(found, ("resformer_learned", "resformer_plus")))
+    {"ResFormer": "resformer", "Constant (λ = 2)": "resformer_lambda", "Learnable": "resformer_learned",
+     "Learnable-Plus": "resformer_plus", "Sparse": "resformer_sparse", "control: √5 V": "scaled"},
+    "resformer_plus resformer_sparse", "resformer_sparse resformer_lambda", "resformer_lambda resformer_learned",
+    "resformer_learned resformer", "vanilla hidden", "vanilla probs", parts=ZOOMED,
+    more=(Claim(Job("resformer_lambda"), Job("scaled")), Claim(Job("scaled"), Job())),
+    runs=(Job("hidden"), Job("probs")), table=tables.weights_table)
 
 # What may move the sign of a gain: one thing at a time, at the same number of tokens. Smaller and larger models and
-# longer sequences want another rate than the base, so these have two; the others have the base's.
-TUNED_RATE, LOWEST_RATES, LOW_RATES, HIGH_RATES = (None,), (0.75e-4, 1.5e-4), (1.5e-4, 3e-4), (3e-4, 6e-4)
-
-
-def at_rates(rows):
-    """Rows (label, Job, its rates) -> pairs (label, Job), one for each rate."""
-    return tuple((label, replace(job, lr=lr)) for label, job, rates in rows for lr in rates)
-
-
-def changed(change):
-    return Job("resformer", change=change)
-
-
-REGIME_LINES = at_rates((
-    ("base", Job("resformer"), TUNED_RATE),
-    ("width 64, 2 heads", changed("n_embd=64,n_head=2"), HIGH_RATES),
-    ("width 160, 5 heads", Job("resformer", "180M"), LOW_RATES),
-    ("width 192, 6 heads, 8 layers", Job("resformer", "468M"), LOWEST_RATES),
-    ("3 layers", changed("n_layer=3"), HIGH_RATES),
-    ("12 layers", changed(DEEP), (0.75e-4, *LOW_RATES)),
-    ("2 wider heads", changed("n_head=2"), TUNED_RATE),
-    ("8 narrower heads", changed("n_head=8"), TUNED_RATE),
-    ("length {0.length}", Job("resformer", length=512), TUNED_RATE),
-    ("length {0.length}", Job("resformer", length=32000), LOW_RATES),
-    ("no weight decay", changed("weight_decay=0.0"), TUNED_RATE),
-    ("weight decay 0.5", changed("weight_decay=0.5"), TUNED_RATE),
-    ("half the batch, twice the steps",  # night's have 2,048 tokens and 6,000 steps
-     changed("batch_tokens=1024,micro_batch=8,max_steps=12000,warmup_steps=200"), TUNED_RATE),
-))
+# longer sequences want another rate than the base, so these have two or three; the others have the base's.
+LOW_RATES, HIGH_RATES = (1.5e-4, 3e-4), (3e-4, 6e-4)
+DEEPER = Job("resformer", change=DEEP)
+REGIME_LINES = tuple(line for label, settings in {
+    "base": {},
+    "width 64, 2 heads": {"change": "n_embd=64,n_head=2", "lr": HIGH_RATES},
+    "width 160, 5 heads": {"size": "180M", "lr": LOW_RATES},
+    "width 192, 6 heads, 8 layers": {"size": "468M", "lr": (0.75e-4, 1.5e-4)},
+    "3 layers": {"change": "n_layer=3", "lr": HIGH_RATES},
+    "12 layers": {"change": DEEP, "lr": (0.75e-4, *LOW_RATES)},
+    "2 wider heads": {"change": "n_head=2"},
+    "8 narrower heads": {"change": "n_head=8"},
+    "length 32": {"length": 512},
+    "length 512": {"length": 32000, "lr": LOW_RATES},
+    "no weight decay": {"change": "weight_decay=0.0"},
+    "weight decay 0.5": {"change": "weight_decay=0.5"},
+    "half the batch, twice the steps":  # night's have 2,048 tokens and 6,000 steps
+        {"change": "batch_tokens=1024,micro_batch=8,max_steps=12000,warmup_steps=200"},
+}.items() for line in lines("resformer", label=label, **settings))
 FIGURES["regime"] = Figure(
     "ResFormer's loss minus vanilla's, when one thing differs from the base. Hollow: one seed, which cannot tell them "
     "apart in the grey band. Where there are several rates, each mode has its best; edge: that of either is the lowest "
     "or the highest one tried, so a better one may lie beyond.",
-    (Panel(panels.forest, lines=REGIME_LINES),),
-    (Claim(changed(DEEP), Job(change=DEEP), "lower", LOWER), Claim(changed(DEEP), Job("resformer"), **MINUS)),
-    table=lambda found: tables.gaps_table(found, REGIME_LINES),
-    size=(7.5, 4.8))
+    (Panel(panels.forest, "", REGIME_LINES),),
+    (Claim(DEEPER, DEEPER.baseline, "lower", LOWER), Claim(DEEPER, Job("resformer"), **MINUS)),
+    table=lambda found: tables.gaps_table(found, REGIME_LINES), size=(7.5, 4.8))
 
 # Do the gains last when training does? Each run has a schedule of its own: a quarter of night's steps, as many, four
 # times as many. The longest sees nearly all of the data.
-LONGER_LINES = at_rates(
-    (label, Job(mode, change=change), rates)
-    for label, change, rates in zip(("3.1M tokens", "12.3M tokens", "49.2M tokens"), SCHEDULES,
-                                    (HIGH_RATES, TUNED_RATE, TUNED_RATE), strict=True) for mode in SCALED)
+LONGER_LINES = tuple(
+    line for label, change, lr in zip(
+        ("3.1M tokens", "12.3M tokens", "49.2M tokens"), SCHEDULES, (HIGH_RATES, None, None), strict=True)
+    for mode in SCALED for line in lines(mode, label=label, change=change, lr=lr))
 FIGURES["longer"] = Figure(
     "Losses at the end of three schedules, how many times its tokens vanilla needs for them, and training along the "
     "longest. Each mode has its best rate at 12.3M tokens; the table has the better of two at 3.1M. Bars: 95 % "
     "intervals, of the seeds' noise and of how vanilla's curve may go on between two of its points.",
-    (OVER_TOKENS,
-     Panel(panels.multiples, "", tuple(line for line in SCHEDULE_LINES if line[1].mode != "vanilla"),
-           panels.multiplier_by_tokens, ("training tokens", "× tokens that vanilla needs for that loss")),
-     Panel(panels.relative, "along 49.2M tokens", named(*SCALED, change=LONG))),
-    table=lambda found: tables.gaps_table(found, LONGER_LINES, in_tokens=True), mosaic="AC\nBC", size=(10.5, 7.5),
-    runs=tuple(of for _, job in LONGER_LINES for of in (job, job.baseline)))
+    (OVER_TOKENS, Panel(panels.points, "", tuple(line for line in SCHEDULE_LINES if line[1].mode != "vanilla"),
+                        panels.MULTIPLIER_BY_TOKENS),
+     Panel(panels.relative, "along 49.2M tokens", lines(*SCALED, change=SCHEDULES[-1]))),
+    table=lambda found: tables.gaps_table(found, LONGER_LINES, in_tokens=True),
+    runs=tuple(of for _, job in LONGER_LINES for of in (job, job.baseline)), mosaic="AC\nBC", size=(10.5, 7.5))
 
 # Do the gains last in larger models?
-SIZE_LINES = tuple(
-    ("{0} layers, width {2}".format(*SCALES["night"].sizes[size]), Job(mode, size))
-    for size in TABLE5_SIZES for mode in SCALED)
 FIGURES["sizes"] = Figure(
     "Validation loss minus vanilla's, by size. At the larger sizes vanilla and ResFormer have the best of two or three "
     "rates; λ = 2 and SVFormer were tuned at the smallest alone, and have half of that rate.",
-    (Panel(panels.sizes, "", (*of_sizes(*SCALED, sizes=TABLE5_SIZES), ("ResFormer, 12 layers", changed(DEEP))),
-           panels.gap_by_size, ("parameters, and tokens for each", panels.GAP)),),
+    (Panel(panels.points, "", (*lines(*SCALED, size=TABLE5_SIZES), ("12 layers", DEEPER)), panels.GAP_BY_SIZE),),
     # ResFormer's claims by size are Table 5's. Of how a gain changes with size the paper says nothing
-    (*(Claim(Job(mode, size), Job(size=size), paper, side)
-       for mode, paper, side in (("resformer_lambda", "lower", LOWER), ("svformer", "higher", HIGHER))
-       for size in ("180M", "468M")),
+    (*(Claim(Job(mode, size), Job(size=size), *SIDES[mode]) for mode in SCALED[1:] for size in ("180M", "468M")),
      *(Claim(Job(mode, "468M"), Job(mode), **MINUS) for mode in SCALED)),
-    table=lambda found: tables.gaps_table(found, SIZE_LINES))
+    table=lambda found: tables.gaps_table(found, lines(*SCALED, label="{0.shape}", size=TABLE5_SIZES)))
 # fmt: on
 
 

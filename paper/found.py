@@ -19,28 +19,19 @@ from common.runs import made_as
 from common.statistics import Fit, t_95
 from configurator import UserError
 from eval import read_results
-from paper.runs import CONTROL, INSPECTED, Job
+from paper.runs import INSPECTED, LABELS, Job
 from train import ENVIRONMENT, MAY_DIFFER
 
 RECORD = "a run's record"
 START = ("value_mode", "data", "device", "dtype", "seed", "parameters", "block_size", "max_steps", "kv_bytes_per_token")
 
 
-class NotMade(Exception):
-    """The scale does not make this run, or not with this seed, or nobody scored it."""
-
-
 # -- records
 
 
 def decisive(settings):
-    """Those settings of train.py that change a result."""
+    """Those settings of train.py that change a result: a record with these is of that run."""
     return {name: value for name, value in settings.items() if name not in MAY_DIFFER}
-
-
-def is_of(record, settings):
-    """Whether a record is of a run with these settings."""
-    return decisive(settings).items() <= record["settings"].items()
 
 
 def finished(settings):
@@ -59,13 +50,15 @@ def make_record(settings, every):
     environment = read_record(folder / "env.json", ENVIRONMENT)
     n = len(run.steps["loss"]) // every * every  # a last mean of fewer steps would be noisier than the others
     losses = run.steps["loss"][:n].reshape(-1, every).mean(axis=1)
-    record = {"name": folder.name, "commit": environment["commit"], "processor": environment["processor"]}
-    record |= {"settings": decisive(settings), "start": {name: run.start[name] for name in START}}
     step_tokens = float(run.steps["tokens"][-1] / run.steps["step"][-1])
-    record |= {"step_tokens": step_tokens, "every": every, "losses": losses.round(5).tolist()}  # of training
-    record |= {"val": {str(step): loss for step, loss in run.val.items()}}  # mean over the domains
-    record |= {"domains": run.evaluation["val"]}  # the last validation loss of each
-    record |= {"seconds": round(float(np.sum(step_tokens / run.steps["tokens_per_s"])), 1)}  # of training steps
+    record = {
+        "name": folder.name, "commit": environment["commit"], "processor": environment["processor"],
+        "settings": decisive(settings), "start": {name: run.start[name] for name in START},
+        "step_tokens": step_tokens, "every": every, "losses": losses.round(5).tolist(),  # of training
+        "val": {str(step): loss for step, loss in run.val.items()},  # mean over the domains
+        "domains": run.evaluation["val"],  # the last validation loss of each
+        "seconds": round(float(np.sum(step_tokens / run.steps["tokens_per_s"])), 1),  # of training steps
+    }  # fmt: skip
     if run.evaluation.get("lam"):
         record["lam"] = run.evaluation["lam"]  # the learned weights of residuals
     if (folder / "analysis.json").exists():
@@ -83,11 +76,6 @@ def write_kept(path, kept):
     write_text(path, "".join(record_line(RECORD, kept[name]) for name in sorted(kept)))
 
 
-def last_loss(record):
-    """The validation loss at the end of a run."""
-    return record["val"][str(record["start"]["max_steps"])]
-
-
 def scores(folder):
     """{task: what eval.py found of it} of the last checkpoint in a run's folder; empty if nothing is scored."""
     checkpoints = read_results(folder).values()
@@ -100,9 +88,8 @@ def scores(folder):
 class Found:
     """The records of a scale's runs, by Job and seed.
 
-    records: {name: record}; seeds: function Job -> its seeds; jobs: all Jobs of the scale, whose noise we pool;
-    repeats: {name: record} of runs that were made again, on another processor; root: folder of the runs, for what
-    records do not have; errors: {name: why there is no record}.
+    records: {name: record}; seeds: function Job -> its seeds; jobs: all of the scale, whose noise we pool; repeats:
+    {name: record} of runs that were made again; root: folder of the runs; errors: {name: why there is no record}.
     """
 
     def __init__(self, records, scale, seeds, jobs=(), repeats=None, root="", errors=None):
@@ -110,9 +97,6 @@ class Found:
         self.repeats, self.root, self.errors = repeats or {}, Path(root), errors or {}
 
     def name(self, job, seed):
-        """The name of a run."""
-        if not self.scale.has(job) or seed not in self.seeds(job):
-            raise NotMade(f"this scale does not make {job} with seed {seed}")
         return f"{self.scale.here(job).name}-{seed}"
 
     def record(self, job, seed):
@@ -134,15 +118,14 @@ class Found:
 
     def common_seeds(self, *jobs):
         """The seeds that all of several Jobs have."""
-        first, *others = map(self.seeds, jobs)
-        return [seed for seed in first if all(seed in seeds for seeds in others)]
+        return [seed for seed in self.seeds(jobs[0]) if all(seed in self.seeds(job) for job in jobs)]
 
     def marks(self, *jobs):
         """* if the runs of these Jobs were on different processors, † if a record of them has no commit."""
         records = [self.record(job, seed) for job in jobs for seed in self.common_seeds(*jobs)]
         # a processor can move a loss as much as another seed, so a reader has to see it
-        star = "*" if len({record["processor"] for record in records}) > 1 else ""
-        return star + ("†" if any(record["commit"] is None for record in records) else "")
+        is_mixed, is_bare = (len({r["processor"] for r in records}) > 1, any(r["commit"] is None for r in records))
+        return "*" * is_mixed + "†" * is_bare
 
     # losses, in nats per token
 
@@ -159,68 +142,61 @@ class Found:
         return [int(step) * record["step_tokens"] for step in record["val"]], list(record["val"].values())
 
     def loss(self, job, seed):
-        return last_loss(self.record(job, seed))
+        """The validation loss at the end of a run."""
+        return self.validation(job, seed)[1][-1]
 
     def losses(self, job):
-        """The validation loss at the end of a Job's run with each of its seeds."""
         return [self.loss(job, seed) for seed in self.seeds(job)]
 
-    def mean_of_repeats(self, job, seed):
-        """The mean loss of a run and of those that repeat it."""
-        name = self.name(job, seed)
-        again = [last_loss(self.repeats[name])] if name in self.repeats else []
-        return np.mean([self.loss(job, seed), *again])
-
-    # differences of losses
-
-    def is_main(self, job):
-        """Whether a Job has the noise that most have: not the smallest models, nor rates that are neither its mode's
-        own nor vanilla's."""
-        own = [self.scale.here(replace(job, mode=mode, lr=None)).lr for mode in (job.mode, "vanilla")]
-        return job.size != "2M" and job.lr in own
-
     def fit(self, jobs):
-        """The Fit that says how noisy differences of Jobs are: of all Jobs with several seeds that have the noise of
-        most, or, if these have not, of those with their settings and rates. Seeds shift all runs of a setting alike."""
+        """The Fit that says how noisy differences of Jobs are. Most share one noise: all Jobs with several seeds but
+        the smallest models, at their mode's own rate or vanilla's. If one of `jobs` is not of these, it is the noise of
+        those with their settings and rates. Seeds shift all runs of a setting alike."""
 
         def setting(job):
             return replace(job, mode="", lr=None)
 
+        def is_of_most(job):
+            own = [self.scale.here(replace(job, mode=mode, lr=None)).lr for mode in (job.mode, "vanilla")]
+            return job.size != "2M" and job.lr in own
+
         jobs = [self.scale.here(job) for job in jobs]
-        known = [self.scale.here(job) for job in self.jobs if self.has_record(job)]
-        family = [job for job in dict.fromkeys([*known, *jobs]) if len(self.seeds(job)) > 1]
-        if all(map(self.is_main, jobs)):
-            family = [job for job in family if self.is_main(job)]
+        family = [*self.jobs, *jobs]
+        if all(map(is_of_most, jobs)):
+            family = filter(is_of_most, family)
         else:
             settings, rates = {setting(job) for job in jobs}, {job.lr for job in jobs}
             family = [job for job in family if setting(job) in settings and (job.size == "2M" or job.lr in rates)]
-        return Fit({j: {(setting(j), seed): self.loss(j, seed) for seed in self.seeds(j)} for j in family})
-
-    def one_seed(self):
-        """Half of the 95 % interval of a difference of two runs, 0 if no Job has several seeds."""
-        fit = self.fit([Job()])
-        return t_95(fit.df) * fit.noise * math.sqrt(2) if fit.df else 0.0
-
-    def has_record(self, job):
-        return all(f"{self.scale.here(job).name}-{seed}" in self.records for seed in self.seeds(job))
+        cells = {}
+        for job in family:
+            seeds = self.seeds(job)
+            if len(seeds) > 1 and all(f"{job.name}-{seed}" in self.records for seed in seeds):
+                cells[job] = {(setting(job), seed): self.loss(job, seed) for seed in seeds}
+        return Fit(cells)
 
     def contrast(self, weights):
         """(value, half of its 95 % interval, {seed: value}) of a sum {Job: weight} of validation losses at the end. One
-        seed has no interval; we take the mean of its repeats."""
+        seed has no interval; then a run counts with the mean of it and its repeats."""
         here = Counter()
         for job, weight in weights.items():
             here[self.scale.here(job)] += weight
         seeds = self.common_seeds(*here)
-        loss = self.loss if len(seeds) > 1 else self.mean_of_repeats
-        values = {seed: float(sum(weight * loss(job, seed) for job, weight in here.items())) for seed in seeds}
-        if len(seeds) == 1:
-            return values[seeds[0]], None, values
-        value, interval, _ = self.fit(here).contrast(here)
-        return value, interval, values
+        values = {seed: float(sum(here[job] * self.loss(job, seed) for job in here)) for seed in seeds}
+        if len(seeds) > 1:
+            return *self.fit(here).contrast(here)[:2], values
+        for job, weight in here.items():
+            again = self.repeats.get(self.name(job, seeds[0]), self.record(job, seeds[0]))
+            values[seeds[0]] += weight * (list(again["val"].values())[-1] - self.loss(job, seeds[0])) / 2
+        return values[seeds[0]], None, values
 
     def gap(self, job):
         """`contrast` of a Job and its baseline."""
         return self.contrast({job: 1, job.baseline: -1})
+
+    def one_seed(self):
+        """Half of the 95 % interval of a difference of two runs, 0 if nothing has several seeds."""
+        fit = self.fit([Job()])
+        return t_95(fit.df) * fit.noise * math.sqrt(2) if fit.noise else 0.0
 
     # what analyze.py and eval.py found
 
@@ -257,31 +233,28 @@ class Found:
         return f"{self.scale.here(job).lr * self.scale.lr_factor:.4g}"
 
     def in_words(self, text, job):
-        """A text whose {0.size}, {0.length}, {0.rate} and {0.warmup} become a Job's."""
-        here = SimpleNamespace(rate=self.rate(job), size=plot.short_count(self.parameters(job)))
+        """A text whose {0.mode}, {0.rate}, {0.size}, {0.shape}, {0.length} and {0.warmup} become a Job's."""
+        here = SimpleNamespace(mode=LABELS.get(job.mode, job.mode), rate=self.rate(job))
+        here.size = plot.short_count(self.parameters(job))
+        here.shape = "{0} layers, width {2}".format(*self.scale.sizes[self.scale.here(job).size])
         here.length, here.warmup = f"{self.scale.lengths[job.length][0]:,}", f"{self.scale.warmups[job.warmup]:,}"
-        return text.format(here)
+        return text.format(here, job)
 
     def labels(self, lines):
         """[(label in words, Job)] of the lines that the scale has."""
         return [(self.in_words(label, job), job) for label, job in lines if self.scale.has(job)]
 
-    def differs(self, job):
-        """How a Job differs from the base, in words: `5.07M`, `length 512`, `rate 0.006`."""
-        parts = [
-            "" if job.size in ("82M", INSPECTED, CONTROL) else plot.short_count(self.parameters(job.baseline)),
-            "" if job.length == 2048 else f"length {self.scale.lengths[job.length][0]:,}",
-            "" if job.lr is None else f"rate {self.rate(job)}",
-            "" if job.warmup == 120 else f"{self.scale.warmups[job.warmup]:,} warmup steps",
-            "" if job.arch == "llama" else job.arch,
-            job.change,
-        ]
-        return " ".join(filter(None, parts))
-
     def names_of(self, a, b):
-        """Two Jobs as `resformer − vanilla 5.07M`; how both differ is said once. b may be None."""
-        if b is None:
-            return f"{a.mode} {self.differs(a)}".strip()
-        if self.differs(a) == self.differs(b):
-            return f"{a.mode} − {b.mode} {self.differs(a)}".strip()
-        return " − ".join(f"{job.mode} {self.differs(job)}".strip() for job in (a, b))
+        """Two Jobs as `resformer − vanilla 5.07M`; how both differ from the base is said once. b may be None."""
+        base, words = Job(), {"length": "length {0.length}", "lr": "rate {0.rate}", "warmup": "{0.warmup} warmup steps"}
+        words |= {"arch": "{1.arch}", "change": "{1.change}"}
+        differs = {}
+        for job in filter(None, (a, b)):
+            has_size = job.size not in (base.size, INSPECTED)
+            parts = ["{0.size}"] * has_size + [
+                words[name] for name in words if getattr(job, name) != getattr(base, name)
+            ]
+            differs[job] = self.in_words(" ".join(parts), job.baseline if has_size else job)
+        if len(set(differs.values())) == 1:
+            return f"{' − '.join(job.mode for job in differs)} {differs[a]}".strip()
+        return " − ".join(f"{job.mode} {differs[job]}".strip() for job in differs)

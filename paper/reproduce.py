@@ -3,9 +3,8 @@
     python -m paper.reproduce fig7 --dry_run        the commands of what would run here
     python -m paper.reproduce fig7                  run it and draw it; what is finished does not run again
 
-docs/reproduction.md says what the names stand for, figures.py what each is made of. A run is an ordinary run of
-train.py in out/<scale>/<its name>-<seed>. Figures go to results/<scale>/, the numbers beside the paper's to
-results/<scale>.json, and results/<scale>/README.md shows all. After a kill the same command goes on.
+docs/reproduction.md says what the names stand for. A run is train.py's, in out/<scale>/<its name>-<seed>. Figures go to
+results/<scale>/, where README.md shows all, numbers to results/<scale>.json. After a kill the same command goes on.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from common.tasks import TABLE1
 from configurator import UserError, check_fields, need, run, setting
 from paper.claims import HEADER, claim_cells, claim_rows
 from paper.figures import FIGURES, PAPER, jobs_at
-from paper.found import Found, finished, is_of, make_record, read_kept, scores, write_kept
+from paper.found import Found, decisive, finished, make_record, read_kept, scores, write_kept
 from paper.panels import page_of_panels
 from paper.runs import SCALES, SEEDS, train_settings
 from train import TrainConfig
@@ -129,33 +128,20 @@ def commands(settings, needs, cfg):
 # -- running
 
 
-def job_of(words, log, **run):
-    """The Job of a command as we print it."""
+def has_data(cfg):
+    return Path(cfg.units.data_dir, "manifest.json").exists()
+
+
+def job_of(words, log, steps=0):
+    """The Job of a command as we print it. steps: of a training run."""
     launcher = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
-    return Job((*launcher, *words[1:]), log, **run)
-
-
-def make_data(cfg):
-    """Make the data if it is missing and is pysource, which needs no download."""
-    folder = Path(cfg.units.data_dir)
-    if (folder / "manifest.json").exists():
-        return
-    if cfg.data_dir or " pysource " not in cfg.units.prepare:
-        raise UserError(f"{folder} has no manifest.json; make the data: `{cfg.units.prepare}`")
-    print(f"making the data: {cfg.units.prepare}", flush=True)
-
-    def ended(job, code, last_line):
-        if code:
-            raise UserError(f"`{cfg.units.prepare}` failed ({code}): {last_line}; see {job.log}")
-
-    job = job_of(shlex.split(cfg.units.prepare), Path(cfg.out_dir, "prepare.log"))
-    run_jobs(lambda: [job], ended, [{}])
+    return Job((*launcher, *words[1:]), log, log.parent if steps else "", steps)
 
 
 def check_data(records, cfg):
     """Raise UserError if runs have seen different data, because nobody could compare them."""
     seen = {record["start"]["data"]: name for name, record in records.items()}
-    if cfg.run:
+    if cfg.run and has_data(cfg):
         seen[Corpus(cfg.units.data_dir, 1, verify=False).hash] = cfg.units.data_dir
     if len(seen) > 1:
         raise UserError(f"the data of {' and '.join(seen.values())} differ; leave out --kept, or set another --out_dir")
@@ -174,17 +160,17 @@ def make_all(runs, records, cfg):
         for what, words in commands(settings, needs, cfg).items() if cfg.run else ():
             log = Path(settings["out_dir"], f"{what}.log")
             if log not in failed:
-                is_training = {"folder": log.parent, "steps": settings["max_steps"]} if what == "train" else {}
-                return job_of(words, log, **is_training)
+                return job_of(words, log, settings["max_steps"] if what == "train" else 0)
         record = records[name] = make_record(settings, cfg.units.every)
-        loss = list(record["val"].values())[-1]
-        n = f"{len(runs.keys() & records.keys())} of {len(runs)}"
-        print(f"{n}, {settings['out_dir']}: validation loss {loss:.4f}", flush=True)
+        n, loss = len(runs.keys() & records.keys()), list(record["val"].values())[-1]
+        print(f"{n} of {len(runs)}, {settings['out_dir']}: validation loss {loss:.4f}", flush=True)
         if cfg.run and cfg.kept:
             path = cfg.folder / "runs.jsonl"
             write_kept(path, read_kept(path) | {name: record})
 
     def wanted():
+        if cfg.run and not has_data(cfg):
+            return [job_of(shlex.split(cfg.units.prepare), Path(cfg.out_dir, "prepare.log"))]
         jobs = []
         for name, (settings, needs) in runs.items():
             if name not in records and name not in failed:
@@ -196,9 +182,11 @@ def make_all(runs, records, cfg):
 
     def ended(job, code, last_line):
         if code:
-            what = job.log if job.log.stem in TABLE1 else job.log.parent.name
             why = f"{job.log.stem} of {job.log.parent} failed ({code}): {last_line.removeprefix('error: ')}"
-            note(what, UserError(f"{why}; see {job.log}"))
+            error = UserError(f"{why}; see {job.log}")
+            if job.log.stem == "prepare":
+                raise error
+            note(job.log if job.log.stem in TABLE1 else job.log.parent.name, error)
 
     check_data(records, cfg)
     # a run on GPUs takes all of them
@@ -217,19 +205,15 @@ def publish(name, figure, cfg, found):
     record["runs"] = {found.name(job, s): found.loss(job, s) for job in figure.jobs for s in found.seeds(job)}
     if figure.table:
         record["table"] = list(figure.table(found))
-        print(markdown(record["table"][0], record["table"][1:]))
     record["rows"] = claim_rows(figure, found)
-    if record["rows"]:
-        print(markdown(HEADER, map(claim_cells, record["rows"]), left=3), flush=True)
+    print(*tables_of(record), sep="\n", flush=True)
     if figure.panels:  # last, so that an error leaves the old picture beside the old numbers
         page_of_panels(cfg.folder / f"{name}.png", figure, found)
         record["png"] = f"{cfg.scale}/{name}.png"
     # other figures of this scale keep their records, in the order of figures.py
     path = Path(cfg.results_dir, f"{cfg.scale}.json")
-    figures = read_record(path, RESULTS)["figures"] if path.exists() else {}
-    figures[name] = record
-    figures = {key: figures[key] for key in FIGURES if key in figures}
-    results = {"scale": cfg.units.what, "figures": figures}
+    figures = (read_record(path, RESULTS)["figures"] if path.exists() else {}) | {name: record}
+    results = {"scale": cfg.units.what, "figures": {key: figures[key] for key in FIGURES if key in figures}}
     write_record(path, RESULTS, results)
     write_text(cfg.folder / "README.md", report_text(results, cfg.scale))
 
@@ -241,8 +225,16 @@ is one seed. Differences of losses share one error: what is left of all runs at 
 mean of each mode and the shift of each seed in each setting. Models of 0.5M parameters, and runs at other rates, share
 one with their like alone. Anything else has Student's t over its seeds. "here" says on which side of the sign or bound
 that the paper claims, at its own sizes, the whole interval is: **same side**, **other side**, or **cannot tell**; one
-seed, **same side?** Nothing is corrected for the number of verdicts. (edge): a better rate may lie beyond those that we
-tried. *: on different processors. †: a run of it has no commit in its record."""
+seed, **same side?** Nothing is corrected for the number of verdicts. (edge): a better rate may lie beyond those tried.
+*: on different processors. †: a run of it has no commit in its record."""
+
+
+def tables_of(record):
+    """The table and the claims of a figure as Markdown, those that it has."""
+    if "table" in record:
+        yield markdown(record["table"][0], record["table"][1:])
+    if record["rows"]:
+        yield markdown(HEADER, map(claim_cells, record["rows"]), left=3)
 
 
 def compact(table):
@@ -253,16 +245,10 @@ def compact(table):
 def section(name, record):
     """A figure or table of the report, as Markdown."""
     title = f"{'Table' if name.startswith('tab') else 'Figure'} {name.removeprefix('fig').removeprefix('tab')}"
-    parts = [f"## {title}", record["caption"]]
-    if "png" in record:
-        parts.append(f"![{title}]({Path(record['png']).name})")
-    if "table" in record:
-        parts.append(compact(markdown(record["table"][0], record["table"][1:])))
-    if record["rows"]:
-        parts.append(compact(markdown(HEADER, map(claim_cells, record["rows"]), left=3)))
-    # the JSON file beside has the runs' losses and the machine
+    picture = [f"![{title}]({Path(record['png']).name})"] if "png" in record else []
     made = f"{len(record['runs'])} runs; drawn" if record["runs"] else "Drawn"
-    return "\n\n".join([*parts, f"<sub>{made} by {(record['environment']['commit'] or 'unknown')[:10]}</sub>"])
+    by = f"<sub>{made} by {(record['environment']['commit'] or 'unknown')[:10]}</sub>"
+    return "\n\n".join([f"## {title}", record["caption"], *picture, *map(compact, tables_of(record)), by])
 
 
 def report_text(results, scale):
@@ -277,22 +263,25 @@ def main(cfg: ReproduceConfig):
     every = runs_of(cfg, [figure.at(cfg.units) for figure in FIGURES.values()])
     kept, repeats = (read_kept(cfg.folder / name) if cfg.kept else {} for name in ("runs.jsonl", "repeats.jsonl"))
     # records of other figures tell how noisy losses are; a record of other settings is of another run
-    records = {name: kept[name] for name in every if name in kept and is_of(kept[name], every[name][0])}
+    same = [
+        name for name in every if name in kept and decisive(every[name][0]).items() <= kept[name]["settings"].items()
+    ]
+    records = {name: kept[name] for name in same}
     if cfg.dry_run:
-        if not Path(cfg.units.data_dir, "manifest.json").exists():
+        if not has_data(cfg):
             print(cfg.units.prepare)
         missing = [commands(*run, cfg) for name, run in runs.items() if name not in records]
         missing = [of_run for of_run in missing if of_run]
-        for of_run in missing:
-            print(*map(shlex.join, of_run.values()), sep="\n")
-        print(f"{len(missing)} runs of {cfg.units.what}")
+        texts = [shlex.join(words) for of_run in missing for words in of_run.values()]
+        print(*texts, f"{len(missing)} runs of {cfg.units.what}", sep="\n")
         return
     if cfg.run and cfg.units.gpus and not torch.cuda.is_available():
         raise UserError(f"scale={cfg.scale} needs GPUs, and there is none; add --dry_run, or set --scale=cpu")
     if any(figure.panels for figure in cfg.figures.values()):
         need("matplotlib")  # before hours of training
-    if cfg.run:
-        make_data(cfg)
+    # data that needs no download is made
+    if cfg.run and not has_data(cfg) and (cfg.data_dir or " pysource " not in cfg.units.prepare):
+        raise UserError(f"{cfg.units.data_dir} has no manifest.json; make the data: `{cfg.units.prepare}`")
     with hold(cfg.out_dir) if cfg.run else contextlib.nullcontext():
         failed = make_all(runs, records, cfg)
     found = Found(records, cfg.units, cfg.seeds_of, jobs_at(cfg.units), repeats, cfg.out_dir, failed)

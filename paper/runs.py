@@ -10,11 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+LABELS = {  # the paper's names of modes
+    "vanilla": "Transformer", "resformer": "ResFormer", "svformer": "SVFormer", "neutreno": "NeuTRENO",
+    "denseformer": "DenseFormer", "resformer_neutreno": "ResFormer+NeuTRENO", "cross": "Cross Layer Attention",
+    "cla2": "CLA2", "gqa2": "GQA2", "gqa8": "GQA8", "svformer_gqa4": "SVFormer+GQA4", "cla2_gqa4": "CLA2+GQA4",
+    "resformer_lambda": "ResFormer, λ = 2", "resformer_plus": "Learnable-Plus ResFormer",
+    "resformer_learned": "Learnable ResFormer",
+}  # fmt: skip
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
 PAPER_LR = 6e-4
 VOCAB = 50277  # tokens of the paper's tokenizer
-INSPECTED = "inspected"  # the size of the model in Figures 1, 2, 18, 19 and 21: Scale.stands_for says which it is
-CONTROL = "control"  # the size of a model beside it whose sequences do not begin with end-of-text
+# Sizes that Scale.stands_for resolves: the model in Figures 1, 2, 18, 19 and 21, and one without end-of-text beside it.
+INSPECTED, CONTROL = "inspected", "control"
 ONE_RATE = "one"  # Figure 14's rate, the same for all modes: Scale.one_rate says which it is
 
 
@@ -33,13 +40,10 @@ class Job:
     @property
     def name(self):
         """The name of its folder without the seed: size, length, mode, and what is not the paper's default."""
-        parts = [
-            "" if self.lr in (None, PAPER_LR) else f"lr{self.lr:g}",
-            "" if self.warmup == 120 else f"warmup{self.warmup}",
-            "" if self.arch == "llama" else self.arch,
-            self.change.replace("=", "").replace(",", "-"),
-        ]
-        return "-".join([self.size, str(self.length), self.mode, *filter(None, parts)])
+        lr = "" if self.lr in (None, PAPER_LR) else f"lr{self.lr:g}"
+        warmup, arch = f"warmup{self.warmup}" * (self.warmup != 120), self.arch * (self.arch != "llama")
+        parts = (self.size, str(self.length), self.mode, lr, warmup, arch, self.change.replace("=", ""))
+        return "-".join(filter(None, parts)).replace(",", "-")
 
     @property
     def baseline(self):
@@ -48,7 +52,6 @@ class Job:
 
 
 # -- scale night
-
 
 NIGHT_LR = 3e-4  # in the paper's units
 WITH_BOS = "bos=True"  # the inspected model's change: without it no sink forms in so few steps
@@ -133,12 +136,9 @@ class Scale:
     def here(self, job):
         """The Job with what this scale decides: which model is inspected, and the learning rate."""
         job = dataclasses.replace(job, **self.stands_for.get(job.size, {}))
-        if job.lr is None:
-            of_82m = self.tuned.get(("82M", job.mode), self.lr)
-            job = dataclasses.replace(job, lr=self.tuned.get((job.change or job.size, job.mode), of_82m))
-        if job.lr == ONE_RATE:
-            job = dataclasses.replace(job, lr=self.one_rate)
-        return job
+        of_82m = self.tuned.get(("82M", job.mode), self.lr)
+        lr = {None: self.tuned.get((job.change or job.size, job.mode), of_82m), ONE_RATE: self.one_rate}
+        return dataclasses.replace(job, lr=lr.get(job.lr, job.lr))
 
 
 PAPER_SIZES = {
@@ -148,8 +148,6 @@ PAPER_SIZES = {
     "320M": (15, 16, 1024),  # the paper names a 320M without its shape: this one has 331M
     "468M": (24, 16, 1024),
 }
-SLIMPAJAMA = "python prepare.py slimpajama --tokenizer_file=tokenizer.json"
-PYSOURCE = "python prepare.py pysource --tokenizer=bpe:2048 --tokens=12e6"
 # We name night's packages, so that the text stays the same when somebody installs another package.
 PYSOURCE_NIGHT = (
     "python prepare.py pysource --tokenizer=bpe:2048 --packages=datasets,fontTools,fsspec,huggingface_hub,"
@@ -163,14 +161,14 @@ SCALES = {
         {512: (512, 4096, 128), 2048: (2048, 1024, 32), 8192: (8192, 256, 8), 32000: (32000, 64, 2),
          64000: (64000, 32, 1)},
         steps=10_000, lr_factor=1.0, warmups={120: 120, 1200: 1200}, gpus=8,
-        data_dir="data/slimpajama", prepare=SLIMPAJAMA,
+        data_dir="data/slimpajama", prepare="python prepare.py slimpajama --tokenizer_file=tokenizer.json",
         window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 4, "468M": 4}),
     "cpu": Scale(
         "a quick look: models of 0.1 to 3.4M parameters on 0.15M tokens each, for 2 cores without a GPU",
         {"2M": (4, 2, 16), "82M": (8, 8, 64), "180M": (8, 8, 96), "320M": (8, 8, 128), "468M": (12, 8, 128)},
         {512: (64, 16, 16), 2048: (128, 8, 8), 8192: (256, 4, 4), 32000: (512, 2, 2), 64000: (1024, 1, 1)},
         steps=150, lr_factor=5.0, warmups={120: 20, 1200: 60}, gpus=0,
-        data_dir="data/small", prepare=PYSOURCE,
+        data_dir="data/small", prepare="python prepare.py pysource --tokenizer=bpe:2048 --tokens=12e6",
         window=15, evals=5, chunks=50, settings=ON_CORES),
     "night": Scale(
         "models of 0.5 to 5.1M parameters on 12M tokens each, for 2 cores without a GPU",
@@ -198,15 +196,15 @@ def train_settings(job, scale, seed, folder):
     job = scale.here(job)
     block, batch, micro = scale.lengths[job.length]
     n_layer, n_head, n_embd = scale.sizes[job.size]
-    values = {"value_mode": job.mode, "arch": job.arch, "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd}
-    values |= {"block_size": block, "batch_tokens": block * batch}
-    values |= {"micro_batch": max(1, micro // scale.micro.get(job.size, 1))}
-    values |= {"max_steps": scale.steps, "warmup_steps": scale.warmups[job.warmup]}
-    values |= {"learning_rate": float(f"{job.lr * scale.lr_factor:.6g}")}
-    values |= {"eval_every": scale.steps // (scale.evals if job.size == "468M" else 1)}
-    values |= {"save_every": max(1, scale.steps // (10 if scale.gpus else 2))}
-    values |= {"log_every": max(1, scale.steps // 10), "keep": 1}
-    values |= {"data_dir": scale.data_dir, "seed": seed, "out_dir": str(folder)}
+    values = {
+        "value_mode": job.mode, "arch": job.arch, "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd,
+        "block_size": block, "batch_tokens": block * batch, "micro_batch": micro // scale.micro.get(job.size, 1) or 1,
+        "max_steps": scale.steps, "warmup_steps": scale.warmups[job.warmup],
+        "learning_rate": float(f"{job.lr * scale.lr_factor:.6g}"),
+        "eval_every": scale.steps // (scale.evals if job.size == "468M" else 1),
+        "save_every": scale.steps // (10 if scale.gpus else 2) or 1, "log_every": scale.steps // 10 or 1, "keep": 1,
+        "data_dir": scale.data_dir, "seed": seed, "out_dir": str(folder),
+    }  # fmt: skip
     values |= scale.settings | scale.of_length.get(job.length, {})
     for change in filter(None, job.change.split(",")):
         name, value = change.split("=")

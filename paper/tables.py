@@ -15,8 +15,8 @@ from common.statistics import mean_interval
 from common.tasks import TABLE1
 from configurator import UserError
 from paper import claims
-from paper.claims import LABELS, critical
-from paper.runs import SCALES, VOCAB, Job, train_settings
+from paper.claims import critical
+from paper.runs import LABELS, SCALES, VOCAB, Job, train_settings
 from prepare import PAPER_MIXTURE
 from train import TrainConfig
 
@@ -46,19 +46,17 @@ def beside(ours, paper):
 
 def settings_row(ours, paper):
     """Cells of settings: ours, and the paper's in brackets."""
-    cells = []
-    for pair in zip(ours, paper, strict=True):
-        cells.append("{} ({})".format(*(f"{x:,}" if isinstance(x, int) else x for x in pair)))
-    return cells
+    pairs = [[f"{x:,}" if isinstance(x, int) else x for x in pair] for pair in zip(ours, paper, strict=True)]
+    return ["{} ({})".format(*pair) for pair in pairs]
 
 
-def interval(values, sign=False):
+def interval(values):
     """A cell: mean and 95 % interval over seeds."""
-    return with_interval(*mean_interval(values), sign)
+    return with_interval(*mean_interval(values))
 
 
 def gap_in_words(found, job):
-    """A cell: a Job's loss minus vanilla's, and what its runs lack, see Found.marks."""
+    """A cell: a Job's loss minus vanilla's, and Found.marks."""
     gap, half, _ = found.gap(job)
     return with_interval(gap, half, sign=True) + found.marks(job, job.baseline)
 
@@ -78,7 +76,7 @@ def table1(found):
         means = rows.mean(axis=0)
         means = [*means, means.mean()]  # no average where a task is missing
         cells = [beside(mean, f"{accuracy:.3f}") for mean, accuracy in zip(means, paper, strict=True)]
-        yield [found.in_words(f"{LABELS[mode]}, length {{0.length}}", job), *cells]
+        yield [found.in_words("{0.mode}, length {0.length}", job), *cells]
 
 
 def table2(found):
@@ -105,112 +103,97 @@ def table3(found):
 
 def table4(found):
     """Shapes and recipe by size, the paper's in brackets. The paper does not give the shape of its 320M."""
-    vocab = Tokenizer.load(Path(found.scale.data_dir) / "tokenizer.json").n_vocab
-    columns = []
-    for size in found.scale.sizes:
-        model, ours = recipe(found.scale, size, vocab)
-        _, theirs = recipe(SCALES["paper"], size, VOCAB)
-        if size == "320M":
-            theirs[:4] = ["-"] * 4
-        columns.append([size, *settings_row(ours, theirs), f"{count_parameters(model):,}"])
     names = ["", "layers", "heads", "width", "FFN width"]
     names += ["vocabulary", "peak learning rate", "warmup steps", "steps", "tokens per step", "parameters"]
+    vocab, columns = Tokenizer.load(Path(found.scale.data_dir) / "tokenizer.json").n_vocab, []
+    for size in found.scale.sizes:
+        recipes = []
+        for scale, n_vocab in ((SCALES["paper"], VOCAB), (found.scale, vocab)):
+            cfg = TrainConfig(**train_settings(Job(size=size), scale, 0, ""))
+            model = cfg.model_config(n_vocab)
+            shape = [model.n_layer, model.n_head, model.n_embd, model.n_hidden, n_vocab]
+            recipes.append([*shape, cfg.learning_rate, cfg.warmup_steps, cfg.max_steps, cfg.batch_tokens])
+        theirs, ours = recipes
+        theirs[:4] = ["-"] * 4 if size == "320M" else theirs[:4]
+        columns.append([size, *settings_row(ours, theirs), f"{count_parameters(model):,}"])
     yield from map(list, zip(names, *columns, strict=True))
-
-
-def recipe(scale, size, vocab):
-    """A model's ModelConfig, and what Table 4 says of it."""
-    cfg = TrainConfig(**train_settings(Job(size=size), scale, 0, ""))
-    model = cfg.model_config(vocab)
-    shape = [model.n_layer, model.n_head, model.n_embd, model.n_hidden, vocab]
-    return model, [*shape, cfg.learning_rate, cfg.warmup_steps, cfg.max_steps, cfg.batch_tokens]
 
 
 def table5(found):
     """Validation losses by domain, means over seeds; the paper's in brackets where the domain is one of its own."""
     jobs = {Job(*key): paper for key, paper in PAPER_LOSSES.items() if found.scale.has(Job(*key))}
-    for i, (job, paper) in enumerate(jobs.items()):
+    first = next(iter(jobs))
+    names = list(found.record(first, found.seeds(first)[0])["domains"])  # each data set has its own
+    yield ["", *names, "Avg"]
+    for job, paper in jobs.items():
         domains = [found.record(job, seed)["domains"] for seed in found.seeds(job)]
-        # the domains are known only from a run, because each data set has its own
-        if i == 0:
-            yield ["", *domains[0], "Avg"]
         *of_domains, average = (f"{loss:.4f}" for loss in paper)
         theirs = dict(zip(DOMAINS, of_domains, strict=True))
-        cells = [beside([losses[name] for losses in domains], theirs.get(name)) for name in domains[0]]
-        yield [found.in_words(f"{LABELS[job.mode]} {{0.size}}", job), *cells, beside(found.losses(job), average)]
+        cells = [beside([losses[name] for losses in domains], theirs.get(name)) for name in names]
+        yield [found.in_words("{0.mode} {0.size}", job), *cells, beside(found.losses(job), average)]
 
 
-# -- tables of our own figures
+# -- tables of our own figures. lines: [(label, Job)]
 
 
 def critical_table(found, lines):
-    """When vanilla overtakes for the last time. lines: [(label, Job)]."""
+    """When vanilla overtakes for the last time."""
     yield ["", "overtaken at step", "in seeds"]
-    for label, job in lines:
+    for label, job in found.labels(lines):
         points = [critical(job, found, seed) for seed in found.common_seeds(job, job.baseline)]
         crossed = [point for point in points if 0 < point < math.inf]
         yield [label, plus_minus(*mean_interval(crossed), digits=0), f"{len(crossed)} of {len(points)}"]
 
 
-def by_rate(found, lines):
-    """{(label, mode): its Jobs, one for each rate}"""
-    rows = {}
-    for label, job in found.labels(lines):
-        rows.setdefault((label, job.mode), []).append(job)
-    return rows
-
-
 def gaps_table(found, lines, in_tokens=False):
     """Losses minus vanilla's: with both modes at each rate, then each mode at its best one, with vanilla's loss at its
-    own. A row of vanilla itself has its losses. in_tokens: `multipliers`, too."""
+    own. A row of vanilla itself has its losses. in_tokens: claims.multipliers, too."""
     header = ["", "mode", "rates", "both at that rate", "best rate", "vanilla's best: loss", "each at its best"]
     yield header + ["times vanilla's tokens", "with the seeds' noise"] * in_tokens
-    for (label, mode), jobs in by_rate(found, lines).items():
-        # each side is tuned on its own: a mode at a rate that is too high for vanilla alone would seem to gain
-        best, base = claims.best_pair(found, jobs)
-        gap, half, _ = found.contrast({best: 1, base: -1})
-        gap = with_interval(gap, half, sign=True) + found.marks(best, base)
-        at_each = [gap_in_words(found, job) for job in jobs]
-        if mode == "vanilla":
-            at_each, gap = [interval(found.losses(job)) + found.marks(job) for job in jobs], "-"
-        elif len(jobs) == 1:
+    for at in claims.best_gaps(found, lines):
+        gap = with_interval(at.gap, at.interval, sign=True) + at.marks
+        at_each = [gap_in_words(found, job) for job in at.jobs]
+        if at.mode == "vanilla":
+            at_each, gap = [interval(found.losses(job)) + found.marks(job) for job in at.jobs], "-"
+        elif len(at.jobs) == 1:
             at_each = ["-"]  # vanilla may have another rate, so this would not be what the column says
-        rates = [found.rate(job) + " (edge)" * claims.is_edge(job, jobs) for job in (best, base)]
-        own = f"{rates[1]}: {interval(found.losses(base))}"
-        cells = [label, LABELS[mode], "; ".join(map(found.rate, jobs)), "; ".join(at_each), rates[0], own, gap]
-        if in_tokens:
-            cells += ["{:.2f} to {:.2f}".format(*ends) for ends in claims.multipliers(found, best)]
-        yield cells
+        best, base = (
+            found.rate(job) + " (edge)" * is_edge for job, is_edge in zip((at.best, at.base), at.edges, strict=True)
+        )
+        cells = [
+            "; ".join(map(found.rate, at.jobs)),
+            "; ".join(at_each),
+            best,
+            f"{base}: {interval(found.losses(at.base))}",
+        ]
+        times = claims.multipliers(found, at.best) if in_tokens else []
+        yield [at.label, LABELS[at.mode], *cells, gap, *("{:.2f} to {:.2f}".format(*ends) for ends in times)]
 
 
-def weights_table(found, modes):
+def weights_table(found):
     """What modes with learned weights have learned: the weights of V_n and V_1 at the end, by seed and layer."""
     n_layer = found.scale.sizes["82M"][0]
     yield ["V_n + V_1", "seed", *(f"layer {n}" for n in range(2, 1 + n_layer))]
-    for job in map(Job, modes):
+    for job in map(Job, ("resformer_learned", "resformer_plus")):
         for seed in found.seeds(job):
             (layers,) = found.record(job, seed)["lam"]
             yield [LABELS[job.mode], str(seed), *(f"{own:.2f}+{first:.2f}" for own, first in layers[1:])]
 
 
 def concentration_table(found, lines):
-    """How concentrated the attention of modes is, and their losses. The first token's quantities are extremes over
-    layers."""
+    """Losses, and how concentrated the attention is: the first token's quantities are extremes over layers."""
     measured = (claims.ENTROPY, *claims.EXTREMES)
     yield ["mode", "loss", *measured]
     for label, job in found.labels(lines):
-        cells = [interval(found.losses(job))]
-        for what in measured:
-            *_, quantity = claims.MEASURED[what]
-            cells.append(interval([quantity(job, found, seed) for seed in found.seeds(job)]))
-        yield [label, *cells]
+        quantities = [claims.MEASURED[what][-1] for what in measured]
+        cells = [interval([quantity(job, found, seed) for seed in found.seeds(job)]) for quantity in quantities]
+        yield [label, interval(found.losses(job)), *cells]
 
 
 def modes_table(found, jobs):
     """Validation losses of runs, the lowest first."""
     yield ["mode", "loss", "minus vanilla's", "n", "parameters", "KV bytes per token"]
     for job in sorted(jobs, key=lambda job: (np.mean(found.losses(job)), job.mode)):
-        start = found.start(job)
-        gap = "-" if job == job.baseline else gap_in_words(found, job)
-        cells = [interval(found.losses(job)), gap, str(len(found.seeds(job)))]
-        yield [f"`{job.mode}`", *cells, f"{start['parameters']:,}", f"{start['kv_bytes_per_token']:,}"]
+        cells = [interval(found.losses(job)), "-" if job == job.baseline else gap_in_words(found, job)]
+        cells += [str(len(found.seeds(job))), f"{found.parameters(job):,}"]
+        yield [f"`{job.mode}`", *cells, f"{found.start(job)['kv_bytes_per_token']:,}"]

@@ -9,6 +9,8 @@ import re
 import shlex
 import shutil
 import zlib
+from collections import defaultdict
+from itertools import product
 
 import numpy as np
 import pytest
@@ -28,14 +30,13 @@ from eval import EvalConfig
 from paper import claims, figures, found, panels, reproduce, tables
 from paper.claims import Claim, claim_cells, claim_row, claim_rows
 from paper.figures import FIGURES, PAPER
-from paper.found import Found, NotMade, read_kept
+from paper.found import Found, read_kept
 from paper.reproduce import ReproduceConfig, runs_of
 from paper.runs import SCALES, SEEDS, Job, train_settings
 from prepare import PrepareConfig
 from train import TrainConfig
 
 N = {"2M": 1_623_856, "82M": 81_901_056, "180M": 179_874_048, "320M": 331_064_320, "468M": 467_921_920}
-N_SV = {"2M": 1_623_088, "82M": 80_066_048, "180M": 173_385_984, "468M": 443_804_672}
 SIX = ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "piqa")
 NIGHT = SCALES["night"]
 
@@ -65,10 +66,9 @@ def test_scale_paper_is_tables_3_and_4():
         cfg = TrainConfig(**train_settings(Job(length=length), SCALES["paper"], 42, "x"))
         assert (cfg.block_size, cfg.batch_tokens, cfg.micro_batch) == (length, batch * length, each)
         assert cfg.split_batch(8) == (each, 4) and cfg.max_steps == 10_000
-    for mode, counts in (("vanilla", N), ("svformer", N_SV)):
-        for size, total in counts.items():
-            cfg = TrainConfig(**train_settings(Job(mode, size), SCALES["paper"], 42, "x"))
-            assert count_parameters(cfg.model_config(50277)) == total
+    for job, total in [*((Job(size=size), total) for size, total in N.items()), (Job("svformer", "468M"), 443_804_672)]:
+        cfg = TrainConfig(**train_settings(job, SCALES["paper"], 42, "x"))
+        assert count_parameters(cfg.model_config(50277)) == total
 
 
 @pytest.mark.parametrize("name", SCALES)
@@ -117,10 +117,13 @@ class Made(Found):
     """Runs with random losses, arrays and scores. It notes what it is asked for."""
 
     def __init__(self, scale=CPU):
-        super().__init__({}, scale, lambda job: (42, 1) if (job.size, job.length) == ("82M", 2048) else (42,))
+        super().__init__(
+            defaultdict(dict), scale, lambda job: (42, 1) if (job.size, job.length) == ("82M", 2048) else (42,)
+        )
         self.asked, self.analysed, self.scored = set(), set(), set()
 
     def record(self, job, seed):
+        self.records[self.name(job, seed)]  # a defaultdict has from now on what it is asked for
         name, last = self.name(job, seed), train_settings(job, self.scale, seed, "x")["max_steps"]
         self.asked.add(job)
         start = LIKE["start"] | {"max_steps": last, "parameters": N[self.scale.here(job).size] + len(job.mode)}
@@ -206,16 +209,6 @@ def test_layer_panels(name, made):
             np.testing.assert_allclose(lines(ax)[label], [x + (not key.startswith("hidden")), y[x]])
 
 
-@pytest.mark.parametrize("name, axis", [("regime", 0), ("sizes", 1)])
-def test_pictures_of_gaps_show_what_their_tables_say(name, axis):
-    figure = FIGURES[name].at(NIGHT)
-    drawn = [bar[0].get_xydata()[0][axis] for bar in axes_of(figure, FOUND)[0].containers]
-    cells = [row[-1].strip("*†").split(" ± ")[0] for row in figure.table(FOUND)][1:]
-    assert len(drawn) >= len(cells) > 8
-    for cell in cells:
-        assert min(abs(np.array(drawn) - float(cell))) < 10.0 ** -len(cell.partition(".")[2]), cell
-
-
 # ---- tables of the paper
 
 
@@ -257,38 +250,25 @@ def test_tables_of_settings(made, data_dir):
 # ---- differences of losses
 
 
-@pytest.mark.parametrize("job, noise, df, n", [
-    (Job("resformer"), 0.00953, 42, 26), (Job("resformer", lr=6e-4), 0.0039, 4, 3),
-    (Job("svformer", lr=0.75e-4), 0.0567, 4, 3), (Job("resformer", "2M"), 0.0824, 14, 8),
-])  # fmt: skip
-def test_how_noisy_night_is(job, noise, df, n):
-    """By another program, a two-way analysis of variance."""
-    fit = FOUND.fit([job, FOUND.scale.here(job).baseline])
-    assert (round(fit.noise, 5), fit.df, len(fit.cells)) == (pytest.approx(noise, abs=6e-5), df, n)
-
-
-def test_intervals_of_differences_and_of_differences_of_them():
-    gap, half, seeds = FOUND.gap(Job("resformer_lambda"))
-    assert (round(gap, 4), round(half, 4)) == (-0.0692, 0.0157) and np.mean(list(seeds.values())) == pytest.approx(gap)
-    deep = Job("resformer", change="n_layer=12")
-    gap, half, _ = FOUND.contrast({deep: 1, deep.baseline: -1, Job("resformer"): -1, Job(): 1})
-    assert (round(gap, 4), round(half, 4)) == (-0.0567, 0.0222)
-    one = FOUND.gap(Job("key"))  # minus the mean of vanilla's 2.4592 and its repeat, 2.4812
-    assert round(one[0], 4) == 0.0032 and one[1] is None and FOUND.one_seed() == pytest.approx(0.0272, abs=5e-5)
-
-
-def test_token_multipliers():
-    """By common.statistics.multiplier from numbers that were typed in."""
-    for change, ends, wide in (("", (1.255, 1.456), (1.194, 1.569)), (figures.LONG, (1.116, 1.311), (0.938, 2.419))):
-        found = claims.multipliers(FOUND, Job("resformer_lambda", change=change))
-        assert [tuple(round(end, 3) for end in pair) for pair in found] == [ends, wide]
+def test_how_noisy_night_is():
+    """By another program: a two-way analysis of variance, and multipliers from losses that were typed in."""
+    fits = [FOUND.fit([job, job.baseline]) for job in (
+        Job("resformer"), Job("resformer", lr=6e-4), Job("svformer", lr=0.75e-4), Job("resformer", "2M"))]  # fmt: skip
+    assert [(fit.df, len(fit.cells)) for fit in fits] == [(42, 26), (4, 3), (4, 3), (14, 8)]
+    assert [fit.noise for fit in fits] == pytest.approx([0.00953, 0.0039, 0.0567, 0.0824], abs=6e-5)
+    deep = figures.DEEPER
+    twelve_minus_six = FOUND.contrast({deep: 1, deep.baseline: -1, Job("resformer"): -1, Job(): 1})
+    found = [FOUND.gap(Job("resformer_lambda"))[:2], twelve_minus_six[:2], (FOUND.gap(Job("key"))[0], FOUND.one_seed())]
+    assert np.round(found, 4).tolist() == [[-0.0692, 0.0157], [-0.0567, 0.0222], [0.0032, 0.0272]]  # the last: one seed
+    times = [claims.multipliers(FOUND, Job("resformer_lambda", change=of)) for of in claims.SCHEDULES[1:]]
+    assert np.round(times, 3).tolist() == [[[1.255, 1.456], [1.194, 1.569]], [[1.116, 1.311], [0.938, 2.419]]]
 
 
 def test_edges_and_marks():
     jobs = [Job("resformer", change="n_embd=64,n_head=2", lr=lr) for lr in (3e-4, 6e-4)]
-    assert claims.is_edge(claims.best_rate(FOUND, jobs), jobs) and not claims.is_edge(jobs[0], jobs[:1])
+    edges = [next(claims.best_gaps(FOUND, [("", job) for job in of])).edges for of in (jobs, jobs[:1])]
     marks = [FOUND.marks(job, job.baseline) for job in (Job("cut"), Job("neutreno", "2M"), Job("key"))]
-    assert marks == ["*", "†", ""]
+    assert edges == [[True, True], [False, False]] and marks == ["*", "†", ""]
 
 
 # ---- claims
@@ -303,10 +283,8 @@ def test_parameters_that_are_saved():
     rising, falling = [(1e6, 2.0), (2e6, 2.1)], [(1e6, 2.2), (2e6, 2.1)]
     assert claims.saving(rising, falling) is claims.saving(falling, rising) is None  # there is no line to follow
     assert claims.saving([(1e6, 2.0), (2e6, 1.99)], falling) is None  # 2**-20 of the parameters is no measurement
-    of_paper = {mode: [] for mode, _ in tables.PAPER_LOSSES}
-    for (mode, size), losses in tables.PAPER_LOSSES.items():
-        of_paper[mode].append((N[size], losses[-1]))
-    assert round(claims.saving(of_paper["resformer"], of_paper["vanilla"]), 3) == 0.104  # the paper's
+    points = [(N[size], losses[-1]) for (_, size), losses in tables.PAPER_LOSSES.items()]  # three of vanilla, ResFormer
+    assert round(claims.saving(points[3:], points[:3]), 3) == 0.104  # the paper's
 
 
 def test_tokens_that_are_saved():
@@ -337,20 +315,19 @@ def test_quantities_that_scale_night_does_not_have(made):
     assert quantity(Job(), made, 42) == pytest.approx(sum(values) / 6)
 
 
-@pytest.mark.parametrize("values", [[0.5, 0.5], [0.1, 0.1001, None], []])
-def test_what_decides_nothing(values):
+def row_of(values, job, side):
+    claim = Claim(job, None, "paper", side, lambda job, found, seed: values[seed], ": a − b")
+    return claim_row(claim, Made(), values)
+
+
+def test_what_decides_nothing():
     """Equal values show no spread, and some may be missing. The committed claims have all other verdicts."""
-    claim = Claim(Job(), None, "paper", (0, math.inf), lambda job, found, seed: values[seed])
-    assert claim_row(claim, Made(), range(len(values)))["verdict"] == "cannot tell"
+    for values in ([0.5, 0.5], [0.1, 0.1001, None], []):
+        assert row_of(dict(enumerate(values)), Job(), (0, math.inf))["verdict"] == "cannot tell"
 
 
-def test_a_row_has_the_seeds_that_exist_and_json_numbers(made):
-    def value(job, found, seed):
-        if seed == 1:
-            raise NotMade("no seed 1")
-        return (0.25, None, 0.75, math.inf)[seed]
-
-    row = claim_row(Claim(Job("cla2", "180M"), None, "paper", None, value, ": a − b"), made, range(4))
+def test_a_row_has_json_numbers(made):
+    row = row_of({0: 0.25, 2: 0.75, 3: math.inf}, Job("cla2", "180M"), None)
     assert (row["seeds"], row["values"], row["n"]) == ([0, 2, 3], [0.25, 0.75, None], 2)
     assert claim_cells(row) == ["cla2 180M: a − b", "paper", "", "+0.5 ± 3.2", "2 of 3"]
     assert made.names_of(Job("cla2", lr=3e-4), Job(lr=3e-4)) == "cla2 − vanilla rate 0.0015"
@@ -383,16 +360,13 @@ def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
     assert made["eval"] == scored and len(scored) == {"paper": 4, "cpu": 4, "night": 0}[scale]
 
 
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        ("", "say which figure, as in `python -m paper.reproduce fig7 --dry_run`"),
-        ("fig3", "cannot reproduce 'fig3'; there are fig1, "),
-        ("rates fig4 --scale=cpu", "rates is for scale=night, not for scale=cpu"),
-        ("tab5 --scale=paper", "scale=paper needs GPUs, and there is none; add --dry_run, or set --scale=cpu"),
-        ("fig4 --data_dir=missing", "missing has no manifest.json; make the data: `python prepare.py pysource"),
-    ],
-)
+@pytest.mark.parametrize("words, says", [
+    ("", "say which figure, as in `python -m paper.reproduce fig7 --dry_run`"),
+    ("fig3", "cannot reproduce 'fig3'; there are fig1, "),
+    ("rates fig4 --scale=cpu", "rates is for scale=night, not for scale=cpu"),
+    ("tab5 --scale=paper", "scale=paper needs GPUs, and there is none; add --dry_run, or set --scale=cpu"),
+    ("fig4 --data_dir=missing", "missing has no manifest.json; make the data: `python prepare.py pysource"),
+])  # fmt: skip
 def test_what_is_refused(words, says, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     refused(in_process(reproduce, *words.split(), cwd=tmp_path), says)
@@ -418,10 +392,8 @@ def shrink(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def command(folder, data_dir, *words):
-    """paper.reproduce with all its files in a folder."""
-    folders = (f"--out_dir={folder}/out", f"--results_dir={folder}/results", f"--data_dir={data_dir}")
-    return in_process(reproduce, *words, *folders)
+def folders(folder, data_dir):
+    return f"--out_dir={folder}/out", f"--results_dir={folder}/results", f"--data_dir={data_dir}"
 
 
 def run_jobs_here(wanted, ended, lanes):
@@ -439,7 +411,7 @@ def real(tmp_path_factory, data_dir):
     with pytest.MonkeyPatch.context() as m:
         shrink(m)
         m.setattr(reproduce, "run_jobs", run_jobs_here)
-        result = command(folder, data_dir, "all")
+        result = in_process(reproduce, "all", *folders(folder, data_dir))
     assert result.returncode == 0, (result.stdout, result.stderr)
     return folder, result.stdout
 
@@ -449,7 +421,7 @@ def copied(real, tmp_path, monkeypatch, data_dir):
     """A copy of that folder, and how to call the command in it."""
     shutil.copytree(real[0], tmp_path, dirs_exist_ok=True)
     shrink(monkeypatch)
-    return tmp_path, lambda *words: command(tmp_path, data_dir, *words)
+    return tmp_path, lambda *words: in_process(reproduce, *words, *folders(tmp_path, data_dir))
 
 
 def numbers_in(folder):
@@ -465,7 +437,7 @@ def test_it_trains_analyses_and_draws(real):
     assert not (folder / "out" / RUNS[1] / "analysis.json").exists()  # Figure 4 is of vanilla
     drawn = numbers_in(folder)
     assert list(drawn) == ["fig4", "fig9", "tab5"] and drawn["fig9"]["runs"] == losses
-    (row,) = drawn["fig9"]["rows"]
+    row = drawn["fig9"]["rows"][0]
     assert row["values"] == drawn["tab5"]["rows"][0]["values"] == [losses[RUNS[1]] - losses[RUNS[0]]]
     assert f"| {row['verdict']} | {row['mean']:+.4f} | 1 |" in said
     assert drawn["tab5"]["table"][1][-1] == f"{losses[RUNS[0]]:.4f} (2.7389)" and "png" not in drawn["tab5"]
@@ -505,9 +477,8 @@ def test_one_failure_does_not_stop_the_rest(copied, monkeypatch):
     folder, call = copied
     shutil.rmtree(folder / "out" / RUNS[1])
     (folder / "results/cpu.json").unlink()
-    monkeypatch.setattr(
-        reproduce, "job_of", lambda words, log, **_: jobs.Job(("-c", "raise SystemExit('exploded')"), log)
-    )
+    fails = ("-c", "raise SystemExit('exploded')")
+    monkeypatch.setattr(reproduce, "job_of", lambda words, log, steps: jobs.Job(fails, log))
     refused(call("all"), "not drawn: fig9, tab5, the first because", "exploded", "train.log")
     assert list(numbers_in(folder)) == ["fig4"]
 
@@ -545,9 +516,8 @@ def test_committed_results_are_those_of_the_code():
 
 
 def test_the_rates_of_scale_night_are_the_best():
-    """Of those that we tried."""
-    tuned = [(size, mode) for size, mode in figures.GRIDS if size == "82M" or (size, mode) in NIGHT.tuned]
-    for size, mode in [*tuned, *((size, mode) for size in ("180M", "468M") for mode in ("vanilla", "resformer"))]:
+    every = [*product(("82M", "2M"), figures.TUNED), *product(("180M", "468M"), ("vanilla", "resformer"))]
+    for size, mode in (of for of in every if of[0] == "82M" or of in NIGHT.tuned):
         jobs = [Job(mode, size, lr=lr) for lr in figures.RATES["2M" if size == "2M" else "82M"]]
         tried = [job for job in jobs if f"{job.name}-42" in KEPT]
         assert claims.best_rate(FOUND, tried) == NIGHT.here(Job(mode, size)), (size, mode)
