@@ -257,15 +257,15 @@ OVER_TOKENS = Panel(panels.points, "", SCHEDULE_LINES, panels.LOSS_BY_TOKENS)
 
 def in_tokens(found):
     """The title that says how many times its tokens vanilla needs for the loss of λ = 2."""
-    (at_12m, _), (at_49m, _) = (claims.multipliers(found, Job("resformer_lambda", change=of)) for of in SCHEDULES[1:])
-    ends = "for the loss of λ = 2 vanilla needs {:.2f} to {:.2f} ×\nits 12.3M tokens, and {:.2f} to {:.2f} × its 49.2M"
-    return ends.format(*at_12m, *at_49m)
+    (_, at_12m), (_, at_49m) = (claims.multipliers(found, Job("resformer_lambda", change=of)) for of in SCHEDULES[1:])
+    ends = "{:.2f} to {:.2f} ×\nits 12.3M tokens, {:.2f} to {:.2f} × its 49.2M (95 %)"
+    return "for the loss of λ = 2 vanilla needs " + ends.format(*at_12m, *at_49m)
 
 
 FIGURES["first"] = Figure(
     "What value residuals gain after 12.3M tokens, and along three schedules. Each mode at its best rate, V_n + V_1 at "
     "vanilla's; grey cannot be told from vanilla. Right: a run for each point, of 12.3M tokens three. SVFormer has "
-    "twice vanilla's rate. The seeds' noise widens the ranges of tokens to those of Figure longer.",
+    "twice vanilla's rate.",
     (Panel(panels.forest, "12.3M tokens, three seeds (ticks), 95 % intervals", labelled({
         "Plus: learned weights": "resformer_plus", "λ = 2: V_n + 2 V_1": "resformer_lambda",
         "λ = 1: V_n + V_1": "resformer_lambda_1", "DenseFormer": "denseformer",

@@ -158,7 +158,7 @@ def points(ax, panel, found, is_small=False):
             ax.plot([x * beside] * len(seeds), seeds, "_", color=style["color"], alpha=0.6)
         text = {"color": style["color"], "va": "center", "fontsize": 8, "bbox": {"fc": "w", "ec": "w", "pad": 0}}
         if len(marks) == 1:
-            ax.annotate(label, (x * beside, y), (6, 0), textcoords="offset points", **text)
+            ax.annotate(label, (x * beside, y), (0, 28), textcoords="offset points", **text | {"ha": "center"})
         elif marks and not is_small:
             names.append((y, label, text))
     if points_of is not losses_along:
