@@ -7,14 +7,6 @@ import statistics
 import numpy as np
 
 
-def mean_std(values):
-    """Mean and standard deviation (n - 1) of a list of numbers. Of no number: (None, None). Of one: (it, None)."""
-    if not values:
-        return None, None
-    std = statistics.stdev(map(float, values)) if len(values) > 1 else None
-    return math.fsum(values) / len(values), std
-
-
 def t_tail(t, df):
     """P(|T| > t) of Student's t with a whole number `df` of degrees of freedom. From Abramowitz and Stegun, 26.7."""
     angle, is_odd = math.atan(t / math.sqrt(df)), df % 2
@@ -38,9 +30,12 @@ def t_95(df):
 
 
 def mean_interval(values):
-    """Mean of a list of numbers, and half the width of its 95 % interval (Student's t). None as in `mean_std`."""
-    mean, std = mean_std(values)
-    return mean, None if std is None else t_95(len(values) - 1) * std / math.sqrt(len(values))
+    """Mean of a list of numbers, and half the width of its 95 % interval (Student's t). Of no number: (None, None). Of
+    one: (it, None)."""
+    if not values:
+        return None, None
+    mean, n = math.fsum(values) / len(values), len(values)
+    return mean, t_95(n - 1) * statistics.stdev(map(float, values)) / math.sqrt(n) if n > 1 else None
 
 
 class Fit:

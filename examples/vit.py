@@ -19,7 +19,7 @@ from common.files import write_json
 from common.layers import MLP, Linear
 from common.ranks import environment
 from common.report import markdown, plus_minus, progress
-from common.statistics import mean_std
+from common.statistics import mean_interval
 from configurator import UserError, check_fields, need, run, setting
 from model import GPT
 from train import adamw, learning_rate
@@ -157,8 +157,7 @@ def train_and_test(mode, seed, epochs, splits, bar):
 
 
 def table(runs, modes):
-    """Markdown: means over seeds ± standard deviations, and the same of the differences to the first mode, seed by
-    seed."""
+    """Markdown: means over seeds ± half of a 95 % interval, and the same of differences to the first mode by seed."""
     of_mode = {mode: [r for r in runs if r["value_mode"] == mode] for mode in modes}
     first = of_mode[modes[0]]
     rows = []
@@ -166,8 +165,8 @@ def table(runs, modes):
         row = [mode]
         for name, digits in (("accuracy", 2), ("loss", 4), ("train_loss", 4)):
             gaps = [r[name] - other[name] for r, other in zip(mine, first, strict=True)]
-            row.append(plus_minus(*mean_std([r[name] for r in mine]), digits))
-            row.append("-" if mine is first else plus_minus(*mean_std(gaps), digits, sign=True))
+            row.append(plus_minus(*mean_interval([r[name] for r in mine]), digits))
+            row.append("-" if mine is first else plus_minus(*mean_interval(gaps), digits, sign=True))
         rows.append([*row, f"{mine[0]['parameters']:,}"])
     versus = f"vs {modes[0]}"
     return markdown(["mode", "accuracy, %", versus, "loss", versus, "train loss", versus, "parameters"], rows)
