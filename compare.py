@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common.data import Corpus
 from common.files import hold
-from common.jobs import Job, lanes_of, run_jobs, tokens_per_s, train_words
+from common.jobs import Job, flags_of, lanes_of, run_jobs, tokens_per_s
 from common.plan import count_parameters, notes_of
 from common.report import markdown, say, with_interval
 from common.runs import made_as, read_run
@@ -30,7 +30,7 @@ from plot import align, comparison, growing_means, short_count
 from train import MAY_DIFFER, TrainConfig, settings_of
 from value_modes import ValueMode, get_mode, kv_floats_per_token
 
-SEEDS = (42, *range(1, 10))
+SEEDS = (42, *range(1, 10))  # 42 is the paper's
 GROWTHS = 2  # how often a grid may grow by another rate, because its best one is at its edge
 
 
@@ -82,6 +82,7 @@ class CompareConfig(TrainConfig):
         """The TrainConfig of a run."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(TrainConfig)}
         values |= {"value_mode": self.words[mode][1], "learning_rate": rate, "seed": seed, "resume": "auto"}
+        values["verify"] = False  # Study's Corpus has verified the data
         values["out_dir"] = str(Path(self.out_dir, f"{mode}-{self.max_steps}-{rate:g}-{seed}"))
         return TrainConfig(**values)
 
@@ -154,8 +155,9 @@ class Study:
 
     def job(self, mode, rate, seed):
         settings = self.cfg.of_run(mode, rate, seed)
-        folder, words = Path(settings.out_dir), train_words(settings, self.cfg.words[mode][0], "--verify=false")
-        return Job(words, folder / "train.log", folder, settings.max_steps)  # we have verified the data ourselves
+        flags = flags_of(TrainConfig, vars(settings) | {"value_mode": "vanilla"})  # a word of its own says the mode
+        words = (str(Path(__file__).with_name("train.py")), self.cfg.words[mode][0], *flags)
+        return Job(words, Path(settings.out_dir, "train.log"), Path(settings.out_dir), settings.max_steps)
 
     def ended(self, job, code, last_words):
         """Say how a run has ended. Raises UserError if it failed otherwise than by diverging."""
@@ -313,10 +315,8 @@ def plan(study, lanes):
     cfg, rates = study.cfg, ", ".join(f"{rate:g}" for rate in study.cfg.rates)
     yield from notes_of(cfg, study.corpus, 1)
     yield f"{len(cfg.words)} modes on the same batches: {', '.join(cfg.words)}"
-    if len(cfg.rates) > 1:
-        yield f"rates: {rates} with seed {cfg.seed}; up to {GROWTHS} more where the best is at the edge"
-    else:
-        yield f"rate: {rates}, which nobody tunes"
+    tuned = f"with seed {cfg.seed}; up to {GROWTHS} more where the best is at the edge"
+    yield f"rates: {rates} {tuned if len(cfg.rates) > 1 else 'alone, which nobody tunes'}"
     beside = " and at those beside it, which then choose" if cfg.neighbours and len(cfg.rates) > 1 else ""
     yield f"seeds: {', '.join(map(str, cfg.all_seeds))} at the best rate of each mode{beside}"
     tokens, best = cfg.max_steps * cfg.batch_tokens, [cfg.rates[0] / 8, *cfg.rates, cfg.rates[-1] * 8]

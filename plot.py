@@ -1,6 +1,8 @@
-"""Pictures of attention concentration, and the drawing that compare.py and paper/ share.
+"""Pictures of attention concentration.
 
-python plot.py out/demo/vanilla-320-0.002-42 out/demo/svformer-320-0.002-42     by layer, from analyze.py's numbers
+    python plot.py out/demo/vanilla-320-0.002-42 out/demo/svformer-320-0.002-42     by layer, from analyze.py's numbers
+
+compare.py and paper/ draw with the functions below.
 """
 
 import contextlib

@@ -29,12 +29,10 @@ class Job:
     steps: int = 0  # of that run
 
 
-def train_words(settings, *others):
-    """The words of train.py that set what a TrainConfig has beside the defaults, and `others`."""
-    values = {f.name: (getattr(settings, f.name), f.default) for f in dataclasses.fields(settings)}
-    flags = [f"--{name}={value}" for name, (value, default) in values.items() if value not in (default, {})]
-    flags = [flag for flag in flags if not flag.startswith("--value_mode=")]
-    return (str(Path(__file__).parent.with_name("train.py")), *flags, *others)
+def flags_of(cls, values):
+    """The flags that set `values` of a settings dataclass, without its defaults."""
+    defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+    return [f"--{name}={value}" for name, value in values.items() if value not in (defaults[name], {})]
 
 
 def lanes_of(device, jobs, n_runs):

@@ -19,16 +19,17 @@ import torch
 
 from common.data import Corpus
 from common.files import hold, read_record, write_record, write_text
-from common.jobs import Job, lanes_of, run_jobs
+from common.jobs import Job, flags_of, lanes_of, run_jobs
 from common.ranks import environment
 from common.report import markdown
 from common.tasks import TABLE1
+from compare import SEEDS
 from configurator import UserError, check_fields, need, run, setting
 from paper.claims import HEADER, claim_cells, claim_rows
 from paper.figures import FIGURES, PAPER, jobs_at
 from paper.found import Found, decisive, finished, make_record, read_kept, scores, write_kept
 from paper.panels import page_of_panels
-from paper.runs import SCALES, SEEDS, train_settings
+from paper.runs import SCALES, train_settings
 from train import TrainConfig
 
 RESULTS = "results of paper.reproduce"
@@ -114,9 +115,7 @@ def commands(settings, needs, cfg):
     device = [] if gpus else ["--device=cpu"]
     if not finished(settings):
         launcher = ["torchrun", f"--nproc_per_node={gpus}"] if gpus else ["python"]
-        defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
-        words = [f"--{name}={value}" for name, value in settings.items() if value != defaults[name]]
-        missing["train"] = [*launcher, "train.py", *words, "--resume=auto"]
+        missing["train"] = [*launcher, "train.py", *flags_of(TrainConfig, settings), "--resume=auto"]
     if "analysis" in needs and not Path(folder, "analysis.json").exists():
         words = [f"--chunks={cfg.units.chunks}", f"--data_dir={cfg.units.data_dir}"]
         missing["analyze"] = ["python", "analyze.py", folder, *words, *device]
@@ -180,10 +179,9 @@ def make_all(runs, records, cfg):
                     note(name, e)
         return list(filter(None, jobs))
 
-    def ended(job, code, last_line):
+    def ended(job, code, last_words):
         if code:
-            why = f"{job.log.stem} of {job.log.parent} failed ({code}): {last_line.removeprefix('error: ')}"
-            error = UserError(f"{why}; see {job.log}")
+            error = UserError(f"{job.log.stem} of {job.log.parent} failed ({code}): {last_words}; see {job.log}")
             if job.log.stem == "prepare":
                 raise error
             note(job.log if job.log.stem in TABLE1 else job.log.parent.name, error)

@@ -17,7 +17,6 @@ LABELS = {  # the paper's names of modes
     "resformer_lambda": "ResFormer, λ = 2", "resformer_plus": "Learnable-Plus ResFormer",
     "resformer_learned": "Learnable ResFormer",
 }  # fmt: skip
-SEEDS = (42, *range(1, 10))  # 42 is the paper's
 PAPER_LR = 6e-4
 VOCAB = 50277  # tokens of the paper's tokenizer
 # Sizes that Scale.stands_for resolves: the model in Figures 1, 2, 18, 19 and 21, and one without end-of-text beside it.

@@ -25,6 +25,7 @@ from common import jobs
 from common.files import read_record
 from common.plan import count_parameters
 from common.runs import read_run
+from compare import SEEDS
 from configurator import UserError, load_settings
 from eval import EvalConfig
 from paper import claims, figures, found, panels, reproduce, tables
@@ -32,7 +33,7 @@ from paper.claims import Claim, claim_cells, claim_row, claim_rows
 from paper.figures import FIGURES, PAPER
 from paper.found import Found, read_kept
 from paper.reproduce import ReproduceConfig, runs_of
-from paper.runs import SCALES, SEEDS, Job, train_settings
+from paper.runs import SCALES, Job, train_settings
 from prepare import PrepareConfig
 from train import TrainConfig
 
