@@ -240,8 +240,7 @@ def comparison(path, effects, curves, title, base="vanilla"):
         left.set_title(title, loc="left", fontsize=9)
         styles = styles_of({label: mode for label, (mode, *_) in curves.items()})
         for label, (_, x, y) in curves.items():
-            marker = styles[label]["marker"] if len(x) < 10 else ""
-            right.plot(x, y, label=label, **styles[label] | {"marker": marker})
+            right.plot(x, y, label=label, **styles[label] | {"marker": ""})
         late = np.concatenate([y[x >= SHOWN * x[-1]] for _, x, y in curves.values()])
         right.set(ylim=(late.min() - 0.05 * np.ptp(late), late.max() + 0.05 * np.ptp(late)))
         tokens_on(right, max(x[-1] for _, x, _ in curves.values()))
