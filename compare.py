@@ -5,9 +5,9 @@
     python compare.py vanilla mine.py config/night.py --rates=1.5e-3,3e-3,6e-3 --dry_run    its runs, tokens and hours
 
 A word is a mode: a name, or a config file that sets value_mode. All other settings are train.py's, and hold for every
-mode. A run is a folder out_dir/<mode>-<steps>-<rate>-<seed>. What is there already is used if its settings, its data
-and the code agree. Ctrl-C saves all runs; the same command goes on.
-Read before: train.py, plot.py. What the numbers mean: docs/own_mode.md.
+mode. A run is a folder out_dir/<mode>-<steps>-<rate>-<seed>. One that is there is used; if its settings, data or code
+(comments do not count) differ, the command says so and stops. Ctrl-C saves all runs; the same command goes on.
+What the numbers mean: docs/own_mode.md.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class CompareConfig(TrainConfig):
     rates: tuple[float, ...] = setting((), "learning rates, as in 1.5e-3,3e-3; empty = learning_rate alone", most=1e5)
     seeds: int = setting(1, "runs of each mode at its best rate; they differ in weights and batches", least=1, most=10)
     neighbours: bool = setting(False, "all seeds at the rates beside the best one too, which then choose")
-    jobs: int = setting(0, "runs at a time; 0 = one for each core, or for each GPU", least=0)
+    jobs: int = setting(0, "runs at a time; 0 = one for each core; never more than GPUs", least=0)
     dry_run: bool = setting(False, "only say what would run")
 
     def __post_init__(self):
@@ -51,14 +51,14 @@ class CompareConfig(TrainConfig):
         for name, own in (("value_mode", get_mode("vanilla")), ("resume", "never"), ("init_from", "")):
             if getattr(self, name) != own:
                 raise UserError(f"leave out {name}, and name modes without --: `python compare.py vanilla svformer`")
-        if len(self.words) < 2:
+        if len(self.named) < 2:
             raise UserError("name two modes or more: `python compare.py vanilla svformer config/tiny.py`")
         if len({f"{rate:g}" for rate in self.rates}) < len(self.rates) or min(self.rates, default=1) <= 0:
             raise UserError(f"rates={self.rates} must be above 0, each named once")
         object.__setattr__(self, "rates", tuple(sorted(self.rates or (self.learning_rate,))))
 
     @functools.cached_property
-    def words(self):
+    def named(self):
         """{mode's name: (the word of train.py that makes it, the ValueMode)}, vanilla first, if it is there."""
         found = {}
         for word in self.modes:
@@ -81,7 +81,7 @@ class CompareConfig(TrainConfig):
     def of_run(self, mode, rate, seed):
         """The TrainConfig of a run."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(TrainConfig)}
-        values |= {"value_mode": self.words[mode][1], "learning_rate": rate, "seed": seed, "resume": "auto"}
+        values |= {"value_mode": self.named[mode][1], "learning_rate": rate, "seed": seed, "resume": "auto"}
         values["verify"] = False  # Study's Corpus has verified the data
         values["out_dir"] = str(Path(self.out_dir, f"{mode}-{self.max_steps}-{rate:g}-{seed}"))
         return TrainConfig(**values)
@@ -151,12 +151,12 @@ class Study:
         return search(known, self.cfg.rates, self.cfg.all_seeds, self.cfg.neighbours)
 
     def wanted(self):
-        return [self.job(mode, *run) for mode in self.cfg.words for run in self.search(mode)[0]]
+        return [self.job(mode, *run) for mode in self.cfg.named for run in self.search(mode)[0]]
 
     def job(self, mode, rate, seed):
         settings = self.cfg.of_run(mode, rate, seed)
         flags = flags_of(TrainConfig, vars(settings) | {"value_mode": "vanilla"})  # a word of its own says the mode
-        words = (str(Path(__file__).with_name("train.py")), self.cfg.words[mode][0], *flags)
+        words = (str(Path(__file__).with_name("train.py")), self.cfg.named[mode][0], *flags)
         return Job(words, Path(settings.out_dir, "train.log"), Path(settings.out_dir), settings.max_steps)
 
     def ended(self, job, code, last_words):
@@ -203,7 +203,7 @@ class Answer:
     tokens: tuple = ()  # how many times its tokens the base needs for this loss: (least, most), or empty
 
     def sentence(self, base, cfg):
-        """The answer in words."""
+        below, better = ("below", "better") if (self.gap or 0) < 0 else ("above", "worse")
         if not self.losses:
             return f"{self.mode} diverged at every rate down to {self.rate:g}: name lower --rates."
         if self.mode == base:
@@ -212,26 +212,25 @@ class Answer:
             return f"{self.mode} and {base} have no seed in common that did not diverge."
         elif self.interval is None:
             least = 0.1 if cfg.max_steps * cfg.batch_tokens < 5e6 else 0.03  # what seeds of our small models were off
-            side = "below" if self.gap < 0 else "above"
-            words = f"ends {abs(self.gap):.3f} nats {side} {base}; one seed says nothing below {least}: add --seeds=3"
+            more = ": add --seeds=3" if cfg.seeds == 1 else " (others diverged)"
+            words = f"ends {abs(self.gap):.3f} nats {below} {base}; one seed says nothing below {least}{more}"
         elif self.p > 0.05:
             gap = with_interval(self.gap, self.interval, sign=True)
             words = f"cannot be told apart from {base}: {gap} nats, p = {self.p:.2g}"
         else:
-            gap, how = with_interval(abs(self.gap), self.interval), "better" if self.gap < 0 else "worse"
-            words = f"is {how} than {base} by {gap} nats"
+            words = f"is {better} than {base} by {with_interval(abs(self.gap), self.interval)} nats"
         if self.tokens:
-            words += "; {} needs {:.2f} to {:.2f} times its tokens for that loss".format(base, *self.tokens)
+            words += "; {} needs {:.2f} to {:.2f} times as many tokens for that loss".format(base, *self.tokens)
         if self.is_edge:
             words += f"; {self.rate:g} is the edge of its rates, so a better one may lie beyond"
         if self.n_diverged:
-            words += f"; with {self.n_diverged} of its seeds it diverged"
+            words += f"; {self.n_diverged} of its {cfg.seeds} seeds diverged"
         return f"{self.mode} {words}."
 
 
 def answers(study):
     """The Answer of each mode, that of the base first."""
-    modes, seeds = list(study.cfg.words), study.cfg.all_seeds
+    modes, seeds = list(study.cfg.named), study.cfg.all_seeds
     best = {mode: study.search(mode)[1:] for mode in modes}
     cells = {}  # also those that --neighbours trained
     for (mode, rate, seed), curves in study.runs.items():
@@ -248,7 +247,7 @@ def answers(study):
     own, level = study.cfg.max_steps * study.cfg.batch_tokens, statistics.mean(cells[base].values())
     others = [point for point in study.schedules(modes[0]) if (point[0] - own) * (level - point[1]) > 0]
     others.sort(key=lambda point: (point[0] < own, abs(point[0] - own)))
-    error = (fit.noise or 0) / math.sqrt(len(seeds))
+    error = (fit.noise or 0) / math.sqrt(len(cells[base]))
     answer = []
     for mode in modes:
         losses, tokens = cells.get((mode, best[mode][0]), {}), ()
@@ -273,11 +272,12 @@ def report(study, answer):
     says = [a.sentence(base, cfg) for a in answer if a.mode != base or a.is_edge or a.n_diverged]
     print(markdown(header, rows), *says, sep="\n")
     if len(cfg.rates) == 1:
-        print(f"One rate, {cfg.rates[0]:g}, favours the mode that it suits: name several --rates to be fair.")
+        print(f"One rate, {cfg.rates[0]:g}, favours the mode that it suits best: name several --rates to be fair.")
     if cfg.seeds > 1:
-        print("±: half of a 95 % interval; differences are paired by seed, and all modes share one error.")
+        print("±: half of a 95 % interval. Differences are of equal seeds, and all modes share one noise.")
     if not any(a.tokens for a in answer):
-        print(f"× tokens needs {base} at another length: run this with --max_steps={2 * cfg.max_steps}, then again.")
+        more = f"--max_steps={2 * cfg.max_steps}" + " --seeds=3" * (cfg.seeds == 1)
+        print(f"× tokens needs {base} at another length: run this with {more}, then again.")
 
 
 def picture(study, answer):
@@ -299,7 +299,7 @@ def picture(study, answer):
 def runs_to_come(study, taste):
     """How many runs the procedure still needs, if the losses that we do not know yet are `taste`(rate)."""
     asked = set()
-    for mode in study.cfg.words:
+    for mode in study.cfg.named:
 
         def known(rate, seed, mode=mode):
             there = study.known(mode, rate, seed)
@@ -314,7 +314,7 @@ def plan(study, lanes):
     """Lines that say the procedure, and how many runs, tokens and hours it takes from here."""
     cfg, rates = study.cfg, ", ".join(f"{rate:g}" for rate in study.cfg.rates)
     yield from notes_of(cfg, study.corpus, 1)
-    yield f"{len(cfg.words)} modes on the same batches: {', '.join(cfg.words)}"
+    yield f"{len(cfg.named)} modes on the same batches: {', '.join(cfg.named)}"
     tuned = f"with seed {cfg.seed}; up to {GROWTHS} more where the best is at the edge"
     yield f"rates: {rates} {tuned if len(cfg.rates) > 1 else 'alone, which nobody tunes'}"
     beside = " and at those beside it, which then choose" if cfg.neighbours and len(cfg.rates) > 1 else ""
@@ -333,9 +333,9 @@ def plan(study, lanes):
 
 def main(cfg: CompareConfig):
     need("matplotlib")  # before hours of training
-    for mode in cfg.words:
+    for mode in cfg.named:
         cfg.of_run(mode, cfg.rates[0], cfg.seed)  # an impossible shape is refused here
-    lanes = lanes_of(cfg.device, cfg.jobs, len(cfg.words) * max(len(cfg.rates), cfg.seeds))
+    lanes = lanes_of(cfg.device, cfg.jobs, len(cfg.named) * max(len(cfg.rates), cfg.seeds))
     with contextlib.nullcontext() if cfg.dry_run else hold(cfg.out_dir):
         study = Study(cfg, Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify, cfg.bos))
         print(*plan(study, lanes), sep="\n", flush=True)

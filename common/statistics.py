@@ -39,7 +39,7 @@ def mean_interval(values):
 
 
 class Fit:
-    """Numbers of cells and seeds as cell + seed + noise, by least squares; {cell: {seed: number}} may have gaps.
+    """Fits number = cell + seed + noise by least squares, to {cell: {seed: number}}, which may have gaps.
 
     All cells share one error, because two or three seeds of one cell alone know theirs badly. Equal to a two-way
     analysis of variance without interaction.

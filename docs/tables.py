@@ -15,11 +15,12 @@ from bench.decoding import decoding_table
 from bench.training import training_table
 from common.files import write_text
 from common.plan import mode_table
+from compare import SEEDS
 from examples import vit
 from paper.figures import jobs_at
 from paper.found import Found, read_kept
 from paper.reproduce import compact
-from paper.runs import NIGHT_LR, SCALES, SEEDS, Job
+from paper.runs import NIGHT_LR, SCALES, Job
 from paper.tables import gap_in_words
 from value_modes import TABLE, ModelConfig
 

@@ -15,7 +15,7 @@ from conftest import ROOT, in_process, make_data, refused, script
 import compare
 import train
 from common.files import hold, record_line, write_record
-from common.jobs import steps_done
+from common.jobs import last_words, steps_done
 from common.ranks import code_of_results
 from common.runs import differences, read_run
 from compare import search
@@ -174,7 +174,7 @@ def test_one_seed_says_what_it_cannot_say(data, tmp_path, monkeypatch):
     assert "svformer ends 0.097 nats above vanilla; one seed says nothing below 0.1: add --seeds=3." in said
     assert table(said)["svformer"]["vs vanilla"] == "+0.0970"
     said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer")).stdout
-    assert "One rate, 0.003, favours the mode that it suits" in said
+    assert "One rate, 0.003, favours the mode that it suits best" in said
 
 
 def test_a_mode_that_diverges_has_an_infinite_loss(data, tmp_path, monkeypatch):
@@ -191,13 +191,13 @@ def test_a_mode_that_diverges_has_an_infinite_loss(data, tmp_path, monkeypatch):
 def test_one_seed_that_diverges_is_said(data, tmp_path, monkeypatch):
     trainer(lambda *run: math.inf if run[0] == "svformer" and run[2] == 1 else losses(*run), monkeypatch)
     said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", seeds=3)).stdout
-    assert "; with 1 of its seeds it diverged." in said and table(said)["svformer"]["seeds"] == "2"
+    assert "; 1 of its 3 seeds diverged." in said and table(said)["svformer"]["seeds"] == "2"
 
 
 def test_tokens_are_counted_by_vanillas_other_length(data, tmp_path, monkeypatch):
     trainer(losses, monkeypatch)
     words = words_of(data, tmp_path, "vanilla", "resformer_lambda", seeds=3)
-    assert "this with --max_steps=24," in in_process(compare, *words).stdout
+    assert ": run this with --max_steps=24," in in_process(compare, *words).stdout
     make_run(of_run(data, tmp_path, max_steps=48), 2.3)  # one of its seeds alone
     assert "× tokens needs vanilla" in in_process(compare, *words).stdout
     for seed in (1, 2):
@@ -206,7 +206,33 @@ def test_tokens_are_counted_by_vanillas_other_length(data, tmp_path, monkeypatch
     least, most = map(float, table(said)["resformer_lambda"]["× tokens"].split(" to "))
     # vanilla's 2.5067 falls to 2.3 in 4 x the tokens: a straight line over ln D reaches 2.4067 at 1.96 x
     assert 1.3 < least < 1.6 and 1.96 < most < 2.1
-    assert f"vanilla needs {least:.2f} to {most:.2f} times its tokens for that loss" in said
+    assert f"vanilla needs {least:.2f} to {most:.2f} times as many tokens for that loss" in said
+    # the nearest longer length counts, whatever shorter ones say; vanilla's row has no numbers of a difference
+    for steps, loss in ((11, 2.6), (96, 2.1)):
+        for seed in (42, 1, 2):
+            make_run(of_run(data, tmp_path, seed=seed, max_steps=steps), loss)
+    rows = table(in_process(compare, *words).stdout)
+    assert rows["resformer_lambda"]["× tokens"] == f"{least:.2f} to {most:.2f}"
+    assert [rows["vanilla"][name] for name in ("vs vanilla", "Holm's p", "× tokens")] == ["-"] * 3
+
+
+def test_a_length_at_which_vanilla_is_no_better_says_nothing(data, tmp_path, monkeypatch):
+    trainer(losses, monkeypatch)
+    for seed in (42, 1, 2):
+        make_run(of_run(data, tmp_path, seed=seed, max_steps=48), 2.7)
+    said = in_process(compare, *words_of(data, tmp_path, "vanilla", "resformer_lambda", seeds=3)).stdout
+    assert table(said)["resformer_lambda"]["× tokens"] == "-" and "× tokens needs vanilla at another length" in said
+
+
+def test_weights_that_could_not_be_saved_are_said(data, tmp_path, monkeypatch):
+    def run_jobs(wanted, ended, lanes):
+        for job in wanted():
+            make_run(load_settings(compare.TrainConfig, job.words[1:]), 2.0)
+            ended(job, 2, "step_00000012.safetensors cannot be written: No space left on device")
+
+    monkeypatch.setattr(compare, "run_jobs", run_jobs)
+    said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer")).stdout
+    assert "vanilla-12-0.003-42: 2.0000, but its weights may not be saved: step_00000012" in said
 
 
 # -- what is there, and what is refused
@@ -280,7 +306,7 @@ def test_modes_without_a_common_seed_have_no_difference(data, tmp_path, monkeypa
     said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", seeds=3)).stdout
     assert "svformer and vanilla have no seed in common that did not diverge." in said
     assert table(said)["svformer"]["vs vanilla"] == "-"
-    assert "vanilla is what the others are compared with; with 1 of its seeds it diverged." in said
+    assert "vanilla is what the others are compared with; 1 of its 3 seeds diverged." in said
 
 
 @pytest.mark.parametrize("words,says", [
@@ -325,6 +351,15 @@ def test_a_dry_run_counts_what_is_missing(data, tmp_path):
     assert last_line(*fair).startswith("to come: 9 runs")
     assert last_line("--seeds=3", "--dry_run").startswith("to come: 5 runs")
     assert not list(tmp_path.glob("svformer*"))
+
+
+def test_the_last_words_are_of_this_attempt(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text("error: too little memory\n")
+    begin = log.stat().st_size
+    assert last_words(log, 0) == "too little memory" and last_words(log, begin) == "nothing was said"
+    log.write_text(log.read_text() + "step 1\nerror: no disk\n\n")
+    assert last_words(log, begin) == "no disk"
 
 
 # -- the real thing
