@@ -76,26 +76,21 @@ class Claim:
     side: tuple[float, float] | None = None  # the paper's, between two numbers; None: it takes no side
     quantity: Callable | None = None  # (job, found, seed) -> number, None where it is undefined; None: the last loss,
     what: str = ""  # the quantity in words
-    minus_vanilla: bool = False  # the loss minus vanilla's,
-    rates: tuple = ()  # and each at its best of these
-
-    def weights(self, job, found):
-        """{Job: weight} of the sum of losses that is the quantity of a Job."""
-        if self.rates:
-            (at,) = best_gaps(found, [("", replace(job, lr=lr)) for lr in self.rates])
-            return {at.best: 1, at.base: -1}
-        return {job: 1, job.baseline: -1} if self.minus_vanilla else {job: 1}
+    minus_vanilla: bool = False  # the loss minus vanilla's
 
 
 def claim_row(claim, found, seeds):
     """{what, paper, seeds, values: of each of them, mean, interval: half of its 95 %, n, marks, verdict}. A value that
     is undefined or infinite is None."""
+    jobs = [job for job in (claim.a, claim.b) if job]
     if claim.quantity is None:
-        jobs = Counter(claim.weights(claim.a, found))
-        jobs.subtract(claim.weights(claim.b, found) if claim.b else {})
-        mean, interval, values = found.contrast(jobs)
+        weights = Counter()
+        for job, sign in zip(jobs, (1, -1), strict=False):
+            weights[job] += sign
+            weights[job.baseline] -= sign * claim.minus_vanilla
+        mean, interval, values = found.contrast(weights)
     else:
-        jobs, values = list(filter(None, (claim.a, claim.b))), {}
+        values = {}
         for seed in seeds:
             numbers = [claim.quantity(job, found, seed) for job in jobs]
             is_known = all(number is not None and math.isfinite(number) for number in numbers)

@@ -142,25 +142,22 @@ CRITICAL = "sequence length (tokens)", "critical point (step)", None, critical_p
 
 
 def points(ax, panel, found, is_small=False):
-    """A line for each label, thin if its rate is not vanilla's, with bars and, as ticks, its seeds. Names stand at the
-    right ends, moved apart, or beside a mark that is alone. A small panel has no names, and a grey vanilla."""
-    (xlabel, ylabel, level, points_of), lines, names = panel.key, {}, []
+    """A line for each label, thin if its rate is not vanilla's, with bars and, as ticks, its seeds. A small panel has a
+    grey vanilla and no names."""
+    (xlabel, ylabel, level, points_of), lines, colors = panel.key, {}, {}
     for label, job in found.labels(panel.lines):
         lines.setdefault(label, (job, []))[1].extend(points_of(found, job))
     styles = styles_of({label: job.mode for label, (job, _) in lines.items()})
     for i, (label, (job, marks)) in enumerate(lines.items()):
         style = styles[label] | {"linewidth": 1.6 if found.rate(job) == found.rate(job.baseline) else 0.8}
         style |= {"color": "0.6"} if is_small and job.mode == "vanilla" else {}
-        beside = 1 + 0.02 * i * any(bar is not None for _, _, bar, _ in marks)  # bars must not hide each other
-        ax.plot([x * beside for x, *_ in marks], [y for _, y, *_ in marks], **style)
+        colors[label] = style["color"]
+        if any(bar is not None for _, _, bar, _ in marks):  # bars must not hide each other
+            marks[:] = [(x * (1 + 0.02 * i), *rest) for x, *rest in marks]
+        ax.plot([x for x, *_ in marks], [y for _, y, *_ in marks], **style)
         for x, y, bar, seeds in marks:
-            ax.errorbar(x * beside, y, yerr=bar, **style)
-            ax.plot([x * beside] * len(seeds), seeds, "_", color=style["color"], alpha=0.6)
-        text = {"color": style["color"], "va": "center", "fontsize": 8, "bbox": {"fc": "w", "ec": "w", "pad": 0}}
-        if len(marks) == 1:
-            ax.annotate(label, (x * beside, y), (0, 28), textcoords="offset points", **text | {"ha": "center"})
-        elif marks and not is_small:
-            names.append((y, label, text))
+            ax.errorbar(x, y, yerr=bar, **style)
+            ax.plot([x] * len(seeds), seeds, "_", color=style["color"], alpha=0.6)
     if points_of is not losses_along:
         ax.set_xscale("log")
         ax.set_xticks([x for x, *_ in next(iter(lines.values()))[1]])
@@ -172,10 +169,21 @@ def points(ax, panel, found, is_small=False):
     if level is not None:
         ax.axhline(level, **ZERO)
     ax.margins(x=0.08)
+    if not is_small:
+        name_ends(ax, {label: marks for label, (_, marks) in lines.items() if marks}, colors)
+
+
+def name_ends(ax, lines, colors):
+    """Write the name of each line at its right end, moved apart, or beside a mark that is alone."""
     last, (low, high) = -math.inf, ax.get_ylim()
-    for y, label, text in sorted(names, key=lambda name: name[0]):
-        last = max(y, last + 0.065 * (high - low))
-        ax.text(1.02, last, label, transform=ax.get_yaxis_transform(), **text)
+    for label, marks in sorted(lines.items(), key=lambda line: line[1][-1][1]):
+        x, y, *_ = marks[-1]
+        text = {"color": colors[label], "va": "center", "fontsize": 8, "bbox": {"fc": "w", "ec": "w", "pad": 0}}
+        if len(marks) == 1:
+            ax.annotate(label, (x, y), (0, 28), textcoords="offset points", **text | {"ha": "center"})
+        else:
+            last = max(y, last + 0.065 * (high - low))
+            ax.text(1.02, last, label, transform=ax.get_yaxis_transform(), **text)
 
 
 def rates(ax, panel, found):

@@ -95,7 +95,7 @@ def test_config_file_of_scale_night_has_its_settings():
 
 def test_all_figures_are_there():
     assert list(PAPER) == [f"fig{i}" for i in (1, 2, *range(4, 23))] + [f"tab{i}" for i in range(1, 6)]
-    assert sum(len(figure.claims) for figure in FIGURES.values()) == 116
+    assert sum(len(figure.claims) for figure in FIGURES.values()) == 94
     assert list(FIGURES) == [*PAPER, "first", "modes", "rates", "v5", "regime", "longer", "sizes"]
 
 
