@@ -1,0 +1,97 @@
+"""minimal.py computes what model.py does, and runs as its first lines say."""
+
+import re
+
+import pytest
+import torch
+from conftest import script
+
+import minimal
+from model import GPT
+from value_modes import ModelConfig, kv_floats_per_token
+
+SHAPE = {"vocab_size": 50, "block_size": 24, "n_layer": 4, "n_head": 2, "n_embd": 32}
+
+
+@pytest.fixture(params=minimal.MODES)
+def two(request):
+    """minimal.py's model of a mode, and model.py's with the same weights."""
+    small = minimal.GPT(minimal.Config(**SHAPE, value_mode=request.param))
+    big = GPT(ModelConfig(**SHAPE, value_mode=request.param))
+    with torch.no_grad():
+        for p in small.parameters():
+            p.add_(0.2 * torch.randn_like(p))  # the first ones are so small that no attention would matter
+    big.load_state_dict(as_in_model_py(small.state_dict()))
+    return small, big
+
+
+def as_in_model_py(weights):
+    """Tensors under minimal.py's names -> under model.py's, where q, k, v and gate, up are one matrix each."""
+    fused, found = {"q": "attn.proj", "k": "attn.proj", "v": "attn.proj", "gate": "mlp.up", "up": "mlp.up"}, {}
+    for name, tensor in weights.items():
+        path, _, what = name.removesuffix(".weight").rpartition(".")
+        block = path.removesuffix(".attn")
+        if what in fused:
+            found.setdefault(f"{block}.{fused[what]}.weight", []).append(tensor)
+        else:
+            found[name.replace(".down.", ".mlp.down.")] = [tensor]
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def tokens(seed=0, n=24):
+    return torch.randint(50, (2, n), generator=torch.Generator().manual_seed(seed))
+
+
+def test_logits_are_those_of_model_py(two):
+    small, big = two
+    torch.testing.assert_close(small(tokens())[0], big(tokens())[0], atol=1e-5, rtol=1e-5)
+
+
+def test_loss_and_gradients_are_those_of_model_py(two):
+    small, big = two
+    losses = [model(tokens(), tokens(1))[1] for model in (small, big)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
+    grads = as_in_model_py({name: p.grad for name, p in small.named_parameters()})
+    for name, p in big.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_cached_decoding_equals_the_whole_text(two):
+    small, cache = two[0], {}
+    parts = [small(part, cache=cache)[0] for part in tokens().split([10] + 14 * [1], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), small(tokens())[0], atol=1e-5, rtol=1e-5)
+
+
+def test_modes_start_from_the_same_weights():
+    models = [minimal.GPT(minimal.Config(value_mode=mode)).state_dict() for mode in minimal.MODES]
+    for weights in models[1:]:
+        assert all(torch.equal(weights[name], models[0][name]) for name in weights)
+
+
+def test_the_cache_holds_what_model_py_says(two):
+    small, cache = two[0], {}
+    small(tokens(), cache=cache)
+    assert sum(t.numel() for t in cache.values()) == 2 * 24 * kv_floats_per_token(two[1].cfg)
+
+
+def test_it_trains_both_modes_and_writes(tmp_path):
+    text = tmp_path / "input.txt"
+    text.write_text("the cat sat on the mat. " * 200)
+    result = script("minimal.py", text, "--max_steps=12", "--value_mode=svformer")
+    assert result.returncode == 0, result.stderr
+    losses = re.findall(r"vanilla (\S+)   svformer (\S+)", result.stdout)
+    assert [float(loss) < 2 for loss in losses[-1]] == [True, True] and "svformer writes: t" in result.stdout
+
+
+@pytest.mark.parametrize("text, says", [
+    (b"too short", "has 9 characters; take a text of 2560 or more"),
+    (b"\xff" * 3000, "as a text in UTF-8"),
+    (None, "cannot read"),
+])  # fmt: skip
+def test_a_text_that_is_none(text, says, tmp_path):
+    if text is not None:
+        (tmp_path / "input.txt").write_bytes(text)
+    result = script("minimal.py", tmp_path / "input.txt")
+    assert result.returncode == 2 and says in result.stderr and "Traceback" not in result.stderr
