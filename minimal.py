@@ -24,8 +24,6 @@ MODES = ("vanilla", "resformer", "svformer", "neutreno")
 
 @dataclass
 class Config:
-    """The shape of a model."""
-
     vocab_size: int = 65
     block_size: int = 128
     n_layer: int = 6
@@ -58,9 +56,8 @@ class Attention(nn.Module):
         super().__init__()
         self.n, self.n_head, self.value_mode = n, cfg.n_head, cfg.value_mode
         self.q, self.k, self.v, self.out = (nn.Linear(cfg.n_embd, cfg.n_embd, bias=False) for _ in range(4))
-        self.has_values = cfg.value_mode != "svformer" or n == 0
-        if not self.has_values:
-            self.v = None
+        if cfg.value_mode == "svformer" and n > 0:
+            self.v = None  # no weights, and nothing in the cache
 
     def heads(self, x):
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, T, C) -> (B, H, T, D)
@@ -69,7 +66,7 @@ class Attention(nn.Module):
         """x (B, T, C) and layer 1's values v_1 (B, H, T, D), None in that layer itself -> (B, T, C) and v_1."""
         q = apply_rope(self.heads(self.q(x)), positions)
         k = apply_rope(self.heads(self.k(x)), positions)
-        v = self.heads(self.v(x)) if self.has_values else v_1
+        v = None if self.v is None else self.heads(self.v(x))
         if v_1 is None:  # this is layer 1. Its values never went through attention, and all later layers get them
             v_1 = v
 
@@ -79,8 +76,13 @@ class Attention(nn.Module):
             v = v_1
 
         keys = extend(cache, f"k{self.n}", k)
-        values = extend(cache, f"v{self.n}", v) if self.has_values else cache["v0"]
-        u = F.scaled_dot_product_attention(q, keys, values, is_causal=q.size(2) > 1)  # Eq 1: A_n V, (B, H, T, D)
+        values = extend(cache, f"v{self.n}", v) if self.v else cache["v0"]
+
+        scores = q @ keys.mT / math.sqrt(q.size(-1))  # (B, H, T, tokens so far)
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1 + scores.size(-1) - scores.size(-2))
+        A = scores.masked_fill(future, -math.inf).softmax(-1)  # each token's weights for itself and those before it
+        u = A @ values  # Eq 1, (B, H, T, D)
+        self.A = A.detach()  # for pictures
 
         if self.value_mode == "neutreno":  # Eq 8: they come in after attention, at the token's own place
             u = u + 0.4 * (v_1 - v)
@@ -140,9 +142,6 @@ class GPT(nn.Module):
         return idx
 
 
-# -- data, training, text
-
-
 def batch(data, generator):
     """16 windows at random places: inputs (B, T), and as targets the next tokens (B, T)."""
     starts = torch.randint(len(data) - Config.block_size, (16,), generator=generator).tolist()
@@ -179,7 +178,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="a text file; its characters are the tokens")
     parser.add_argument("--value_mode", choices=MODES, default="resformer", help="is trained beside vanilla")
-    parser.add_argument("--max_steps", type=int, default=250)
+    parser.add_argument("--max_steps", type=int, default=200)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
