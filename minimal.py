@@ -62,30 +62,31 @@ class Attention(nn.Module):
     def heads(self, x):
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, T, C) -> (B, H, T, D)
 
+    def weights(self, x, positions, cache):
+        """A_n: how much each token takes of itself and of each one before it, (B, H, T, tokens so far)."""
+        q = apply_rope(self.heads(self.q(x)), positions)
+        k = extend(cache, f"k{self.n}", apply_rope(self.heads(self.k(x)), positions))
+        scores = q @ k.mT / math.sqrt(q.size(-1))
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1 + k.size(2) - q.size(2))
+        A = scores.masked_fill(future, -math.inf).softmax(-1)
+        self.A = A.detach()  # for pictures
+        return A
+
     def forward(self, x, positions, v_1, cache):
         """x (B, T, C) and layer 1's values v_1 (B, H, T, D), None in that layer itself -> (B, T, C) and v_1."""
-        q = apply_rope(self.heads(self.q(x)), positions)
-        k = apply_rope(self.heads(self.k(x)), positions)
+        A = self.weights(x, positions, cache)
         v = None if self.v is None else self.heads(self.v(x))
-        if v_1 is None:  # this is layer 1. Its values never went through attention, and all later layers get them
-            v_1 = v
+        if v_1 is None:
+            v_1 = v  # this is layer 1: no attention has touched its values, and all later layers get them
 
-        if self.value_mode == "resformer":  # Eq 7: each layer averages them with its own
-            v = (v + v_1) / 2
-        if self.value_mode == "svformer":  # Eq 10: each layer uses them in place of its own
-            v = v_1
+        if self.value_mode == "resformer":
+            v = (v + v_1) / 2  # Eq 7: half mine, half layer 1's
+        if self.value_mode == "svformer":
+            v = v_1  # Eq 10: layer 1's instead of mine
+        u = A @ (extend(cache, f"v{self.n}", v) if self.v else cache["v0"])  # Eq 1: attention averages values
+        if self.value_mode == "neutreno":
+            u = u + 0.4 * (v_1 - v)  # Eq 8: after attention, at the token's own place
 
-        keys = extend(cache, f"k{self.n}", k)
-        values = extend(cache, f"v{self.n}", v) if self.v else cache["v0"]
-
-        scores = q @ keys.mT / math.sqrt(q.size(-1))  # (B, H, T, tokens so far)
-        future = torch.ones_like(scores, dtype=torch.bool).triu(1 + scores.size(-1) - scores.size(-2))
-        A = scores.masked_fill(future, -math.inf).softmax(-1)  # each token's weights for itself and those before it
-        u = A @ values  # Eq 1, (B, H, T, D)
-        self.A = A.detach()  # for pictures
-
-        if self.value_mode == "neutreno":  # Eq 8: they come in after attention, at the token's own place
-            u = u + 0.4 * (v_1 - v)
         return self.out(u.transpose(1, 2).flatten(2)), v_1  # (B, H, T, D) -> (B, T, C)
 
 
