@@ -2,7 +2,7 @@
 
     python -m docs.tables            write them into the pages
 
-A page holds each table between `<!-- table: NAME -->` and `<!-- end -->`. MAKERS has a function for each NAME.
+A page holds each table between `<!--table:NAME-->` and `<!--end-->`. MAKERS has a function for each NAME.
 """
 
 import functools
@@ -28,7 +28,7 @@ from paper.tables import gap_in_words
 from value_modes import TABLE, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-PLACE = re.compile(r"(<!-- table: (\S+) -->\n)(?:(?!<!-- table:).)*?(<!-- end -->)", re.S)
+PLACE = re.compile(r"(<!-- ?table: ?([\w-]+) ?-->\n)(?:(?!<!-- ?table:).)*?(<!-- ?end ?-->)", re.S)
 NIGHT = SCALES["night"]
 
 
@@ -60,7 +60,7 @@ def group_of_modes(first, after=None):
     gained, both at vanilla's best rate; "-" if we did not train that."""
     header, line, *rows = rows_of_modes()
     found = night()
-    lines = [f"{header} our loss minus vanilla's |", f"{line}---:|"]
+    lines = [f"{header} our loss |", f"{line}---:|"]
     modes = list(TABLE)
     for i in range(modes.index(first), modes.index(after) if after else len(modes)):
         job = Job(modes[i], lr=NIGHT_LR)

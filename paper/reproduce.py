@@ -216,13 +216,12 @@ def publish(name, figure, cfg, found):
     write_text(cfg.folder / "README.md", report_text(results, cfg.scale))
 
 
-ABOUT = """Losses are in nats per token. "82M" and the like are the paper's sizes; Tables 3 and 4 say what they are.
-Unless a claim says more, its runs are the base: "82M", the paper's length 2,048, the best rate. "a − b" is a's loss
-minus b's. ± is half of a 95 % interval over n seeds; without ± it is one seed. Differences of losses share one error:
-what is left of all runs at their mode's rate or vanilla's after each mode's mean and each seed's shift. Models of 0.5M
-parameters, and runs at other rates, share one with their like; anything else has Student's t. "here": on which side of
-the paper's sign or bound the whole interval is; "?": one seed. We correct nothing for the number of verdicts. (edge): a
-better rate may lie beyond. *: different processors. †: no commit on record."""
+ABOUT = """Losses are in nats per token. "82M" and the like are the paper's sizes, see Tables 3 and 4. A claim is on the
+base unless it says more: "82M", the paper's length 2,048, the best rate; "a − b" is a's loss minus b's. ± is half of a
+95 % interval over n seeds; one seed has none. Differences of losses share [one error](../README.md#how-sure), those of
+0.5M parameters or at other rates one with their like; the rest has Student's t. "here": on which side of the paper's
+sign or bound the whole interval is; "?": one seed. We correct nothing for the number of verdicts. (edge): a better rate
+may lie beyond. *: different processors. †: no commit on record."""
 
 
 def tables_of(record):

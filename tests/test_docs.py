@@ -192,13 +192,12 @@ test_modes.test_weights_of_equal_name_and_shape_are_vanillas(mode)
 def test_the_patch_makes_a_mode(tmp_path):
     """Its plan is the page's, its mode is what the page says, and the generated tests of the new row pass."""
     blocks = BLOCK.findall(TEXTS["docs/own_mode.md"])
-    patch = next(block for language, block in blocks if language == "diff")
     plan = next(block for _, block in blocks if block.startswith("resformer_linear: "))
     code = [*ROOT.glob("*.py"), *ROOT.glob("common/*.py")]
     for path in (*code, ROOT / "tests/conftest.py", ROOT / "tests/test_modes.py"):
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
         shutil.copy(path, copy)
-    subprocess.run(["git", "apply", "-"], input=patch, cwd=tmp_path, text=True, check=True)
+    subprocess.run(["git", "apply", ROOT / "docs/linear.patch"], cwd=tmp_path, check=True)
     result = finished([sys.executable, "-c", OWN_MODE], cwd=tmp_path / "tests", timeout=100)
     assert result.returncode == 0 and result.stdout.startswith(plan), result.stderr
