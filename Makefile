@@ -1,4 +1,4 @@
-# make demo: prepare real text, train three modes on it, compare and sample. make test: the whole suite.
+# make demo: runs/demo.sh, from real text to samples. make test: the whole suite.
 # make figures: every figure and table of the paper, small.
 # make fuzz: 30,000 bad inputs instead of the suite's 1,500. make lint: the style check.
 # make test-peers: what compares with lm-eval and transformers, which it installs, pinned and then the newest.
@@ -17,9 +17,7 @@ export GOMP_SPINCOUNT ?= 1000
 
 .PHONY: demo figures test fuzz test-peers .venv/newest bench-gpu bench-82m bench-468m bench-decoding lint clean
 demo: .venv/ready
-	$(PY) prepare.py pysource --out_dir=data/demo --tokenizer=bpe:2048 --tokens=3e6
-	$(PY) compare.py vanilla resformer resformer_lambda svformer config/tiny.py --out_dir=out/demo
-	$(PY) sample.py --prompt="def __init__(self" --max_new_tokens=120
+	PY=$(PY) bash runs/demo.sh
 
 figures: .venv/ready
 	$(PY) -m paper.reproduce all

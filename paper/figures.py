@@ -114,28 +114,26 @@ NEUTRENOS["λ = 0.4"] = "neutreno"
 # fmt: off
 FIGURES = {
     "fig1": Figure(
-        "Entropy of token importance by layer: low is concentrated. Uniform causal attention itself favours early "
-        "tokens, so a model can lie above it. Before training the paper's curve lies at 7.194–7.204, and our 468M at "
-        "7.2007.",
+        "Entropy of token importance; low is concentrated. A model can lie above uniform causal attention, because "
+        "this favours early tokens. Before training the paper has 7.194–7.204, our 468M 7.2007.",
         (Panel(panels.layers, "", INSPECTED_FOUR, "entropy"),),
         (over_vanilla("resformer", ENTROPY, INSPECTED), over_vanilla("svformer", ENTROPY, INSPECTED))),
     "fig2": Figure(
-        "The first token by layer: what attention it gets, and how long its value and its hidden state are, relative "
-        "to other tokens. Numbers are of each model's extreme layer, which is filled.",
+        "The first token's attention, and its norms relative to other tokens. The table has each model's extreme "
+        "layer, which is filled.",
         tuple(Panel(panels.layers, "", SINKS, key) for key in FIRST),
         tuple(over_vanilla("resformer", what, INSPECTED) for what in EXTREMES),
         table=lambda found: tables.concentration_table(found, SINKS)),
     "fig4": Figure(
-        "How near two cheap substitutes come to true cross-layer attention (Eq 2) in a trained Transformer.",
+        "How near two cheap substitutes come to cross-layer attention (Eq 2).",
         (Panel(panels.layers, "", tuple((name, Job()) for name in EQUATIONS), EQUATIONS),),
         (Claim(Job(), None, "higher", HIGHER, claims.eq4_minus_eq6, ": similarity to Eq 2, Eq 4's − Eq 6's"),)),
     "fig5": compared(
-        "Sharing keys, values or both between every two layers. The paper: sharing values hurts least.",
+        "Sharing in pairs of layers. The paper: values hurt least.",
         {"CLAttention": "cla2", "Only Share Keys": "share_k2", "Only Share Values": "share_v2"},
         "share_v2 share_k2", "share_v2 cla2"),
     "fig6": Figure(
-        "Validation loss against parameters, and along one cosine schedule against tokens: how many of each ResFormer "
-        "saves.",
+        "Parameters that ResFormer saves, and tokens along one cosine schedule.",
         (Panel(panels.points, "loss at the end, by size\n(in the paper ResFormer needs 10.4 % fewer parameters)",
                lines("vanilla", "resformer", size=SIZES), panels.LOSS_BY_SIZE),
          Panel(panels.points, "loss along training\n(in the paper ResFormer saves 13.6 % of the tokens)",
@@ -143,19 +141,19 @@ FIGURES = {
         (Claim(Job("resformer"), None, "0.104", HIGHER, claims.saved_parameters(*SIZES), ": share of parameters saved"),
          Claim(Job("resformer", "468M"), None, "0.136", HIGHER, claims.saved_tokens, ": share of tokens saved"))),
     "fig7": Figure(
-        "ResFormer by length, and beside other ways to pass information up.",
+        "ResFormer by length, and beside other modes.",
         (Panel(panels.relative, "by length", lines("resformer", label=OF_LENGTH, length=(2048, 32000, 64000))),
          Panel(panels.relative, "by mode", lines("denseformer", "neutreno", "resformer", "resformer_neutreno"))),
         (*lower("resformer vanilla", "resformer denseformer", "resformer neutreno", "resformer_neutreno resformer"),
          *lower("resformer vanilla", length=32000), *lower("resformer vanilla", length=64000))),
     "fig8": compared(
-        "ResFormer with other weights λ of the first layer's values. The paper: 2 is best.",
+        "ResFormer with other weights λ of V_1. The paper: 2 is best.",
         LAMBDAS | {"ResFormer": "resformer"}, *sweep_pairs(LAMBDAS, "resformer_lambda"), parts=ZOOMED),
     "fig9": compared(
-        "A residual from layer 1 on values, keys or queries.", {"Value": "resformer", "Key": "key", "Query": "query"},
+        "A residual on values, keys or queries.", {"Value": "resformer", "Key": "key", "Query": "query"},
         "resformer vanilla", "vanilla query", "vanilla key"),
     "fig10": compared(
-        "Layer 1's values by a layer's own attention, by identity, or by true cross-layer attention.",
+        "V_1 through a layer's own attention, by identity, or through cross-layer attention.",
         {"Current Attention": "resformer", "Identity Mapping": "identity", "Cross Layer Attention": "cross"},
         "vanilla identity", "resformer cross"),
     "fig11": compared(
@@ -170,8 +168,7 @@ FIGURES = {
                lines("vanilla", "resformer", label="{0.mode} {0.size}", size=("180M", "468M")), "value_largest")),
         tuple(over_vanilla("resformer", "ln of a layer's largest eigenvalue", size) for size in ("180M", "468M"))),
     "fig13": Figure(
-        "SVFormer beside other methods with a smaller KV cache. The paper: GQA2 is better at length 2,048, SVFormer at "
-        "64,000.",
+        "Smaller KV caches. The paper: GQA2 is better at length 2,048, SVFormer at 64,000.",
         (Panel(panels.relative, "about 1/2 of the KV cache",
                lines("svformer", "gqa2", "cla2", label=OF_LENGTH, length=(2048, 64000))),
          Panel(panels.relative, "about 1/8 of the KV cache",
@@ -179,7 +176,7 @@ FIGURES = {
         (*lower("gqa2 svformer"),
          *lower("svformer gqa2", "svformer cla2", "svformer_gqa4 gqa8", "svformer_gqa4 cla2_gqa4", length=64000))),
     "fig14": Figure(
-        "SVFormer by length, and the step at which vanilla overtakes it. The paper: the longer, the later.",
+        "When vanilla overtakes SVFormer, by length. The paper: the longer, the later.",
         (Panel(panels.relative, "SVFormer, both at rate {0.rate}", SV_LENGTHS),
          Panel(panels.points, "the step at which vanilla overtakes it", tuple(("", job) for _, job in SV_LENGTHS),
                panels.CRITICAL)),
@@ -189,7 +186,7 @@ FIGURES = {
          Claim(*(Job("svformer", length=n, lr=ONE_RATE) for n in (64000, 512)), "lower", LOWER, **MINUS)),
         table=lambda found: tables.critical_table(found, SV_LENGTHS)),
     "fig15": Figure(
-        "What SVFormer's loss against vanilla's depends on: learning rate, warmup, architecture, size.",
+        "SVFormer by learning rate, warmup, architecture and size.",
         (Panel(panels.relative, "SVFormer by learning rate", SV_RATES),
          Panel(panels.relative, "SVFormer by steps of warmup", SV_WARMUPS),
          Panel(panels.relative, "SVFormer by architecture", (("Llama", SV), ("GPT2", Job("svformer", arch="gpt2")))),
@@ -218,13 +215,13 @@ FIGURES = {
         (*(Claim(Job("resformer", INSPECTED), None, *of, what) for what, of in claims.START_TOKEN.items()),
          *(Claim(Job("vanilla", INSPECTED), None, "", None, of[-1], what) for what, of in claims.START_TOKEN.items()))),
     "fig20": Figure(
-        "The quantities of Figures 1 and 2 in the base model, with cross-layer attention.",
+        "Figures 1 and 2 for the base model, with cross-layer attention.",
         tuple(Panel(panels.layers, "", lines(*FOUR, "cross"), key) for key in ("entropy", *FIRST)),
         (*(over_vanilla("resformer", what, "82M") for what in (ENTROPY, *EXTREMES)),
          over_vanilla("cross", ENTROPY, "82M"),
          Claim(Job("cross"), Job("resformer"), "lower", LOWER, claims.LEAST_VALUE, ": first token's value"))),
     "fig21": Figure(
-        "The largest token importances of a sequence, by rank and layer.",
+        "The largest token importances, by rank and layer.",
         tuple(Panel(panels.layers, "{0.mode}", tuple((name, Job(mode, INSPECTED)) for name in TOP), TOP)
               for mode in FOUR),
         tuple(over_vanilla(mode, "largest importance", INSPECTED) for mode in ("resformer", "svformer"))),
@@ -263,9 +260,8 @@ def in_tokens(found):
 
 
 FIGURES["first"] = Figure(
-    "What value residuals gain after 12.3M tokens, and along three schedules. Each mode at its best rate, V_n + V_1 at "
-    "vanilla's; grey cannot be told from vanilla. Right: a run for each point, of 12.3M tokens three. SVFormer has "
-    "twice vanilla's rate.",
+    "What value residuals gain. Left: each mode at its best rate, V_n + V_1 at vanilla's; grey cannot be told from "
+    "vanilla. Right: three schedules, a run for each point, three for 12.3M tokens.",
     (Panel(panels.forest, "12.3M tokens, three seeds (ticks), 95 % intervals", labelled({
         "Plus: learned weights": "resformer_plus", "λ = 2: V_n + 2 V_1": "resformer_lambda",
         "λ = 1: V_n + V_1": "resformer_lambda_1", "DenseFormer": "denseformer",
@@ -276,9 +272,9 @@ FIGURES["first"] = Figure(
 PUBLISHED = [mode for mode, (*_, source) in TABLE.items() if source and mode != "vanilla"]
 MODES = dict.fromkeys([*PUBLISHED, *LAMBDAS.values(), *NEUTRENOS.values(), "scaled"])
 FIGURES["modes"] = Figure(
-    "Every mode's validation loss minus vanilla's, most with one seed (hollow), which cannot tell those in the grey "
-    "band from vanilla. Vanilla's seed 42 ended at 2.4592, and at 2.4812 on the processor of the modes with a * "
-    "(triangles); modes with one seed are compared with the mean of both. Arrows lie beyond the axis.",
+    "Every mode's loss minus vanilla's. Hollow: one seed, which tells nothing in the grey band. Vanilla's ended at "
+    "2.4592, and at 2.4812 on the processor of modes with * (triangles); we subtract the mean. Arrows lie beyond the "
+    "axis.",
     (Panel(panels.forest, "", labelled({mode: mode for mode in MODES}), panels.family),),
     table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs), size=(7.5, 13))
 
@@ -288,9 +284,9 @@ TUNED = ("vanilla", "resformer", "svformer", "resformer_lambda", "resformer_plus
 GRID = {size: [line for mode in TUNED for line in lines(mode, label="{0.size}", size=size, lr=RATES[size])]
         for size in RATES}
 FIGURES["rates"] = Figure(
-    "Each mode at its best rate, and losses over the rate beside vanilla's (grey), the best filled; ticks are seeds. "
-    "The paper has one rate for all. Of a mode's five rates, a factor of 2 apart, seed 42 names the best two, and the "
-    "seeds that both have decide. Losses above 2.62 are cut off. Models of 0.5M parameters are in the table alone.",
+    "Each mode at its best rate; losses by rate beside vanilla's (grey), the best filled, above 2.62 cut off. Ticks: "
+    "seeds. Seed 42 names a mode's best two rates, and the seeds that both have decide. The table has vanilla's "
+    "losses, and the others minus vanilla's at that rate.",
     (Panel(panels.forest, "each at its best rate", lines(*TUNED[1:], lr=RATES["82M"])),
      *(Panel(panels.rates, "{0.mode}", lines("vanilla", mode, lr=RATES["82M"]), panels.LOSS_BY_RATE) for mode in (
          "resformer", "resformer_lambda", "resformer_plus", "svformer", "neutreno", "denseformer"))),
@@ -299,8 +295,8 @@ FIGURES["rates"] = Figure(
 
 # What the paper's last version claims, and a control: does λ = 2 gain only because its values are larger?
 FIGURES["v5"] = compared(
-    "Variants of the paper's last version, of which we know from others' notes, and a control: vanilla with √5 times "
-    "its values, at the start as large as the sums of λ = 2. Below: the learned weights after training.",
+    "Variants of v5, known from others' notes, and a control: √5 times vanilla's values, at the start as large as with "
+    "λ = 2. The table has the learned weights.",
     {"ResFormer": "resformer", "Constant (λ = 2)": "resformer_lambda", "Learnable": "resformer_learned",
      "Learnable-Plus": "resformer_plus", "Sparse": "resformer_sparse", "control: √5 V": "scaled"},
     "resformer_plus resformer_sparse", "resformer_sparse resformer_lambda", "resformer_lambda resformer_learned",
@@ -329,9 +325,8 @@ REGIME_LINES = tuple(line for label, settings in {
         {"change": "batch_tokens=1024,micro_batch=8,max_steps=12000,warmup_steps=200"},
 }.items() for line in lines("resformer", label=label, **settings))
 FIGURES["regime"] = Figure(
-    "ResFormer's loss minus vanilla's, when one thing differs from the base. Hollow: one seed, which cannot tell them "
-    "apart in the grey band. Where there are several rates, each mode has its best; edge: that of either is the lowest "
-    "or the highest one tried, so a better one may lie beyond.",
+    "ResFormer's loss minus vanilla's when one thing differs from the base, each at the best rate tried. Hollow: one "
+    "seed, which tells nothing in the grey band.",
     (Panel(panels.forest, "", REGIME_LINES),),
     (Claim(DEEPER, DEEPER.baseline, "lower", LOWER), Claim(DEEPER, Job("resformer"), **MINUS)),
     table=lambda found: tables.gaps_table(found, REGIME_LINES), size=(7.5, 4.8))
@@ -343,9 +338,9 @@ LONGER_LINES = tuple(
         ("3.1M tokens", "12.3M tokens", "49.2M tokens"), SCHEDULES, (HIGH_RATES, None, None), strict=True)
     for mode in SCALED for line in lines(mode, label=label, change=change, lr=lr))
 FIGURES["longer"] = Figure(
-    "Losses at the end of three schedules, how many times its tokens vanilla needs for them, and training along the "
-    "longest. Each mode has its best rate at 12.3M tokens; the table has the better of two at 3.1M. Bars: 95 % "
-    "intervals, of the seeds' noise and of how vanilla's curve may go on between two of its points.",
+    "Losses after three schedules, how many times its tokens vanilla needs for them, and training along the longest. "
+    "Rates are the best at 12.3M tokens; the table has the better of two at 3.1M. Bars: 95 %, of the seeds' noise and "
+    "of how vanilla's curve may go between two points.",
     (OVER_TOKENS, Panel(panels.points, "", tuple(line for line in SCHEDULE_LINES if line[1].mode != "vanilla"),
                         panels.MULTIPLIER_BY_TOKENS),
      Panel(panels.relative, "along 49.2M tokens", lines(*SCALED, change=SCHEDULES[-1]))),
@@ -354,8 +349,8 @@ FIGURES["longer"] = Figure(
 
 # Do the gains last in larger models?
 FIGURES["sizes"] = Figure(
-    "Validation loss minus vanilla's, by size. At the larger sizes vanilla and ResFormer have the best of two or three "
-    "rates; λ = 2 and SVFormer were tuned at the smallest alone, and have half of that rate.",
+    "Loss minus vanilla's by size. Above the smallest, vanilla and ResFormer have the best of two or three rates, "
+    "λ = 2 and SVFormer half of their rate at the smallest, which nobody tuned.",
     (Panel(panels.points, "", (*lines(*SCALED, size=TABLE5_SIZES), ("12 layers", DEEPER)), panels.GAP_BY_SIZE),),
     # of how a gain changes with size the paper says nothing
     tuple(Claim(Job(mode, "468M"), Job(mode), **MINUS) for mode in SCALED),

@@ -216,15 +216,12 @@ def publish(name, figure, cfg, found):
     write_text(cfg.folder / "README.md", report_text(results, cfg.scale))
 
 
-ABOUT = """Losses are in nats per token. "82M" and the like are the paper's sizes; Tables 3 and 4 say what they are.
-A claim's runs are the base, if it says nothing else: "82M", the paper's length 2,048, the best rate. "a − b" is a's
-validation loss minus b's. ± is half of a 95 % interval over n seeds, which differ in weights and batches; without ± it
-is one seed. Differences of losses share one error: what is left of all runs at their mode's rate or vanilla's after the
-mean of each mode and the shift of each seed in each setting. Models of 0.5M parameters, and runs at other rates, share
-one with their like alone. Anything else has Student's t over its seeds. "here" says on which side of the sign or bound
-that the paper claims, at its own sizes, the whole interval is: **same side**, **other side**, or **cannot tell**; one
-seed, **same side?** Nothing is corrected for the number of verdicts. (edge): a better rate may lie beyond those tried.
-*: on different processors. †: a run of it has no commit in its record."""
+ABOUT = """Losses are in nats per token. "82M" and the like are the paper's sizes, see Tables 3 and 4. A claim is on the
+base unless it says more: "82M", the paper's length 2,048, the best rate; "a − b" is a's loss minus b's. ± is half of a
+95 % interval over n seeds; one seed has none. Differences of losses share [one error](../README.md#how-sure), those of
+0.5M parameters or at other rates one with their like; the rest has Student's t. "here": on which side of the paper's
+sign or bound the whole interval is; "?": one seed. We correct nothing for the number of verdicts. (edge): a better rate
+may lie beyond. *: different processors. †: no commit on record."""
 
 
 def tables_of(record):
@@ -243,15 +240,14 @@ def compact(table):
 def section(name, record):
     """A figure or table of the report, as Markdown."""
     title = f"{'Table' if name.startswith('tab') else 'Figure'} {name.removeprefix('fig').removeprefix('tab')}"
-    picture = [f"![{title}]({Path(record['png']).name})"] if "png" in record else []
-    made = f"{len(record['runs'])} runs; drawn" if record["runs"] else "Drawn"
-    by = f"<sub>{made} by {(record['environment']['commit'] or 'unknown')[:10]}</sub>"
-    return "\n\n".join([f"## {title}", record["caption"], *picture, *map(compact, tables_of(record)), by])
+    picture = [f"![{name}]({Path(record['png']).name})"] if "png" in record else []
+    return "\n\n".join([f"## {title}", record["caption"], *picture, *map(compact, tables_of(record))])
 
 
 def report_text(results, scale):
     """The text of results/<scale>/README.md, from what results/<scale>.json holds."""
-    made = f"Written by `python -m paper.reproduce` with [{scale}.json](../{scale}.json): {results['scale']}. {ABOUT}"
+    made = f"Written by `python -m paper.reproduce` from [{scale}.json](../{scale}.json), which has runs and commits: "
+    made += f"{results['scale']}. {ABOUT}"
     sections = [section(name, record) for name, record in results["figures"].items()]
     return "\n\n".join([f"# The paper's figures and tables at scale `{scale}`", made, *sections]) + "\n"
 

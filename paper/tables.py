@@ -16,7 +16,7 @@ from common.tasks import TABLE1
 from configurator import UserError
 from paper import claims
 from paper.claims import critical
-from paper.runs import LABELS, SCALES, VOCAB, Job, train_settings
+from paper.runs import SCALES, VOCAB, Job, train_settings
 from prepare import PAPER_MIXTURE
 from train import TrainConfig
 
@@ -53,6 +53,11 @@ def settings_row(ours, paper):
 def interval(values):
     """A cell: mean and 95 % interval over seeds."""
     return with_interval(*mean_interval(values))
+
+
+def loss_in_words(found, job):
+    """A cell: a Job's loss, and Found.marks."""
+    return interval(found.losses(job)) + found.marks(job)
 
 
 def gap_in_words(found, job):
@@ -146,28 +151,29 @@ def critical_table(found, lines):
 
 
 def gaps_table(found, lines, in_tokens=False):
-    """Losses minus vanilla's: with both modes at each rate, then each mode at its best one, with vanilla's loss at its
-    own. A row of vanilla itself has its losses. in_tokens: claims.multipliers, too."""
-    header = ["", "mode", "rates", "both at that rate", "best rate", "vanilla's best: loss", "each at its best"]
+    """Losses minus vanilla's: with both modes at each rate, where a mode has several, then each mode at its best one,
+    with vanilla's loss at its own. A row of vanilla itself has its losses. A label, or vanilla's loss, is left out
+    where the row above has the same. in_tokens: claims.multipliers, too."""
+    gaps = list(claims.best_gaps(found, lines))
+    # with one rate vanilla may have another, so the gap would not be what the column says
+    rates = dict.fromkeys(found.rate(job) for at in gaps for job in at.jobs if len(at.jobs) > 1)
+    rates, above = sorted(rates, key=float), ("", "")
+    header = ["", "mode", *(f"at {rate}" for rate in rates), "best rate", "vanilla's best: loss", "each at its best"]
     yield header + ["times vanilla's tokens", "with the seeds' noise"] * in_tokens
-    for at in claims.best_gaps(found, lines):
-        gap = with_interval(at.gap, at.interval, sign=True) + at.marks
-        at_each = [gap_in_words(found, job) for job in at.jobs]
+    for at in gaps:
+        gap, shown = with_interval(at.gap, at.interval, sign=True) + at.marks, gap_in_words
         if at.mode == "vanilla":
-            at_each, gap = [interval(found.losses(job)) + found.marks(job) for job in at.jobs], "-"
-        elif len(at.jobs) == 1:
-            at_each = ["-"]  # vanilla may have another rate, so this would not be what the column says
+            gap, shown = "-", loss_in_words
+        at_each = {found.rate(job): shown(found, job) for job in at.jobs if len(at.jobs) > 1}
         best, base = (
             found.rate(job) + " (edge)" * is_edge for job, is_edge in zip((at.best, at.base), at.edges, strict=True)
         )
-        cells = [
-            "; ".join(map(found.rate, at.jobs)),
-            "; ".join(at_each),
-            best,
-            f"{base}: {interval(found.losses(at.base))}",
-        ]
+        once = at.label, f"{base}: {interval(found.losses(at.base))}"
+        label, loss = ("" if new == old else new for new, old in zip(once, above, strict=True))
+        above = once
         times = claims.multipliers(found, at.best) if in_tokens else []
-        yield [at.label, LABELS[at.mode], *cells, gap, *("{:.2f} to {:.2f}".format(*ends) for ends in times)]
+        cells = [*(at_each.get(rate, "-") for rate in rates), best, loss, gap]
+        yield [label, at.mode, *cells, *("{:.2f} to {:.2f}".format(*ends) for ends in times)]
 
 
 def weights_table(found):
@@ -177,7 +183,7 @@ def weights_table(found):
     for job in map(Job, ("resformer_learned", "resformer_plus")):
         for seed in found.seeds(job):
             (layers,) = found.record(job, seed)["lam"]
-            yield [LABELS[job.mode], str(seed), *(f"{own:.2f}+{first:.2f}" for own, first in layers[1:])]
+            yield [job.mode, str(seed), *(f"{own:.2f}+{first:.2f}" for own, first in layers[1:])]
 
 
 def concentration_table(found, lines):

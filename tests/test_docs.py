@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import re
 import shlex
 import shutil
@@ -69,6 +70,36 @@ def test_commands_parse(monkeypatch, tmp_path):
         except (UserError, ImportError) as e:
             assert command in MISTAKES, f"{page}: {command}: {e}"
     assert started >= {*SCRIPTS, *WINGS}, "some script is in no page"
+
+
+def commands_of(script, folder, *words):
+    """What a script of runs/ starts when it is called in another folder, as a page would have it. Nothing runs: the
+    Python that it gets prints its words, and quotes them."""
+    python = folder / "python"
+    python.write_text("#!/bin/bash\nprintf '%q ' python \"$@\"\necho\n")
+    python.chmod(0o755)
+    result = subprocess.run(
+        ["bash", ROOT / "runs" / script, *words], cwd=folder, env={**os.environ, "PY": str(python), "GPUS": "8"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    launcher = "-m torch.distributed.run --standalone --nproc_per_node=8 "
+    return [line.strip().replace(launcher, "") for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("script, word", [("demo.sh", "all"), ("paper_82m.sh", "")])
+def test_a_script_tells_the_whole_story(script, word, tmp_path):
+    """Its commands parse, and start every stage."""
+    started = [check(command) for command in commands_of(script, tmp_path, word)]
+    assert {*started} - {"train", "compare"} == {"prepare", "eval", "sample", "analyze", "plot", "export"}
+    assert ("compare" if script == "demo.sh" else "train") in started
+
+
+def test_make_demo_is_what_readme_says(tmp_path):
+    recipe = re.search(r"^demo: .*\n\t(.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)[1]
+    assert recipe == "PY=$(PY) bash runs/demo.sh"
+    commands = commands_of("demo.sh", tmp_path)
+    assert [check(command) for command in commands] == ["prepare", "compare", "sample"]
+    assert f"`{commands[1]}`" in " ".join(TEXTS["README.md"].split())
 
 
 def test_make_targets_exist():
@@ -161,13 +192,12 @@ test_modes.test_weights_of_equal_name_and_shape_are_vanillas(mode)
 def test_the_patch_makes_a_mode(tmp_path):
     """Its plan is the page's, its mode is what the page says, and the generated tests of the new row pass."""
     blocks = BLOCK.findall(TEXTS["docs/own_mode.md"])
-    patch = next(block for language, block in blocks if language == "diff")
     plan = next(block for _, block in blocks if block.startswith("resformer_linear: "))
     code = [*ROOT.glob("*.py"), *ROOT.glob("common/*.py")]
     for path in (*code, ROOT / "tests/conftest.py", ROOT / "tests/test_modes.py"):
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
         shutil.copy(path, copy)
-    subprocess.run(["git", "apply", "-"], input=patch, cwd=tmp_path, text=True, check=True)
+    subprocess.run(["git", "apply", ROOT / "docs/linear.patch"], cwd=tmp_path, check=True)
     result = finished([sys.executable, "-c", OWN_MODE], cwd=tmp_path / "tests", timeout=100)
     assert result.returncode == 0 and result.stdout.startswith(plan), result.stderr

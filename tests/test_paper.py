@@ -461,7 +461,7 @@ def test_what_is_finished_or_kept_does_not_run_again(copied, monkeypatch):
     asked_again = call("fig9", "--kept", "--dry_run").stdout
     assert RUNS[0] in asked_again and RUNS[1] not in asked_again
     refused(call("fig9", "--kept"), f"the data of {RUNS[1]} and", "differ; leave out --kept")
-    assert "![Figure 9](fig9.png)" in (folder / "results/cpu/README.md").read_text()
+    assert "![fig9](fig9.png)" in (folder / "results/cpu/README.md").read_text()
 
 
 def test_a_record_of_a_run(copied):

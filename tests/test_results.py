@@ -1,6 +1,7 @@
 """Every number of results/README.md's findings, computed again from the records, by other code than paper/'s."""
 
 import json
+import re
 
 import pytest
 from conftest import ROOT
@@ -191,6 +192,23 @@ def test_numbers_of_the_attention_and_the_share_of_tokens():
     sink = next(row for row in figures["fig2"]["rows"] if "importance" in row["what"])
     assert f"gets up to {r[0]:.2f} of a layer's attention, vanilla's {v[0]:.2f}; the difference" in PAGE
     assert f"is known to ± {sink['interval']:.2f}" in PAGE
+
+
+def test_the_board_of_records():
+    """docs/RECORDS.md: a mode has a number if its interval against the record before it excludes 0."""
+    rows = re.findall(r"^\|(.+)\|`(\w+)`\|(.+)\|(.+)\|(.+)\|.+\|\w{7}\|$", (ROOT / "docs/RECORDS.md").read_text(), re.M)
+    half, record, n = t_95(FIT.df) * FIT.noise / 3**0.5, None, 0
+    for number, mode, loss, against, rate in rows:
+        cell = setting({}), mode, float(rate)
+        assert loss == f"{mean(mode, float(rate)):.3f} ± {half:.3f}"
+        gap, error, _ = FIT.contrast({cell: 1, record: -1}) if record else (-1, 0, 0)
+        assert against == (f"{gap:+.3f} ± {error:.3f}" if record else "-")
+        if gap + error < 0:
+            record, n = cell, n + 1
+        assert number == (str(n) if record == cell else "-")
+    tuned = {mode: mean(mode, rate) for mode, rate in [("vanilla", 0.003), *CHOSEN]}
+    below = [mode for mode in tuned if tuned[mode] <= tuned["vanilla"]]
+    assert [row[1] for row in rows] == sorted(below, key=tuned.get, reverse=True)
 
 
 def test_counts():
