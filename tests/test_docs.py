@@ -25,7 +25,7 @@ TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 SCRIPTS = "model train prepare sample eval analyze plot".split()
 WINGS = ["paper.reproduce", "bench.training", "bench.decoding", "examples.vit"]
-NOT_OURS = {"docs.tables", "venv", "pip", "pytest"}
+NOT_OURS = {"docs.tables", "minimal", "venv", "pip", "pytest"}  # minimal.py has argparse alone
 MISTAKES = {"python train.py --max_iters=5"}  # which a page makes on purpose
 
 

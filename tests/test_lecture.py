@@ -1,4 +1,4 @@
-"""lecture.md's code prints what stands below it."""
+"""docs/lecture.md's code prints what stands below it."""
 
 import contextlib
 import io
@@ -12,7 +12,11 @@ NUMBER = r"-?\d+\.\d+|\d+"
 
 def blocks():
     """(code, what it prints) in order."""
-    return re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", (ROOT / "lecture.md").read_text(), re.S)
+    return re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", (ROOT / "docs/lecture.md").read_text(), re.S)
+
+
+def numbers(text):
+    return [float(x) for x in re.findall(NUMBER, text)]
 
 
 def test_each_block_prints_what_stands_below_it(monkeypatch):
@@ -25,5 +29,5 @@ def test_each_block_prints_what_stands_below_it(monkeypatch):
         print(out.getvalue())  # shown if the test fails
         assert re.sub(NUMBER, "N", out.getvalue()) == re.sub(NUMBER, "N", said), code
         # its text is this repository's code, so losses drift as it changes
-        numbers = [[float(x) for x in re.findall(NUMBER, re.sub(r"\d+ s\b", "", text))] for text in (out.getvalue(), said)]
-        assert numbers[0] == pytest.approx(numbers[1], rel=0.15, abs=0.06), code
+        printed, stored = (numbers(re.sub(r"\d+ s\b", "", text)) for text in (out.getvalue(), said))
+        assert printed == pytest.approx(stored, rel=0.15, abs=0.06), code

@@ -1,10 +1,11 @@
 """minimal.py computes what model.py does, and runs as its first lines say."""
 
 import re
+import textwrap
 
 import pytest
 import torch
-from conftest import script
+from conftest import ROOT, script
 
 import minimal
 from model import GPT
@@ -74,6 +75,13 @@ def test_the_cache_holds_what_model_py_says(two):
     small, cache = two[0], {}
     small(tokens(), cache=cache)
     assert sum(t.numel() for t in cache.values()) == 2 * 24 * kv_floats_per_token(two[1].cfg)
+
+
+def test_readme_shows_its_lines():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (shown,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "v_1" in block)
+    assert textwrap.indent(shown, 8 * " ") in (ROOT / "minimal.py").read_text(encoding="utf-8")
+    assert len(shown.split("\n\n")) == 2 and len(re.findall(r"^\S|^    \S", shown, re.M)) == 10
 
 
 def test_it_trains_both_modes_and_writes(tmp_path):
