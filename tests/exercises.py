@@ -10,6 +10,7 @@ which mistake gives yours. Equal means to 1e-6.
 import math
 import runpy
 import sys
+import traceback
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
@@ -121,7 +122,7 @@ def check_3(mine):
         (full // 2, half): "vanilla's values are not counted",
         (half, full): "vanilla's number comes first",
     }
-    found = tuple(mine.cache_bytes(6, H, D, T, 4))
+    found = tuple(mine.cache_bytes(6, H, D, T, 4) or ())
     if found != (full, half):
         why = mistakes.get(found, "count the keys and the values that each layer has to store")
         raise Wrong(f"cache_bytes(6, {H}, {D}, {T}, 4) is not {found}: {why}")
@@ -258,6 +259,11 @@ def verdict(number, mine):
         return False, f"exercise {number}: nothing there yet"
     except (Wrong, UserError) as e:
         return False, f"exercise {number}: not yet: {e}. Look at {place}"
+    except Exception as e:
+        lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == mine.__file__]
+        if not lines:
+            raise
+        return False, f"exercise {number}: not yet: your line {lines[-1]} ends with {type(e).__name__}: {e}"
     return True, f"exercise {number}: right. You have built {built}. {note or ''}".rstrip()
 
 
@@ -274,9 +280,12 @@ class ExercisesConfig:
 
 def main(cfg: ExercisesConfig):
     mine = SimpleNamespace(**runpy.run_path(cfg.file))
-    verdicts = [verdict(number, mine) for number in EXERCISES if cfg.exercise in ("all", number)]
-    print("\n".join(sentences for _, sentences in verdicts))
-    sys.exit(not all(is_right for is_right, _ in verdicts))
+    all_right = True
+    for number in EXERCISES if cfg.exercise == "all" else [cfg.exercise]:
+        is_right, sentences = verdict(number, mine)
+        print(sentences, flush=True)
+        all_right &= is_right
+    sys.exit(0 if all_right else 1)
 
 
 if __name__ == "__main__":

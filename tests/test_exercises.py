@@ -43,6 +43,7 @@ WRONG = [
     ("8", "F.pad(v_1, (0, 0, 1, 0))[:, :, :-1]", "v_1", "not shifted"),
     ("8", "F.pad(v_1, (0, 0, 1, 0))[:, :, :-1]", "F.pad(v_1, (0, 0, 0, 1))[:, :, 1:]", "a token sees the next"),
     ("8", "F.pad(v_1, (0, 0, 1, 0))[:, :, :-1]", "v_1.roll(1, 2)", "torch.roll"),
+    ("8", "self.g * before", "self.g[:, 0, 0] * before", "ends with RuntimeError"),
     ("8", "before[:, :, -x.size(1) :]", "before", "for 2 new tokens"),
     ("8", 'used[0]["v"]', 'projected[0]["v"]', "the new tokens alone"),
     ("8", 'used[0]["v"]', 'used[0]["v"].detach()', "lacks its gradient"),
