@@ -1,0 +1,81 @@
+"""The exercises' checks: solutions pass, and each typical mistake gets the sentence that helps."""
+
+import runpy
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, finished
+
+from tests.exercises import ANSWERS, EXERCISES, verdict
+
+SOLUTIONS = ROOT / "exercises/solutions"
+# (exercise, what its solution says, what a wrong answer says instead, a part of the sentence that the reader gets)
+WRONG = [
+    ("1", ") / 2", ")", "the ½ is missing"),
+    ("1", "a @ (v_n + v_1) / 2", "a @ v_n + a @ v_1 / 2", "it belongs to the sum"),
+    ("1", "a @ (v_n + v_1) / 2", "(a @ v_n + v_1) / 2", "has to go through A_n"),
+    ("1", "v_1) / 2", "v_1.detach()) / 2", "lacks its gradient"),
+    ("1", "return", "", "is <class 'NoneType'>"),
+    ("2", ".mean(dim=1)  #", ".mean(dim=2)  #", "Add up the queries"),
+    ("2", ".mean(dim=1)  #", ".sum(dim=1)  #", "divide it by T"),
+    ("2", "torch.xlogy(importance, importance)", "(importance * importance.log())", "0 ln 0 = 0"),
+    ("3", "a @ v_1", "a @ (v_n + v_1) / 2", "V_n is still there"),
+    ("3", "(n_layer + 1)", "n_layer", "V_1 is not counted"),
+    ("3", "(n_layer + 1) * tensor", "n_layer * tensor // 2", "count the keys and the values"),
+    ("4", "a @ v_n + lam * (v_1 - v_n)", "a @ (v_n + lam * (v_1 - v_n))", "add it after attention"),
+    ("4", "(v_1 - v_n)", "v_1", "V_n is not subtracted"),
+    ("5", "lam=", "source=1, lam=", "layer 1, learn=scalar`, and right is `layer 4"),
+    ("5", '"-2:"', "(4, 5)", "only 0..3"),
+    ("5", "(1.0, 2.0)", "(2.0, 1.0)", "2 own + 1 layer 0"),
+    (
+        "5",
+        'ValueMode((Residual(lam=(1.0, 2.0), learn="scalar", layers="-2:"),))',
+        "Residual()",
+        "the comma makes a tuple",
+    ),
+    ("6", 'share_k="every 2", ', "", "k own"),
+    ("6", 'share_v="every 2"', 'share_v="every 4"', "v of layer 0"),
+    ("6", "(Residual(),)", "()", "right is `layer 2 q own k own v own v: 0.5 own + 0.5 layer 0`"),
+    ("7", "(1.0, 0.0)", "(1.0, 0.4)", "does not equal vanilla"),
+    ("7", ', learn="sources"', "", "no gradient moves a weight"),
+    ("7", '"sources"', '"scalar"', "learn=scalar"),
+    ("8", "F.pad(v_1, (0, 0, 1, 0))[:, :, :-1]", "v_1", "not shifted"),
+    ("8", "F.pad(v_1, (0, 0, 1, 0))[:, :, :-1]", "F.pad(v_1, (0, 0, 0, 1))[:, :, 1:]", "a token sees the next"),
+    ("8", "F.pad(v_1, (0, 0, 1, 0))[:, :, :-1]", "v_1.roll(1, 2)", "torch.roll"),
+    ("8", "self.g * before", "self.g[:, 0, 0] * before", "ends with RuntimeError"),
+    ("8", "before[:, :, -x.size(1) :]", "before", "for 2 new tokens"),
+    ("8", 'used[0]["v"]', 'projected[0]["v"]', "the new tokens alone"),
+    ("8", 'used[0]["v"]', 'used[0]["v"].detach()', "lacks its gradient"),
+    ("8", "nn.Parameter(torch.zeros(n_head, 1, 1))", "torch.zeros(n_head, 1, 1)", "no nn.Parameter"),
+    ("8", "torch.zeros(n_head, 1, 1)", "torch.zeros(1)", "all heads have one g"),
+    ("8", "torch.zeros(n_head, 1, 1)", "torch.ones(n_head, 1, 1)", "does not equal vanilla"),
+]
+
+
+def answers(file):
+    return SimpleNamespace(**runpy.run_path(str(file)))
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_a_solution_is_right(number):
+    is_right, sentences = verdict(number, answers(SOLUTIONS / f"ex{number}.py"))
+    assert is_right and sentences.startswith(f"exercise {number}: right. You have built"), sentences
+
+
+@pytest.mark.parametrize("number,old,new,fragment", WRONG)
+def test_a_mistake_gets_its_sentence(tmp_path, number, old, new, fragment):
+    text = (SOLUTIONS / f"ex{number}.py").read_text(encoding="utf-8")
+    assert old in text
+    (tmp_path / "answers.py").write_text(text.replace(old, new), encoding="utf-8")
+    is_right, sentences = verdict(number, answers(tmp_path / "answers.py"))
+    assert not is_right and fragment in sentences, sentences
+
+
+STUBS = (ROOT / ANSWERS).read_text(encoding="utf-8").count("NotImplementedError")
+
+
+@pytest.mark.skipif(STUBS < 10, reason="a reader has begun")
+def test_the_start_is_empty_and_says_so():
+    result = finished([sys.executable, "-m", "tests.exercises"], cwd=ROOT)
+    assert result.returncode == 1 and result.stdout.count("nothing there yet") == len(EXERCISES), result
