@@ -13,13 +13,13 @@ from conftest import ROOT
 
 BUDGETS = {  # lines
     "model.py": 440, "value_modes.py": 500, "train.py": 440, "prepare.py": 480, "eval.py": 250, "sample.py": 170,
-    "analyze.py": 380, "plot.py": 290, "compare.py": 350, "export.py": 180, "configurator.py": 210,
-    "common": 3200, "paper": 1890, "bench": 380, "examples": 200, "docs": 90, "config": 50, "tests": 6800,
+    "analyze.py": 380, "plot.py": 330, "compare.py": 350, "export.py": 180, "configurator.py": 210,
+    "common": 3470, "paper": 1890, "bench": 380, "examples": 200, "docs": 110, "config": 50, "tests": 6920,
 }  # fmt: skip
 # Grown for what users bring: prepare.py and common/ for their splits, encodings, packings, copies, small texts and
 # vocabularies, common/ and export.py for trl, peft, ONNX and two releases of transformers, configurator.py for
 # nanoGPT's names. compare.py has its runs, jobs and statistics in common/, where paper/ shares them; plot.py gave
-# lines back. tests/ has a test of each, and computes the results page's numbers a second time.
+# lines back, and took some for `plot.py plan`, which common/picture.py draws, docs/ for its pages. tests/ has a test of each, and computes the results page's numbers a second time.
 ROOT_FILES = {name for name in BUDGETS if name.endswith(".py")}
 
 
