@@ -280,8 +280,8 @@ def test_modes_in_files_and_with_numbers(tmp_path, monkeypatch):
     (tmp_path / "none.py").write_text("mode = 3\n")
     drawn, draw = [], picture.draw
     monkeypatch.setattr(picture, "draw", lambda fig, configs: (draw(fig, configs), drawn.extend(configs)))
-    result = in_process(plot, "plan", "vanilla", "mine.py", "neutreno_0.6", "--n_layer=3", cwd=tmp_path)
+    result = in_process(plot, "plan", "vanilla", "mine.py", "neutreno_0.6", "--n_layer=5", cwd=tmp_path)
     assert result.returncode == 0 and (tmp_path / "plan.png").exists(), result.stderr
     assert [cfg.value_mode.name for cfg in drawn] == ["vanilla", "mine", "neutreno_0.6"]
-    assert {(cfg.n_layer, cfg.n_head, cfg.n_embd) for cfg in drawn} == {(3, 8, 512)}
+    assert {(cfg.n_layer, cfg.n_head, cfg.n_embd) for cfg in drawn} == {(5, 8, 512)}
     refused(in_process(plot, "plan", "none.py", cwd=tmp_path), "none.py sets neither value_mode nor another setting")

@@ -19,7 +19,8 @@ BUDGETS = {  # lines
 # Grown for what users bring: prepare.py and common/ for their splits, encodings, packings, copies, small texts and
 # vocabularies, common/ and export.py for trl, peft, ONNX and two releases of transformers, configurator.py for
 # nanoGPT's names. compare.py has its runs, jobs and statistics in common/, where paper/ shares them; plot.py gave
-# lines back, and took some for `plot.py plan`, which common/picture.py draws, docs/ for its pages. tests/ has a test of each, and computes the results page's numbers a second time.
+# lines back. tests/ has a test of each, and computes the results page's numbers a second time.
+# plot.py, common/picture.py and docs/ draw what a mode is, because a reader sees it sooner than he reads it.
 ROOT_FILES = {name for name in BUDGETS if name.endswith(".py")}
 
 
