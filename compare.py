@@ -21,14 +21,15 @@ from pathlib import Path
 from common.data import Corpus
 from common.files import hold
 from common.jobs import Job, flags_of, lanes_of, run_jobs, tokens_per_s
+from common.modes import read_mode
 from common.plan import count_parameters, notes_of
 from common.report import markdown, say, with_interval
 from common.runs import made_as, read_run
 from common.statistics import Fit, holm, multiplier
-from configurator import UserError, need, read_config, run, setting
+from configurator import UserError, need, run, setting
 from plot import align, comparison, growing_means, short_count
 from train import MAY_DIFFER, TrainConfig, settings_of
-from value_modes import ValueMode, get_mode, kv_floats_per_token
+from value_modes import get_mode, kv_floats_per_token
 
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
 GROWTHS = 2  # how often a grid may grow by another rate, because its best one is at its edge
@@ -62,13 +63,7 @@ class CompareConfig(TrainConfig):
         """{mode's name: (the word of train.py that makes it, the ValueMode)}, vanilla first, if it is there."""
         found = {}
         for word in self.modes:
-            values = read_config(word) if word.endswith(".py") else {"value_mode": word}
-            if not isinstance(value := values.pop("value_mode"), str | ValueMode):
-                raise UserError(f"{word}: value_mode takes a name or a ValueMode, not {value!r:.80}")
-            mode = get_mode(value)
-            if values:
-                remedy = "give settings to all modes, as flags or in another file; name helpers _so"
-                raise UserError(f"{word} sets {', '.join(values)} besides its mode; {remedy}")
+            mode = read_mode(word)
             if mode.name in found:
                 raise UserError(f"{word} is {mode.name}, which is there already; name each mode once")
             found[mode.name] = (word if word.endswith(".py") else f"--value_mode={word}"), mode

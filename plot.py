@@ -1,6 +1,7 @@
-"""Pictures of attention concentration.
+"""Pictures of attention concentration, and of what a mode is.
 
     python plot.py out/demo/vanilla-320-0.002-42 out/demo/svformer-320-0.002-42     by layer, from analyze.py's numbers
+    python plot.py plan vanilla resformer svformer mine.py     who reads what of which layer, and what the cache stores
 
 compare.py and paper/ draw with the functions below.
 """
@@ -13,9 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from common import picture
 from common.files import read_record, write_atomic
+from common.modes import read_mode
 from common.statistics import t_95
 from configurator import UserError, check_fields, need, run, setting
+from value_modes import ModelConfig
 
 GROWTH = 1.15  # a point averages the losses over the last 1 - 1/1.15 = 13 % of the tokens so far
 SHOWN, EARLY = 1 / 40, 1 / 10  # the x axis begins at 1/40 of training; losses before 1/10 may leave the y axis
@@ -25,15 +29,25 @@ SHOWN, EARLY = 1 / 40, 1 / 10  # the x axis begins at 1/40 of training; losses b
 class PlotConfig:
     """Every setting of plot.py."""
 
-    runs: tuple[str, ...] = setting((), "folders of runs that analyze.py has seen", positional=True)
-    out_file: str = setting("", "PNG to write; empty = analysis.png in the folder that holds the first run")
+    words: tuple[str, ...] = setting((), "runs' folders, or plan and modes", positional=True, files_with="value_mode")
+    out_file: str = setting("", "PNG to write; empty = plan.png here, or analysis.png beside the first run")
+    n_layer: int = setting(4, "layers", least=1, most=48, group="With `plan`")
+    n_head: int = setting(8, "query heads", least=1, most=2**16)
+    n_kv_head: int = setting(0, "key and value heads; 0 = as the mode says, else n_head", least=0)
+    n_embd: int = setting(512, "width of the residual stream", least=1, most=2**16)
 
     def __post_init__(self):
         check_fields(self)
         # our own pictures lie beside the runs, so out/* names them too
-        object.__setattr__(self, "runs", tuple(name for name in self.runs if not name.endswith(".png")))
-        if not self.runs:
+        object.__setattr__(self, "words", tuple(name for name in self.words if not name.endswith(".png")))
+        if not self.words:
             raise UserError("name runs that analyze.py has seen: `python plot.py out/a out/b`")
+        if self.words == ("plan",):
+            raise UserError("name modes: `python plot.py plan vanilla resformer`; a run in a folder plan is ./plan")
+        if len(self.words) * self.n_layer > 700:
+            raise UserError(
+                f"{len(self.words) - 1} modes of {self.n_layer} layers do not fit a picture: draw some of them"
+            )
         if self.out_file and not self.out_file.endswith(".png"):
             raise UserError(f"out_file={self.out_file} must end in .png")
 
@@ -282,8 +296,25 @@ def analysis(path, names):
         fig.legend(*ax.get_legend_handles_labels(), loc="outside upper left", ncols=4, **LEGEND)
 
 
+# -- what a mode is
+
+
+def plans(path, configs):
+    """Draw the plans of ModelConfigs of one depth, four in a row."""
+    with page(path, picture.size_of(configs)) as fig:
+        picture.draw(fig, configs)
+
+
 def main(cfg: PlotConfig):
-    analysis(cfg.out_file or Path(cfg.runs[0]).parent / "analysis.png", cfg.runs)
+    if cfg.words[0] != "plan":
+        return analysis(cfg.out_file or Path(cfg.words[0]).parent / "analysis.png", cfg.words)
+    configs, shape = [], {name: getattr(cfg, name) for name in ("n_layer", "n_head", "n_kv_head", "n_embd")}
+    for mode in map(read_mode, cfg.words[1:]):
+        try:
+            configs.append(ModelConfig(value_mode=mode, **shape))
+        except UserError as e:
+            raise UserError(f"{mode.name}: {e}") from None
+    plans(cfg.out_file or "plan.png", configs)
 
 
 if __name__ == "__main__":

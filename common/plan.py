@@ -7,10 +7,11 @@ from typing import Literal
 import torch
 from torch import nn
 
+from common.modes import beside_the_plan, equation_of
 from common.report import markdown
 from configurator import setting
 from model import GPT, MixingWeights
-from value_modes import TABLE, ModelConfig, ValueMode, kv_floats_per_token, plan_layers, row_and_number
+from value_modes import TABLE, ModelConfig, kv_floats_per_token, plan_layers
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,7 @@ def describe_mix(mix, weights):
 def describe(cfg):
     """The plan as text: the equation, per layer who owns q, k, v and what is mixed in, then sizes."""
     mode, plan = cfg.value_mode, plan_layers(cfg)
-    row, number = row_and_number(mode.name)
-    other = f"{row} with the weight {number}" if number else "a mode of your own"
-    _, equation, source = TABLE.get(mode.name, (mode, other, ""))
+    equation, source = equation_of(mode)
     lines = [f"{mode.name}: {equation}  {source}".rstrip()]
 
     # per layer: owners, then mixes with the weights at the start, which are MixingWeights' own
@@ -80,10 +79,7 @@ def describe(cfg):
         words += [describe_mix(mix, starts[mix.index].get(n)) for mix in layer.mixes]
         lines.append(f"layer {n:2}  " + "  ".join(words).rstrip())
 
-    # what the model reads from the mode itself
-    for name in ("kv_group", "values", "heads_from_layer_0", "output", "cut_first", "dense"):
-        if getattr(mode, name) != getattr(ValueMode(), name):
-            lines.append(f"{name} = {getattr(mode, name)}")
+    lines += beside_the_plan(mode)  # what the model reads from the mode itself
 
     n_parameters = count_parameters(cfg)
     kv, full = kv_floats_per_token(cfg), 2 * cfg.n_layer * cfg.n_head * cfg.head_dim

@@ -1,6 +1,6 @@
-"""The tables of numbers in docs/ and results/README.md, made from results/ and from the table of modes.
+"""The tables of numbers in docs/ and results/README.md, made from results/ and the table of modes; pictures of modes.
 
-    python -m docs.tables            write them into the pages
+    python -m docs.tables            write the tables into the pages, and draw docs/pictures/
 
 A page holds each table between `<!--table:NAME-->` and `<!--end-->`. MAKERS has a function for each NAME.
 """
@@ -10,6 +10,8 @@ import json
 import math
 import re
 from pathlib import Path
+
+from PIL import Image
 
 from bench import LLAMA
 from bench.decoding import decoding_table
@@ -25,6 +27,7 @@ from paper.found import Found, read_kept
 from paper.reproduce import compact
 from paper.runs import NIGHT_LR, SCALES, Job
 from paper.tables import gap_in_words
+from plot import plans
 from value_modes import TABLE, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,6 +115,23 @@ MAKERS = {
 }
 
 
+PICTURES = {  # docs/pictures/NAME.png: the modes that it shows
+    "plan": "vanilla resformer svformer neutreno",
+    "resformer": "resformer_lambda resformer_learned resformer_prev resformer_all identity cross query hidden",
+    "sharing": "svformer svformer_2anchors share_k cla2 cla2_svformer gqa2 svformer_gqa4 mlkv",
+    "neutreno": "resformer_neutreno denseformer denseformer_2x2 resformer_denseformer",
+    "other": "resformer_head hidden_learned value_embed value_embed_unet",
+    "successors": "skipv1 fusedkv_lite share_last value_embed_shared",
+}
+
+
+def draw_picture(name, path):
+    """Draw the plans of PICTURES[name], with 4 layers."""
+    plans(path, [ModelConfig(n_layer=4, value_mode=mode) for mode in PICTURES[name].split()])
+    # so few colours take a third of the bytes
+    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
+
+
 def with_tables(text):
     """The text of a page with its tables as the results have them."""
     return PLACE.sub(lambda place: f"{place[1]}\n{compact(MAKERS[place[2]]())}\n\n{place[3]}", text)
@@ -120,3 +140,5 @@ def with_tables(text):
 if __name__ == "__main__":
     for page in (*ROOT.glob("docs/*.md"), ROOT / "results/README.md"):
         write_text(page, with_tables(page.read_text(encoding="utf-8")))
+    for picture in PICTURES:
+        draw_picture(picture, ROOT / f"docs/pictures/{picture}.png")

@@ -11,8 +11,10 @@ import sys
 import textwrap
 import typing
 
+import numpy as np
 import pytest
 from conftest import ROOT, finished
+from PIL import Image
 
 from common.plan import PlanConfig
 from configurator import UserError, load_settings
@@ -150,6 +152,16 @@ def test_tables_are_current():
     assert right.count("\n|`") == len(TABLE)
     used = [name for text in TEXTS.values() for _, name, _ in tables.PLACE.findall(text)]
     assert sorted(used) == sorted(tables.MAKERS)  # each in one page
+
+
+@pytest.mark.parametrize("name", tables.PICTURES)
+def test_pictures_are_current(name, tmp_path):
+    """Each is in a page, is small, and shows what `python -m docs.tables` would draw now."""
+    path = ROOT / f"docs/pictures/{name}.png"
+    assert sum(f"pictures/{name}.png)" in text for text in TEXTS.values()) == 1 and path.stat().st_size < 120_000
+    tables.draw_picture(name, tmp_path / "now.png")
+    then, now = (np.asarray(Image.open(file).convert("L"), int) for file in (path, tmp_path / "now.png"))
+    assert then.shape == now.shape and (abs(then - now) > 100).sum() < 50, "run `python -m docs.tables`"
 
 
 # ---- the example of a variant that the axes do not have

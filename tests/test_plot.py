@@ -1,15 +1,19 @@
-"""plot.py on made-up numbers, whose pictures can be worked out by hand."""
+"""plot.py on made-up numbers, whose pictures can be worked out by hand, and on the plans of all modes."""
+
+import io
+import itertools
 
 import matplotlib
 import numpy as np
 import pytest
-from conftest import ROOT, in_process, refused, script
+from conftest import MODES, ROOT, config, in_process, refused, script
 from matplotlib.figure import Figure
 
 import plot
+from common import picture
 from common.files import write_record
 from common.report import markdown
-from value_modes import TABLE
+from value_modes import TABLE, kv_floats_per_token, plan_layers, stored_tensors
 
 
 def test_headline_modes_have_colours_of_their_own_and_lines_of_one_colour_differ_in_dash():
@@ -110,6 +114,17 @@ def test_bad_calls():
     refused(in_process(plot, "x", "--out_file=x.pdf"), "must end in .png")
     refused(in_process(plot, "analysis.png"), "name runs")  # the picture of an earlier call
     refused(in_process(plot, ROOT / "README.md"), "README.md/analysis.json is missing")
+    refused(in_process(plot, "plan"), "name modes: `python plot.py plan vanilla resformer`")
+    refused(in_process(plot, "plan", "svformr"), "did you mean 'svformer'?")
+    refused(
+        in_process(plot, "plan", "vanilla", "resformer_v3", "--n_layer=2"), "resformer_v3: value_mode names layers [2]"
+    )
+    refused(in_process(plot, "plan", *["vanilla"] * 40, "--n_layer=40"), "40 modes of 40 layers do not fit a picture")
+
+
+def test_help_tells_of_both_uses():
+    text = in_process(plot, "--help").stdout
+    assert "python plot.py out/demo/" in text and "python plot.py plan vanilla" in text and "--n_layer=4" in text
 
 
 # ---- what analyze.py found
@@ -138,3 +153,135 @@ def test_analyses_are_lines_over_layers(tmp_path, monkeypatch):
     assert panels["norm of the first token's value\nrelative to other tokens"][1]["s"].tolist() == [[2, 2]]
     _, lines, _, _, first = panels["norm of the first token's state\nrelative to other tokens"]
     assert first == 0 and lines["s"].tolist() == [[4, 2, 1]]
+
+
+# ---- plans
+
+
+def arrows_of(cfg):
+    """{(boxes, place, source, reader)} that a picture of the config draws."""
+    return {(line.of, line.place, *arrow) for line in picture.lines_of(cfg) for arrow in line.arrows}
+
+
+def arrows_of_plan(cfg):
+    """The same, from the plan, a layer at a time; without DenseFormer's averages, which a plan leaves out."""
+    found = set()
+    boxes = {"hidden": ("input",), "scores": ("attention",), "probs": ("attention",)}
+    for n, layer in enumerate(plan_layers(cfg)):
+        found |= {(t, "instead", owner, n) for t, owner in layer.owner.items() if owner != n}
+        if n and cfg.value_mode.heads_from_layer_0:
+            found.add(("v", "instead", 0, n))
+        for mix in layer.mixes:
+            r = mix.residual
+            of = ("k", "v") if r.map == "cross" else boxes.get(r.of, (r.of,))
+            found |= {(t, r.place, i, n) for t, i in itertools.product(of, mix.sources)}
+    return found
+
+
+@pytest.mark.parametrize("n_layer", [4, 8])
+@pytest.mark.parametrize("mode", MODES)
+def test_arrows_are_the_plans(mode, n_layer):
+    cfg = config(mode, n_layer=n_layer)
+    averages = {arrow for arrow in arrows_of(cfg) if cfg.value_mode.dense and arrow[0] == "input"}
+    assert arrows_of(cfg) - averages == arrows_of_plan(cfg) and bool(averages) == bool(cfg.value_mode.dense)
+
+
+def test_arrows_by_hand():
+    later = [(0, n) for n in (1, 2, 3)]
+    assert arrows_of(config("vanilla")) == set()
+    for mode, place in (("resformer", "before"), ("svformer", "instead"), ("neutreno", "after")):
+        assert arrows_of(config(mode)) == {("v", place, *arrow) for arrow in later}
+    both = {(t, "softmax", *arrow) for t in "kv" for arrow in later}
+    assert arrows_of(config("cross")) == both
+    below = {(j, n) for n in range(1, 5) for j in range(n)}
+    assert arrows_of(config("denseformer")) == {("input", "input", *arrow) for arrow in below}
+    assert arrows_of(config("denseformer_2x2")) == {("input", "input", *arrow) for arrow in ((0, 2), (0, 4), (2, 4))}
+
+
+def test_weights_are_the_equations():
+    def weights(mode):
+        return [line.readers | {"word": line.word} for line in picture.lines_of(config(mode, n_layer=3))]
+
+    assert weights("resformer") == [{1: ("½", "½"), 2: ("½", "½"), "word": ""}]
+    assert weights("resformer_all") == [{1: ("½", "½"), 2: ("⅓", "⅓"), "word": ""}]
+    assert weights("resformer_lambda_0.5") == [{1: ("", "0.5"), 2: ("", "0.5"), "word": ""}]
+    assert weights("neutreno") == [{1: ("", "0.4 (V_1−V_2)"), 2: ("", "0.4 (V_1−V_3)"), "word": ""}]
+    assert weights("resformer_plus") == [{1: ("", ""), 2: ("", ""), "word": "learned"}]
+    assert weights("resformer_head") == [{1: ("", ""), 2: ("", ""), "word": "gate"}]
+
+
+def test_all_that_is_below_comes_on_one_line():
+    assert [len(picture.lines_of(config(mode, n_layer=8))) for mode in ("resformer_all", "resformer_prev")] == [1, 7]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_line_lies_on_another(mode):
+    cfg = config(mode, n_layer=8)
+    placed = picture.lanes_of(picture.lines_of(cfg))
+    assert len(placed) == len(picture.lines_of(cfg))
+    for (one, *lane), (other, *its_lane) in itertools.combinations(placed, 2):
+        ends = [{*line.readers, *(i for i in line.sources if isinstance(i, int))} for line in (one, other)]
+        assert lane != its_lane or max(ends[0]) < min(ends[1]) or max(ends[1]) < min(ends[0])
+
+
+@pytest.fixture(scope="module", params=[4, 8])
+def panels(request):
+    """{mode: (its config, its axes)}: a picture of all modes."""
+    configs = [config(mode, n_layer=request.param) for mode in TABLE]
+    fig = Figure(figsize=picture.size_of(configs), dpi=20)
+    picture.draw(fig, configs)
+    if request.param == 4:
+        fig.savefig(io.BytesIO())  # only now matplotlib reads what it writes
+    return dict(zip(TABLE, zip(configs, fig.axes, strict=True), strict=True))
+
+
+def test_boxes_of_the_cache_are_what_is_stored(panels):
+    for mode, (cfg, ax) in panels.items():
+        found = {}
+        for box in ax.patches:
+            x, n = box.get_x() + box.get_width() / 2, int(box.get_y() // picture.ROW)
+            t = next((t for t, middle in picture.CACHE.items() if abs(x - middle) < 1e-6), None)
+            if t:
+                found[t, n] = round(box.get_width() / 0.15 * cfg.n_head, 6)
+        assert found == stored_tensors(cfg), mode
+
+
+def test_boxes_of_a_layer_are_what_it_owns(panels):
+    for mode, (cfg, ax) in panels.items():
+        boxes = [box for box in ax.patches if picture.LEFT < box.get_x() < picture.RIGHT and box.get_height() == 0.2]
+        solid = [box for box in boxes if box.get_facecolor()[3] and box.get_x() < picture.RIGHT]
+        missing = sum(box.get_width() for box in boxes if box not in solid)
+        owned = [heads for layer in plan_layers(cfg) for heads in layer.heads.values()]
+        assert len(solid) == len(owned), mode
+        all_heads = cfg.n_layer * (cfg.n_head + 2 * cfg.n_kv_head)
+        assert missing == pytest.approx(picture.FULL * (all_heads - sum(owned)) / cfg.n_head), mode
+
+
+def test_words_are_the_models(panels):
+    """The bytes of its cache, and what a plan leaves out."""
+    for mode, (cfg, ax) in panels.items():
+        words = [text.get_text() for text in ax.texts]
+        kv = kv_floats_per_token(cfg)
+        share = kv / kv_floats_per_token(config(n_layer=cfg.n_layer))
+        assert f"{2 * kv:,} bytes per token\n{share:.3g} × vanilla's" in words and mode in words
+    for mode, note in {
+        "skipv1": "heads_from_layer_0 = 0.5",
+        "k_eq_v": "values = keys",
+        "cut": "cut_first = True",
+        "gated_attention": "output = gate",
+        "denseformer": "weights: learned, dense = (1, 1)",
+    }.items():
+        assert note in [text.get_text() for text in panels[mode][1].texts]
+
+
+def test_modes_in_files_and_with_numbers(tmp_path, monkeypatch):
+    mode = 'ValueMode((Residual(source=2, layers="-1:"),), name="mine")'
+    (tmp_path / "mine.py").write_text(f"from value_modes import Residual, ValueMode\n\nvalue_mode = {mode}\n")
+    (tmp_path / "none.py").write_text("mode = 3\n")
+    drawn, draw = [], picture.draw
+    monkeypatch.setattr(picture, "draw", lambda fig, configs: (draw(fig, configs), drawn.extend(configs)))
+    result = in_process(plot, "plan", "vanilla", "mine.py", "neutreno_0.6", "--n_layer=5", cwd=tmp_path)
+    assert result.returncode == 0 and (tmp_path / "plan.png").exists(), result.stderr
+    assert [cfg.value_mode.name for cfg in drawn] == ["vanilla", "mine", "neutreno_0.6"]
+    assert {(cfg.n_layer, cfg.n_head, cfg.n_embd) for cfg in drawn} == {(5, 8, 512)}
+    refused(in_process(plot, "plan", "none.py", cwd=tmp_path), "none.py sets neither value_mode nor another setting")
