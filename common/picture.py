@@ -48,14 +48,13 @@ def lines_of(cfg):
 
     # readers of the same sources share a line, and so do readers of all layers below: n² arrows would hide everything
     for index, r in enumerate(mode.residuals):
-        mixes, groups = (
-            {n: m for n, layer in enumerate(plan) for m in layer.mixes if m.index == index},
-            defaultdict(dict),
-        )
+        mixes = {n: m for n, layer in enumerate(plan) for m in layer.mixes if m.index == index}
+        groups = defaultdict(dict)
         for n, mix in mixes.items():
             groups["all" if r.source == "all" else mix.sources][n] = weights_as_text(mix, n)
         boxes = {"hidden": ["input"], "scores": ["attention"], "probs": ["attention"]}.get(r.of, r.reads)
-        word = "gate" if r.is_gated else "" if r.learn == "fixed" else "learned"
+        word = "" if r.learn == "fixed" else "learned"
+        word = "gate" if r.is_gated else word
         for readers in groups.values():
             sources = mixes[max(readers)].sources
             lines += [Line(of, r.place, sources, readers, r.reads_used, word) for of in boxes]
