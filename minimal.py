@@ -75,15 +75,17 @@ class Attention(nn.Module):
     def forward(self, x, positions, v_1, cache):
         """x (B, T, C) and layer 1's values v_1 (B, H, T, D), None in that layer itself -> (B, T, C) and v_1."""
         A = self.weights(x, positions, cache)
-        v = None if self.v is None else self.heads(self.v(x))
+        v = self.heads(self.v(x)) if self.v else None
         if v_1 is None:
-            v_1 = v  # this is layer 1: no attention has touched its values, and all later layers get them
+            v_1 = v  # this is layer 1, and all later layers get its values
 
         if self.value_mode == "resformer":
             v = (v + v_1) / 2  # Eq 7: half mine, half layer 1's
-        if self.value_mode == "svformer":
-            v = v_1  # Eq 10: layer 1's instead of mine
-        u = A @ (extend(cache, f"v{self.n}", v) if self.v else cache["v0"])  # Eq 1: attention averages values
+        if self.value_mode == "svformer" and self.n > 0:
+            values = cache["v0"]  # Eq 10: layer 1's instead of mine, and I store none
+        else:
+            values = extend(cache, f"v{self.n}", v)  # mine, behind those of earlier tokens
+        u = A @ values  # Eq 1: attention averages values
         if self.value_mode == "neutreno":
             u = u + 0.4 * (v_1 - v)  # Eq 8: after attention, at the token's own place
 
@@ -137,8 +139,7 @@ class GPT(nn.Module):
         """Tokens (1, T) -> (1, T + n): each new one is drawn from the model, which reads it alone beside its cache."""
         cache, new = {}, idx
         for _ in range(n):
-            logits, _ = self(new, cache=cache)
-            new = torch.multinomial(logits[:, -1].softmax(-1), 1)
+            new = torch.multinomial(self(new, cache=cache)[0][:, -1].softmax(-1), 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
 
