@@ -56,7 +56,8 @@ def learned_neutreno():
 
 
 class PreviousToken(nn.Module):
-    """8. One layer's attention with V'_n[t] = V_n[t] + g V_1[t - 1]. g: learned, one for each head, from 0."""
+    """8. One layer's attention with V'_n[t] = V_n[t] + g V_1[t - 1]. g: learned, one for each head, from 0. It
+    multiplies (B, H, T, D)."""
 
     def __init__(self, attn, n_head):
         super().__init__()

@@ -121,6 +121,7 @@ def check_3(mine):
         (full, 6 * one): "V_1 is not counted, and one layer has to store it",
         (full // 2, half): "vanilla's values are not counted",
         (half, full): "vanilla's number comes first",
+        (full // T, half // T): "that is for one token",
     }
     found = tuple(mine.cache_bytes(6, H, D, T, 4) or ())
     if found != (full, half):
@@ -151,14 +152,24 @@ def compare_plans(mode, right):
     if not isinstance(mode, ValueMode):
         raise Wrong(f"it returns {mode!r:.30}…; return ValueMode((Residual(…),)), where the comma makes a tuple")
     for n_layer in (6, 4):
-        plans = [describe(config(m, n_layer)).splitlines()[1:] for m in (mode, right)]
+        try:
+            plans = [describe(config(m, n_layer)).splitlines()[1:] for m in (mode, right)]
+        except UserError as e:
+            raise Wrong(f"in a model of {n_layer} layers {e}") from None
         for found, due in zip(*plans, strict=False):
             if found != due:
                 found, due = (" ".join(line.split()) for line in (found, due))
                 raise Wrong(f"of {n_layer} layers, counted from 0, yours has `{found}`, and right is `{due}`")
 
 
+def n_learned(mode):
+    """How many numbers the residuals of a mode learn, in 6 layers."""
+    return sum(p.numel() for p in GPT(config(mode, 6)).mixing.parameters())
+
+
 def check_5(mine):
+    if isinstance(mine.last_two(), ValueMode) and 0 < (n := n_learned(mine.last_two())) < 4:
+        raise Wrong(f"two layers learn an a and a b each, 4 numbers in all; yours learns {n}")
     compare_plans(mine.last_two(), ValueMode((Residual(lam=(1.0, 2.0), learn="scalar", layers="-2:"),)))
 
 
@@ -179,6 +190,8 @@ def check_7(mine):
     found = [float(p.grad.abs().max()) for p in model.mixing.parameters()]
     if not found or not all(found):
         raise Wrong("a new model equals vanilla and stays so, because no gradient moves a weight. See `learn`")
+    if (n := n_learned(mine.learned_neutreno())) > 5:
+        raise Wrong(f"5 layers learn a λ each; yours learns {n} numbers, the layers' own weights among them")
     compare_plans(mine.learned_neutreno(), ValueMode((Residual(map="delta", lam=(1.0, 0.0), learn="sources"),)))
     return f"The gradients of λ = 0 are up to {max(found):.2g}, because V_1 − V_n is not 0."
 
@@ -234,11 +247,12 @@ def check_8(mine):
     return f"Where the token before counts, its loss is {last:.2f} after 80 steps, vanilla's {vanilla_last:.2f}."
 
 
+TOP = "the code at the top of README.md"
 EXERCISES = {  # the check, what its reader has built, and where to look
-    "1": (check_1, "ResFormer (Eq 7), the mode `resformer`", "README's table"),
+    "1": (check_1, "ResFormer (Eq 7), the mode `resformer`", TOP),
     "2": (check_2, "the paper's measure of attention concentration (Eq 11)", "measure_importance in analyze.py"),
-    "3": (check_3, "SVFormer (Eq 10), the mode `svformer`", "README's table, and stored_tensors in value_modes.py"),
-    "4": (check_4, "NeuTRENO (Eq 8; Nguyen et al., NeurIPS 2023), the mode `neutreno`", "README's table"),
+    "3": (check_3, "SVFormer (Eq 10), the mode `svformer`", f"{TOP}, and stored_tensors in value_modes.py"),
+    "4": (check_4, "NeuTRENO (Eq 8; Nguyen et al., NeurIPS 2023), the mode `neutreno`", TOP),
     "5": (
         check_5,
         "the paper's Sparse and Learnable (v5), as `resformer_sparse` and `resformer_learned`, in one mode",

@@ -26,7 +26,8 @@ WRONG = [
     ("4", "a @ v_n + lam * (v_1 - v_n)", "a @ (v_n + lam * (v_1 - v_n))", "add it after attention"),
     ("4", "(v_1 - v_n)", "v_1", "V_n is not subtracted"),
     ("5", "lam=", "source=1, lam=", "layer 1, learn=scalar`, and right is `layer 4"),
-    ("5", '"-2:"', "(4, 5)", "only 0..3"),
+    ("5", '"-2:"', "(4, 5)", "in a model of 4 layers"),
+    ("5", '"scalar"', '"sources"', "yours learns 2"),
     ("5", "(1.0, 2.0)", "(2.0, 1.0)", "2 own + 1 layer 0"),
     (
         "5",
@@ -39,7 +40,7 @@ WRONG = [
     ("6", "(Residual(),)", "()", "right is `layer 2 q own k own v own v: 0.5 own + 0.5 layer 0`"),
     ("7", "(1.0, 0.0)", "(1.0, 0.4)", "does not equal vanilla"),
     ("7", ', learn="sources"', "", "no gradient moves a weight"),
-    ("7", '"sources"', '"scalar"', "learn=scalar"),
+    ("7", '"sources"', '"scalar"', "yours learns 10 numbers"),
     ("8", "F.pad(v_1, (0, 0, 1, 0))[:, :, :-1]", "v_1", "not shifted"),
     ("8", "F.pad(v_1, (0, 0, 1, 0))[:, :, :-1]", "F.pad(v_1, (0, 0, 0, 1))[:, :, 1:]", "a token sees the next"),
     ("8", "F.pad(v_1, (0, 0, 1, 0))[:, :, :-1]", "v_1.roll(1, 2)", "torch.roll"),
