@@ -111,7 +111,7 @@ def sentences():
     one = t_95(FIT.df) * FIT.noise * 2**0.5
     yield f"With three seeds a difference is known to ± {deep[1]:.3f}**"
     yield f"* is one seed, known to ± {one:.3f}."
-    yield f"The noise of a seed is {FIT.noise:.4f}: the standard deviation that is left of {len(FIT.cells)} cells"
+    yield f"The noise of a seed is {FIT.noise:.4f}: the standard deviation left in {len(FIT.cells)} cells"
     yield f"{t_95(FIT.df):.2f} × {FIT.noise:.4f} × √(2/3) = ± {deep[1]:.3f}, one seed to ± {one:.3f}"
     yield f"we see no effect of ResFormer**: {g('resformer')}."
     yield f"{deep[0]:+.3f} with 12 layers, {large[0]:+.3f} with 8 wider ones (5.1M"
