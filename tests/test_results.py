@@ -228,7 +228,7 @@ def test_the_first_pair_of_the_plan():
     runs = read_record_lines(ROOT / "results/plan.jsonl", "a run's record")
     ends = {run["settings"]["value_mode"]: run["val"]["12000"] for run in runs}
     gap = f"{ends['resformer_lambda'] - ends['vanilla']:.3f}"
-    assert f"in fp32, {gap}*" in PAGE
+    assert f"in fp32, {gap}*.)" in PAGE
     plan = " ".join((ROOT / "results/PLAN.md").read_text(encoding="utf-8").replace("−", "-").split())
     one = t_95(FIT.df) * FIT.noise * 2**0.5
     assert f"{ends['vanilla']:.4f}, λ = 2 at {ends['resformer_lambda']:.4f}: {gap} ± {one:.3f}," in plan
