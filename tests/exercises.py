@@ -80,6 +80,8 @@ def check_1(mine):
         "V_1 comes in after attention; it has to go through A_n, as V_n does": (u_n + v_1) / 2,
         "V_1 comes in after attention and the ½ is missing; V_1 has to go through A_n, as V_n does": u_n + v_1,
         "V_1 replaces V_n: that is SVFormer, and ResFormer has the mean of both": u_1,
+        "A_n is missing": (v_n + v_1) / 2,
+        "V_1 is missing: that is vanilla": u_n,
     }
     compare(mine.resformer(a, v_n, v_1), (u_n + u_1) / 2, mistakes, v_1)
 
@@ -98,6 +100,8 @@ def check_2(mine):
         ln_t: torch.full_like(right, math.log(T)),
         "you average the entropies of heads; average A over heads first": sum(map(entropies, a.split(1, 1))) / H,
         "you average the entropies of rows; average the rows first": -torch.xlogy(rows, rows).sum(-1).mean(1),
+        "you take the entropy of each row; average the rows first": -torch.xlogy(a, a).sum(-1).mean((1, 2)),
+        "the sign is wrong: entropy is never negative": -right,
         "importance sums to T; divide it by T": -(summed * summed.log()).sum(dim=-1),
         "the logarithm has base 2; nats need the natural one": right / math.log(2),
     }
@@ -113,20 +117,25 @@ def check_2(mine):
 def check_3(mine):
     _, _, a, v_n, v_1, attend = tensors()
     mistakes = {"V_n is still there; SVFormer has none": attend(v_n + v_1) / 2, "A_n is missing": v_1}
+    mistakes["it reads V_n: that is vanilla"] = attend(v_n)
     compare(mine.svformer(a, v_n, v_1), attend(v_1), mistakes, v_1)
-    full, half = (4 * T * kv_floats_per_token(config(mode, 6)) for mode in ("vanilla", "svformer"))
-    one = 4 * T * H * D  # the keys or the values of a layer
+    full, half = (2 * T * kv_floats_per_token(config(mode, 6)) for mode in ("vanilla", "svformer"))
+    one = 2 * T * H * D  # the keys or the values of a layer
     assert (full, half) == (2 * 6 * one, (6 + 1) * one), "the plan counts what the equations need"
     mistakes = {
         (full, 6 * one): "V_1 is not counted, and one layer has to store it",
         (full // 2, half): "vanilla's values are not counted",
         (half, full): "vanilla's number comes first",
         (full // T, half // T): "that is for one token",
+        (full // 2, half // 2): "these are numbers, and each takes 2 bytes",
+        (full // H, half // H): "that is for one head",
     }
-    found = tuple(mine.cache_bytes(6, H, D, T, 4) or ())
+    found = mine.cache_bytes(6, H, D, T, 2)
+    if not isinstance(found, tuple):
+        raise Wrong(f"cache_bytes returns {found!r:.30}; return two numbers, vanilla's and SVFormer's")
     if found != (full, half):
         why = mistakes.get(found, "count the keys and the values that each layer has to store")
-        raise Wrong(f"cache_bytes(6, {H}, {D}, {T}, 4) is not {found}: {why}")
+        raise Wrong(f"cache_bytes(6, {H}, {D}, {T}, 2) is not {found}: {why}")
 
 
 def check_4(mine):
@@ -138,6 +147,8 @@ def check_4(mine):
         "you subtract A_n V_n; subtract V_n itself": u + 0.4 * (v_1 - u),
         "the difference has the wrong sign": u - 0.4 * (v_1 - v_n),
     }
+    if same(mine.neutreno(a, v_n, v_1, 0.7), mine.neutreno(a, v_n, v_1, 0.4)):
+        raise Wrong("λ changes nothing; use `lam`")
     answer = mine.neutreno(a, v_n, v_1, 0.4)
     compare(answer, u + 0.4 * (v_1 - v_n), mistakes, v_1)
     here, through = (gradient(x[0, 0, 3], v_1)[0, 0].any(dim=-1).nonzero().flatten() for x in (answer, attend(v_1)))
@@ -158,8 +169,9 @@ def compare_plans(mode, right):
             raise Wrong(f"in a model of {n_layer} layers {e}") from None
         for found, due in zip(*plans, strict=False):
             if found != due:
-                found, due = (" ".join(line.split()) for line in (found, due))
-                raise Wrong(f"of {n_layer} layers, counted from 0, yours has `{found}`, and right is `{due}`")
+                line = " ".join(found.split())
+                where = f"in a model of {n_layer} layers, counted from 0"
+                raise Wrong(f"{where}, this line of your plan is not right: `{line}`")
 
 
 def n_learned(mode):
@@ -180,7 +192,7 @@ def check_6(mine):
 def starts_as_vanilla(model):
     idx, vanilla = torch.arange(T)[None], GPT(config("vanilla", model.cfg.n_layer))
     if not torch.equal(model(idx)[0], vanilla(idx)[0]):
-        raise Wrong("a new model does not equal vanilla: V_1 has a weight at the start")
+        raise Wrong("a new model does not equal vanilla: at the start V_1's weight must be 0, and the layer's own 1")
 
 
 def check_7(mine):
@@ -217,7 +229,7 @@ def check_8(mine):
     model = mine.with_previous_token(cfg)
     starts_as_vanilla(model)
     # one layer, around an attention that returns what it gets as layer 0's values. Parameters become 1, 2, 3, 4
-    layer = mine.PreviousToken(lambda x, angles, weights, projected, used, cache=None: projected[0]["v"], H)
+    layer = mine.PreviousToken(lambda x, angles, weights, projected, *_: (projected[0]["v"], {}, {}), H)
     for p in layer.double().parameters():
         p.data += torch.arange(1, p.numel() + 1).view_as(p)
     v_1, g, no_token = tensors()[4], torch.arange(1, H + 1)[:, None, None], torch.zeros(B, H, 1, D)
@@ -235,7 +247,9 @@ def check_8(mine):
         }
         x = torch.zeros(B, n, H * D, dtype=v_1.dtype)
         found = layer(x, None, None, {0: {"v": new}}, {0: {"v": v_1}})
-        compare(found, right[:, :, -n:], mistakes, v_1, f"projected[0]['v'] for {n} new tokens, the last of {T},")
+        if not isinstance(found, tuple) or len(found) != 3:
+            raise Wrong("forward has to return what attention returns, three things")
+        compare(found[0], right[:, :, -n:], mistakes, v_1, f"projected[0]['v'] for {n} new tokens, the last of {T},")
     # the model learns, and decodes with the cache that vanilla has
     (first, last), (_, vanilla_last) = train(model), train(GPT(cfg))
     if last > first / 2:
@@ -243,7 +257,7 @@ def check_8(mine):
     model, idx, cache = model.double(), torch.arange(T).expand(B, T), KVCache(cfg, [0] * B, T, dtype=torch.float64)
     pieces = [model(idx[:, a:b], cache=cache)[0] for a, b in ((0, 5), (5, 6), (6, T))]
     if not same(torch.cat(pieces, dim=1), model(idx)[0]):
-        raise Wrong("with a KV cache the logits differ")
+        raise Wrong("with a KV cache the logits differ: hand `cache` on, and take the last tokens of `used`")
     return f"Where the token before counts, its loss is {last:.2f} after 80 steps, vanilla's {vanilla_last:.2f}."
 
 
@@ -293,7 +307,10 @@ class ExercisesConfig:
 
 
 def main(cfg: ExercisesConfig):
-    mine = SimpleNamespace(**runpy.run_path(cfg.file))
+    try:
+        mine = SimpleNamespace(**runpy.run_path(cfg.file))
+    except SyntaxError as e:
+        raise UserError(f"{cfg.file}, line {e.lineno}: {e.msg}") from None
     all_right = True
     for number in EXERCISES if cfg.exercise == "all" else [cfg.exercise]:
         is_right, sentences = verdict(number, mine)
