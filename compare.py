@@ -208,7 +208,8 @@ class Answer:
         elif self.interval is None:
             least = 0.1 if cfg.max_steps * cfg.batch_tokens < 5e6 else 0.03  # what seeds of our small models were off
             more = ": add --seeds=3" if cfg.seeds == 1 else " (others diverged)"
-            words = f"ends {abs(self.gap):.3f} nats {below} {base}; one seed says nothing below {least}{more}"
+            ends = f"{abs(self.gap):.3f} nats {below}" if abs(self.gap) >= 0.0005 else "level with"
+            words = f"ends {ends} {base}; one seed says nothing below {least}{more}"
         elif self.p > 0.05:
             gap = with_interval(self.gap, self.interval, sign=True)
             words = f"cannot be told apart from {base}: {gap} nats, p = {self.p:.2g}"
@@ -263,7 +264,8 @@ def report(study, answer):
         cells = ["-" if a.p is None else f"{a.p:.2g}", "{:.2f} to {:.2f}".format(*a.tokens) if a.tokens else "-"]
         cells += [f"{count_parameters(shape):,}", f"{2 * kv_floats_per_token(shape):,}", f"{len(a.losses)}"]
         rows.append([a.mode, f"{a.rate:g}{' (edge)' * a.is_edge}", loss, gap, *cells])
-    header = ["mode", "rate", "val loss", f"vs {base}", "Holm's p", "× tokens", "parameters", "KV bytes/token", "seeds"]
+    header = ["mode", "rate", "val loss", f"vs {base}", "Holm's p", "× tokens", "parameters"]
+    header += ["KV bytes/token (bf16)", "seeds"]
     says = [a.sentence(base, cfg) for a in answer if a.mode != base or a.is_edge or a.n_diverged]
     print(markdown(header, rows), *says, sep="\n")
     if len(cfg.rates) == 1:

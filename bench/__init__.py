@@ -23,7 +23,7 @@ from model import GPT
 from value_modes import ModelConfig
 
 SHAPES = {
-    "tiny": dict(n_layer=8, n_head=4, n_embd=128, vocab_size=4096),  # the demo's
+    "tiny": dict(n_layer=8, n_head=4, n_embd=128, vocab_size=4096),
     "82M": dict(n_layer=8, n_head=8, n_embd=512, vocab_size=50277),
     "468M": dict(n_layer=24, n_head=16, n_embd=1024, vocab_size=50277),
 }
@@ -39,7 +39,7 @@ class BenchConfig:
     out_file: str = setting("", "JSON file to write; empty = results/bench_<what>.json")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1")
     modes: tuple[str, ...] = setting(("resformer", "svformer"), "value modes to compare with vanilla", group="Sides")
-    shape: Literal[*SHAPES] = setting("tiny", "shape of the models; tiny is the demo's")
+    shape: Literal[*SHAPES] = setting("tiny", "shape of the models; tiny has 8 layers of width 128")
     dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "dtype of the products")
     compile: bool = setting(False, "torch.compile")
 

@@ -173,6 +173,9 @@ def test_one_seed_says_what_it_cannot_say(data, tmp_path, monkeypatch):
     said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", rates="3e-3,6e-3")).stdout
     assert "svformer ends 0.097 nats above vanilla; one seed says nothing below 0.1: add --seeds=3." in said
     assert table(said)["svformer"]["vs vanilla"] == "+0.0970"
+    trainer(lambda *_: 2.5, monkeypatch)
+    said = in_process(compare, *words_of(data, tmp_path / "equal", "vanilla", "svformer")).stdout
+    assert "svformer ends level with vanilla; one seed" in said
     said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer")).stdout
     assert "One rate, 0.003, favours the mode that it suits best" in said
 

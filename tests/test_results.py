@@ -141,8 +141,8 @@ def sentences():
 
 def sentences_of_readme():
     early = tokens({}, LONG, FIT.noise / 3**0.5)
-    yield f"Three seeds each know a difference to ± {gap('resformer')[1]:.3f} nats (95 %)"
-    yield f"ResFormer does nothing that we can see** ({g('resformer')})"
+    yield f"With three seeds a difference is known to ± {gap('resformer')[1]:.3f} nats (95 %)"
+    yield f"we see no effect of ResFormer** ({g('resformer')})"
     yield f"With 12 layers it ends {-gap('resformer', 0.0015, 0.0015, **DEEP)[0]:.3f} below vanilla"
     yield f"V_n + 2 V_1, and ends {-gap('resformer_lambda')[0]:.3f} below"
     yield f"vanilla needs {early[0]} to {early[1]} times the tokens for it (95 %)."
