@@ -1,6 +1,7 @@
 # make demo: runs/demo.sh, from real text to samples. make test: the whole suite.
 # make figures: every figure and table of the paper, small.
 # make fuzz: 30,000 bad inputs instead of the suite's 1,500. make lint: the style check.
+# make notebook: value_residual.ipynb again, with what it puts out now.
 # make test-peers: what compares with lm-eval and transformers, which it installs, pinned and then the newest.
 # All make .venv on first use. PYTHON=python3.12 picks another interpreter (3.11 or later).
 PYTHON ?= python3
@@ -15,7 +16,11 @@ endif
 # OpenMP threads that wait a long time awake make each other late when anything else runs (1.6 x on 2 busy cores)
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo figures test fuzz test-peers .venv/newest bench-gpu bench-82m bench-468m bench-decoding lint clean
+RERUN := import nbclient, nbformat; name = "value_residual.ipynb"; \
+  notebook = nbclient.execute(nbformat.read(name, 4), record_timing=False, coalesce_streams=True); \
+  nbformat.write(notebook, name)
+
+.PHONY: demo figures test fuzz notebook test-peers .venv/newest bench-gpu bench-82m bench-468m bench-decoding lint clean
 demo: .venv/ready
 	PY=$(PY) bash runs/demo.sh
 
@@ -27,6 +32,9 @@ test: .venv/ready-dev
 
 fuzz: .venv/ready-dev
 	OMP_NUM_THREADS=1 FUZZ=30000 $(PY) -m pytest tests/test_bad_input.py --timeout=14400 -s
+
+notebook: .venv/ready-dev
+	OMP_NUM_THREADS=1 MPLBACKEND= $(PY) -c '$(RERUN)'
 
 test-peers: .venv/ready-peers .venv/newest
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py tests/test_export.py
