@@ -34,7 +34,7 @@ fuzz: .venv/ready-dev
 	OMP_NUM_THREADS=1 FUZZ=30000 $(PY) -m pytest tests/test_bad_input.py --timeout=14400 -s
 
 notebook: .venv/ready-dev
-	OMP_NUM_THREADS=1 MPLBACKEND= $(PY) -c '$(RERUN)'
+	MPLBACKEND= $(PY) -c '$(RERUN)'
 
 test-peers: .venv/ready-peers .venv/newest
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py tests/test_export.py

@@ -21,7 +21,6 @@ WORDS = "\n\n".join(cell.source for cell in STORED.cells if cell.cell_type == "m
 def nobodys_settings(tmp_path, monkeypatch):
     """The kernel reads no settings of whoever runs the tests."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("MPLBACKEND", raising=False)
 
 
