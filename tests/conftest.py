@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: the tests are about CPUs
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background deaf to Ctrl-C
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"

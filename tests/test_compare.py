@@ -372,13 +372,13 @@ def test_it_trains_is_stopped_and_goes_on(data, tmp_path):
     """A mode of a file and vanilla, side by side; Ctrl-C saves both; the numbers are those of an undisturbed run."""
     mine, mode = tmp_path / "mine.py", "ValueMode((Residual(lam=(1, 3)),), name='m')"
     mine.write_text(f"from value_modes import Residual, ValueMode\nvalue_mode = {mode}")
-    how = dict(max_steps=700, eval_every=700, save_every=700)
+    how = dict(max_steps=400, eval_every=400, save_every=400)
     words = [ROOT / "compare.py", *words_of(data, tmp_path / "a", "vanilla", mine, jobs=2, **how)]
     process = subprocess.Popen([sys.executable, *map(str, words)], stderr=subprocess.PIPE, text=True)
-    runs = [tmp_path / "a" / f"{mode}-700-0.003-42" for mode in ("vanilla", "m")]
+    runs = [tmp_path / "a" / f"{mode}-400-0.003-42" for mode in ("vanilla", "m")]
     while min(steps_done(run) for run in runs) < 5:
         assert process.poll() is None
-        time.sleep(0.01)
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130 and process.stderr.read().splitlines()[-1] == "stopped"
     assert [len(list(run.glob("step_*[0-9].safetensors"))) for run in runs] == [1, 1]
