@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
@@ -18,7 +17,12 @@ from value_modes import TABLE, ModelConfig, kv_floats_per_token, plan_layers
 class PlanConfig(ModelConfig):
     """Settings of `python model.py`: what to print, and a model's shape."""
 
-    what: Literal["plan", "table"] = setting("plan", "the plan of one mode, or the table of all", positional=True)
+    what: str = setting("plan", "a mode's name, for its plan, or table, for all modes", positional=True)
+
+    def __post_init__(self):
+        if self.what not in ("plan", "table"):
+            self.fill("value_mode", self.what)
+        super().__post_init__()
 
 
 def meta_model(cfg):

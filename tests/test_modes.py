@@ -23,6 +23,7 @@ from conftest import (
     Largest,
     config,
     fewest_layers,
+    in_process,
     needs_shared,
     same,
     tiny,
@@ -686,3 +687,8 @@ def test_the_plan_says_what_a_mode_does(mode):
 
 def test_the_table_leaves_out_rows_that_do_not_fit():
     assert "| `value_embed_gated2` |" not in plan.mode_table(config(n_layer=2))
+
+
+def test_a_mode_is_printed_by_its_name():
+    by_name, by_flag = (in_process(plan, word, "--n_layer=4") for word in ("svformer", "--value_mode=svformer"))
+    assert by_name.returncode == 0 and by_name.stdout == by_flag.stdout
