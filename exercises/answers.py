@@ -5,14 +5,11 @@ tokens, D numbers per head. a is the attention A_n of a layer n > 1: a[b, h, t, 
 and 0 if s > t.
 """
 
-import dataclasses
-
 import torch  # noqa: F401
 import torch.nn.functional as F  # noqa: F401
 from torch import nn
 
-from model import GPT
-from value_modes import Residual, ValueMode
+from value_modes import Residual, ValueMode  # noqa: F401
 
 
 def resformer(a, v_n, v_1):
@@ -57,7 +54,8 @@ def learned_neutreno():
 
 class PreviousToken(nn.Module):
     """8. One layer's attention with V'_n[t] = V_n[t] + g V_1[t - 1]. g: learned, one for each head, from 0. It
-    multiplies (B, H, T, D)."""
+    multiplies (B, H, T, D). The check puts one around the attention of each layer above 0: see with_previous_token in
+    tests/exercises.py."""
 
     def __init__(self, attn, n_head):
         super().__init__()
@@ -67,13 +65,3 @@ class PreviousToken(nn.Module):
     def forward(self, x, angles, weights, projected, used, cache=None):
         """Calls self.attn with other `projected`. Arguments and results are those of model.Attention.forward."""
         raise NotImplementedError
-
-
-def with_previous_token(cfg):
-    """8. The GPT of a ModelConfig with a PreviousToken in each layer above 0. This one is ready."""
-    mode = ValueMode((Residual(lam=(1.0, 1.0)),))  # attention then uses V_n + projected[0]["v"]
-    model = GPT(dataclasses.replace(cfg, value_mode=mode))
-    model.blocks[0].keep_used.add("v")  # then used[0]["v"] is V_1 of all tokens so far, those in the cache too
-    for block in model.blocks[1:]:
-        block.attn = PreviousToken(block.attn, cfg.n_head)
-    return model

@@ -7,6 +7,7 @@ A check computes the right numbers once more, naively and in float64, and the nu
 which mistake gives yours. Equal means to 1e-6.
 """
 
+import dataclasses
 import math
 import runpy
 import sys
@@ -224,9 +225,19 @@ def train(model):
     return losses[0], losses[-1]
 
 
+def with_previous_token(cfg, previous_token):
+    """The GPT of a ModelConfig with a reader's PreviousToken in each layer above 0."""
+    mode = ValueMode((Residual(lam=(1.0, 1.0)),))  # attention then uses V_n + projected[0]["v"]
+    model = GPT(dataclasses.replace(cfg, value_mode=mode))
+    model.blocks[0].keep_used.add("v")  # then used[0]["v"] is V_1 of all tokens so far, those in the cache too
+    for block in model.blocks[1:]:
+        block.attn = previous_token(block.attn, cfg.n_head)
+    return model
+
+
 def check_8(mine):
     cfg = config("vanilla", 3)
-    model = mine.with_previous_token(cfg)
+    model = with_previous_token(cfg, mine.PreviousToken)
     starts_as_vanilla(model)
     # one layer, around an attention that returns what it gets as layer 0's values. Parameters become 1, 2, 3, 4
     layer = mine.PreviousToken(lambda x, angles, weights, projected, *_: (projected[0]["v"], {}, {}), H)
