@@ -209,7 +209,7 @@ class Answer:
             least = 0.1 if cfg.max_steps * cfg.batch_tokens < 5e6 else 0.03  # what seeds of our small models were off
             more = ": add --seeds=3" if cfg.seeds == 1 else " (others diverged)"
             ends = f"{abs(self.gap):.3f} nats {below}" if abs(self.gap) >= 0.0005 else "level with"
-            words = f"ends {ends} {base}; one seed says nothing below {least}{more}"
+            words = f"ends {ends} {base}; with one seed less than {least} may be noise{more}"
         elif self.p > 0.05:
             gap = with_interval(self.gap, self.interval, sign=True)
             words = f"cannot be told apart from {base}: {gap} nats, p = {self.p:.2g}"
@@ -273,8 +273,8 @@ def report(study, answer):
     if cfg.seeds > 1:
         print("±: half of a 95 % interval. Differences are of equal seeds, and all modes share one noise.")
     if not any(a.tokens for a in answer):
-        more = f"--max_steps={2 * cfg.max_steps}" + " --seeds=3" * (cfg.seeds == 1)
-        print(f"× tokens needs {base} at another length: run this with {more}, then again.")
+        how = f"run this with --max_steps={2 * cfg.max_steps}, then as now" + ", both with --seeds=3" * (cfg.seeds == 1)
+        print(f"× tokens needs {base} at another length: {how}.")
 
 
 def picture(study, answer):
@@ -313,19 +313,21 @@ def plan(study, lanes):
     yield from notes_of(cfg, study.corpus, 1)
     yield f"{len(cfg.named)} modes on the same batches: {', '.join(cfg.named)}"
     tuned = f"with seed {cfg.seed}; up to {GROWTHS} more where the best is at the edge"
-    yield f"rates: {rates} {tuned if len(cfg.rates) > 1 else 'alone, which nobody tunes'}"
-    beside = " and at those beside it, which then choose" if cfg.neighbours and len(cfg.rates) > 1 else ""
-    yield f"seeds: {', '.join(map(str, cfg.all_seeds))} at the best rate of each mode{beside}"
+    yield f"rates: {f'{rates} {tuned}' if len(cfg.rates) > 1 else f'only {rates}, not tuned'}"
+    beside = " and at those beside it, which then choose" if cfg.neighbours else ""
+    where = f"at the best rate of each mode{beside}" if len(cfg.rates) > 1 else "for each mode"
+    yield f"seeds: {', '.join(map(str, cfg.all_seeds))} {where}"
     tokens, best = cfg.max_steps * cfg.batch_tokens, [cfg.rates[0] / 8, *cfg.rates, cfg.rates[-1] * 8]
     counts = sorted(runs_to_come(study, lambda rate, at=at: 1 + abs(math.log(rate / at))) for at in best)
     speed = tokens_per_s(cfg, study.corpus, list(study.runs.values())) if cfg.dry_run else None
+    guess = "; hours are a guess from one pass without compile" if speed and not study.runs else ""
 
     def amount(n):
         hours = f", about {n * tokens / speed / 3600 / len(lanes):.1f} hours" if speed else ""
-        return f"{n} runs, {short_count(n * tokens)} tokens{hours}"
+        return f"{n} run{'s' * (n != 1)}, {short_count(n * tokens)} tokens{hours}"
 
     most = f" (at most {amount(counts[-1])})" if counts[-1] > counts[0] else ""
-    yield f"to come: {amount(counts[0])}{most}, {len(lanes)} at a time"
+    yield f"to come: {amount(counts[0])}{most}, {len(lanes)} at a time{guess}"
 
 
 def main(cfg: CompareConfig):
@@ -335,7 +337,8 @@ def main(cfg: CompareConfig):
     lanes = lanes_of(cfg.device, cfg.jobs, len(cfg.named) * max(len(cfg.rates), cfg.seeds))
     with contextlib.nullcontext() if cfg.dry_run else hold(cfg.out_dir):
         study = Study(cfg, Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify, cfg.bos))
-        print(*plan(study, lanes), sep="\n", flush=True)
+        for line in plan(study, lanes):
+            print(line, flush=True)  # the last one takes a while
         if not cfg.dry_run:
             run_jobs(study.wanted, study.ended, lanes)
             answer = answers(study)

@@ -92,7 +92,10 @@ def check_fields(config):
         try:
             value = cast(value, hint)
         except TypeError:
-            raise UserError(f"{name} takes {type_name(hint)}, not {value!r:.80}") from None
+            said = repr(value) if len(repr(value)) < 80 else f"{value!r:.60}…"
+            is_alone = typing.get_origin(hint) is tuple and not isinstance(value, (tuple, list))
+            comma = "; a comma makes a tuple, as in (x,)" * is_alone
+            raise UserError(f"{name} takes {type_name(hint)}, not {said}{comma}") from None
         least, most = metadata.get("least"), metadata.get("most")
         for number in value if isinstance(value, tuple) else (value,):
             if least is not None and number is not None and number < least:

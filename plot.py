@@ -230,7 +230,8 @@ def forest(ax, rows, base="vanilla"):
     for y, (_, color, marker, gap, interval, seeds, remark) in enumerate(rows):
         look = {"color": color, "marker": marker, "markerfacecolor": color if interval else "white"}
         ax.errorbar(gap, y, xerr=interval, linewidth=2, **look)
-        ax.plot(seeds, [y - 0.25] * len(seeds), "|", color="0.5", markersize=4)
+        if len(seeds) > 1:
+            ax.plot(seeds, [y - 0.25] * len(seeds), "|", color="0.5", markersize=4)
         ax.text(1.02, y, f"{gap:+.3f}{remark}", transform=ax.get_yaxis_transform(), va="center", color=color)
     ax.axvline(0, **ZERO)
     ax.set(yticks=range(len(rows)), yticklabels=[row[0] for row in rows], ylim=(-0.6, len(rows) - 0.4))

@@ -89,7 +89,7 @@ def weights_as_text(mix, n):
 WIDTH, ROW, MARGIN, HEAD, FOOT = 2.25, 0.93, 0.45, 0.76, 0.6  # of a mode, a layer in it, left of all, above, below
 SLOTS, FULL, HEIGHT = {"q": 0.46, "k": 0.81, "v": 1.16}, 0.27, 0.2  # middles of the boxes; width of n_head heads
 LEFT, MIDDLE, RIGHT = 0.3, 0.81, 1.32  # the frame around a layer
-LANE, CACHE = 0.08, {"k": 1.94, "v": 2.12}
+LANE, CACHE = 0.08, {"k": 1.93, "v": 2.13}
 # heights in a layer: frame, boxes, where lines leave them (as projected, as used), attention
 BOTTOM, BOXES, LEAVE, USED, ATTENTION, TOP = 0.1, 0.13, 0.375, 0.535, 0.58, 0.885
 ARRIVE = {"input": 0.05, "before": 0.475, "instead": 0.475, "softmax": 0.63, "after": 0.825}
@@ -100,7 +100,7 @@ KEY, MISSING = OTHER | {"facecolor": "0.82"}, {"facecolor": "none", "edgecolor":
 EDGE = {-1: LEFT + 0.025, 1: RIGHT - 0.025}  # ends of the box of attention; lines are at the left or right
 CAPTION = """Later layers read the dark boxes, along the blue lines; ⊕ adds. Where a box is dashed, the layer has none
 of its own and uses the dark one. KV cache: what is stored for each token, in bf16, for {0.n_head} heads of width
-{0.head_dim}. Layer 0 is the paper's n = 1."""
+{0.head_dim}; V′ is V after ⊕. Code counts layers from 0, the paper from 1."""
 
 
 def write(ax, x, y, text, **look):
@@ -200,11 +200,12 @@ class Panel:
                 self.thread((left + own) / 2, y + BOXES + HEIGHT, y + ATTENTION)
 
     def draw_cache(self):
-        top, unit = self.cfg.n_layer * ROW, 0.15 / self.cfg.n_head
+        top, unit = self.cfg.n_layer * ROW, 0.17 / self.cfg.n_head
         write(self.ax, sum(CACHE.values()) / 2, top + 0.15, "KV cache", ha="center")
         self.box(CACHE["k"] - 0.12, BOTTOM, 0.42, FRAME, height=top - ROW + TOP - BOTTOM)
         for (t, n), heads in stored_tensors(self.cfg).items():
-            name = f"{t.upper()}_{n + 1}" if heads == self.cfg.n_head else ""
+            is_mixed = any(mix.residual.of == t and mix.residual.place == "before" for mix in self.plan[n].mixes)
+            name = f"{t.upper()}_{n + 1}{'′' * is_mixed}" if heads == self.cfg.n_head else ""
             self.box(CACHE[t] - unit * heads / 2, n * ROW + BOXES, unit * heads, self.look(t, n, KEY), name)
         kv, full = kv_floats_per_token(self.cfg), 2 * self.cfg.n_layer * self.cfg.n_head * self.cfg.head_dim
         write(self.ax, WIDTH, -0.05, f"{2 * kv:,} bytes per token\n{kv / full:.3g} × vanilla's", ha="right", va="top")

@@ -53,9 +53,8 @@ def learned_neutreno():
 
 
 class PreviousToken(nn.Module):
-    """8. One layer's attention with V'_n[t] = V_n[t] + g V_1[t - 1]. g: learned, one for each head, from 0. It
-    multiplies (B, H, T, D). The check puts one around the attention of each layer above 0: see with_previous_token in
-    tests/exercises.py."""
+    """8. One layer's attention with V'_n[t] = V_n[t] + g V_1[t - 1]. g: learned, one for each head, from 0; its shape
+    must broadcast to (B, H, T, D). The check wraps the attention of each layer above 0 in one."""
 
     def __init__(self, attn, n_head):
         super().__init__()

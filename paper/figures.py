@@ -133,7 +133,7 @@ FIGURES = {
         {"CLAttention": "cla2", "Only Share Keys": "share_k2", "Only Share Values": "share_v2"},
         "share_v2 share_k2", "share_v2 cla2"),
     "fig6": Figure(
-        "Parameters that ResFormer saves, and tokens along one cosine schedule.",
+        "Parameters saved by ResFormer, and tokens along one cosine schedule.",
         (Panel(panels.points, "loss at the end, by size\n(in the paper ResFormer needs 10.4 % fewer parameters)",
                lines("vanilla", "resformer", size=SIZES), panels.LOSS_BY_SIZE),
          Panel(panels.points, "loss along training\n(in the paper ResFormer saves 13.6 % of the tokens)",
@@ -273,7 +273,7 @@ FIGURES["first"] = Figure(
 PUBLISHED = [mode for mode, (*_, source) in TABLE.items() if source and mode != "vanilla"]
 MODES = dict.fromkeys([*PUBLISHED, *LAMBDAS.values(), *NEUTRENOS.values(), "scaled"])
 FIGURES["modes"] = Figure(
-    "Every mode's loss minus vanilla's. Hollow: one seed, which tells nothing in the grey band. Vanilla's ended at "
+    "Every mode's loss minus vanilla's. Hollow: one seed; in the grey band it tells nothing. Vanilla's ended at "
     "2.4592, and at 2.4812 on the processor of modes with * (triangles); we subtract the mean. Arrows lie beyond the "
     "axis.",
     (Panel(panels.forest, "", labelled({mode: mode for mode in MODES}), panels.family),),
@@ -286,8 +286,8 @@ GRID = {size: [line for mode in TUNED for line in lines(mode, label="{0.size}", 
         for size in RATES}
 FIGURES["rates"] = Figure(
     "Each mode at its best rate; losses by rate beside vanilla's (grey), the best filled, above 2.62 cut off. Ticks: "
-    "seeds. Seed 42 names a mode's best two rates, and the seeds that both have decide. The table has vanilla's "
-    "losses, and the others minus vanilla's at that rate.",
+    "seeds. Seed 42 names a mode's best two rates, and the seeds both have decide. The table has vanilla's "
+    "losses, and the others minus vanilla's at the same rate.",
     (Panel(panels.forest, "each at its best rate", lines(*TUNED[1:], lr=RATES["82M"])),
      *(Panel(panels.rates, "{0.mode}", lines("vanilla", mode, lr=RATES["82M"]), panels.LOSS_BY_RATE) for mode in (
          "resformer", "resformer_lambda", "resformer_plus", "svformer", "neutreno", "denseformer"))),
@@ -327,7 +327,7 @@ REGIME_LINES = tuple(line for label, settings in {
 }.items() for line in lines("resformer", label=label, **settings))
 FIGURES["regime"] = Figure(
     "ResFormer's loss minus vanilla's when one thing differs from the base, each at the best rate tried. Hollow: one "
-    "seed, which tells nothing in the grey band.",
+    "seed; in the grey band it tells nothing.",
     (Panel(panels.forest, "", REGIME_LINES),),
     (Claim(DEEPER, DEEPER.baseline, "lower", LOWER), Claim(DEEPER, Job("resformer"), **MINUS)),
     table=lambda found: tables.gaps_table(found, REGIME_LINES), size=(7.5, 4.8))
@@ -351,7 +351,7 @@ FIGURES["longer"] = Figure(
 # Do the gains last in larger models?
 FIGURES["sizes"] = Figure(
     "Loss minus vanilla's by size. Above the smallest, vanilla and ResFormer have the best of two or three rates, "
-    "λ = 2 and SVFormer half of their rate at the smallest, which nobody tuned.",
+    "λ = 2 and SVFormer half of their rate at the smallest, untuned.",
     (Panel(panels.points, "", (*lines(*SCALED, size=TABLE5_SIZES), ("12 layers", DEEPER)), panels.GAP_BY_SIZE),),
     # of how a gain changes with size the paper says nothing
     tuple(Claim(Job(mode, "468M"), Job(mode), **MINUS) for mode in SCALED),

@@ -246,7 +246,7 @@ def section(name, record):
 
 def report_text(results, scale):
     """The text of results/<scale>/README.md, from what results/<scale>.json holds."""
-    made = f"Written by `python -m paper.reproduce` from [{scale}.json](../{scale}.json), which has runs and commits: "
+    made = f"Written by `python -m paper.reproduce` from [{scale}.json](../{scale}.json), with runs and commits: "
     made += f"{results['scale']}. {ABOUT}"
     sections = [section(name, record) for name, record in results["figures"].items()]
     return "\n\n".join([f"# The paper's figures and tables at scale `{scale}`", made, *sections]) + "\n"

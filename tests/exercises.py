@@ -80,6 +80,7 @@ def check_1(mine):
         "the ½ stands before V_1 alone; it belongs to the sum": u_n + u_1 / 2,
         "V_1 comes in after attention; it has to go through A_n, as V_n does": (u_n + v_1) / 2,
         "V_1 comes in after attention and the ½ is missing; V_1 has to go through A_n, as V_n does": u_n + v_1,
+        "V_1 comes in after attention and alone has the ½; it has to go through A_n, as V_n does": u_n + v_1 / 2,
         "V_1 replaces V_n: that is SVFormer, and ResFormer has the mean of both": u_1,
         "A_n is missing": (v_n + v_1) / 2,
         "V_1 is missing: that is vanilla": u_n,
@@ -112,7 +113,7 @@ def check_2(mine):
         raise Wrong(f"if all attend to token 0, entropy is 0, not {found[0]:.3g}; torch.xlogy knows that 0 ln 0 = 0")
     ours = analyze.measure_importance(analyze.received(q, [k], D**-0.5) / T)["entropy"]
     assert same(ours, right), "analyze.py computes the same measure"
-    return f"analyze.py finds {ours[0]:.4f}, too; even attention would have {analyze.uniform_entropy(T):.4f}."
+    return f"analyze.py finds {ours[0]:.4f}, too; uniform attention would have {analyze.uniform_entropy(T):.4f}."
 
 
 def check_3(mine):
@@ -170,9 +171,9 @@ def compare_plans(mode, right):
             raise Wrong(f"in a model of {n_layer} layers {e}") from None
         for found, due in zip(*plans, strict=False):
             if found != due:
-                line = " ".join(found.split())
+                line, right_line = (" ".join(x.split()) for x in (found, due))
                 where = f"in a model of {n_layer} layers, counted from 0"
-                raise Wrong(f"{where}, this line of your plan is not right: `{line}`")
+                raise Wrong(f"{where}, your plan says `{line}`; right is `{right_line}`")
 
 
 def n_learned(mode):
@@ -236,31 +237,35 @@ def with_previous_token(cfg, previous_token):
 
 
 def check_8(mine):
-    cfg = config("vanilla", 3)
-    model = with_previous_token(cfg, mine.PreviousToken)
-    starts_as_vanilla(model)
     # one layer, around an attention that returns what it gets as layer 0's values. Parameters become 1, 2, 3, 4
     layer = mine.PreviousToken(lambda x, angles, weights, projected, *_: (projected[0]["v"], {}, {}), H)
     for p in layer.double().parameters():
-        p.data += torch.arange(1, p.numel() + 1).view_as(p)
+        p.data = torch.arange(1, p.numel() + 1).view_as(p).double()
     v_1, g, no_token = tensors()[4], torch.arange(1, H + 1)[:, None, None], torch.zeros(B, H, 1, D)
     right = g * torch.cat((no_token, v_1[:, :, :-1]), dim=2)
     cache = "you take projected[0], which has the new tokens alone; used[0] has those in the cache, too"
     for n in (T, 2):  # all tokens, and 2 new ones after those in a cache
         new = v_1[:, :, -n:]
         mistakes = {
+            "V_1 itself is still there; your g V_1[t - 1] has to replace it": new + right[:, :, -n:],
             "V_1 is not shifted: a token gets its own": g * new,
             "V_1 is shifted the wrong way: a token sees the next": g * torch.cat((new[:, :, 1:], no_token), dim=2),
             "V_1 goes round, as in torch.roll: token 0 sees the last": g * v_1.roll(1, 2)[:, :, -n:],
             "all heads have one g": right[:, :, -n:] / g,
             "g is no nn.Parameter, so nothing can learn it": 0 * new,
             cache: g * torch.cat((no_token, new[:, :, :-1]), dim=2),
+            "you take the first tokens of `used`; the new ones are its last x.size(1)": right[:, :, :n],
         }
-        x = torch.zeros(B, n, H * D, dtype=v_1.dtype)
-        found = layer(x, None, None, {0: {"v": new}}, {0: {"v": v_1}})
+        x, projected = torch.zeros(B, n, H * D, dtype=v_1.dtype), {0: {"v": new}}
+        found = layer(x, None, None, projected, {0: {"v": v_1}})
+        if projected[0]["v"] is not new:
+            raise Wrong("you change `projected` itself, and later layers read it; hand attention a copy")
         if not isinstance(found, tuple) or len(found) != 3:
             raise Wrong("forward has to return what attention returns, three things")
         compare(found[0], right[:, :, -n:], mistakes, v_1, f"projected[0]['v'] for {n} new tokens, the last of {T},")
+    cfg = config("vanilla", 3)
+    model = with_previous_token(cfg, mine.PreviousToken)
+    starts_as_vanilla(model)
     # the model learns, and decodes with the cache that vanilla has
     (first, last), (_, vanilla_last) = train(model), train(GPT(cfg))
     if last > first / 2:
@@ -269,7 +274,8 @@ def check_8(mine):
     pieces = [model(idx[:, a:b], cache=cache)[0] for a, b in ((0, 5), (5, 6), (6, T))]
     if not same(torch.cat(pieces, dim=1), model(idx)[0]):
         raise Wrong("with a KV cache the logits differ: hand `cache` on, and take the last tokens of `used`")
-    return f"Where the token before counts, its loss is {last:.2f} after 80 steps, vanilla's {vanilla_last:.2f}."
+    task = "sequences in which each token follows from the last but one"
+    return f"On {task} its loss is {last:.2f} after 80 steps, vanilla's {vanilla_last:.2f}."
 
 
 TOP = "the code at the top of README.md"

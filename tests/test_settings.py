@@ -72,7 +72,7 @@ BAD = {  # test_bad_input.py tries many more, but reads no sentence
     "--kind --compile": "--kind needs a value: kernel",
     "--kind=eager": "kind takes Literal['sdpa', 'flash'], not 'eager'",
     "--layers=0,-5": "layers=-5 must be at least -4",
-    "bad.py": "layers takes tuple[int, ...], not array([0, 1, 2])",
+    "bad.py": "layers takes tuple[int, ...], not array([0, 1, 2]); a comma makes a tuple, as in (x,)",
 }
 
 
