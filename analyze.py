@@ -359,11 +359,11 @@ def analyze(path, cfg, device):
     write_atomic(out / "analysis.npz", lambda temporary: temporary.write_bytes(archive.getvalue()))
     write_record(out / "analysis.json", NUMBERS, about | numbers)
 
-    # Layers count from 1, as in the paper.
     print(f"{path.parent} ({about['mode']}): {N} of {cfg.chunks} chunks of {T} tokens; wrote {out}/analysis.json")
+    print("layers n count from 1, as in the paper:")
     columns = [numbers["layers"][name]["mean"] for name in SHOWN]
     rows = [[n, *map(plus_minus, row)] for n, row in enumerate(zip(*columns, strict=True), start=1)]
-    print(markdown(["layer", *SHOWN], rows), flush=True)
+    print(markdown(["n", *SHOWN], rows), flush=True)
 
 
 @enough_memory("set a smaller --batch_tokens")

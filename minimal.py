@@ -77,14 +77,14 @@ class Attention(nn.Module):
         A = self.weights(x, positions, cache)
         v = self.heads(self.v(x)) if self.v else None
         if v_1 is None:
-            v_1 = v  # this is layer 1, and all later layers get its values
+            v_1 = v  # this is layer 1; all later layers get its values
 
         if self.value_mode == "resformer":
             v = (v + v_1) / 2  # Eq 7: half mine, half layer 1's
         if self.value_mode == "svformer" and self.n > 0:
-            values = cache["v0"]  # Eq 10: layer 1's instead of mine, and I store none
+            values = cache["v0"]  # Eq 10: layer 1's instead of mine; I cache none
         else:
-            values = extend(cache, f"v{self.n}", v)  # mine, behind those of earlier tokens
+            values = extend(cache, f"v{self.n}", v)  # mine, after those of earlier tokens
         u = A @ values  # Eq 1: attention averages values
         if self.value_mode == "neutreno":
             u = u + 0.4 * (v_1 - v)  # Eq 8: after attention, at the token's own place

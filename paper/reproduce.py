@@ -9,6 +9,7 @@ results/<scale>/, where README.md shows all, numbers to results/<scale>.json. Af
 
 import contextlib
 import dataclasses
+import json
 import re
 import shlex
 from dataclasses import dataclass
@@ -210,7 +211,11 @@ def publish(name, figure, cfg, found):
         record["png"] = f"{cfg.scale}/{name}.png"
     # other figures of this scale keep their records, in the order of figures.py
     path = Path(cfg.results_dir, f"{cfg.scale}.json")
-    figures = (read_record(path, RESULTS)["figures"] if path.exists() else {}) | {name: record}
+    figures = read_record(path, RESULTS)["figures"] if path.exists() else {}
+    old = figures.get(name, {})
+    if old == json.loads(json.dumps(record)) | {"environment": old.get("environment")}:
+        record = old  # the same numbers keep the commit and the versions that first gave them
+    figures[name] = record
     results = {"scale": cfg.units.what, "figures": {key: figures[key] for key in FIGURES if key in figures}}
     write_record(path, RESULTS, results)
     write_text(cfg.folder / "README.md", report_text(results, cfg.scale))

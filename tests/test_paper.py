@@ -487,16 +487,29 @@ def test_one_failure_does_not_stop_the_rest(copied, monkeypatch):
 # ---- committed results
 
 
+def draw_again(folder, monkeypatch, *names):
+    """Scale night's numbers from the committed records of its runs: night.json in a folder."""
+    (folder / "night").mkdir(exist_ok=True)
+    for name in ("runs.jsonl", "repeats.jsonl"):
+        shutil.copy(ROOT / "results/night" / name, folder / "night")
+    monkeypatch.setattr(reproduce, "page_of_panels", lambda *_: None)
+    words = [*names, "--scale=night", "--kept", "--run=false", f"--results_dir={folder}"]
+    again = in_process(reproduce, *words, cwd=folder)
+    assert again.returncode == 0, again.stderr
+    return (folder / "night.json").read_bytes()
+
+
+def test_drawing_again_changes_nothing(tmp_path, monkeypatch):
+    times = iter(["then", "now"])
+    monkeypatch.setattr(reproduce, "environment", lambda: {"time": next(times)})
+    first = draw_again(tmp_path, monkeypatch, "fig9")
+    assert b"then" in first and draw_again(tmp_path, monkeypatch, "fig9") == first
+
+
 def test_night_follows_from_its_records(tmp_path, monkeypatch):
     """We compute the numbers and verdicts of scale night again from the committed records of its runs."""
     committed = read_record(ROOT / "results/night.json", reproduce.RESULTS)["figures"]
-    (tmp_path / "night").mkdir()
-    for name in ("runs.jsonl", "repeats.jsonl"):
-        shutil.copy(ROOT / "results/night" / name, tmp_path / "night")
-    monkeypatch.setattr(reproduce, "page_of_panels", lambda *_: None)
-    words = [*(committed.keys() - {"fig19", "tab2", "tab4"}), "--scale=night", "--kept", "--run=false"]
-    again = in_process(reproduce, *words, f"--results_dir={tmp_path}", cwd=tmp_path)  # those need more than records
-    assert again.returncode == 0, again.stderr
+    draw_again(tmp_path, monkeypatch, *(committed.keys() - {"fig19", "tab2", "tab4"}))  # those need more than records
 
     def comparable(record):  # numpy's last digits depend on the processor
         text = json.dumps({**record, "environment": None})

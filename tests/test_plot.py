@@ -242,8 +242,15 @@ def test_boxes_of_the_cache_are_what_is_stored(panels):
             x, n = box.get_x() + box.get_width() / 2, int(box.get_y() // picture.ROW)
             t = next((t for t, middle in picture.CACHE.items() if abs(x - middle) < 1e-6), None)
             if t:
-                found[t, n] = round(box.get_width() / 0.15 * cfg.n_head, 6)
+                found[t, n] = round(box.get_width() / 0.17 * cfg.n_head, 6)
         assert found == stored_tensors(cfg), mode
+
+
+def test_the_cache_marks_what_is_mixed(panels):
+    for mode, letter in {"resformer": "V", "key": "K", "neutreno": "", "query": "", "svformer": ""}.items():
+        cfg, ax = panels[mode]
+        marked = [text.get_text()[0] for text in ax.texts if text.get_text().endswith("′")]
+        assert marked == [letter] * (cfg.n_layer - 1) * bool(letter), mode
 
 
 def test_boxes_of_a_layer_are_what_it_owns(panels):

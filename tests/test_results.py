@@ -188,7 +188,7 @@ def test_numbers_of_the_attention_and_the_share_of_tokens():
         assert "| {} | {:.2f} | {:.2f} | {:.1f} |".format(name, *numbers) in PAGE
     saved = next(row for row in figures["fig6"]["rows"] if "tokens saved" in row["what"])
     ours = f"{saved['mean']:.3f} ± {saved['interval']:.3f}"
-    assert f"saves a share of {ours} of the tokens; the paper's first versions say {saved['paper']}" in PAGE
+    assert f"saves {ours} of the tokens; the paper's first versions say {saved['paper']}" in PAGE
     sink = next(row for row in figures["fig2"]["rows"] if "importance" in row["what"])
     assert f"gets up to {r[0]:.2f} of a layer's attention, vanilla's {v[0]:.2f}; the difference" in PAGE
     assert f"is known to ± {sink['interval']:.2f}" in PAGE
@@ -218,7 +218,7 @@ def test_counts():
     size = max(run["start"]["parameters"] for run in RUNS)
     base = next(run["start"]["parameters"] for run in RUNS if run["start"]["parameters"] // 1000 == 1951)
     per_parameter = [f"{12.288e6 / n:.1f}" for n in (base, size)]
-    assert "{} tokens for each parameter of the base, {} for the largest model".format(*per_parameter) in PAGE
+    assert "the base has {} tokens for each parameter, the largest model {}.".format(*per_parameter) in PAGE
     lost = [run["val"][str(run["start"]["max_steps"])] for run in RUNS if run["start"]["block_size"] == 1024]
     assert f"{min(lost):.4f} to {max(lost):.4f}" in PAGE
     assert f"in a run's metrics.jsonl, must be {RUNS[0]['start']['data']}." in PAGE

@@ -15,7 +15,7 @@ BUDGETS = {  # lines
     "model.py": 440, "value_modes.py": 500, "train.py": 440, "prepare.py": 480, "eval.py": 250, "sample.py": 170,
     "analyze.py": 380, "plot.py": 330, "compare.py": 350, "export.py": 180, "configurator.py": 210, "minimal.py": 200,
     "common": 3470, "paper": 1890, "bench": 380, "examples": 200, "docs": 150, "config": 50, "exercises": 130,
-    "tests": 7660,
+    "tests": 7690,
 }  # fmt: skip
 # Grown for what users bring: prepare.py and common/ for their splits, encodings, packings, copies, small texts and
 # vocabularies, common/ and export.py for trl, peft, ONNX and two releases of transformers, configurator.py for
@@ -67,7 +67,7 @@ def reached(path):
 
 def test_what_readme_promises():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    heart, all_of_train = re.search(r"together (\S+) lines; all that a training run imports has (\S+)\.", text).groups()
+    heart, all_of_train = re.search(r"are (\S+) lines together; a training run imports (\S+) lines", text).groups()
     assert lines(ROOT / "model.py") + lines(ROOT / "value_modes.py") <= int(heart.replace(",", ""))
     files = {ROOT / "train.py", *reached(ROOT / "train.py")}
     assert sum(map(lines, files)) <= int(all_of_train.replace(",", ""))
