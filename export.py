@@ -89,7 +89,6 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
         about["rope_theta"] = model.cfg.rope_theta  # transformers 4 reads it here, 5 among rope_parameters
     vars(peer.config).update(about)
 
-    peer.generation_config.max_length = model.cfg.block_size  # otherwise generate stops after 20 tokens
     peer.generation_config.pad_token_id = tokenizer.eot
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOT)
     how = {"model_max_length": model.cfg.block_size, "padding_side": "left", "clean_up_tokenization_spaces": False}
