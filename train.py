@@ -5,7 +5,7 @@
     python train.py config/resformer.py --resume=auto                continue where the run stopped
 
 Writes into out_dir: metrics.jsonl (a record for the start, for each step and for each evaluation), config.json,
-env.json, tokenizer.json and checkpoints (see checkpoint.py). The story is in `train`, at the bottom.
+env.json, tokenizer.json and checkpoints (see common/checkpoint.py). The story is in `train`, at the bottom.
 Read before: model.py. Read next: data.py.
 """
 

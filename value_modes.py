@@ -8,6 +8,7 @@ projections of their own. `plan_layers` turns a mode and a shape into a LayerPla
 We count layers from 0: the paper's layer 1 is layer 0. Paper: https://arxiv.org/abs/2410.17897. Next: model.py.
 """
 
+import ast
 import dataclasses
 import difflib
 import hashlib
@@ -175,17 +176,16 @@ def mode_with(**fields):
 
 
 def pick_layers(spec, n_layer):
-    """Layer numbers, rising. spec: a slice as text ("-3:" the last three, "::-2" every second from the last), or a
-    tuple in which negative numbers count from the end and fractions go by depth (0.5 is layer n_layer // 2)."""
+    """Layer numbers, rising. spec: a slice as text ("-3:" the last three, "0.5:" the upper half, "::-2" every second from
+    the last), or a tuple. Negative numbers count from the end, fractions go by depth (0.5 is layer n_layer // 2)."""
+
+    def number(i):
+        return math.floor(i * n_layer) if isinstance(i, float) else i
+
     if isinstance(spec, str):
-        return sorted(range(n_layer)[slice(*(int(part) if part else None for part in spec.split(":")))])
-    found = set()
-    for i in spec:
-        if isinstance(i, float):
-            found.add(math.floor(i * n_layer))
-        else:
-            found.add(i + n_layer if i < 0 else i)
-    return sorted(found)
+        ends = (number(ast.literal_eval(part)) if part else None for part in spec.split(":"))
+        return sorted(range(n_layer)[slice(*ends)])
+    return sorted({number(i) + n_layer if i < 0 else number(i) for i in spec})
 
 
 # name: (mode, equation of layers n >= 2 in the paper's count, where it is from; "v5" is the paper's last version).

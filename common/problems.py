@@ -11,14 +11,15 @@ from configurator import UserError
 # fmt: off
 def problems_of_residual(r):
     """[(whether it is wrong, the sentence that says so)]"""
-    is_slice = not isinstance(r.layers, str) or re.fullmatch(r"(-?\d+)?:(-?\d+)?(:|:-?[1-9]\d*)?", r.layers)
+    number = r"(-?[1-9]\d*|0(\.\d+)?)?"
+    is_slice = not isinstance(r.layers, str) or re.fullmatch(rf"{number}:{number}(:|:-?[1-9]\d*)?", r.layers)
     is_number, is_token, learns = isinstance(r.source, int), r.source == "token", f"learn={r.learn!r}"
     is_v, is_eq7, is_plain = r.of == "v", r.of == "v" and r.map == "own", r.lam is None and r.learn == "fixed"
     of_many = r.learn in ("fixed", "scalar", "sources")
     return [
         (r.lam and len(r.lam) != 2, f"lam={r.lam}: two weights, (own, sources together), or None for the mean"),
         (is_number and r.source < 0, f"source={r.source}: a layer's number, counted from 0"),
-        (not is_slice, f"layers={r.layers!r} is not a slice of layers, as '-3:' or '::2'"),
+        (not is_slice, f"layers={r.layers!r} is not a slice of layers, as '-3:', '0.5:' or '::2'"),
         (r.map != "own" and not is_v, f"map={r.map!r} is for values: of must be 'v', not {r.of!r}"),
         (is_token and (not is_v or r.map == "cross"), "a token table has only values: of must be 'v', map not 'cross'"),
         (not is_token and r.tables != "each", f"tables={r.tables!r} is for source='token'"),

@@ -578,7 +578,8 @@ def test_a_mode_has_the_name_that_its_user_gave(monkeypatch):
     assert ModelConfig(value_mode="mine").value_mode.name == "mine"
 
 
-PICKED = {"-3:": [5, 6, 7], "::-2": [1, 3, 5, 7], "2:4": [2, 3], (0, 0.375, 0.5, -1): [0, 3, 4, 7], (3, 1, 1): [1, 3]}
+PICKED = {"-3:": [5, 6, 7], "::-2": [1, 3, 5, 7], "2:4": [2, 3], "0.5:": [4, 5, 6, 7], ":0.5": [0, 1, 2, 3]}
+PICKED |= {(0, 0.375, 0.5, -1): [0, 3, 4, 7], (3, 1, 1): [1, 3]}
 
 
 @pytest.mark.parametrize("spec", PICKED)

@@ -224,14 +224,19 @@ def test_counts():
     assert f"in a run's metrics.jsonl, must be {RUNS[0]['start']['data']}." in PAGE
 
 
-def test_the_first_pair_of_the_plan():
-    runs = read_record_lines(ROOT / "results/plan.jsonl", "a run's record")
-    ends = {run["settings"]["value_mode"]: run["val"]["12000"] for run in runs}
-    gap = f"{ends['resformer_lambda'] - ends['vanilla']:.3f}"
-    assert f"in fp32, {gap}*.)" in PAGE
+def test_the_pairs_of_the_plan():
     plan = " ".join((ROOT / "results/PLAN.md").read_text(encoding="utf-8").replace("−", "-").split())
-    one = t_95(FIT.df) * FIT.noise * 2**0.5
-    assert f"{ends['vanilla']:.4f}, λ = 2 at {ends['resformer_lambda']:.4f}: {gap} ± {one:.3f}," in plan
+    one, ends = t_95(FIT.df) * FIT.noise * 2**0.5, {}
+    for run in read_record_lines(ROOT / "results/plan.jsonl", "a run's record"):
+        mode, steps = run["settings"]["value_mode"], run["settings"]["max_steps"]
+        ends[mode, steps] = run["val"][str(steps)]
+    for steps, other, words in ((6000, 12000, "m is {:.2f} to {:.2f}, then"), (12000, 6000, "then {:.2f} to {:.2f} (")):
+        vanilla, mine = ends["vanilla", steps], ends["resformer_lambda", steps]
+        gap = f"{mine - vanilla:.3f}"
+        assert f"vanilla ends at {vanilla:.4f}, λ = 2 at {mine:.4f}: {gap} ± {one:.3f}" in plan
+        tokens = multiplier(mine, (steps, vanilla), (other, ends["vanilla", other]), FIT.noise)
+        assert words.format(*tokens) in plan
+    assert f"in fp32, {gap}*.)" in PAGE
 
 
 def test_the_demo_that_readme_shows():
