@@ -274,7 +274,7 @@ PUBLISHED = [mode for mode, (*_, source) in TABLE.items() if source and mode != 
 MODES = dict.fromkeys([*PUBLISHED, *LAMBDAS.values(), *NEUTRENOS.values(), "scaled"])
 FIGURES["modes"] = Figure(
     "Every mode's loss minus vanilla's. Hollow: one seed; in the grey band it tells nothing. Vanilla's ended at "
-    "2.4592, and at 2.4812 on the processor of modes with * (triangles); we subtract the mean. Arrows lie beyond the "
+    "2.4592, and at 2.4812 on the processor of modes with ‡ (triangles); we subtract the mean. Arrows lie beyond the "
     "axis.",
     (Panel(panels.forest, "", labelled({mode: mode for mode in MODES}), panels.family),),
     table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs), size=(7.5, 13))

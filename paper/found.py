@@ -121,11 +121,11 @@ class Found:
         return [seed for seed in self.seeds(jobs[0]) if all(seed in self.seeds(job) for job in jobs)]
 
     def marks(self, *jobs):
-        """* if the runs of these Jobs were on different processors, † if a record of them has no commit."""
+        """‡ if the runs of these Jobs were on different processors, † if a record of them has no commit."""
         records = [self.record(job, seed) for job in jobs for seed in self.common_seeds(*jobs)]
         # a processor can move a loss as much as another seed, so a reader has to see it
         is_mixed, is_bare = (len({r["processor"] for r in records}) > 1, any(r["commit"] is None for r in records))
-        return "*" * is_mixed + "†" * is_bare
+        return "‡" * is_mixed + "†" * is_bare
 
     # losses, in nats per token
 

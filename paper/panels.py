@@ -220,7 +220,7 @@ def forest(ax, panel, found):
         if panel.key:
             color = colors.setdefault(panel.key(found, at.best), COLORS[1 + len(colors)])
         seeds = at.seeds.values() if at.interval else ()
-        marker = "^" if "*" in at.marks else "o"
+        marker = "^" if "‡" in at.marks else "o"
         rows.append((at.label, color, marker, at.gap, at.interval, list(seeds), " edge" if any(at.edges) else ""))
     rows.sort(key=lambda row: -row[3])
     plot.forest(ax, rows)

@@ -226,7 +226,7 @@ base unless it says more: "82M", the paper's length 2,048, the best rate; "a −
 95 % interval over n seeds; one seed has none. Differences of losses share [one error](../README.md#how-sure), those of
 0.5M parameters or at other rates one with their like; the rest has Student's t. "here": on which side of the paper's
 sign or bound the whole interval is; "?": one seed. We correct nothing for the number of verdicts. (edge): a better rate
-may lie beyond. *: different processors. †: no commit on record."""
+may lie beyond. ‡: different processors. †: no commit on record."""
 
 
 def tables_of(record):

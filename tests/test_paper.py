@@ -269,7 +269,7 @@ def test_edges_and_marks():
     jobs = [Job("resformer", change="n_embd=64,n_head=2", lr=lr) for lr in (3e-4, 6e-4)]
     edges = [next(claims.best_gaps(FOUND, [("", job) for job in of])).edges for of in (jobs, jobs[:1])]
     marks = [FOUND.marks(job, job.baseline) for job in (Job("cut"), Job("neutreno", "2M"), Job("key"))]
-    assert edges == [[True, True], [False, False]] and marks == ["*", "†", ""]
+    assert edges == [[True, True], [False, False]] and marks == ["‡", "†", ""]
 
 
 # ---- claims

@@ -8,6 +8,7 @@ from conftest import ROOT
 
 from common.files import read_record_lines
 from common.statistics import Fit, holm, multiplier, t_95
+from value_modes import TABLE, row_and_number
 
 PAGE = " ".join((ROOT / "results/README.md").read_text(encoding="utf-8").replace("−", "-").split())
 RUNS = list(read_record_lines(ROOT / "results/night/runs.jsonl", "a run's record"))
@@ -221,6 +222,8 @@ def test_counts():
     assert "the base has {} tokens for each parameter, the largest model {}.".format(*per_parameter) in PAGE
     lost = [run["val"][str(run["start"]["max_steps"])] for run in RUNS if run["start"]["block_size"] == 1024]
     assert f"{min(lost):.4f} to {max(lost):.4f}" in PAGE
+    drawn = {row_and_number(mode)[0] for where, mode, rate in LOSSES if where == setting({}) and rate == 0.003}
+    assert f"{len(drawn)} of our {len(TABLE)} modes, some with several λ." in PAGE
     assert f"in a run's metrics.jsonl, must be {RUNS[0]['start']['data']}." in PAGE
 
 
