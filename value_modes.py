@@ -176,8 +176,8 @@ def mode_with(**fields):
 
 
 def pick_layers(spec, n_layer):
-    """Layer numbers, rising. spec: a slice as text ("-3:" the last three, "0.5:" the upper half, "::-2" every second from
-    the last), or a tuple. Negative numbers count from the end, fractions go by depth (0.5 is layer n_layer // 2)."""
+    """Layer numbers, rising. spec: a slice as text ("-3:" the last three, "0.5:" the upper half, "::-2" every second
+    from the last), or a tuple. Negative numbers count from the end, fractions by depth (0.5 is layer n_layer // 2)."""
 
     def number(i):
         return math.floor(i * n_layer) if isinstance(i, float) else i
