@@ -14,13 +14,9 @@ PAGE = " ".join((ROOT / "results/README.md").read_text(encoding="utf-8").replace
 RUNS = list(read_record_lines(ROOT / "results/night/runs.jsonl", "a run's record"))
 SHAPE = {"n_layer": 6, "n_head": 4, "n_embd": 128, "block_size": 128, "batch_tokens": 2048, "max_steps": 6000}
 SHAPE |= {"bos": False, "weight_decay": 0.1}
-MID, LARGE, DEEP = (dict(n_head=5, n_embd=160), dict(n_layer=8, n_head=6, n_embd=192), dict(n_layer=12))
-SMALL, SINK, LONG, SHORT = (
-    dict(n_head=2, n_layer=4, n_embd=64),
-    dict(bos=True),
-    dict(max_steps=24000),
-    dict(max_steps=1500),
-)
+SMALL, MID = dict(n_head=2, n_layer=4, n_embd=64), dict(n_head=5, n_embd=160)
+LARGE, DEEP = dict(n_layer=8, n_head=6, n_embd=192), dict(n_layer=12)
+SINK, LONG, SHORT = dict(bos=True), dict(max_steps=24000), dict(max_steps=1500)
 
 
 def setting(changes):
@@ -32,12 +28,9 @@ def losses():
     found = {}
     for run in RUNS:
         of = run["settings"]
-        key = (
-            tuple((name, of.get(name, default)) for name, default in SHAPE.items()),
-            of["value_mode"],
-            of["learning_rate"],
-        )
-        found.setdefault(key, {})[of["seed"]] = run["val"][str(run["start"]["max_steps"])]
+        where = tuple((name, of.get(name, default)) for name, default in SHAPE.items())
+        cell = found.setdefault((where, of["value_mode"], of["learning_rate"]), {})
+        cell[of["seed"]] = run["val"][str(run["start"]["max_steps"])]
     return found
 
 
@@ -116,7 +109,7 @@ def sentences():
     yield f"{t_95(FIT.df):.2f} × {FIT.noise:.4f} × √(2/3) = ± {deep[1]:.3f}, one seed to ± {one:.3f}"
     yield f"we see no effect of ResFormer**: {g('resformer')}."
     yield f"{deep[0]:+.3f} with 12 layers, {large[0]:+.3f} with 8 wider ones (5.1M"
-    yield f"λ = 2 {lam} at the base, {lam_mid} at 2.9M, {lam_large} at 5.1M."
+    yield f"λ = 2 {lam} at the base, {lam_mid} at 2.9M, {lam_large} at 5.1M ("
     yield f"At the base Plus has {plus}, Learnable {learned}, and V_n + V_1 {lam_1}: twice"
     yield f"at the start, has {g('scaled')}."
     leads = [loss("resformer_lambda", **of) - loss("vanilla", **of) for of in (SHORT, LONG)]
@@ -131,7 +124,7 @@ def sentences():
     yield f"ResFormer has {res:.3f} and SVFormer {sv:.3f}. (The three modes with three seeds at 0.006"
     yield f"which gives ± {half:.3f}.)"
     shared = [loss(mode) - MEAN_42 for mode in ("share_q", "share_k")]
-    yield f"queries in all layers cost {shared[0]:+.2f}*, its keys {shared[1]:+.2f}*, its values {g('svformer', 0.006)}"
+    yield f"queries cost {shared[0]:+.2f}*, keys {shared[1]:+.2f}*, values {g('svformer', 0.006)} (finding 6)."
     yield f"compare them with {MEAN_42:.3f}, the mean"
     more, _, _ = difference("resformer", 0.0015, 0.0015, **LARGE)
     most, half, _ = difference("svformer", 0.003, 0.0015, **LARGE)
