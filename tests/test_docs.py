@@ -138,6 +138,8 @@ def test_pages_are_short_and_their_python_is_python():
         for language, block in BLOCK.findall(text):
             if language == "python":
                 assert ast.parse(textwrap.dedent(block)), page
+    pages = [*PAGES, ROOT / "results/PLAN.md", ROOT / "results/night/README.md"]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 14_000
 
 
 # ---- tables
