@@ -595,6 +595,7 @@ HALF = dict(share_k="lower half", share_v="lower half", borrow_v="first")
 SOURCES = [  # what the last residual reads in each of 4 layers
     (mode_with(source=1), [(), (), (1,), (1,)]),
     (mode_with(layers="::2"), [(), (), (0,), ()]),
+    (mode_with(layers="0.5:"), [(), (), (0,), (0,)]),
     tables([0, 1, 2, 3]),
     tables([0, 1, 1, 0], tables="mirror"),
     tables([0, 1, 0, 1], tables="cycle"),
