@@ -31,12 +31,7 @@ WRONG = [
     ("5", '"-2:"', "(4, 5)", "in a model of 4 layers"),
     ("5", '"scalar"', '"sources"', "yours learns 2"),
     ("5", "(1.0, 2.0)", "(2.0, 1.0)", "2 own + 1 layer 0"),
-    (
-        "5",
-        'ValueMode((Residual(lam=(1.0, 2.0), learn="scalar", layers="-2:"),))',
-        "Residual()",
-        "the comma makes a tuple",
-    ),
+    ("5", "return ValueMode(", "return Residual() or (", "the comma makes a tuple"),
     ("6", 'share_k="every 2", ', "", "k own"),
     ("6", 'share_v="every 2"', 'share_v="every 4"', "v of layer 0"),
     ("6", "(Residual(),)", "()", "your plan says `layer 2 q own k own v own`; right is"),
