@@ -333,7 +333,7 @@ def plan(study, lanes):
 def main(cfg: CompareConfig):
     need("matplotlib")  # before hours of training
     for mode in cfg.named:
-        cfg.of_run(mode, cfg.rates[0], cfg.seed)  # an impossible shape is refused here
+        cfg.of_run(mode, cfg.rates[0], cfg.seed).split_batch(1)  # an impossible shape or batch is refused here
     lanes = lanes_of(cfg.device, cfg.jobs, len(cfg.named) * max(len(cfg.rates), cfg.seeds))
     with contextlib.nullcontext() if cfg.dry_run else hold(cfg.out_dir):
         study = Study(cfg, Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify, cfg.bos))

@@ -159,9 +159,10 @@ def load_settings(cls, words, usage="", skip_unknown=False):
             flags.add(name)
             values[name] = parse(text, hints.get(name, str))
         elif word.endswith(".py") and files_with not in (found := read_config(word)):
-            if files_with and not any(name in hints or name in NANOGPT for name in found):
-                raise UserError(f"{word} sets neither {files_with} nor another setting")
-            values |= {name: found[name] for name in found if name in hints or not skip_unknown}
+            near = {name for name in found if name in NANOGPT or difflib.get_close_matches(name, hints, 1, 0.85)}
+            if (files_with or skip_unknown) and not near:
+                raise UserError(f"{word} sets nothing that this script has, such as {files_with or 'value_mode'}")
+            values |= {name: found[name] for name in found if name in near or not skip_unknown}
         elif takes_many or (positional and not others):
             others.append(word)
             values[positional] = tuple(others) if takes_many else word

@@ -180,10 +180,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="a text file; its characters are the tokens")
     parser.add_argument("--value_mode", choices=MODES, default="resformer", help="is trained beside vanilla")
-    parser.add_argument("--max_steps", type=int, default=200)
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=1)
+    for name, default in (("max_steps", 200), ("learning_rate", 3e-3), ("seed", 1)):
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args()
+    if not (args.max_steps > 0 and 0 < args.learning_rate <= 0.1 and 0 <= args.seed < 2**32):
+        parser.error("take max_steps from 1 on, learning_rate above 0 and up to 0.1, seed from 0 to 2^32 - 1")
     try:
         text = args.text.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as e:
@@ -193,8 +194,7 @@ if __name__ == "__main__":
     ids = {character: i for i, character in enumerate(sorted(set(text)))}
     data = torch.tensor([ids[character] for character in text])
     n = len(data) * 9 // 10  # the last tenth is for validation
-    modes = dict.fromkeys(["vanilla", args.value_mode])
-    models = [GPT(Config(len(ids), value_mode=mode, seed=args.seed)) for mode in modes]
+    models = [GPT(Config(len(ids), value_mode=m, seed=args.seed)) for m in dict.fromkeys(["vanilla", args.value_mode])]
     train(models, data[:n], data[n:], args)
     tokens = models[-1].generate(data[None, :1], Config.block_size)
     print(f"{args.value_mode} writes: {''.join(list(ids)[i] for i in tokens[0].tolist())}")

@@ -311,6 +311,8 @@ def get_mode(mode):
     if not number:
         near = difflib.get_close_matches(mode, VALUE_MODES, 1, 0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
+        if mode.endswith(".py"):
+            hint = f"a file stands alone, as in `python train.py {mode}`; "
         raise UserError(f"unknown value_mode {mode!r}; {hint}known: {', '.join(VALUE_MODES)}")
     found = VALUE_MODES[row].with_lam(float(number))
     if found == VALUE_MODES[row]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from common.modes import beside_the_plan, equation_of
+from common.ranks import pick_dtype
 from common.report import markdown
 from configurator import setting
 from model import GPT, MixingWeights
@@ -108,6 +109,9 @@ def notes_of(cfg, corpus, n_ranks):
     if cfg.warmup_steps >= cfg.max_steps:
         steps = f"the warmup takes {cfg.warmup_steps} steps, and the run has {cfg.max_steps}"
         yield f"note: {steps}, so the rate never reaches its peak; set --warmup_steps"
+    is_cpu = cfg.device == "cpu" or (cfg.device == "auto" and not torch.cuda.is_available())
+    if is_cpu and cfg.dtype == "bfloat16" and pick_dtype("auto", "cpu") == torch.float32:
+        yield "note: this processor does not compute in bfloat16, so it is slow; --dtype=float32 is faster"
     if cfg.shard != "none" and n_ranks == 1:
         yield f"shard={cfg.shard} has one rank to divide the model among; continuing without it"
 

@@ -160,7 +160,7 @@ SCALES = {
         {512: (512, 4096, 128), 2048: (2048, 1024, 32), 8192: (8192, 256, 8), 32000: (32000, 64, 2),
          64000: (64000, 32, 1)},
         steps=10_000, lr_factor=1.0, warmups={120: 120, 1200: 1200}, gpus=8,
-        data_dir="data/slimpajama", prepare="python prepare.py slimpajama --tokenizer_file=tokenizer.json",
+        data_dir="data/slimpajama", prepare="python prepare.py slimpajama",
         window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 4, "468M": 4}),
     "cpu": Scale(
         "a quick look: models of 0.1 to 3.4M parameters on 0.15M tokens each, for 2 cores without a GPU",

@@ -304,11 +304,10 @@ def verdict(number, mine):
         return False, f"exercise {number}: nothing there yet"
     except (Wrong, UserError) as e:
         return False, f"exercise {number}: not yet: {e}. Look at {place}"
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == mine.__file__]
-        if not lines:
-            raise
-        return False, f"exercise {number}: not yet: your line {lines[-1]} ends with {type(e).__name__}: {e}"
+        where = f"your line {lines[-1]} ends with" if lines else "the check cannot use your answer,"
+        return False, f"exercise {number}: not yet: {where} {type(e).__name__}: {e}"
     return True, f"exercise {number}: right. You have built {built}. {note or ''}".rstrip()
 
 
@@ -326,8 +325,8 @@ class ExercisesConfig:
 def main(cfg: ExercisesConfig):
     try:
         mine = SimpleNamespace(**runpy.run_path(cfg.file))
-    except SyntaxError as e:
-        raise UserError(f"{cfg.file}, line {e.lineno}: {e.msg}") from None
+    except (Exception, SystemExit) as e:
+        raise UserError(f"{cfg.file}: {type(e).__name__}: {e}") from None
     all_right = True
     for number in EXERCISES if cfg.exercise == "all" else [cfg.exercise]:
         is_right, sentences = verdict(number, mine)

@@ -319,6 +319,8 @@ def test_modes_without_a_common_seed_have_no_difference(data, tmp_path, monkeypa
     (["vanilla", "svformer", "--init_from=x"], "leave out init_from"),
     (["vanilla", "svformer", "--rates=1e-3,1.0000000001e-3"], "each named once"),
     (["vanilla", "svformr"], "unknown value_mode 'svformr'; did you mean 'svformer'?"),
+    (["vanilla", "svformer", "--value_mode=m.py"], "a file stands alone, as in `python train.py m.py`"),
+    (["vanilla", "svformer", "--block_size=100", "--dry_run"], "is not a multiple of 100"),
     (["vanilla", "vanilla"], "vanilla is vanilla, which is there already; name each mode once"),
     (["vanilla", "svformer", "--rates=1e-3,1e-3"], "must be above 0, each named once"),
     (["vanilla", "svformer", "--rates=0"], "must be above 0"),

@@ -27,6 +27,8 @@ WRONG = [
     ("3", "* bytes_per_number", "", "each takes 2 bytes"),
     ("4", "lam *", "0.4 *", "use `lam`"),
     ("4", "(v_1 - v_n)", "v_1", "V_n is not subtracted"),
+    ("4", "return ", "", "the check cannot use your answer, AttributeError"),
+    ("4", "return ", "raise SystemExit(0)  # ", "ends with SystemExit"),
     ("5", "lam=", "source=1, lam=", "1 own + 2 layer 1, learn=scalar`"),
     ("5", '"-2:"', "(4, 5)", "in a model of 4 layers"),
     ("5", '"scalar"', '"sources"', "yours learns 2"),
@@ -71,6 +73,12 @@ def test_a_mistake_gets_its_sentence(tmp_path, number, old, new, fragment):
     (tmp_path / "answers.py").write_text(text.replace(old, new), encoding="utf-8")
     is_right, sentences = verdict(number, answers(tmp_path / "answers.py"))
     assert not is_right and fragment in sentences, sentences
+
+
+@pytest.mark.parametrize("file, says", [("none.py", "FileNotFoundError"), (".", "ImportError")])
+def test_a_file_that_is_none(file, says):
+    result = finished([sys.executable, "-m", "tests.exercises", f"--file={file}"], cwd=ROOT)
+    assert result.returncode == 2 and f"error: {file}: {says}" in result.stderr
 
 
 STUBS = (ROOT / ANSWERS).read_text(encoding="utf-8").count("NotImplementedError")

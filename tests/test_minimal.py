@@ -102,3 +102,9 @@ def test_a_text_that_is_none(text, says, tmp_path):
         (tmp_path / "input.txt").write_bytes(text)
     result = script("minimal.py", tmp_path / "input.txt")
     assert result.returncode == 2 and says in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("flag", ["--learning_rate=nan", "--learning_rate=1", "--max_steps=0", "--seed=-1"])
+def test_a_number_out_of_range(flag):
+    result = script("minimal.py", "input.txt", flag)
+    assert result.returncode == 2 and "take max_steps from 1 on" in result.stderr

@@ -291,4 +291,4 @@ def test_modes_in_files_and_with_numbers(tmp_path, monkeypatch):
     assert result.returncode == 0 and (tmp_path / "plan.png").exists(), result.stderr
     assert [cfg.value_mode.name for cfg in drawn] == ["vanilla", "mine", "neutreno_0.6"]
     assert {(cfg.n_layer, cfg.n_head, cfg.n_embd) for cfg in drawn} == {(5, 8, 512)}
-    refused(in_process(plot, "plan", "none.py", cwd=tmp_path), "none.py sets neither value_mode nor another setting")
+    refused(in_process(plot, "plan", "none.py", cwd=tmp_path), "none.py sets nothing that this script has")

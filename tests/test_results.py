@@ -119,6 +119,8 @@ def sentences():
     yield f"58 % of the KV cache: {g('svformer', 0.006)}, at twice vanilla's rate"
     yield f"After 49.2M tokens {loss('svformer', 0.006, **LONG) - loss('vanilla', **LONG):+.3f}*, at a rate"
     yield f"**DenseFormer** {g('denseformer')}. **NeuTRENO** {g('neutreno')}"
+    over = [gap("resformer")[0] - gap(mode)[0] for mode in ("denseformer", "neutreno")]
+    yield "ResFormer ends above both, by {:.3f} and {:.3f};".format(*over)
     (res, half, _), (sv, same, _) = (at_rate(mode, 0.006) for mode in ("resformer", "svformer"))
     assert half == pytest.approx(same)
     yield f"ResFormer has {res:.3f} and SVFormer {sv:.3f}. (The three modes with three seeds at 0.006"
@@ -209,6 +211,8 @@ def test_counts():
     assert f"We trained {len(RUNS)} transformers" in PAGE and f"of all {len(RUNS)} runs" in PAGE
     lost = sum(run["commit"] is None for run in RUNS)
     assert f"commit and curve of {len(RUNS) - lost} of them; the other {lost} are of seed 42" in PAGE
+    hours = sum(run.get("seconds") or 0 for run in RUNS) / 3600
+    assert f"Those {len(RUNS) - lost} took {hours:.0f} hours of one core." in PAGE
     size = max(run["start"]["parameters"] for run in RUNS)
     base = next(run["start"]["parameters"] for run in RUNS if run["start"]["parameters"] // 1000 == 1951)
     per_parameter = [f"{12.288e6 / n:.1f}" for n in (base, size)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from conftest import ROOT, in_process
+from conftest import ROOT, in_process, script
 
 import train
 from common import files
@@ -82,6 +82,17 @@ def test_a_sentence_says_what_would_be_right(word, tmp_path, monkeypatch):
     Path("bad.py").write_text("import numpy\nlayers = numpy.arange(3)")
     with pytest.raises(UserError, match=re.escape(BAD[word])):
         load_settings(Config, word.split())
+
+
+@pytest.mark.parametrize("text, says", [
+    ("n_layers = 3", "unknown setting 'n_layers' (did you mean 'n_layer'?)"),
+    ("mode = 3", "sets nothing that this script has, such as value_mode"),
+    ("max_steps = 3\nn_head = 4", ""),  # train.py's, which a plan does not need
+])  # fmt: skip
+def test_a_plan_knows_a_typo(text, says, tmp_path):
+    (tmp_path / "mine.py").write_text(text)
+    result = script("model.py", tmp_path / "mine.py")
+    assert (result.returncode, says in result.stderr) == (2 if says else 0, True), result.stderr
 
 
 # ---- scripts

@@ -243,13 +243,16 @@ def test_a_terminal_that_is_gone_does_not_end_a_run():
         Metrics.say(SimpleNamespace(is_main=True), "step 1")
 
 
-def test_a_long_warmup_and_text_that_is_read_often_are_said():
+def test_what_may_surprise_is_said(monkeypatch):
     cfg = SimpleNamespace(max_steps=20, batch_tokens=320, block_size=16, warmup_steps=20, shard="none")
+    vars(cfg).update(device="cpu", dtype="bfloat16")
+    monkeypatch.setattr("common.plan.pick_dtype", lambda *_: torch.float32)  # of a processor without bf16
     corpus = SimpleNamespace(domains=["big", "tiny"], mixture={"big": 0.1, "tiny": 0.9})
     corpus.windows = lambda split, domain: {"big": 900, "tiny": 100}[domain]
-    epochs, warmup = notes_of(cfg, corpus, 1)
+    epochs, warmup, slow = notes_of(cfg, corpus, 1)
     assert epochs == "20 steps read 0.4 epochs of the train text, 3.6 of tiny"
     assert "the warmup takes 20 steps, and the run has 20, so the rate never reaches its peak" in warmup
+    assert "--dtype=float32 is faster" in slow
 
 
 def test_a_rank_counts_only_among_several(data_dir, tmp_path, monkeypatch):
