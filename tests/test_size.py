@@ -19,10 +19,11 @@ BUDGETS = {  # lines
 }  # fmt: skip
 # Grown for what users bring: prepare.py and common/ for their splits, encodings, packings, copies, small texts and
 # vocabularies, common/ and export.py for trl, peft, ONNX and two releases of transformers, configurator.py for
-# nanoGPT's names, and for what they type: notes on their processor, typos in files for model.py. compare.py has its runs, jobs and statistics in common/, where paper/ shares them; plot.py gave
-# lines back. minimal.py is the idea for somebody who never saw it, common/picture.py draws a mode's plan, docs/ makes
-# the board of records, exercises/ has stubs for readers and their solutions. tests/ checks all that, runs
-# value_residual.ipynb, and computes the results page's numbers a second time.
+# nanoGPT's names, and for what they type: notes on their processor, typos in files for model.py. compare.py has its
+# runs, jobs and statistics in common/, where paper/ shares them; plot.py gave lines back. minimal.py is the idea for
+# somebody who never saw it, common/picture.py draws a mode's plan, docs/ makes the board of records, exercises/ has
+# stubs for readers and their solutions. tests/ checks all that, runs value_residual.ipynb, and computes the results
+# page's numbers a second time.
 ROOT_FILES = {name for name in BUDGETS if name.endswith(".py")}
 
 
