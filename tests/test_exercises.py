@@ -1,13 +1,12 @@
 """The exercises' checks: solutions pass, and each typical mistake gets the sentence that helps."""
 
 import runpy
-import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, finished
+from conftest import ROOT, in_process, refused
 
-from tests.exercises import ANSWERS, EXERCISES, verdict
+from tests import exercises
 
 SOLUTIONS = ROOT / "exercises/solutions"
 # (exercise, what its solution says, what a wrong answer says instead, a part of the sentence that the reader gets)
@@ -60,9 +59,9 @@ def answers(file):
     return SimpleNamespace(**runpy.run_path(str(file)))
 
 
-@pytest.mark.parametrize("number", EXERCISES)
+@pytest.mark.parametrize("number", exercises.EXERCISES)
 def test_a_solution_is_right(number):
-    is_right, sentences = verdict(number, answers(SOLUTIONS / f"ex{number}.py"))
+    is_right, sentences = exercises.verdict(number, answers(SOLUTIONS / f"ex{number}.py"))
     assert is_right and sentences.startswith(f"exercise {number}: right. You have built"), sentences
 
 
@@ -71,20 +70,19 @@ def test_a_mistake_gets_its_sentence(tmp_path, number, old, new, fragment):
     text = (SOLUTIONS / f"ex{number}.py").read_text(encoding="utf-8")
     assert old in text
     (tmp_path / "answers.py").write_text(text.replace(old, new), encoding="utf-8")
-    is_right, sentences = verdict(number, answers(tmp_path / "answers.py"))
+    is_right, sentences = exercises.verdict(number, answers(tmp_path / "answers.py"))
     assert not is_right and fragment in sentences, sentences
 
 
 @pytest.mark.parametrize("file, says", [("none.py", "FileNotFoundError"), (".", "ImportError")])
 def test_a_file_that_is_none(file, says):
-    result = finished([sys.executable, "-m", "tests.exercises", f"--file={file}"], cwd=ROOT)
-    assert result.returncode == 2 and f"error: {file}: {says}" in result.stderr
+    refused(in_process(exercises, f"--file={file}"), f"{file}: {says}")
 
 
-STUBS = (ROOT / ANSWERS).read_text(encoding="utf-8").count("NotImplementedError")
+STUBS = (ROOT / exercises.ANSWERS).read_text(encoding="utf-8").count("NotImplementedError")
 
 
 @pytest.mark.skipif(STUBS < 10, reason="a reader has begun")
 def test_the_start_is_empty_and_says_so():
-    result = finished([sys.executable, "-m", "tests.exercises"], cwd=ROOT)
-    assert result.returncode == 1 and result.stdout.count("nothing there yet") == len(EXERCISES), result
+    result = in_process(exercises, cwd=ROOT)
+    assert result.returncode == 1 and result.stdout.count("nothing there yet") == len(exercises.EXERCISES), result

@@ -1,6 +1,10 @@
 """minimal.py computes what model.py does, and runs as its first lines say."""
 
+import contextlib
+import io
 import re
+import runpy
+import sys
 import textwrap
 
 import pytest
@@ -92,6 +96,15 @@ def test_it_trains_both_modes_and_writes(tmp_path):
     assert [float(loss) < 2 for loss in losses[-1]] == [True, True] and "svformer writes: t" in result.stdout
 
 
+def refusal(*words):
+    """The sentence with which minimal.py refuses its words, in this process, which has torch already."""
+    err = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(err), pytest.raises(SystemExit, match="2"):
+        patch.setattr(sys, "argv", ["minimal.py", *map(str, words)])
+        runpy.run_path(str(ROOT / "minimal.py"), run_name="__main__")
+    return err.getvalue()
+
+
 @pytest.mark.parametrize("text, says", [
     (b"too short", "has 9 characters; take a text of 2560 or more"),
     (b"\xff" * 3000, "as a text in UTF-8"),
@@ -100,11 +113,9 @@ def test_it_trains_both_modes_and_writes(tmp_path):
 def test_a_text_that_is_none(text, says, tmp_path):
     if text is not None:
         (tmp_path / "input.txt").write_bytes(text)
-    result = script("minimal.py", tmp_path / "input.txt")
-    assert result.returncode == 2 and says in result.stderr and "Traceback" not in result.stderr
+    assert says in refusal(tmp_path / "input.txt")
 
 
 @pytest.mark.parametrize("flag", ["--learning_rate=nan", "--learning_rate=1", "--max_steps=0", "--seed=-1"])
 def test_a_number_out_of_range(flag):
-    result = script("minimal.py", "input.txt", flag)
-    assert result.returncode == 2 and "take max_steps from 1 on" in result.stderr
+    assert "take max_steps from 1 on" in refusal("input.txt", flag)
