@@ -57,7 +57,6 @@ LAMBADA = [  # texts whose borders are hard
 def folder(tmp_path_factory):
     """data/: a play, prepared. evals/: task files, first/: their beginnings. tasks/: the harness's definitions, told to
     read evals/."""
-    pytest.importorskip("rustbpe")
     folder = tmp_path_factory.mktemp("lm_eval")
     play = (SHARED / "data/text/tinyshakespeare.txt").read_text(encoding="utf-8")
     (folder / "play.txt").write_text(textwrap.fill(play, 5000))  # else it would only learn where lines end

@@ -349,6 +349,7 @@ def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
     for command, name, words in re.findall(r"^(python|torchrun \S+) (\w+)\.py (.*)", text, re.M):
         kinds = {"train": TrainConfig, "analyze": AnalyzeConfig, "eval": EvalConfig, "prepare": PrepareConfig}
         given = load_settings(kinds[name], shlex.split(words))
+        assert not getattr(given, "tokenizer_file", ""), "a file that a reader does not have"
         made[name] |= {given.out_dir} if name in ("train", "prepare") else set(given.runs)
         if name == "train":
             assert given == TrainConfig(**runs[given.out_dir][0], resume="auto")

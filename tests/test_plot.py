@@ -55,6 +55,7 @@ def test_a_comparison_shows_the_best_on_top_and_greys_what_says_nothing(tmp_path
     blue, purple = (plot.style_of(mode)["color"] for mode in ("resformer", "neutreno"))
     assert colors == [(purple, "white"), ("0.5", "0.5"), (blue, blue)]
     assert [line.get_xdata()[0] for line in marks] == [0.1, 0.02, -0.05]
+    assert [list(line.get_xdata()) for line in left.lines if line.get_marker() == "|"] == [[-0.051, -0.049]]
     assert [text.get_text() for text in right.get_legend().get_texts()] == ["vanilla", "svformer"]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from conftest import ROOT, byte_tokenizer, finished, in_process, in_this_process, refused, script
 
 import prepare
@@ -22,8 +23,6 @@ from common.data import Corpus, load_manifest
 from common.tokenizer import PATTERN, Tokenizer
 from configurator import UserError
 
-zstandard = pytest.importorskip("zstandard")
-pytest.importorskip("rustbpe")
 WORDS = "value|residual|the|attention|layer|of|first|and|é|中文|x = 1\n|\n\n|2024|  ".split("|")
 BPE = ("--tokenizer=bpe:300", "--bpe_bytes=100000")
 BUDGETS = ("--mixture={'web': 2, 'code': 1}", "--tokens=9000", "--val_tokens=1500", "--val_fraction=0.2")
@@ -284,7 +283,6 @@ def test_slimpajama_layout_budget_and_mixture(tmp_path):
 
 def test_hub_stream_gives_the_same_documents(tmp_path, monkeypatch):
     """Without a hub: the library streams a local folder in the same way."""
-    pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     folder = str(slimpajama(tmp_path / "in"))
     found = {}

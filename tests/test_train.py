@@ -253,6 +253,10 @@ def test_what_may_surprise_is_said(monkeypatch):
     assert epochs == "20 steps read 0.4 epochs of the train text, 3.6 of tiny"
     assert "the warmup takes 20 steps, and the run has 20, so the rate never reaches its peak" in warmup
     assert "--dtype=float32 is faster" in slow
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for other in ({"device": "cuda"}, {"device": "auto"}, {"device": "cpu", "dtype": "float32"}):
+        vars(cfg).update(other)
+        assert len(list(notes_of(cfg, corpus, 1))) == 2
 
 
 def test_a_rank_counts_only_among_several(data_dir, tmp_path, monkeypatch):
