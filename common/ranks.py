@@ -211,16 +211,39 @@ def clock(device):
     return time.perf_counter()
 
 
+def without_words(tree):
+    """A syntax tree without what changes no number: docstrings, the rows of TABLE, the texts of setting(…). The fields
+    of a run's mode and its settings are in its config.json."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            del node.body[0]
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TABLE":
+            node.value = ast.Constant(None)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setting":
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    part.value = None
+    return tree
+
+
+def as_text(node):
+    """A syntax tree as text that is the same in every Python: ast.unparse and ast.dump change. Empty fields are left
+    out, because new Pythons add some."""
+    if isinstance(node, list):
+        return f"[{' '.join(map(as_text, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+    return f"({type(node).__name__} {' '.join(f'{name}={as_text(value)}' for name, value in sorted(fields))})"
+
+
 @functools.cache
 def code_of_results(root=Path(__file__).parent.parent):
-    """{file that decides a run's numbers: a digest of its statements}. Comments and docstrings do not count."""
+    """{file that decides a run's numbers: a digest of its statements}. Comments and words do not count."""
     digests = {}
     for name in ("model", "value_modes", "train", "common/layers", "common/loss", "common/data", "common/scoring"):
-        tree = ast.parse(Path(root, f"{name}.py").read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
-                node.body[0] = ast.Pass()
-        digests[f"{name}.py"] = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:8]
+        tree = without_words(ast.parse(Path(root, f"{name}.py").read_text(encoding="utf-8")))
+        digests[f"{name}.py"] = hashlib.sha256(as_text(tree).encode()).hexdigest()[:8]
     return digests
 
 

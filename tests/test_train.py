@@ -1,7 +1,6 @@
 """train.py learns what a naive loop learns, resumes bit for bit, computes the same on any number of ranks, refuses what
 does not belong together, and loses nothing that was saved."""
 
-import ast
 import contextlib
 import functools
 import importlib
@@ -418,19 +417,25 @@ def test_a_run_that_explodes_is_not_saved(dtype, what, copy, data_dir, monkeypat
     assert record["step"] == 14 and record["why"] == "the validation loss is inf"
 
 
-def test_comments_and_docstrings_are_no_other_code(tmp_path):
-    now = code_of_results.__wrapped__  # what it remembers is of one process
-    before = now()
+@pytest.mark.parametrize("file,old,new,is_other", [
+    ("model.py", "import torch\n", "import torch  # a comment\n", False),
+    ("model.py", '"""w_own * own + ', '"""own w_own + ', False),
+    ("common/data.py", "_CHUNK = 2**16", "_CHUNK = 2**15", True),
+    ("value_modes.py", "TABLE = {\n", 'TABLE = {\n    "mine": (mode_with(lam=(1.0, 9.0)), "", ""),\n', False),
+    ("value_modes.py", '"spread of the initial weights"', '"other words"', False),
+    ("value_modes.py", "init_std: float = setting(0.02,", "init_std: float = setting(0.03,", True),
+    ("train.py", "LR_START = 1e-7", "LR_START = 1e-6", True),
+])  # fmt: skip
+def test_what_makes_another_code(file, old, new, is_other, tmp_path):
+    """Another statement does; words, and a new row of the table, do not."""
+    before = code_of_results()
     for name in before:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    model = tmp_path / "model.py"
-    text = model.read_text(encoding="utf-8")
-    words = ast.get_docstring(ast.parse(text), clean=False)
-    model.write_text(text.replace(words, "The network.") + "# the end\n", encoding="utf-8")
-    assert now(tmp_path) == before
-    model.write_text(text + "F = None\n", encoding="utf-8")
-    assert [name for name, digest in now(tmp_path).items() if digest != before[name]] == ["model.py"]
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (tmp_path / file).write_text(text.replace(old, new), encoding="utf-8")
+    assert [name for name, digest in code_of_results(tmp_path).items() if digest != before[name]] == [file] * is_other
 
 
 # ---- which checkpoints stay, and which one is meant
