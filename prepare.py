@@ -36,7 +36,7 @@ from typing import Literal
 
 import numpy as np
 
-from common.data import MANIFEST, load_manifest
+from common.data import MANIFEST, load_manifest, plain_sum
 from common.files import hold, read_record, reading, sha256, write_atomic, write_record, writing
 from common.report import progress
 from common.texts import find_inputs, raw_items, sizes_of, to_documents
@@ -95,7 +95,7 @@ class PrepareConfig:
             self.workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         if not all(weight > 0 for weight in self.mixture.values()):
             raise UserError(f"mixture takes weights above 0, not {self.mixture}")
-        total = sum(self.mixture.values())
+        total = plain_sum(self.mixture.values())
         self.mixture = {domain: weight / total for domain, weight in self.mixture.items()}
 
         # Words that would do nothing, or something else than they seem to say, are refused.
@@ -414,7 +414,7 @@ def write_manifest(cfg, placement, tokenizer):
     # Domains without text leave the mixture; without a mixture we train on what is there, as it is.
     weights = cfg.mixture or {domain: train[domain]["tokens"] for domain in usable}
     weights = {domain: weight for domain, weight in weights.items() if domain in usable}
-    total = sum(weights.values())
+    total = plain_sum(weights.values())
     manifest = {
         "tokenizer": dict(name=tokenizer.name, hash=tokenizer.hash, n_vocab=tokenizer.n_vocab, eot=tokenizer.eot),
         "mixture": {domain: weight / total for domain, weight in weights.items()},
