@@ -28,7 +28,7 @@ figures: .venv/ready
 	$(PY) -m paper.reproduce all
 
 test: .venv/ready-dev
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests --numprocesses=auto --maxprocesses=4
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests --numprocesses=auto
 
 fuzz: .venv/ready-dev
 	OMP_NUM_THREADS=1 FUZZ=30000 $(PY) -m pytest tests/test_bad_input.py --timeout=14400 -s

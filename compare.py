@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 import statistics
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from common.files import hold
 from common.jobs import Job, flags_of, lanes_of, run_jobs, tokens_per_s
 from common.modes import read_mode
 from common.plan import count_parameters, notes_of
-from common.report import markdown, say, with_interval
+from common.report import markdown, say, some, with_interval
 from common.runs import made_as, read_run
 from common.statistics import Fit, holm, multiplier
 from configurator import UserError, need, run, setting
@@ -43,7 +44,7 @@ class CompareConfig(TrainConfig):
     rates: tuple[float, ...] = setting((), "learning rates, as in 1.5e-3,3e-3; empty = learning_rate alone", most=1e5)
     seeds: int = setting(1, "runs of each mode at its best rate; they differ in weights and batches", least=1, most=10)
     neighbours: bool = setting(False, "all seeds at the rates beside the best one too, which then choose")
-    jobs: int = setting(0, "runs at a time; 0 = one for each core; never more than GPUs", least=0)
+    jobs: int = setting(0, "runs at a time; 0 = one for each GPU or core; small ones can share a GPU", least=0)
     dry_run: bool = setting(False, "only say what would run")
 
     def __post_init__(self):
@@ -254,6 +255,22 @@ def answers(study):
     return answer
 
 
+def rounded_otherwise(runs):
+    """A sentence that says in what the machines of runs {(mode, rate, seed): Curves} differ, if they do."""
+    made_with = defaultdict(lambda: defaultdict(list))  # {what: {which: names of runs}}
+    for (mode, rate, seed), curves in runs.items():
+        for start in curves.starts:  # a resumed run may have several machines
+            for what, which in start["rounding"].items():
+                made_with[what][which].append(f"{mode}-{rate:g}-{seed}")
+    differ = []
+    for what, names in made_with.items():
+        if len(names) > 1:
+            kinds = (f"{which}: {some(sorted(set(names[which])))}" for which in names)
+            differ.append(f"{what} ({'; '.join(kinds)})")
+    if differ:
+        yield f"The runs differ in {' and in '.join(differ)}. Rounding alone has moved a loss of ours by 0.02."
+
+
 def report(study, answer):
     """Print the table, a sentence for each mode, and what a reader must know of all."""
     base, cfg, rows = answer[0].mode, study.cfg, []
@@ -267,7 +284,7 @@ def report(study, answer):
     header = ["mode", "rate", "val loss", f"vs {base}", "Holm's p", "× tokens", "parameters"]
     header += ["KV bytes/token (bf16)", "seeds"]
     says = [a.sentence(base, cfg) for a in answer if a.mode != base or a.is_edge or a.n_diverged]
-    print(markdown(header, rows), *says, sep="\n")
+    print(markdown(header, rows), *says, *rounded_otherwise(study.runs), sep="\n")
     if len(cfg.rates) == 1:
         print(f"One rate, {cfg.rates[0]:g}, favours the mode that it suits best: name several --rates to be fair.")
     if cfg.seeds > 1:

@@ -36,6 +36,7 @@ from typing import Literal
 
 import numpy as np
 
+from common.cores import cores
 from common.data import MANIFEST, load_manifest, plain_sum
 from common.files import hold, read_record, reading, sha256, write_atomic, write_record, writing
 from common.report import progress
@@ -91,8 +92,7 @@ class PrepareConfig:
         if not self.mixture and is_slimpajama:
             self.mixture = PAPER_MIXTURE
         if self.workers == 0:
-            # Windows and macOS do not say which cores this process may use.
-            self.workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+            self.workers = cores()
         if not all(weight > 0 for weight in self.mixture.values()):
             raise UserError(f"mixture takes weights above 0, not {self.mixture}")
         total = plain_sum(self.mixture.values())

@@ -295,7 +295,7 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
     micro_batch, accumulation = cfg.split_batch(world.size)
     record = {name: value for name, value in config.items() if name not in MAY_DIFFER}
     record |= {"event": "start", "step": done, "ranks": world.size, "device": world.kind, "wandb": metrics.wandb_id}
-    record["code"] = ranks.code_of_results()
+    record |= {"code": ranks.code_of_results(), "rounding": ranks.what_rounds(world)}
     record |= {"definition": record["value_mode"], "value_mode": record.pop("value_mode_name")}
     record |= {"dtype": str(dtype).removeprefix("torch."), "parameters": count_parameters(shape)}
     record |= {"kv_bytes_per_token": 2 * kv_floats_per_token(shape)}  # in bf16

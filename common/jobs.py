@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common.cores import cores
 from common.ranks import clock, need_flash_attn, only_process, pick_dtype, refuse_ranks
 from common.report import progress
 from model import GPT
@@ -36,16 +37,25 @@ def flags_of(cls, values):
 
 
 def lanes_of(device, jobs, n_runs):
-    """The environment of each job that runs at the same time: a GPU of its own, or its share of the cores."""
+    """The environment of each job that runs at the same time: a GPU, of its own if there are as many, and its share of
+    the cores. jobs: how many run at a time; 0 = one on each GPU, or else on each core."""
     refuse_ranks()
+    gpus = []
     if device in ("auto", "cuda") and torch.cuda.is_available():
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-        return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus.split(",")[: jobs or None]]
-    if device not in ("auto", "cpu"):
-        return [{}] * (jobs or 1)
-    cores = len(os.sched_getaffinity(0))
-    n = min(jobs or cores, n_runs)
-    return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // n)))}] * n
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    if jobs:
+        n = min(jobs, n_runs)
+    elif gpus:
+        n = len(gpus)
+    elif device in ("auto", "cpu"):
+        n = min(cores(), n_runs)
+    else:
+        n = 1
+    # each job would start as many threads, and as many compilers, as there are cores
+    share = str(max(1, cores() // n))
+    lane = {name: os.environ.get(name, share) for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")}
+    return [lane | ({"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} if gpus else {}) for i in range(n)]
 
 
 def steps_done(folder):

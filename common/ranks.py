@@ -247,6 +247,24 @@ def code_of_results(root=Path(__file__).parent.parent):
     return digests
 
 
+def processor():
+    """The name of this machine's processor."""
+    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    return names[0] if names else platform.processor()
+
+
+def what_rounds(world):
+    """{what: which} of a run's machine that rounds its numbers in one way or another."""
+    device = f"the {world.kind} of {processor()}"
+    if world.kind == "cuda":
+        device = torch.cuda.get_device_name(world.device)
+    found = {"device": device, "ranks": world.size, "torch": torch.__version__, "Python": platform.python_version()}
+    if world.kind == "cpu":
+        found["threads"] = torch.get_num_threads()
+    return found
+
+
 def environment():
     """What a reader needs to repeat a run: commit, versions, processor, command."""
     here = Path(__file__).parent.parent
@@ -257,15 +275,13 @@ def environment():
             result = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
             return result.stdout.strip()
 
-    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
-    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     return {
         "commit": git("rev-parse", "HEAD") or (commit.read_text().strip() if commit.exists() else None),
         "changed_files": git("status", "--porcelain", "--untracked-files=no"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "processor": names[0] if names else platform.processor(),
+        "processor": processor(),
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "command": " ".join(sys.orig_argv[1:]),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

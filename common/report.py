@@ -68,6 +68,11 @@ def markdown(header, rows, left=1):
     return "\n".join(lines)
 
 
+def some(names):
+    """The first of some names, and how many others there are."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
 def progress(name, total, unit, show=True):
     """A tqdm bar over `total` units, with update(n) and close(). Off a terminal it prints a line every ten seconds."""
     from tqdm import tqdm  # here, because prepare.py's workers show nothing

@@ -62,9 +62,11 @@ def made_as(wanted, folder):
     if not Path(folder, "config.json").exists():
         return None
     made, found = read_record(Path(folder, "config.json"), RUN), read_run(folder)
-    what = differences(made, wanted)
+    # dtype counts as what auto became, which the records of starts say. Whoever asks for auto takes any
+    wanted = {name: value for name, value in wanted.items() if (name, value) != ("dtype", "auto")}
+    what = []
     for start in found.starts:  # a run that went on with other settings or other code is of neither
-        then = {name: value for name, value in start.items() if name not in ("dtype", "value_mode")}  # as they came out
+        then = {name: value for name, value in start.items() if name != "value_mode"}  # a name there
         what += differences(made | then, wanted)
         code = start.get("code", {})
         what += [f"another {name}" for name, digest in code_of_results().items() if code.get(name) != digest]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.files import reading
+from common.report import some
 from configurator import UserError, need
 
 PIECE = 2**16  # characters of a .txt file that make a document
@@ -146,11 +147,6 @@ def text_files(cfg):
     for what, names in left_out.items():
         print(f"left out: {some(names)} ({len(names)} {what})")
     return inputs
-
-
-def some(names):
-    """The first of some names, and how many others there are."""
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def in_pieces(inputs, val_fraction):

@@ -24,9 +24,16 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))
 
+from common.cores import cores  # noqa: E402
 from configurator import run  # noqa: E402
 from model import GPT  # noqa: E402
 from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode  # noqa: E402
+
+
+def pytest_xdist_auto_num_workers(config):
+    """How many processes --numprocesses=auto means. More than four gain nothing."""
+    return min(4, cores())
+
 
 # The rows of the table, and combinations of its axes that no row uses: the frame has to carry them all.
 MODES = VALUE_MODES | {

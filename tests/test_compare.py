@@ -15,7 +15,7 @@ from conftest import ROOT, in_process, make_data, refused, script
 import compare
 import train
 from common.files import hold, record_line, write_record
-from common.jobs import last_words, steps_done
+from common.jobs import lanes_of, last_words, steps_done
 from common.ranks import code_of_results
 from common.runs import differences, read_run
 from compare import search
@@ -115,7 +115,7 @@ def make_run(cfg, loss, **changed):
     corpus = compare.Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, False, cfg.bos)
     folder, config = Path(cfg.out_dir), settings_of(cfg, corpus, None)[0]
     write_record(folder / "config.json", "train.py's settings", config)
-    start = {"event": "start", "step": 0, "code": code_of_results(), "dtype": "float32"}
+    start = {"event": "start", "step": 0, "code": code_of_results(), "dtype": "float32", "rounding": {"threads": 1}}
     start |= {"max_steps": cfg.max_steps, "definition": config["value_mode"]} | changed
     records = [start]
     for step in range(1, 1 + cfg.max_steps):
@@ -304,6 +304,29 @@ def test_runs_in_two_precisions_are_not_compared(data, tmp_path, monkeypatch):
     )
 
 
+def test_a_precision_is_what_auto_became(data, tmp_path, monkeypatch):
+    """--dtype is what the message above advises."""
+    make_run(of_run(data, tmp_path, dtype="auto"), 2.0, dtype="float32")
+    trained = trainer(losses, monkeypatch)
+    words = words_of(data, tmp_path, "vanilla", "svformer")
+    assert in_process(compare, *words, "--dtype=float32").returncode == 0 and [mode for mode, *_ in trained] == [
+        "svformer"
+    ]
+    says = "vanilla-12-0.003-42 was made with dtype=float32 instead of bfloat16; remove it"
+    refused(in_process(compare, *words, "--dtype=bfloat16"), says)
+    assert in_process(compare, *words, "--dtype=auto").returncode == 0
+
+
+def test_machines_that_differ_are_said(data, tmp_path, monkeypatch):
+    run, words = of_run(data, tmp_path), words_of(data, tmp_path, "vanilla", "svformer")
+    trainer(losses, monkeypatch)
+    make_run(run, 2.0, rounding={"threads": 1})
+    assert "The runs differ" not in in_process(compare, *words).stdout
+    make_run(run, 2.0, rounding={"threads": 2, "torch": "2"})
+    says = "The runs differ in threads (2: vanilla-0.003-42; 1: svformer-0.003-42). Rounding alone"
+    assert says in in_process(compare, *words).stdout
+
+
 def test_modes_without_a_common_seed_have_no_difference(data, tmp_path, monkeypatch):
     trainer(lambda mode, _, seed: math.inf if (mode == "vanilla") == (seed == 42) else 2.0, monkeypatch)
     said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", seeds=3)).stdout
@@ -366,6 +389,30 @@ def test_the_last_words_are_of_this_attempt(tmp_path):
     assert last_words(log, 0) == "too little memory" and last_words(log, begin) == "nothing was said"
     log.write_text(log.read_text() + "step 1\nerror: no disk\n\n")
     assert last_words(log, begin) == "no disk"
+
+
+def test_small_runs_share_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("common.jobs.cores", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    for jobs, n_runs, gpus in ((0, 9, "01"), (1, 9, "0"), (5, 9, "01010"), (8, 3, "010")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        lanes = lanes_of("auto", jobs, n_runs)
+        assert "".join(lane["CUDA_VISIBLE_DEVICES"] for lane in lanes) == gpus
+        share = str(16 // len(gpus))
+        assert {(lane["OMP_NUM_THREADS"], lane["TORCHINDUCTOR_COMPILE_THREADS"]) for lane in lanes} == {(share, share)}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    assert [lane["CUDA_VISIBLE_DEVICES"] for lane in lanes_of("cuda", 4, 9)] == ["4", "6", "7", "4"]
+
+
+@pytest.mark.parametrize(
+    "device,jobs,n_runs,n", [("cpu", 0, 99, 16), ("auto", 0, 3, 3), ("cpu", 2, 9, 2), ("mps", 0, 9, 1)]
+)
+def test_runs_at_a_time_without_gpus(device, jobs, n_runs, n, monkeypatch):
+    monkeypatch.setattr("common.jobs.cores", lambda: 16)
+    assert len(lanes_of(device, jobs, n_runs)) == n
 
 
 # -- the real thing
