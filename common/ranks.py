@@ -233,6 +233,8 @@ def as_text(node):
         return f"[{' '.join(map(as_text, node))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
+    if isinstance(node, ast.JoinedStr):  # 3.12 has empty constants in f-strings
+        node.values = [part for part in node.values if getattr(part, "value", None) != ""]
     fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
     return f"({type(node).__name__} {' '.join(f'{name}={as_text(value)}' for name, value in sorted(fields))})"
 
