@@ -1,1 +1,1 @@
-"""Experiments beside the language models, with the blocks of model.py: vit.py."""
+"""Beside the language models: vit.py, an experiment with the blocks of model.py, and novels.py, English text."""
