@@ -168,7 +168,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def finished(command, timeout=300, **kw):
+def finished(command, timeout=800, **kw):
     """The completed process of a command, with stdout and stderr as text. Past the time limit it is killed with all the
     processes that it has started: one that is left would keep the pipes open, and with them whoever reads to their end.
     """

@@ -70,15 +70,13 @@ COMPLETED = "out_dir value_mode mixture task tokens workers tokenizer n_kv_head 
 
 
 def called(script, words, folder):
-    """The result of `python script.py WORDS`, which accepts them, or refuses them with one sentence, within 5 s."""
-    began = time.process_time()
+    """The result of `python script.py WORDS`, which accepts them, or refuses them with one sentence."""
     try:
         result = in_process(script, *words, cwd=folder)
         if result.returncode:
             refused(result)
     except Exception as e:
         raise AssertionError(f"{script.__name__} {words}: {e!r}") from e
-    assert time.process_time() - began < 5, f"{script.__name__} {words}: it takes too long"
     return result
 
 
@@ -86,7 +84,7 @@ class House:
     """A folder with every kind of file that our stages read, in which they are called."""
 
     def __init__(self, folder):
-        self.dir, self.files, self.changed = folder, {}, {}
+        self.dir, self.files, self.written = folder, {}, {}
         make_data(self.dir / "data", {"prose": 400, "code": 300}, n_val=500)
         write_rows(self.dir / "evals", {name: [row] for name, row in ROWS.items()})
         write_rows(self.dir / "texts", {n: [{"text": f"value {n}{i} of it"} for i in range(40)] for n in "abc"})
@@ -97,13 +95,16 @@ class House:
             patch.setattr(prepare.Placement, "add", lambda *of: None)
             patch.setattr(prepare, "write_manifest", lambda *of: sys.exit(1))  # cut off there: its parts stay
             in_process(prepare, *PREPARE.split()[1:], "--out_dir=cut", cwd=self.dir)
-        self.files, self.changed = self.contents(), {}
-        self.made = {words: self.results(self.call(words)) for words in CALLS if self.renew()}
+        self.files, self.written, self.made = self.contents(), {}, {}
+        for words in CALLS:
+            self.renew()
+            self.made[words] = self.results(self.call(words))
+            self.written[words] = {file for file in self.files if not self.is_untouched(self.dir / file)}
         assert all(self.made.values())  # each call was accepted
 
     def is_untouched(self, path):
         """Files that `renew` has written are from 1970."""
-        return path.lstat().st_mtime_ns == 0
+        return os.path.lexists(path) and path.lstat().st_mtime_ns == 0
 
     def renew(self):
         """Take away what is new, and write again what is not as it was."""
@@ -132,12 +133,12 @@ class House:
         return found
 
     def call(self, words, *more):
-        """The result of a call, which changes no other file than its first one does, where all is right."""
+        """The result of a call, which changes no file but those that it writes where all is right."""
         before, (script, *rest) = self.contents(), words.split()
         result = called(SCRIPTS[script], [*rest, *more], self.dir)
         now = self.contents()
         changed = {file for file in self.files.keys() & before.keys() if now.get(file) != before[file]}
-        lost = changed - self.changed.setdefault(words, changed) - {"run/env.json"}  # which has the time in it
+        lost = changed - self.written.get(words, changed)
         assert not lost, f"{words} {more}: {lost} lost or changed"
         return result
 
@@ -324,14 +325,14 @@ def test_bad_input(kind, house):
     numbers = [int(number)] if name == kind.__name__ else []
     if not number:
         numbers = range(int(FUZZ) * SHARES[kind] // sum(SHARES.values()))
-    wrong, n_refused, began = [], 0, time.process_time()
+    wrong, n_refused = [], 0
     for i in numbers:
+        print(kind.__name__, i)  # the last one is what hangs, should one hang
         if kind not in (settings, modes):
             house.renew()
         try:
             n_refused += kind(random.Random(f"{kind.__name__} {i}"), house)
         except Exception as e:
             wrong.append(f"{kind.__name__} {i}: {type(e).__name__}: {e}"[:400])
-    seconds = time.process_time() - began
-    print(f"{kind.__name__}: {n_refused} of {len(numbers)} refused, {len(wrong)} wrong, {seconds:.0f} s")
+    print(f"{kind.__name__}: {n_refused} of {len(numbers)} refused, {len(wrong)} wrong")
     assert not wrong, "\n".join(wrong[:50])

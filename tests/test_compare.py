@@ -418,24 +418,41 @@ def test_runs_at_a_time_without_gpus(device, jobs, n_runs, n, monkeypatch):
 # -- the real thing
 
 
+UNTIL_ASKED = """
+import signal, time
+from common.report import Metrics
+from value_modes import Residual, ValueMode
+def _step(self, record, step=Metrics.step):
+    step(self, record)
+    while record["step"] == 5 and not signal.getsignal(signal.SIGTERM).asked:
+        time.sleep(0.01)
+Metrics.step = _step
+"""
+
+
 def test_it_trains_is_stopped_and_goes_on(data, tmp_path):
-    """A mode of a file and vanilla, side by side; Ctrl-C saves both; the numbers are those of an undisturbed run."""
-    mine, mode = tmp_path / "mine.py", "ValueMode((Residual(lam=(1, 3)),), name='m')"
-    mine.write_text(f"from value_modes import Residual, ValueMode\nvalue_mode = {mode}")
-    how = dict(max_steps=400, eval_every=400, save_every=400)
-    words = [ROOT / "compare.py", *words_of(data, tmp_path / "a", "vanilla", mine, jobs=2, **how)]
+    """Two modes of files, side by side; Ctrl-C saves both; the numbers are those of an undisturbed run. Both wait after
+    step 5 until they are asked to stop."""
+    vanilla, mine = tmp_path / "vanilla.py", tmp_path / "mine.py"
+    vanilla.write_text(UNTIL_ASKED + "value_mode = 'vanilla'")
+    mode = "value_mode = ValueMode((Residual(lam=(1, 3)),), name='m')"
+    mine.write_text(UNTIL_ASKED + mode)
+    words = [ROOT / "compare.py", *words_of(data, tmp_path / "a", vanilla, mine, jobs=2)]
     process = subprocess.Popen([sys.executable, *map(str, words)], stderr=subprocess.PIPE, text=True)
-    runs = [tmp_path / "a" / f"{mode}-400-0.003-42" for mode in ("vanilla", "m")]
+    runs = [tmp_path / "a" / f"{mode}-12-0.003-42" for mode in ("vanilla", "m")]
     while min(steps_done(run) for run in runs) < 5:
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130 and process.stderr.read().splitlines()[-1] == "stopped"
-    assert [len(list(run.glob("step_*[0-9].safetensors"))) for run in runs] == [1, 1]
+    assert process.wait() == 130 and process.stderr.read().splitlines()[-1] == "stopped"
+    assert [[path.name for path in run.glob("step_*[0-9].safetensors")] for run in runs] == [
+        ["step_00000005.safetensors"]
+    ] * 2
     assert [read_run(run).final_loss for run in runs] == [None, None]
     done = script(*words)
     assert done.returncode == 0, done.stderr
-    whole = in_process(train, *words_of(data, tmp_path / "b", mine, **how))
+    mine.write_text(f"from value_modes import Residual, ValueMode\n{mode}")
+    whole = in_process(train, *words_of(data, tmp_path / "b", mine))
     assert whole.returncode == 0 and read_run(tmp_path / "b").final_loss == read_run(runs[1]).final_loss
 
 

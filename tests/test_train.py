@@ -9,7 +9,6 @@ import multiprocessing.forkserver
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -103,26 +102,27 @@ def forked(said, environment, function, args):
 
 
 def fork(folder, n, function, *args):
-    """Start n ranks that call the function."""
-    with pytest.MonkeyPatch.context() as patch, socket.socket() as s:
+    """Start n ranks that call the function. They meet in a store of this process, as torchrun's do in its own."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         patch.setenv("OMP_NUM_THREADS", "1")
         multiprocessing.forkserver.ensure_running()
-        s.bind(("127.0.0.1", 0))
-        where = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    where["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     ranks = []
     for rank in range(n):
         said, environment = folder / f"said{rank}", where | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         ranks.append(FORKS.Process(target=forked, args=(said, environment, function, args)))
         ranks[-1].start()
-        ranks[-1].said = said
+        ranks[-1].said, ranks[-1].store = said, store
     return ranks
 
 
 def ended(ranks, *codes):
     """What each rank has printed. Asserts their exit codes."""
     for rank in ranks:
-        rank.join(timeout=200)
+        rank.join(timeout=800)
         rank.kill()
     said = [rank.said.read_text() for rank in ranks]
     assert [rank.exitcode for rank in ranks] == list(codes), "".join(said)
@@ -545,7 +545,7 @@ def test_weights_that_find_no_place_are_named(base, data_dir, tmp_path):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_lost_rank_ends_the_other(victim, data_dir, tmp_path):
-    out, kw = tmp_path / "out", dict(save_every=1, max_steps=5000, eval_every=5000)
+    out, kw = tmp_path / "out", dict(save_every=1, max_steps=10**6, eval_every=10**6)
     ranks = fork(tmp_path, 2, command, "train", *flags(data_dir, out, **kw))
     while ranks[0].is_alive() and len(checkpoint.steps(out)) < 2:
         time.sleep(0.01)
