@@ -1,11 +1,11 @@
 """English novels as plain text, from a clone of COST-ELTeC/ELTeC-eng: 93 to train on, 6 held out.
 
-    git clone https://github.com/COST-ELTeC/ELTeC-eng
+    git clone https://github.com/COST-ELTeC/ELTeC-eng && git -C ELTeC-eng checkout 3db3b67
     python -m examples.novels ELTeC-eng texts
     python prepare.py files --input_dir=texts --tokenizer=bpe:2048 --out_dir=data/english
 
 The European Literary Text Collection, 1840 to 1920: its texts are in the public domain, its markup is CC BY 4.0
-(https://doi.org/10.5281/zenodo.4662490). Our records come from this text, so what is found here has to stay as it is.
+(https://doi.org/10.5281/zenodo.4662490). Our English runs depend on this exact text, so leave the extraction as it is.
 """
 
 import html
@@ -18,7 +18,7 @@ from common.files import reading, write_text
 from common.report import progress
 from configurator import UserError, check_fields, run, setting
 
-LEFT_OUT = "ENG18460_Reynolds"  # the copy that our records were made of lacks it
+LEFT_OUT = "ENG18460_Reynolds"  # the copy that we trained on lacked it: a file of over 4 MB
 
 
 @dataclass
@@ -34,13 +34,14 @@ class NovelsConfig:
 def plain_text(path):
     """The paragraphs, headings and lines of verse in the <text> of a TEI file, with an empty line between them.
 
-    A paragraph within another one ends both. That costs 0.1 % of the text, most of it behind letters that are quoted.
+    Where one of them is inside another, the first end tag closes both, and the outer one's text after it is dropped.
+    That is 0.1 % of the collection, mostly what follows a letter that somebody quotes.
     """
     with reading(path, "a novel of the collection, in TEI's XML", "clone it again"):
         xml = path.read_text(encoding="utf-8-sig")
         ElementTree.fromstring(xml)
         body = re.search(r"<text\b.*</text>", xml, re.DOTALL)[0]
-        body = re.sub(r"<(pb|lb|milestone|gap)\b[^>]*>", " ", body)  # breaks of pages and lines may stand within a word
+        body = re.sub(r"<(pb|lb|milestone|gap)\b[^>]*>", " ", body)  # a break becomes a space
         parts = re.findall(r"<(?:p|head|l)\b[^>]*>(.*?)</(?:p|head|l)>", body, re.DOTALL)
         words = (html.unescape(re.sub(r"<[^>]+>", "", part)).split() for part in parts)
         return "\n\n".join(" ".join(of) for of in words).strip() + "\n"
@@ -52,7 +53,7 @@ def main(cfg: NovelsConfig):
     if not files:
         raise UserError(f"{clone}/level1 has no .xml files; clone https://github.com/COST-ELTeC/ELTeC-eng")
     if out.exists():
-        raise UserError(f"{out} exists; name a new folder, because prepare.py would read what is there, too")
+        raise UserError(f"{out} exists; name a new folder, because prepare.py would also read what is there")
     with progress("novels", len(files), "novel") as bar:
         texts = {}
         for path in files:
