@@ -28,17 +28,17 @@ figures: .venv/ready
 	$(PY) -m paper.reproduce all
 
 test: .venv/ready-dev
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests --numprocesses=auto
+	$(PY) -m pytest tests --numprocesses=auto
 
 fuzz: .venv/ready-dev
-	OMP_NUM_THREADS=1 FUZZ=30000 $(PY) -m pytest tests/test_bad_input.py --timeout=14400 -s
+	FUZZ=30000 $(PY) -m pytest tests/test_bad_input.py --timeout=14400 -s
 
 notebook: .venv/ready-dev
 	MPLBACKEND= $(PY) -c '$(RERUN)'
 
 test-peers: .venv/ready-peers .venv/newest
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py tests/test_export.py
-	OMP_NUM_THREADS=1 $(NEWEST) -m pytest tests/test_lm_eval.py tests/test_export.py
+	$(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py tests/test_export.py
+	$(NEWEST) -m pytest tests/test_lm_eval.py tests/test_export.py
 
 # What is to be measured on a GPU. Each line ends within ten minutes and writes its results as they come, into OUT; one that
 # fails does not stop the others. NO_INSTALL=1 uses the Python and the packages of the machine: no network is needed.

@@ -12,7 +12,7 @@ def folders_of_cgroup(root):
     a container the path is often that outside of it; then the folders below are missing, and the root is ours.
     """
     file = Path(root, "proc/self/cgroup")
-    for line in file.read_text().splitlines() if file.exists() else []:
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
         _, controllers, path = line.split(":", 2)
         mounts = []
         if controllers == "":

@@ -252,7 +252,7 @@ def code_of_results(root=Path(__file__).parent.parent):
 def processor():
     """The name of this machine's processor."""
     cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
-    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text(encoding="utf-8")) if cpuinfo.exists() else []
     return names[0] if names else platform.processor()
 
 

@@ -5,9 +5,11 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,16 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: the tests are about CPUs
+# A user's environment decides nothing here. We take it away before anything reads it.
+THEIRS = r"(RANK|LOCAL_\w+|WORLD_SIZE|MASTER_\w+|TORCH\w+|PYTORCH\w+|GIT_\w+|HF_\w+|HUGGINGFACE_\w+|TRANSFORMERS_\w+|"
+THEIRS += r"WANDB_\w+|MPL\w+|MALLOC_\w+|COLUMNS|LINES|\w+_COLORS?|MAKE\w+|MFLAGS|CUDNN_\w+|JUPYTER_\w+)"
+for name in [name for name in os.environ if re.fullmatch(THEIRS, name)]:
+    del os.environ[name]
+CACHE = tempfile.TemporaryDirectory()  # of transformers and the hub: a user's may be full, old or read-only
+os.environ |= {"HF_HOME": CACHE.name, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+os.environ["PYTHONUTF8"] = "1"  # of what we start, whatever the locale
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # the tests are about CPUs, and one thread of each
+torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background deaf to Ctrl-C
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,7 +183,7 @@ def finished(command, timeout=800, **kw):
     """The completed process of a command, with stdout and stderr as text. Past the time limit it is killed with all the
     processes that it has started: one that is left would keep the pipes open, and with them whoever reads to their end.
     """
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
     with subprocess.Popen(command, start_new_session=True, **pipes, **kw) as process:
         try:
             out, err = process.communicate(timeout=timeout)
@@ -184,7 +195,7 @@ def finished(command, timeout=800, **kw):
 
 def script(*words, cwd=None, env=None, **kw):
     """Run one of our scripts; the completed process, with stdout and stderr as text."""
-    env = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="") | (env or {})
+    env = os.environ | (env or {})
     return finished([sys.executable, str(ROOT / words[0]), *map(str, words[1:])], cwd=cwd or ROOT, env=env, **kw)
 
 

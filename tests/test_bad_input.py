@@ -281,13 +281,13 @@ def paths(rng, house):
 
 def machines(rng, house):
     """After a full disk or a kill, the same call makes what it makes without."""
-    words, infinite, is_refused = rng.choice(list(CALLS)), resource.RLIM_INFINITY, False
+    words, is_refused, (soft, hard) = rng.choice(list(CALLS)), False, resource.getrlimit(resource.RLIMIT_FSIZE)
     if rng.random() < 0.7:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(2 ** rng.uniform(0, 17)), infinite))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(2 ** rng.uniform(0, 17)), hard))
         try:
             is_refused = house.call(words).returncode == 2
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (infinite, infinite))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     elif not (process := os.fork()):
         with contextlib.suppress(BaseException):
             house.call(words)

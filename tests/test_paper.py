@@ -369,8 +369,7 @@ def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
     ("tab5 --scale=paper", "scale=paper needs GPUs, and there is none; add --dry_run, or set --scale=cpu"),
     ("fig4 --data_dir=missing", "missing has no manifest.json; make the data: `python prepare.py pysource"),
 ])  # fmt: skip
-def test_what_is_refused(words, says, tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+def test_what_is_refused(words, says, tmp_path):
     refused(in_process(reproduce, *words.split(), cwd=tmp_path), says)
 
 
@@ -389,8 +388,6 @@ def shrink(monkeypatch):
     monkeypatch.setattr(reproduce, "PAPER", tuple(few))
     monkeypatch.setattr(reproduce, "SCALES", SCALES | {"cpu": tiny})
     monkeypatch.setattr(reproduce, "FIGURES", few)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(ROOT)
 
 
@@ -523,7 +520,7 @@ def test_night_follows_from_its_records(tmp_path, monkeypatch):
 def test_committed_results_are_those_of_the_code():
     committed = read_record(ROOT / "results/night.json", reproduce.RESULTS)
     assert committed["scale"] == NIGHT.what
-    assert (ROOT / "results/night/README.md").read_text() == reproduce.report_text(committed, "night")
+    assert (ROOT / "results/night/README.md").read_text(encoding="utf-8") == reproduce.report_text(committed, "night")
     for name, record in committed["figures"].items():
         assert record["caption"] == FIGURES[name].caption
         assert "png" not in record or (ROOT / "results" / record["png"]).exists()

@@ -403,7 +403,7 @@ def inputs_of(folder, **settings):
 def write_files(folder, names, content="some text\n"):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content)
+        (folder / name).write_text(content, encoding="utf-8")
     return folder
 
 

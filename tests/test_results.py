@@ -192,7 +192,11 @@ def test_numbers_of_the_attention_and_the_share_of_tokens():
 
 def test_the_board_of_records():
     """docs/RECORDS.md: a mode has a number if its interval against the record before it excludes 0."""
-    rows = re.findall(r"^\|(.+)\|`(\w+)`\|(.+)\|(.+)\|(.+)\|.+\|\w{7}\|$", (ROOT / "docs/RECORDS.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\|(.+)\|`(\w+)`\|(.+)\|(.+)\|(.+)\|.+\|\w{7}\|$",
+        (ROOT / "docs/RECORDS.md").read_text(encoding="utf-8"),
+        re.M,
+    )
     half, record, n = t_95(FIT.df) * FIT.noise / 3**0.5, None, 0
     for number, mode, loss, against, rate in rows:
         cell = setting({}), mode, float(rate)

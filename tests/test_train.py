@@ -94,7 +94,7 @@ FORKS.set_forkserver_preload(["test_train", "torch._dynamo", "torch.distributed.
 
 def forked(said, environment, function, args):
     os.environ.update(environment)
-    with open(said, "w") as file:
+    with open(said, "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
@@ -105,7 +105,6 @@ def fork(folder, n, function, *args):
     """Start n ranks that call the function. They meet in a store of this process, as torchrun's do in its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        patch.setenv("OMP_NUM_THREADS", "1")
         multiprocessing.forkserver.ensure_running()
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
@@ -238,7 +237,7 @@ def test_where_wandb_fails_it_says_so_once_and_goes_on(part, data_dir, tmp_path,
 def test_a_terminal_that_is_gone_does_not_end_a_run():
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as gone, contextlib.redirect_stdout(gone):
+    with open(writer, "w", encoding="utf-8") as gone, contextlib.redirect_stdout(gone):
         Metrics.say(SimpleNamespace(is_main=True), "step 1")
 
 
@@ -520,8 +519,15 @@ def test_any_ranks_and_shards_equal_one_process(mode, ranks):
 
 
 def test_two_ranks_of_torchrun_equal_one(base, data_dir, tmp_path):
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", ROOT / "train.py"]
-    result = finished([*start, *flags(data_dir, tmp_path, micro_batch=2)])
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--standalone",
+        "--local_addr=127.0.0.1",
+    ]
+    result = finished([*start, ROOT / "train.py", *flags(data_dir, tmp_path, micro_batch=2)])
     assert result.returncode == 0 and "= 2 x 2 x 2 x 16" in result.stdout, result.stderr
     assert_close_runs(base, tmp_path)
 
