@@ -31,6 +31,12 @@ NOT_OURS = {"docs.tables", "minimal", "venv", "pip", "pytest"}  # minimal.py has
 MISTAKES = {"python train.py --max_iters=5"}  # which a page makes on purpose
 
 
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch):
+    """Pages name files from there, wherever pytest was started."""
+    monkeypatch.chdir(ROOT)
+
+
 def commands():
     """[(page, command)]: lines of code blocks that start one of our scripts, and commands within sentences."""
     found = []

@@ -281,9 +281,8 @@ def test_slimpajama_layout_budget_and_mixture(tmp_path):
     assert all(40 <= about["tokens"] < 400 for about in manifest["splits"]["val"].values())
 
 
-def test_hub_stream_gives_the_same_documents(tmp_path, monkeypatch):
+def test_hub_stream_gives_the_same_documents(tmp_path):
     """Without a hub: the library streams a local folder in the same way."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     folder = str(slimpajama(tmp_path / "in"))
     found = {}
     for name in ("input_dir", "hub_id"):
