@@ -41,6 +41,7 @@ from model import GPT  # noqa: E402
 from value_modes import VALUE_MODES, ModelConfig, Residual, ValueMode  # noqa: E402
 
 
+@pytest.hookimpl(optionalhook=True)  # there may be no xdist
 def pytest_xdist_auto_num_workers(config):
     """How many processes --numprocesses=auto means. More than four gain nothing."""
     return min(4, cores())

@@ -303,7 +303,7 @@ def machines(rng, house):
 
 
 SHARES = {settings: 550, modes: 300, files: 380, rows: 80, paths: 100, machines: 90}
-FUZZ = os.environ.get("FUZZ", "1500")  # how many inputs, or a kind and a number
+FUZZ = os.environ.get("FUZZ") or "1500"  # how many inputs, or a kind and a number
 
 
 @pytest.fixture(scope="module")

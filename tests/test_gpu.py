@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo  # it keeps torch's functions as they are when it is imported: not those of a patch below
 import torch.nn.functional as F
 from conftest import COMPILED, config, fewest_layers, in_process, refused
 
