@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # A user's environment decides nothing here. We take it away before anything reads it.
-THEIRS = r"(RANK|LOCAL_\w+|WORLD_SIZE|MASTER_\w+|TORCH\w+|PYTORCH\w+|GIT_\w+|HF_\w+|HUGGINGFACE_\w+|TRANSFORMERS_\w+|"
-THEIRS += r"WANDB_\w+|MPL\w+|MALLOC_\w+|COLUMNS|LINES|\w+_COLORS?|MAKE\w+|MFLAGS|CUDNN_\w+|JUPYTER_\w+)"
+THEIRS = r"RANK|WORLD_SIZE|COLUMNS|LINES|MFLAGS|\w+_COLORS?|PYTHON(SAFEPATH|OPTIMIZE|WARNINGS|IOENCODING)"
+THEIRS += r"|(LOCAL|MASTER|GIT|HF|HUGGINGFACE|TRANSFORMERS|WANDB|MALLOC|CUDNN|JUPYTER|TORCH|PYTORCH|MPL|MAKE)\w+"
 for name in [name for name in os.environ if re.fullmatch(THEIRS, name)]:
     del os.environ[name]
 CACHE = tempfile.TemporaryDirectory()  # of transformers and the hub: a user's may be full, old or read-only

@@ -367,14 +367,16 @@ def test_two_compares_in_one_folder(data, tmp_path):
         refused(in_process(compare, *words_of(data, tmp_path / "out", "vanilla", "svformer")), says)
 
 
-def test_a_dry_run_counts_what_is_missing(data, tmp_path):
+def test_a_dry_run_counts_what_is_missing(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("common.jobs.guess_tokens_per_s", lambda cfg, corpus: 1.0)
+
     def last_line(*more):
         done = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", *more), "--jobs=1")
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()[-1]
 
     fair = ("--rates=1e-3,3e-3,9e-3", "--seeds=3", "--dry_run")
-    assert last_line(*fair).startswith("to come: 10 runs, 15.4k tokens, about 0.0 hours (at most 14 runs, 21.5k tokens")
+    assert last_line(*fair).startswith("to come: 10 runs, 15.4k tokens, about 4.3 hours (at most 14 runs, 21.5k tokens")
     assert last_line(*fair).endswith("; hours are a guess from one pass without compile")
     make_run(of_run(data, tmp_path), 2.0)
     assert last_line(*fair).startswith("to come: 9 runs") and "guess" not in last_line(*fair)

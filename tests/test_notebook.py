@@ -21,7 +21,7 @@ WORDS = "\n\n".join(cell.source for cell in STORED.cells if cell.cell_type == "m
 def nobodys_settings(tmp_path, monkeypatch):
     """The kernel reads no settings of whoever runs the tests."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.delenv("MPLBACKEND", raising=False)
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))  # where a kernel of theirs may be called python3
 
 
 def execute(cells, folder):
