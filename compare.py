@@ -256,7 +256,7 @@ def answers(study):
 
 
 def rounded_otherwise(runs):
-    """A sentence that says in what the machines of runs {(mode, rate, seed): Curves} differ, if they do."""
+    """Yields a sentence, or nothing: in what the machines of these runs {(mode, rate, seed): Curves} differ."""
     made_with = defaultdict(lambda: defaultdict(list))  # {what: {which: names of runs}}
     for (mode, rate, seed), curves in runs.items():
         for start in curves.starts:  # a resumed run may have several machines

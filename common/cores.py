@@ -42,8 +42,8 @@ def quota(root="/"):
 
 
 def cores(root="/"):
-    """How many cores this process may use, at least 1: those that its affinity has, or the container's quota, rounded
-    up. macOS and Windows know neither; then all there are."""
+    """How many cores this process may use: the smaller of its affinity and the container's quota, rounded up, so at
+    least 1. On macOS and Windows Python tells us neither: then all there are."""
     if hasattr(os, "sched_getaffinity"):
         n = len(os.sched_getaffinity(0))
     else:

@@ -37,8 +37,8 @@ def flags_of(cls, values):
 
 
 def lanes_of(device, jobs, n_runs):
-    """The environment of each job that runs at the same time: a GPU, of its own if there are as many, and its share of
-    the cores. jobs: how many run at a time; 0 = one on each GPU, or else on each core."""
+    """The environment of each job that runs at the same time: one of the GPUs, which jobs share if there are too few,
+    and an equal share of the cores. jobs: how many run at a time; 0 = one on each GPU, or else on each core."""
     refuse_ranks()
     gpus = []
     if device in ("auto", "cuda") and torch.cuda.is_available():
@@ -47,7 +47,7 @@ def lanes_of(device, jobs, n_runs):
     if jobs:
         n = min(jobs, n_runs)
     elif gpus:
-        n = len(gpus)
+        n = min(len(gpus), n_runs)
     elif device in ("auto", "cpu"):
         n = min(cores(), n_runs)
     else:

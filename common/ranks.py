@@ -212,8 +212,8 @@ def clock(device):
 
 
 def without_words(tree):
-    """A syntax tree without what changes no number: docstrings, the rows of TABLE, the texts of setting(…). The fields
-    of a run's mode and its settings are in its config.json."""
+    """A syntax tree without docstrings, the rows of TABLE and the strings in setting(…). What these decide is in the
+    config.json of a run, and runs are compared by that, too."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             del node.body[0]
@@ -241,7 +241,8 @@ def as_text(node):
 
 @functools.cache
 def code_of_results(root=Path(__file__).parent.parent):
-    """{file that decides a run's numbers: a digest of its statements}. Comments and words do not count."""
+    """{file at the heart of a run's numbers: a digest of its statements}. Comments, docstrings and help texts do not
+    count; error messages do."""
     digests = {}
     for name in ("model", "value_modes", "train", "common/layers", "common/loss", "common/data", "common/scoring"):
         tree = without_words(ast.parse(Path(root, f"{name}.py").read_text(encoding="utf-8")))
@@ -253,11 +254,11 @@ def processor():
     """The name of this machine's processor."""
     cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text(encoding="utf-8")) if cpuinfo.exists() else []
-    return names[0] if names else platform.processor()
+    return names[0] if names else platform.processor() or platform.machine()  # Linux on ARM names none
 
 
 def what_rounds(world):
-    """{what: which} of a run's machine that rounds its numbers in one way or another."""
+    """{name: value} of what may round a run's numbers otherwise on another machine."""
     device = f"the {world.kind} of {processor()}"
     if world.kind == "cuda":
         device = torch.cuda.get_device_name(world.device)

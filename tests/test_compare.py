@@ -399,7 +399,7 @@ def test_small_runs_share_a_gpu(monkeypatch):
     monkeypatch.setattr("common.jobs.cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    for jobs, n_runs, gpus in ((0, 9, "01"), (1, 9, "0"), (5, 9, "01010"), (8, 3, "010")):
+    for jobs, n_runs, gpus in ((0, 9, "01"), (0, 1, "0"), (1, 9, "0"), (5, 9, "01010"), (8, 3, "010")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         lanes = lanes_of("auto", jobs, n_runs)
         assert "".join(lane["CUDA_VISIBLE_DEVICES"] for lane in lanes) == gpus
