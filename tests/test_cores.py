@@ -13,6 +13,7 @@ V2, V1 = "0::/a/b\n", "5:memory:/m\n4:cpu,cpuacct:/a/b\n0::/\n"
     (V2, {"a/b/cpu.max": "50000 100000\n"}, 0.5),
     (V2, {"a/b/cpu.max": "max 100000\n"}, float("inf")),
     (V2, {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "300000 100000\n"}, 3),  # a group above limits us, too
+    (V2, {"a/b/cpu.max": "50000 100000\n", "a/cpu.max": "300000 100000\n"}, 0.5),
     (V2, {"cpu.max": "250000 100000\n"}, 2.5),  # a container: its path is of the outside
     (V2, {"c/cpu.max": "50000 100000\n"}, float("inf")),  # a group of others
     ("0::/../b\n", {}, float("inf")),

@@ -44,7 +44,7 @@ def test_every_16th_novel_is_held_out(clone, tmp_path):
     assert "Line 7," in (tmp_path / "out/val/eltec/n07.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("text", ["hello", "<a>", "<a/>", ""])
+@pytest.mark.parametrize("text", ["hello", "<a>", "<a/>", "", TEI.replace("</teiHeader>", "")])
 def test_a_file_that_is_no_tei(text, clone, tmp_path):
     (clone / "level1/a.xml").write_text(TEI, encoding="utf-8")
     (clone / "level1/b.xml").write_text(text)

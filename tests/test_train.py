@@ -170,6 +170,8 @@ def test_a_run_equals_a_naive_loop(data_dir, tmp_path):
 def test_what_a_run_leaves(base, data_dir):
     (start,), steps = records(base, "start"), records(base)
     assert {"value_mode": "vanilla", "seed": 1, "parameters": 46_304, "ranks": 1, "step": 0}.items() <= start.items()
+    here = {"ranks": 1, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    assert here.items() <= start["rounding"].items()
     made = files.read_record(base / "config.json", checkpoint.RUN)
     of_result = {"val_hash": Corpus(data_dir, 16).val_hash, "eval_tokens": 512, "init_from": "", "learning_rate": 3e-3}
     assert of_result.items() <= start.items() and of_result.items() <= made.items()
