@@ -19,21 +19,23 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.checkpoint import RUN
 from common.data import Corpus
-from common.files import hold
+from common.files import hold, read_record, write_text
 from common.jobs import Job, flags_of, lanes_of, run_jobs, tokens_per_s
 from common.modes import read_mode
 from common.plan import count_parameters, notes_of
-from common.report import markdown, say, some, with_interval
-from common.runs import made_as, read_run
-from common.statistics import Fit, holm, multiplier
+from common.ranks import environment
+from common.report import markdown, say, with_interval
+from common.runs import as_kept, made_as, read_run, rounded_otherwise, write_kept
+from common.statistics import Fit
+from common.verdict import GROWTHS, judge, noisy, search, sentences
 from configurator import UserError, need, run, setting
 from plot import align, comparison, growing_means, short_count
-from train import MAY_DIFFER, TrainConfig, settings_of
+from train import ENVIRONMENT, MAY_DIFFER, TrainConfig, settings_of
 from value_modes import get_mode, kv_floats_per_token
 
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
-GROWTHS = 2  # how often a grid may grow by another rate, because its best one is at its edge
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ class CompareConfig(TrainConfig):
     modes: tuple[str, ...] = setting((), "names, or files", None, None, "Comparison", True, files_with="value_mode")
     rates: tuple[float, ...] = setting((), "learning rates, as in 1.5e-3,3e-3; empty = learning_rate alone", most=1e5)
     seeds: int = setting(1, "runs of each mode at its best rate; they differ in weights and batches", least=1, most=10)
-    neighbours: bool = setting(False, "all seeds at the rates beside the best one too, which then choose")
     jobs: int = setting(0, "runs at a time; 0 = one for each GPU or core; small ones can share a GPU", least=0)
     dry_run: bool = setting(False, "only say what would run")
+    report: bool = setting(False, "also write out_dir/report: a page, its figure, and a record of each run")
 
     def __post_init__(self):
         object.__setattr__(self, "out_dir", self.out_dir or "out/compare")
@@ -83,38 +85,7 @@ class CompareConfig(TrainConfig):
         return TrainConfig(**values)
 
 
-# -- the procedure
-
-
-def search(known, rates, seeds, neighbours=False):
-    """The whole procedure: ([(rate, seed)] that a mode needs now, its best rate, whether a better one may lie beyond).
-
-    known: function (rate, seed) -> loss, None before it is known. All rates get the first seed. Where the best one is
-    at the grid's edge, the grid grows there by a factor of 2, at most twice. Then all seeds train at the best rate.
-    With `neighbours` they also do at the rates beside it, and the mean over seeds chooses.
-    """
-    rates, first = list(rates), seeds[0]
-    for growth in range(GROWTHS + 1):
-        missing = [(rate, first) for rate in rates if known(rate, first) is None]
-        if missing:
-            return missing, None, False
-        best = min(rates, key=lambda rate: known(rate, first))
-        is_edge = len(rates) > 1 and best in (rates[0], rates[-1])
-        if not is_edge or growth == GROWTHS:
-            break
-        rates = [best / 2, *rates] if best == rates[0] else [*rates, best * 2]
-    i = rates.index(best)
-    tried = rates[max(0, i - 1) : i + 2] if neighbours else [best]
-    missing = [(rate, seed) for rate in tried for seed in seeds if known(rate, seed) is None]
-    if missing:
-        return missing, None, False
-
-    def by_mean(rate):  # first by how many diverged
-        finite = [loss for loss in (known(rate, seed) for seed in seeds) if math.isfinite(loss)]
-        return len(seeds) - len(finite), statistics.mean(finite or [0])
-
-    best = min(tried, key=by_mean)
-    return [], best, len(rates) > 1 and best in (rates[0], rates[-1])
+# -- the runs
 
 
 class Study:
@@ -143,8 +114,7 @@ class Study:
         return {name: value for name, value in config.items() if name not in MAY_DIFFER}
 
     def search(self, mode, known=None):
-        known = known or functools.partial(self.known, mode)
-        return search(known, self.cfg.rates, self.cfg.all_seeds, self.cfg.neighbours)
+        return search(known or functools.partial(self.known, mode), self.cfg.rates, self.cfg.all_seeds)
 
     def wanted(self):
         return [self.job(mode, *run) for mode in self.cfg.named for run in self.search(mode)[0]]
@@ -167,161 +137,146 @@ class Study:
             loss += f", but its weights may not be saved: {last_words}"
         say(f"{job.folder.name}: {loss}")
 
-    def schedules(self, mode):
-        """[(tokens, loss)] of a mode at other lengths that this command has finished here; means over seeds."""
-        points, cfg = [], self.cfg
-        lengths = {path.name.removeprefix(f"{mode}-").partition("-")[0] for path in Path(cfg.out_dir).glob(f"{mode}-*")}
+    def counts(self):
+        """How many runs the procedure still needs, from fewest to most: it depends on where the best rates will be."""
+        rates, known = self.cfg.rates, functools.cache(self.known)  # to read what a run has so far takes a while
+        return sorted(self.count(best, known) for best in (rates[0] / 8, *rates, rates[-1] * 8))
+
+    def count(self, best, known_now):
+        """How many runs it still needs, if the losses that we do not know yet are lowest at rate `best`."""
+        asked = set()
+        for mode in self.cfg.named:
+
+            def known(rate, seed, mode=mode):
+                loss, is_asked = known_now(mode, rate, seed), (mode, rate, seed) in asked
+                return 1 + abs(math.log(rate / best)) if loss is None and is_asked else loss
+
+            while missing := self.search(mode, known)[0]:
+                asked.update((mode, *run) for run in missing)
+        return len(asked)
+
+    def later(self):
+        """Steps of the runs, at least, that will be asked for when those have ended that are asked for now."""
+        return (self.counts()[0] - len(self.wanted())) * self.cfg.max_steps
+
+    def answers(self):
+        """What `judge` returns: the Answer of each mode, and the Fit."""
+        tuned, pool = {mode: self.search(mode)[1] for mode in self.cfg.named}, None
+        if self.cfg.seeds == 1:
+            pool = self.pool()
+        return judge(self.cells(), tuned, self.cfg.max_steps * self.cfg.batch_tokens, self.schedules(), pool)
+
+    def cells(self):
+        """{(mode, rate): {seed: loss}} of the runs that did not diverge."""
+        cells = defaultdict(dict)
+        for (mode, rate, seed), curves in self.runs.items():
+            if math.isfinite(curves.final_loss):
+                cells[mode, rate][seed] = curves.final_loss
+        return dict(cells)
+
+    def schedules(self):
+        """[(tokens, Answer)] of the base at other lengths that this command has finished here."""
+        points, cfg, base = [], self.cfg, next(iter(self.cfg.named))
+        lengths = {path.name.removeprefix(f"{base}-").partition("-")[0] for path in Path(cfg.out_dir).glob(f"{base}-*")}
         for steps in map(int, filter(str.isdecimal, lengths - {str(cfg.max_steps)})):
             with contextlib.suppress(UserError):  # of other settings or other code
                 other = Study(dataclasses.replace(cfg, max_steps=steps), self.corpus)
-                missing, rate, _ = other.search(mode)
-                loss = math.inf if missing else statistics.mean(other.known(mode, rate, seed) for seed in cfg.all_seeds)
-                if math.isfinite(loss):
-                    points.append((steps * cfg.batch_tokens, loss))
+                missing, tuned = other.search(base)
+                (answer,), _ = ([None], None) if missing else judge(other.cells(), {base: tuned})
+                if answer and len(answer.losses) == cfg.seeds:
+                    points.append((steps * cfg.batch_tokens, answer))
         return points
 
-
-# -- the answer
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the runs say of a mode. Losses are in nats per token; None is what one seed cannot say."""
-
-    mode: str
-    rate: float
-    is_edge: bool  # a better rate may lie beyond the grid
-    losses: dict  # {seed: validation loss}; empty if the mode diverged at every rate
-    gap: float | None = 0.0  # minus the base's loss; None without a common seed
-    interval: float | None = None  # half of 95 %
-    p: float | None = None  # after Holm's correction
-    n_diverged: int = 0  # of its seeds
-    tokens: tuple = ()  # how many times its tokens the base needs for this loss: (least, most), or empty
-
-    def sentence(self, base, cfg):
-        below, better = ("below", "better") if (self.gap or 0) < 0 else ("above", "worse")
-        if not self.losses:
-            return f"{self.mode} diverged at every rate down to {self.rate:g}: name lower --rates."
-        if self.mode == base:
-            words = "is what the others are compared with"
-        elif self.gap is None:
-            return f"{self.mode} and {base} have no seed in common that did not diverge."
-        elif self.interval is None:
-            least = 0.1 if cfg.max_steps * cfg.batch_tokens < 5e6 else 0.03  # what seeds of our small models were off
-            more = ": add --seeds=3" if cfg.seeds == 1 else " (others diverged)"
-            ends = f"{abs(self.gap):.3f} nats {below}" if abs(self.gap) >= 0.0005 else "level with"
-            words = f"ends {ends} {base}; with one seed less than {least} may be noise{more}"
-        elif self.p > 0.05:
-            gap = with_interval(self.gap, self.interval, sign=True)
-            words = f"cannot be told apart from {base}: {gap} nats, p = {self.p:.2g}"
-        else:
-            words = f"is {better} than {base} by {with_interval(abs(self.gap), self.interval)} nats"
-        if self.tokens:
-            words += "; {} needs {:.2f} to {:.2f} times as many tokens for that loss".format(base, *self.tokens)
-        if self.is_edge:
-            words += f"; {self.rate:g} is the edge of its rates, so a better one may lie beyond"
-        if self.n_diverged:
-            words += f"; {self.n_diverged} of its {cfg.seeds} seeds diverged"
-        return f"{self.mode} {words}."
+    def pool(self):
+        """A Fit of all runs in the folder that differ from these in mode, rate and seed alone."""
+        cells, own = defaultdict(dict), self.decisive(self.cfg.of_run(next(iter(self.cfg.named)), 1.0, 0))
+        for path in sorted(Path(self.cfg.out_dir).glob("*/config.json")):
+            with contextlib.suppress(UserError):
+                made = read_record(path, RUN)
+                of = {name: made.get(name) for name in ("value_mode", "value_mode_name", "learning_rate", "seed")}
+                loss = made_as(own | of, path.parent).final_loss
+                if loss is not None and math.isfinite(loss):
+                    cells[str(of["value_mode"]), of["learning_rate"]][of["seed"]] = loss
+        return Fit(cells)
 
 
-def answers(study):
-    """The Answer of each mode, that of the base first."""
-    modes, seeds = list(study.cfg.named), study.cfg.all_seeds
-    best = {mode: study.search(mode)[1:] for mode in modes}
-    cells = {}  # also those that --neighbours trained
-    for (mode, rate, seed), curves in study.runs.items():
-        if math.isfinite(curves.final_loss):
-            cells.setdefault((mode, rate), {})[seed] = curves.final_loss
-    base = modes[0], best[modes[0]][0]
-    if base not in cells:
-        raise UserError(f"{base[0]} diverged at every rate down to {base[1]:g}, name lower --rates")
-    fit = Fit({cell: cells[cell] for cell in cells if len(cells[cell]) > 1 or cell[1] == best[cell[0]][0]})
-    pairs = {mode: {(mode, best[mode][0]): 1, base: -1} for mode in modes[1:] if (mode, best[mode][0]) in cells}
-    found = {mode: fit.contrast(weights) for mode, weights in pairs.items()}
-    ps = holm({mode: p for mode, (*_, p) in found.items() if p is not None})
-    # vanilla's nearest longer schedule, else the nearest shorter one, from which we have to guess how the curve goes on
-    own, level = study.cfg.max_steps * study.cfg.batch_tokens, statistics.mean(cells[base].values())
-    others = [point for point in study.schedules(modes[0]) if (point[0] - own) * (level - point[1]) > 0]
-    others.sort(key=lambda point: (point[0] < own, abs(point[0] - own)))
-    error = (fit.noise or 0) / math.sqrt(len(cells[base]))
-    answer = []
-    for mode in modes:
-        losses, tokens = cells.get((mode, best[mode][0]), {}), ()
-        gap, interval, _ = found.get(mode, (0.0, None, None))
-        if others and interval is not None:
-            tokens = multiplier(level + gap, (own, level), others[0], error)
-        answer.append(Answer(mode, *best[mode], losses, gap, interval, ps.get(mode), len(seeds) - len(losses), tokens))
-    return answer
+# -- the answer in words
 
 
-def rounded_otherwise(runs):
-    """Yields a sentence, or nothing: in what the machines of these runs {(mode, rate, seed): Curves} differ."""
-    made_with = defaultdict(lambda: defaultdict(list))  # {what: {which: names of runs}}
-    for (mode, rate, seed), curves in runs.items():
-        for start in curves.starts:  # a resumed run may have several machines
-            for what, which in start["rounding"].items():
-                made_with[what][which].append(f"{mode}-{rate:g}-{seed}")
-    differ = []
-    for what, names in made_with.items():
-        if len(names) > 1:
-            kinds = (f"{which}: {some(sorted(set(names[which])))}" for which in names)
-            differ.append(f"{what} ({'; '.join(kinds)})")
-    if differ:
-        yield f"The runs differ in {' and in '.join(differ)}. Rounding alone has moved a loss of ours by 0.02."
-
-
-def report(study, answer):
-    """Print the table, a sentence for each mode, and what a reader must know of all."""
-    base, cfg, rows = answer[0].mode, study.cfg, []
-    for a in answer:
-        shape = cfg.of_run(a.mode, a.rate, cfg.seed).model_config(study.corpus.tokenizer.n_vocab)
-        loss = f"{statistics.mean(a.losses.values()):.4f}" if a.losses else "diverged"
-        gap = "-" if a.mode == base or not a.losses or a.gap is None else with_interval(a.gap, a.interval, sign=True)
-        cells = ["-" if a.p is None else f"{a.p:.2g}", "{:.2f} to {:.2f}".format(*a.tokens) if a.tokens else "-"]
-        cells += [f"{count_parameters(shape):,}", f"{2 * kv_floats_per_token(shape):,}", f"{len(a.losses)}"]
-        rows.append([a.mode, f"{a.rate:g}{' (edge)' * a.is_edge}", loss, gap, *cells])
-    header = ["mode", "rate", "val loss", f"vs {base}", "Holm's p", "× tokens", "parameters"]
-    header += ["KV bytes/token (bf16)", "seeds"]
-    says = [a.sentence(base, cfg) for a in answer if a.mode != base or a.is_edge or a.n_diverged]
-    print(markdown(header, rows), *says, *rounded_otherwise(study.runs), sep="\n")
+def remarks(study, answers, fit):
+    """Sentences on all modes together."""
+    cfg, base = study.cfg, answers[0]
+    yield from rounded_otherwise({f"{mode}-{rate:g}-{seed}": of for (mode, rate, seed), of in study.runs.items()})
     if len(cfg.rates) == 1:
-        print(f"One rate, {cfg.rates[0]:g}, favours the mode that it suits best: name several --rates to be fair.")
-    if cfg.seeds > 1:
-        print("±: half of a 95 % interval. Differences are of equal seeds, and all modes share one noise.")
-    if not any(a.tokens for a in answer):
+        yield f"One rate, {cfg.rates[0]:g}, favours the mode that it suits best: name several --rates to be fair."
+    if any(a.interval for a in answers):
+        corrected = ", both at the best rates of parabolas" if any(a.best and a.tuned.around for a in answers) else ""
+        yield f"±: half of a 95 % interval. Differences are of equal seeds{corrected}, and all modes share one noise."
+    if cfg.seeds == 1 and any(a.interval for a in answers):
+        yield f"That noise, {fit.noise:.4f} nats, is of other runs in {cfg.out_dir}, which have several seeds."
+    for mode, share in noisy(fit).items():
+        yield (
+            f"{mode} makes {share:.0%} of that noise. If its runs are noisier than the others', ± is off; "
+            "name two modes alone, and their runs here give an answer that no third mode changes."
+        )
+    if not any(a.tokens for a in answers) and base.losses:
         how = f"run this with --max_steps={2 * cfg.max_steps}, then as now" + ", both with --seeds=3" * (cfg.seeds == 1)
-        print(f"× tokens needs {base} at another length: {how}.")
+        yield f"× tokens needs {base.mode} at another length: {how}."
 
 
-def picture(study, answer):
-    """The figure: effects, and training losses over tokens at the best rates, means over the seeds."""
-    base, cfg, curves, effects = answer[0], study.cfg, {}, []
-    for a in answer:
-        steps = [study.runs[a.mode, a.rate, seed].steps for seed in a.losses]
-        if steps and a.gap is not None:
+def table(study, answers):
+    """The answers as Markdown. One rate has no parabola, so its columns are left out."""
+    base, cfg, rows = answers[0], study.cfg, []
+    for a in answers:
+        shape = cfg.of_run(a.mode, a.tuned.rate, cfg.seed).model_config(study.corpus.tokenizer.n_vocab)
+        loss = f"{statistics.mean(a.losses.values()):.4f}" if a.losses else "diverged"
+        cells = [f"{a.tuned.rate:g}{' (edge)' * a.tuned.is_edge}", loss]
+        if len(cfg.rates) > 1:
+            cells += [f"{a.best.rate:.2g}", f"{a.loss:.4f}"] if a.losses and a.tuned.around else ["-", "-"]
+        cells += ["-" if a.gap is None else with_interval(a.gap, a.interval, sign=True)]
+        cells += ["-" if a.p is None else f"{a.p:.2g}", "{:.2f} to {:.2f}".format(*a.tokens) if a.tokens else "-"]
+        cells += [f"{count_parameters(shape):,}", f"{2 * kv_floats_per_token(shape):,}", f"{len(a.losses)}"]
+        rows.append([a.mode, *cells])
+    header = ["mode", "rate", "val loss", *(["parabola's rate", "its loss"] if len(cfg.rates) > 1 else [])]
+    header += [f"vs {base.mode}", "Holm's p", "× tokens", "parameters", "KV bytes/token (bf16)", "seeds"]
+    return markdown(header, rows)
+
+
+def picture(study, answers, path):
+    """The figure: effects, and training losses over tokens at the best rates tried, means over the seeds."""
+    base, cfg, curves, effects = answers[0], study.cfg, {}, []
+    for a in answers:
+        if a.losses:
+            steps = [study.runs[a.mode, a.tuned.rate, seed].steps for seed in a.losses]
             tokens, means = growing_means(*align([(of["tokens"], of["loss"]) for of in steps]))
             curves[a.mode] = a.mode, tokens, means.mean(axis=0)
-            seeds = [a.losses[seed] - base.losses[seed] for seed in a.losses.keys() & base.losses]
+        if a.gap is not None:
+            gain = a.best.gain - base.best.gain
+            seeds = [a.losses[seed] - base.losses[seed] - gain for seed in a.losses.keys() & base.losses]
             effects.append((a.mode, a.mode, a.gap, a.interval, seeds, a.p is None or a.p <= 0.05))
     rate = "each at its best rate" if len(cfg.rates) > 1 else f"rate {cfg.rates[0]:g}"
     seeds = f"{cfg.seeds} seeds (ticks), 95 % intervals" if cfg.seeds > 1 else "one seed"
     title = f"{short_count(cfg.max_steps * cfg.batch_tokens)} tokens, {rate}\n{seeds}"
-    comparison(Path(cfg.out_dir, "compare.png"), effects[1:], curves, title, base.mode)
+    if curves:
+        comparison(path, effects, curves, title, base.mode)
 
 
-def runs_to_come(study, taste):
-    """How many runs the procedure still needs, if the losses that we do not know yet are `taste`(rate)."""
-    asked = set()
-    for mode in study.cfg.named:
-
-        def known(rate, seed, mode=mode):
-            there = study.known(mode, rate, seed)
-            return taste(rate) if there is None and (mode, rate, seed) in asked else there
-
-        while missing := study.search(mode, known)[0]:
-            asked.update((mode, *run) for run in missing)
-    return len(asked)
+def write_report(study, answers, said):
+    """What a page needs, in out_dir/report: table and sentences, the figure, and a record of each run."""
+    cfg, folder, kept = study.cfg, Path(study.cfg.out_dir, "report"), {}
+    for key in study.runs:
+        settings = study.cfg.of_run(*key)
+        path = Path(settings.out_dir)
+        made_on = read_record(path / "env.json", ENVIRONMENT)
+        kept[path.name] = as_kept(study.runs[key], path, study.decisive(settings), made_on)
+    write_kept(folder / "runs.jsonl", kept)
+    picture(study, answers, folder / "compare.png")
+    made = environment()
+    text = f"# {', '.join(cfg.named)}: {short_count(cfg.max_steps * cfg.batch_tokens)} tokens\n\n{said[0]}\n\n"
+    text += "".join(f"- {line}\n" for line in said[1:])
+    text += f"\n![{' and '.join(cfg.named)}](compare.png)\n\n[runs.jsonl](runs.jsonl) has settings and losses of the "
+    text += f"{len(kept)} runs. Made by `python {made['command']}`, commit {made['commit']}, on {made['processor']}.\n"
+    write_text(folder / "README.md", text)
 
 
 def plan(study, lanes):
@@ -331,11 +286,9 @@ def plan(study, lanes):
     yield f"{len(cfg.named)} modes on the same batches: {', '.join(cfg.named)}"
     tuned = f"with seed {cfg.seed}; up to {GROWTHS} more where the best is at the edge"
     yield f"rates: {f'{rates} {tuned}' if len(cfg.rates) > 1 else f'only {rates}, not tuned'}"
-    beside = " and at those beside it, which then choose" if cfg.neighbours else ""
-    where = f"at the best rate of each mode{beside}" if len(cfg.rates) > 1 else "for each mode"
+    where = "at the best rate of each mode" if len(cfg.rates) > 1 else "for each mode"
     yield f"seeds: {', '.join(map(str, cfg.all_seeds))} {where}"
-    tokens, best = cfg.max_steps * cfg.batch_tokens, [cfg.rates[0] / 8, *cfg.rates, cfg.rates[-1] * 8]
-    counts = sorted(runs_to_come(study, lambda rate, at=at: 1 + abs(math.log(rate / at))) for at in best)
+    tokens, counts = cfg.max_steps * cfg.batch_tokens, study.counts()
     speed = tokens_per_s(cfg, study.corpus, list(study.runs.values())) if cfg.dry_run else None
     guess = "; hours are a guess from one pass without compile" if speed and not study.runs else ""
 
@@ -357,10 +310,14 @@ def main(cfg: CompareConfig):
         for line in plan(study, lanes):
             print(line, flush=True)  # the last one takes a while
         if not cfg.dry_run:
-            run_jobs(study.wanted, study.ended, lanes)
-            answer = answers(study)
-            report(study, answer)
-            picture(study, answer)
+            run_jobs(study.wanted, study.ended, lanes, study.later)
+            answers, fit = study.answers()
+            said = [table(study, answers), *sentences(answers, cfg.seeds, len(cfg.rates) > 1)]
+            said += remarks(study, answers, fit)
+            print(*said, sep="\n")
+            picture(study, answers, Path(cfg.out_dir, "compare.png"))
+            if cfg.report:
+                write_report(study, answers, said)
 
 
 if __name__ == "__main__":

@@ -73,12 +73,13 @@ def last_words(log, begin):
     return (errors or lines or ["nothing was said"])[-1]
 
 
-def run_jobs(wanted, ended, lanes):
+def run_jobs(wanted, ended, lanes, later=lambda: 0):
     """Run jobs, one at a time on each lane, until `wanted()` has no new one.
 
     wanted: function -> the Jobs that are needed as far as we know now; it is asked again whenever a job has ended.
     ended: function (job, exit code, its last words). If it raises, or at Ctrl-C or a kill, all others are
     stopped by SIGTERM, at which train.py saves.
+    later: function -> steps of the jobs that `wanted` will name when others have ended, for the bar.
     """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
@@ -99,11 +100,10 @@ def run_jobs(wanted, ended, lanes):
                 return
             # until one ends, show how far all of them are
             known = {job.log: job for job in todo} | seen
-            bar.total = sum(job.steps for job in known.values())
+            bar.total = sum(job.steps for job in known.values()) + later()
             while all(process.poll() is None for _, process, _ in running.values()):
                 left = sum(job.steps - steps_done(job.folder) for job, *_ in running.values() if job.steps)
-                waiting = sum(job.steps for log, job in known.items() if log not in seen)
-                bar.update(bar.total - waiting - left - bar.n)
+                bar.update(sum(job.steps for job in seen.values()) - left - bar.n)
                 time.sleep(0.5)
             for lane, (job, process, begin) in list(running.items()):
                 if process.poll() is not None:

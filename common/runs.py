@@ -1,16 +1,20 @@
-"""Runs of train.py that are there: what their metrics.jsonl says, and whether they are the runs that we want."""
+"""Runs of train.py that are there: what their metrics.jsonl says, whether they are the runs that we want, in what their
+machines differ, and what is kept of them where their folders are gone."""
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from common.checkpoint import RUN
-from common.files import read_record, read_record_lines, reading
+from common.files import read_record, read_record_lines, reading, record_line, write_text
 from common.ranks import code_of_results
-from common.report import METRICS
+from common.report import METRICS, some
 from configurator import UserError
+
+KEPT = "a run's record"  # the kind of record in each line of a file of kept runs
 
 
 @dataclass(frozen=True)
@@ -75,3 +79,47 @@ def made_as(wanted, folder):
     if what:
         raise UserError(f"{folder} was made with {what[0]}; remove it, or set another --out_dir")
     return found
+
+
+def rounded_otherwise(runs):
+    """Yields a sentence, or nothing: in what the machines of these runs {name: Curves} differ."""
+    made_with = defaultdict(lambda: defaultdict(set))  # {what: {which: names of runs}}
+    for name, curves in runs.items():
+        for start in curves.starts:  # a resumed run may have several machines
+            for what, which in start["rounding"].items():
+                made_with[what][which].add(name)
+    differ = []
+    for what, names in made_with.items():
+        if len(names) > 1:
+            kinds = (f"{which}: {some(sorted(names[which]))}" for which in names)
+            differ.append(f"{what} ({'; '.join(kinds)})")
+    if differ:
+        yield f"The runs differ in {' and in '.join(differ)}. Rounding alone has moved a loss of ours by 0.02."
+
+
+# -- what is kept of finished runs
+
+
+def as_kept(run, folder, settings, environment, every=50):
+    """What is kept of a finished run, the Curves of a folder, in 4 kB. A training loss is a mean of `every` steps."""
+    n = len(run.steps["loss"]) // every * every  # a last mean of fewer steps would be noisier than the others
+    losses = run.steps["loss"][:n].reshape(-1, every).mean(axis=1)
+    step_tokens = float(run.steps["tokens"][-1] / run.steps["step"][-1])
+    return {
+        "name": Path(folder).name, "commit": environment["commit"], "processor": environment["processor"],
+        "settings": settings, "start": run.start, "step_tokens": step_tokens, "every": every,
+        "losses": losses.round(5).tolist(),  # of training
+        "val": {str(step): loss for step, loss in run.val.items()},  # mean over the domains
+        "domains": run.evaluation.get("val", {}),  # the last validation loss of each
+        "seconds": round(float(np.sum(step_tokens / run.steps["tokens_per_s"])), 1),  # of training steps
+    }  # fmt: skip
+
+
+def read_kept(path):
+    """{name: record} of a file of kept runs; empty if there is none."""
+    return {record["name"]: record for record in read_record_lines(path, KEPT)} if Path(path).exists() else {}
+
+
+def write_kept(path, kept):
+    """Write {name: record} as a file, a line for each."""
+    write_text(path, "".join(record_line(KEPT, kept[name]) for name in sorted(kept)))

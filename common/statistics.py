@@ -1,10 +1,14 @@
-"""How sure a mean or a difference is: Student's t, one error for many cells, and Holm's correction."""
+"""How sure a mean or a difference is: Student's t, one error for many cells, Holm's correction, the best learning rate
+between those that were tried, and losses turned into tokens. bench/coverage.py tells how often the answers hold."""
 
 import functools
 import math
 import statistics
+from collections import defaultdict
 
 import numpy as np
+
+NORMAL_95 = 1.96  # t_95 of a deviation that we know
 
 
 def t_tail(t, df):
@@ -47,22 +51,32 @@ class Fit:
 
     def __init__(self, cells):
         self.cells = list(cells)
-        rows = [(self.cells.index(cell), seed, number) for cell in cells for seed, number in cells[cell].items()]
-        seeds = sorted({seed for _, seed, _ in rows}, key=str)
-        design = np.zeros((len(rows), len(self.cells) + len(seeds)))
-        for i, (cell, seed, _) in enumerate(rows):
-            design[i, cell] = design[i, len(self.cells) + seeds.index(seed)] = 1
-        y = np.array([number for *_, number in rows])
+        self.n_seeds = {cell: len(numbers) for cell, numbers in cells.items()}
+        self.rows = [(cell, seed, number) for cell, numbers in cells.items() for seed, number in numbers.items()]
+        seeds = sorted({seed for _, seed, _ in self.rows}, key=str)
+        design = np.zeros((len(self.rows), len(self.cells) + len(seeds)))
+        for i, (cell, seed, _) in enumerate(self.rows):
+            design[i, self.cells.index(cell)] = design[i, len(self.cells) + seeds.index(seed)] = 1
+        y = np.array([number for *_, number in self.rows])
         self.inverse = np.linalg.pinv(design.T @ design)
         self.values = self.inverse @ design.T @ y
         self.df = len(y) - np.linalg.matrix_rank(design)
-        self.design, rest = design, y - design @ self.values
+        self.design, self.rest = design, y - design @ self.values
         # equal losses leave rounding, which is no noise
-        self.noise = max(math.sqrt((rest**2).sum() / self.df), 1e-9 * abs(y).max()) if self.df else None
+        self.noise = max(math.sqrt((self.rest**2).sum() / self.df), 1e-9 * abs(y).max()) if self.df else None
 
-    def contrast(self, weights):
+    def level(self, cell):
+        """A cell's number as if all seeds had been drawn for it. Two levels may be compared if seeds connect them."""
+        return float(self.values[self.cells.index(cell)])
+
+    def spread(self, weights):
+        """The standard error of a sum {cell: weight} for a noise of 1, without the seeds' own share."""
+        return math.sqrt(sum(weight**2 / self.n_seeds[cell] for cell, weight in weights.items()))
+
+    def contrast(self, weights, misfit=0.0):
         """(value, half of its 95 % interval, p) of a sum {cell: weight}. The last two are None where nothing is left to
-        know the noise from, all three where no seeds connect the cells."""
+        know the noise from, all three where no seeds connect the cells. misfit: a standard deviation that no seed
+        shows and that goes into both."""
         c = np.zeros(len(self.values))
         for cell, weight in weights.items():
             c[self.cells.index(cell)] += weight
@@ -72,7 +86,15 @@ class Fit:
         if not self.df:
             return value, None, None
         error = self.noise * math.sqrt(c @ self.inverse @ c)
-        return value, t_95(self.df) * error, t_tail(abs(value) / max(error, 1e-300), self.df)
+        half = math.hypot(t_95(self.df) * error, NORMAL_95 * misfit)
+        return value, half, t_tail(abs(value) * t_95(self.df) / max(half, 1e-300), self.df)
+
+    def shares(self, group):
+        """{group(cell): its part of the squares from which the noise is computed}."""
+        squares = defaultdict(float)
+        for (cell, *_), rest in zip(self.rows, self.rest, strict=True):
+            squares[group(cell)] += rest**2 / max((self.rest**2).sum(), 1e-300)
+        return dict(squares)
 
 
 def holm(ps):
@@ -84,19 +106,43 @@ def holm(ps):
     return corrected
 
 
-def multiplier(loss, own, other, error=0.0):
+def lowest(x, y):
+    """Where a parabola through three points is lowest: (x there, weights of the three y in its value there, misfit).
+
+    The value is weights @ y. A y that moves a little moves the value by its weight, because at the lowest point a shift
+    of x changes nothing (the delta method needs no more). x stays within half the way from the middle point to the
+    others; if the parabola has no lowest point, it is the middle one. misfit: what a cubic term of as many nats per
+    cube of x as the parabola has per square would add there.
+    """
+    (a, b, c), left, right = x, (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
+    square = (right - left) / (c - a)
+    if square <= 0:
+        return b, (0.0, 1.0, 0.0), 0.0
+    at = min(max((a + b) / 2 - left / (2 * square), (a + b) / 2), (b + c) / 2)
+    to_a, to_b, to_c = at - a, at - b, at - c
+    weights = (to_b * to_c / (a - b) / (a - c), to_a * to_c / (b - a) / (b - c), to_a * to_b / (c - a) / (c - b))
+    return at, weights, square * abs(to_a * to_b * to_c)
+
+
+def multiplier(loss, own, other, errors=(0, 0, 0), df=math.inf):
     """(least, most): how many times its tokens vanilla needs for `loss`.
 
     own, other: (tokens, vanilla's loss) of two schedules, the first of the mode's length. Losses fall as E + B / D^b
     over tokens D. Two points leave b open, so we take both ends: b = 1, the steepest that we have seen, and b -> 0, a
-    straight line over ln D. error: standard deviation of each loss; then the ends are those of a 95 % interval.
+    straight line over ln D. errors: standard errors of the three losses, from a noise with df degrees of freedom; then
+    the ends are those of a 95 % interval.
     """
     rng, (tokens, base), (other_tokens, other_base) = np.random.default_rng(0), own, other
-    loss, base, other_base = np.array([[loss], [base], [other_base]]) + error * rng.standard_normal((3, 10_000))
+    draws = rng.standard_normal((3, 10_000))
+    if math.isfinite(
+        df
+    ):  # the noise itself is not known better than its own chi-square, so the losses have Student's t
+        draws /= np.sqrt(rng.chisquare(df, 10_000) / df)
+    loss, base, other_base = np.array([[loss], [base], [other_base]]) + np.reshape(errors, (3, 1)) * draws
     with np.errstate(all="ignore"):
         straight = (base - loss) / (base - other_base) * math.log(other_tokens / tokens)
         floor = (other_tokens * other_base - tokens * base) / (other_tokens - tokens)
         steep = np.log((base - floor) / (loss - floor))
-    ends = np.sort([straight, steep], axis=0)  # of a mode that is worse, the steep one is nearer to 1 as well
-    ends = np.exp(np.where(np.isnan(ends), math.inf, ends))  # below vanilla's floor no number of tokens is enough
+        ends = np.sort([straight, steep], axis=0)  # of a mode that is worse, the steep one is nearer to 1 as well
+        ends = np.exp(np.where(np.isnan(ends), math.inf, ends))  # below vanilla's floor no number of tokens is enough
     return tuple(float(np.quantile(end, q, method="nearest")) for end, q in zip(ends, (0.025, 0.975), strict=True))

@@ -19,11 +19,12 @@ from bench.training import training_table
 from common.files import write_text
 from common.plan import mode_table
 from common.report import markdown, with_interval
+from common.runs import read_kept
 from common.statistics import t_95
 from compare import SEEDS
 from examples import vit
 from paper.figures import jobs_at
-from paper.found import Found, read_kept
+from paper.found import Found
 from paper.reproduce import compact
 from paper.runs import NIGHT_LR, SCALES, Job
 from paper.tables import gap_in_words

@@ -59,8 +59,9 @@ def multipliers(found, job):
     i = SCHEDULES.index(job.change)
     bases = [Job(change=change) for change in (SCHEDULES[i], (*SCHEDULES, SCHEDULES[1])[i + 1])]
     points = [(found.tokens(base), np.mean(found.losses(base))) for base in bases]
-    noise = (found.fit([Job()]).noise or 0) / math.sqrt(len(found.seeds(job)))
-    return [multiplier(np.mean(found.losses(job)), *points, error) for error in (0.0, noise)]
+    fit = found.fit([Job()])
+    errors = [(fit.noise or 0) / math.sqrt(len(found.seeds(of))) for of in (job, *bases)]
+    return [multiplier(np.mean(found.losses(job)), *points, *noise) for noise in ((), (errors, fit.df or math.inf))]
 
 
 # -- claims and verdicts

@@ -14,15 +14,14 @@ from types import SimpleNamespace
 import numpy as np
 
 import plot
-from common.files import read_record, read_record_lines, reading, record_line, write_text
-from common.runs import made_as
+from common.files import read_record, reading
+from common.runs import as_kept, made_as
 from common.statistics import Fit, t_95
 from configurator import UserError
 from eval import read_results
 from paper.runs import INSPECTED, LABELS, Job
 from train import ENVIRONMENT, MAY_DIFFER
 
-RECORD = "a run's record"
 START = ("value_mode", "data", "device", "dtype", "seed", "parameters", "block_size", "max_steps", "kv_bytes_per_token")
 
 
@@ -47,33 +46,13 @@ def make_record(settings, every):
     run, folder = finished(settings), Path(settings["out_dir"])
     if run is None:
         raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
-    environment = read_record(folder / "env.json", ENVIRONMENT)
-    n = len(run.steps["loss"]) // every * every  # a last mean of fewer steps would be noisier than the others
-    losses = run.steps["loss"][:n].reshape(-1, every).mean(axis=1)
-    step_tokens = float(run.steps["tokens"][-1] / run.steps["step"][-1])
-    record = {
-        "name": folder.name, "commit": environment["commit"], "processor": environment["processor"],
-        "settings": decisive(settings), "start": {name: run.start[name] for name in START},
-        "step_tokens": step_tokens, "every": every, "losses": losses.round(5).tolist(),  # of training
-        "val": {str(step): loss for step, loss in run.val.items()},  # mean over the domains
-        "domains": run.evaluation["val"],  # the last validation loss of each
-        "seconds": round(float(np.sum(step_tokens / run.steps["tokens_per_s"])), 1),  # of training steps
-    }  # fmt: skip
+    record = as_kept(run, folder, decisive(settings), read_record(folder / "env.json", ENVIRONMENT), every)
+    record["start"] = {name: run.start[name] for name in START}
     if run.evaluation.get("lam"):
         record["lam"] = run.evaluation["lam"]  # the learned weights of residuals
     if (folder / "analysis.json").exists():
         record["analysis"] = plot.read_analysis(folder)
     return record
-
-
-def read_kept(path):
-    """{name: record} of a file of records; empty if there is none."""
-    return {record["name"]: record for record in read_record_lines(path, RECORD)} if Path(path).exists() else {}
-
-
-def write_kept(path, kept):
-    """Write {name: record} as a file, a line for each."""
-    write_text(path, "".join(record_line(RECORD, kept[name]) for name in sorted(kept)))
 
 
 def scores(folder):

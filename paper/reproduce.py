@@ -23,12 +23,13 @@ from common.files import hold, read_record, write_record, write_text
 from common.jobs import Job, flags_of, lanes_of, run_jobs
 from common.ranks import environment
 from common.report import markdown
+from common.runs import read_kept, write_kept
 from common.tasks import TABLE1
 from compare import SEEDS
 from configurator import UserError, check_fields, need, run, setting
 from paper.claims import HEADER, claim_cells, claim_rows
 from paper.figures import FIGURES, PAPER, jobs_at
-from paper.found import Found, decisive, finished, make_record, read_kept, scores, write_kept
+from paper.found import Found, decisive, finished, make_record, scores
 from paper.panels import page_of_panels
 from paper.runs import SCALES, train_settings
 from train import TrainConfig

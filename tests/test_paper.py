@@ -24,14 +24,14 @@ from analyze import AnalyzeConfig
 from common import jobs
 from common.files import read_record
 from common.plan import count_parameters
-from common.runs import read_run
+from common.runs import read_kept, read_run, write_kept
 from compare import SEEDS
 from configurator import UserError, load_settings
 from eval import EvalConfig
 from paper import claims, figures, found, panels, reproduce, tables
 from paper.claims import Claim, claim_cells, claim_row, claim_rows
 from paper.figures import FIGURES, PAPER
-from paper.found import Found, read_kept
+from paper.found import Found
 from paper.reproduce import ReproduceConfig, runs_of
 from paper.runs import SCALES, Job, train_settings
 from prepare import PrepareConfig
@@ -262,7 +262,7 @@ def test_how_noisy_night_is():
     found = [FOUND.gap(Job("resformer_lambda"))[:2], twelve_minus_six[:2], (FOUND.gap(Job("key"))[0], FOUND.one_seed())]
     assert np.round(found, 4).tolist() == [[-0.0692, 0.0157], [-0.0567, 0.0222], [0.0032, 0.0272]]  # the last: one seed
     times = [claims.multipliers(FOUND, Job("resformer_lambda", change=of)) for of in claims.SCHEDULES[1:]]
-    assert np.round(times, 3).tolist() == [[[1.255, 1.456], [1.194, 1.569]], [[1.116, 1.311], [0.938, 2.419]]]
+    assert np.round(times, 3).tolist() == [[[1.255, 1.456], [1.19, 1.58]], [[1.116, 1.311], [0.927, 2.45]]]
 
 
 def test_edges_and_marks():
@@ -455,7 +455,7 @@ def test_what_is_finished_or_kept_does_not_run_again(copied, monkeypatch):
     kept = read_kept(file)
     kept[RUNS[0]]["settings"]["learning_rate"] = 1
     kept[RUNS[1]]["start"]["data"] = "other"
-    found.write_kept(file, kept)
+    write_kept(file, kept)
     asked_again = call("fig9", "--kept", "--dry_run").stdout
     assert RUNS[0] in asked_again and RUNS[1] not in asked_again
     refused(call("fig9", "--kept"), f"the data of {RUNS[1]} and", "differ; leave out --kept")

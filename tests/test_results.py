@@ -8,6 +8,7 @@ from conftest import ROOT
 
 from common.files import read_record_lines
 from common.statistics import Fit, holm, multiplier, t_95
+from common.verdict import judge, search
 from value_modes import TABLE, row_and_number
 
 PAGE = " ".join((ROOT / "results/README.md").read_text(encoding="utf-8").replace("−", "-").split())
@@ -83,12 +84,14 @@ def g(mode, *rates, **changes):
     return f"{gap(mode, *rates, **changes)[0]:+.3f}"
 
 
-def tokens(where, other, error):
+def tokens(where, other):
     """How many times its tokens vanilla needs for λ = 2's loss: the range's two ends."""
+    cells = [(where, "resformer_lambda"), (where, "vanilla"), (other, "vanilla")]
+    errors = [FIT.noise / len(LOSSES[setting(of), mode, 0.003]) ** 0.5 for of, mode in cells]
     points = [((SHAPE | of)["max_steps"] * 2048, mean("vanilla", **of)) for of in (where, other)]
     return tuple(
         f"{end:.3g}" if end > 2 else f"{end:.2f}"
-        for end in multiplier(mean("resformer_lambda", **where), *points, error)
+        for end in multiplier(mean("resformer_lambda", **where), *points, errors, FIT.df)
     )
 
 
@@ -114,7 +117,7 @@ def sentences():
     yield f"at the start, has {g('scaled')}."
     leads = [loss("resformer_lambda", **of) - loss("vanilla", **of) for of in (SHORT, LONG)]
     yield f"at rate 0.003 λ = 2 has {leads[0]:.2f}*, {lam} and {leads[1]:.3f}*."
-    early, late = tokens({}, LONG, FIT.noise / 3**0.5), tokens(LONG, {}, FIT.noise)
+    early, late = tokens({}, LONG), tokens(LONG, {})
     yield f"{early[0]} to {early[1]} times as many for λ = 2's loss at 12.3M, and {late[0]} to {late[1]} times at 49.2M"
     yield f"58 % of the KV cache: {g('svformer', 0.006)}, at twice vanilla's rate"
     yield f"After 49.2M tokens {loss('svformer', 0.006, **LONG) - loss('vanilla', **LONG):+.3f}*, at a rate"
@@ -136,7 +139,7 @@ def sentences():
 
 
 def sentences_of_readme():
-    early = tokens({}, LONG, FIT.noise / 3**0.5)
+    early = tokens({}, LONG)
     yield f"With three seeds a difference is known to ± {gap('resformer')[1]:.3f} nats (95 %)"
     yield f"we see no effect of ResFormer** ({g('resformer')})"
     yield f"With 12 layers it ends {-gap('resformer', 0.0015, 0.0015, **DEEP)[0]:.3f} below vanilla"
@@ -237,7 +240,7 @@ def test_the_pairs_of_the_plan():
         vanilla, mine = ends["vanilla", steps], ends["resformer_lambda", steps]
         gap = f"{mine - vanilla:.3f}"
         assert f"vanilla ends at {vanilla:.4f}, λ = 2 at {mine:.4f}: {gap} ± {one:.3f}" in plan
-        tokens = multiplier(mine, (steps, vanilla), (other, ends["vanilla", other]), FIT.noise)
+        tokens = multiplier(mine, (steps, vanilla), (other, ends["vanilla", other]), [FIT.noise] * 3, FIT.df)
         assert words.format(*tokens) in plan
     assert f"in fp32, {gap}*.)" in PAGE
 
@@ -245,9 +248,13 @@ def test_the_pairs_of_the_plan():
 def test_the_demo_that_readme_shows():
     """With three rates and seeds, from the committed losses."""
     of = json.loads((ROOT / "results/demo.json").read_text(encoding="utf-8"))["losses"]
-    best = {mode: min(of[mode], key=lambda rate, mode=mode: of[mode][rate]["42"]) for mode in of}
-    fit = Fit({mode: of[mode][best[mode]] for mode in of})
-    gaps = {mode: fit.contrast({mode: 1, "vanilla": -1}) for mode in of if mode != "vanilla"}
+    cells = {(m, float(rate)): {int(s): x for s, x in at.items()} for m in of for rate, at in of[m].items()}
+    tuned = {}
+    for mode in ("vanilla", *of):
+        known = lambda rate, seed, mode=mode: cells.get((mode, rate), {}).get(seed)  # noqa: E731
+        missing, tuned[mode] = search(known, (2e-3, 4e-3, 8e-3), (42, 1, 2))
+        assert not missing
+    found = {answer.mode: answer for answer in judge(cells, tuned)[0]}
     words = "ResFormer is better by {:.3f}, λ = 2 by {:.3f}, SVFormer by {:.3f} nats"
-    said = words.format(*(-gaps[mode][0] for mode in ("resformer", "resformer_lambda", "svformer")))
-    assert f"{said}, each ± {gaps['svformer'][1]:.3f}." in (ROOT / "README.md").read_text(encoding="utf-8")
+    said = words.format(*(-found[mode].gap for mode in ("resformer", "resformer_lambda", "svformer")))
+    assert f"{said}, each ± {found['svformer'].interval:.3f}." in (ROOT / "README.md").read_text(encoding="utf-8")

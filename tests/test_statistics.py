@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from common.statistics import Fit, holm, mean_interval, multiplier, t_95, t_tail
+from common.statistics import Fit, holm, lowest, mean_interval, multiplier, t_95, t_tail
 
 stats = pytest.importorskip("scipy.stats")
 
@@ -98,6 +98,40 @@ def test_false_findings_are_as_rare_as_claimed():
     assert np.mean(wrong) <= 0.07
 
 
+# -- the best rate between those tried
+
+
+@pytest.mark.parametrize("x,y", [((0, 1, 2), (3, 2, 2.5)), ((-1, 0, 1.6), (0.3, 0.1, 0.7)), ((1, 2, 3), (2, 1, 1.9))])
+def test_the_lowest_point_is_numpys(x, y):
+    square, slope, level = np.polyfit(x, y, 2)
+    at, weights, misfit = lowest(x, y)
+    assert at == pytest.approx(-slope / (2 * square)) and sum(weights) == pytest.approx(1)
+    assert weights @ np.array(y) == pytest.approx(level - slope**2 / (4 * square))
+    assert misfit == pytest.approx(square * abs(np.prod(at - np.array(x))))
+    for i in range(3):  # each weight is the derivative of that value
+        moved = np.array(y, float)
+        moved[i] += 1e-6
+        a, b, c = np.polyfit(x, moved, 2)
+        assert (c - b**2 / (4 * a) - weights @ np.array(y)) / 1e-6 == pytest.approx(weights[i], abs=1e-4)
+
+
+def test_a_lowest_point_stays_near_the_middle():
+    assert lowest((0, 1, 2), (1.0, 1.1, 1.4))[0] == 0.5  # the middle one is not the lowest
+    assert lowest((0, 1, 2), (1.0, 1.2, 1.3)) == (1, (0.0, 1.0, 0.0), 0.0)  # a parabola with a highest point
+
+
+def test_shares_of_the_noise():
+    cells = {
+        "a": {1: 0.0, 2: 0.6, 3: -0.6},
+        "b": {1: 0.0, 2: 0.0, 3: 0.0},
+        "c": {1: 0.0, 2: 0.0, 3: 0.0},
+        "d": {1: 5.0},
+    }
+    shares = Fit(cells).shares(lambda cell: cell)  # residuals 0.4, -0.2 and -0.2 of 0.6
+    assert shares == pytest.approx({"a": 2 / 3, "b": 1 / 6, "c": 1 / 6, "d": 0})
+    assert Fit(cells).spread({"a": 0.5, "d": -2}) == pytest.approx((0.25 / 3 + 4) ** 0.5)
+
+
 # -- the token multiplier
 
 
@@ -113,9 +147,17 @@ def test_the_multiplier_holds_any_power_law(beta, own, other, wanted):
 
 def test_noise_widens_the_multiplier_to_an_interval():
     exact = multiplier(2.40, (12.3e6, 2.469), (49.2e6, 2.2134))
-    noisy = multiplier(2.40, (12.3e6, 2.469), (49.2e6, 2.2134), error=0.005)
+    noisy = multiplier(2.40, (12.3e6, 2.469), (49.2e6, 2.2134), errors=(0.005,) * 3)
     assert exact == pytest.approx((1.254, 1.454), abs=0.002) and noisy[0] < exact[0] < exact[1] < noisy[1]
     assert multiplier(1.0, (12.3e6, 2.469), (49.2e6, 2.2134))[1] == math.inf  # below vanilla's floor
+
+
+def test_a_noise_known_from_few_runs_widens_it():
+    """A straight line over ln D, whose ends are Student's t: the base's loss is known, the mode's is not."""
+    points = (1, 2.4), (math.e, 2.3)
+    for df, quantile in ((2, 4.303), (6, 2.447), (math.inf, 1.96)):
+        least, _ = multiplier(2.4, *points, errors=(0.01, 0, 0), df=df)
+        assert math.log(least) == pytest.approx(-0.1 * quantile, rel=0.05)
 
 
 def test_the_multiplier_holds_the_truth_in_95_of_100():
@@ -125,6 +167,6 @@ def test_the_multiplier_holds_the_truth_in_95_of_100():
         beta = rng.uniform(0.05, 1)
         drop = 1 - 4.0**-beta
         losses = np.array([2.4 - 0.3 * (1 - 1.3**-beta) / drop, 2.4, 2.1]) + rng.normal(0, 0.006, 3)
-        least, most = multiplier(losses[0], (1, losses[1]), (4, losses[2]), error=0.006)
+        least, most = multiplier(losses[0], (1, losses[1]), (4, losses[2]), errors=(0.006,) * 3)
         held.append(least <= 1.3 <= most)
     assert np.mean(held) >= 0.93

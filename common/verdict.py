@@ -1,0 +1,185 @@
+"""What a comparison does with losses: which rate each mode needs next, and which mode is better, by how much.
+
+compare.py makes the runs. Here are numbers alone, so that bench/coverage.py can count how
+often the answer holds, on runs that it makes up.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from common.report import with_interval
+from common.statistics import Fit, holm, lowest, multiplier
+
+GROWTHS = 2  # how often a grid may grow by another rate, because its best one is at its edge
+# Loss over log2(rate) is no parabola. Of a cubic term as large as this part of the quadratic one, either way, a
+# standard deviation; vanilla's four rates in results/night have 0.23. bench/coverage.py says what it is good for.
+SKEW = 0.1
+MOST = 0.45  # of the squares behind the noise that all modes share, from where on we name the mode that has them
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Where the search for a mode's learning rate has ended."""
+
+    rate: float  # the best one that was tried, and the one that all seeds have
+    is_edge: bool = False  # a better one may lie beyond the grid
+    around: tuple = ()  # that rate between those beside it; empty if it has none on one side, or that one diverged
+
+
+def search(known, rates, seeds):
+    """The whole procedure: ([(rate, seed)] that a mode needs now, its Tuned once there are none).
+
+    known: function (rate, seed) -> loss, None before it is known. All rates get the first seed. Where the best one is
+    at the grid's edge, the grid grows there by a factor of 2, at most twice. Then all seeds train at the best rate.
+    """
+    rates, first = list(rates), seeds[0]
+    for growth in range(GROWTHS + 1):
+        missing = [(rate, first) for rate in rates if known(rate, first) is None]
+        if missing:
+            return missing, None
+        best = min(rates, key=lambda rate: known(rate, first))
+        is_edge = len(rates) > 1 and best in (rates[0], rates[-1])
+        if not is_edge or growth == GROWTHS:
+            break
+        rates = [best / 2, *rates] if best == rates[0] else [*rates, best * 2]
+    missing = [(best, seed) for seed in seeds if known(best, seed) is None]
+    if missing:
+        return missing, None
+    i = rates.index(best)
+    around = tuple(rates[i - 1 : i + 2]) if 0 < i < len(rates) - 1 else ()
+    is_finite = all(math.isfinite(known(rate, first)) for rate in around)
+    return [], Tuned(best, is_edge, around if is_finite else ())
+
+
+@dataclass(frozen=True)
+class Best:
+    """A mode's loss at its best rate: a sum over cells (mode, rate) of a Fit."""
+
+    rate: float
+    weights: dict  # {cell: weight}
+    gain: float = 0.0  # how much lower it is than at the best rate that was tried
+    misfit: float = 0.0  # its standard deviation because a curve is no parabola
+
+
+def at_best(fit, mode, tuned):
+    """The Best of a mode: the lowest point of the parabola in log2(rate) through its best rate and those beside it."""
+    if not tuned.around:
+        return Best(tuned.rate, {(mode, tuned.rate): 1.0})
+    cells = [(mode, rate) for rate in tuned.around]
+    levels = [fit.level(cell) for cell in cells]
+    at, weights, misfit = lowest([math.log2(rate) for rate in tuned.around], levels)
+    gain = levels[1] - sum(weight * level for weight, level in zip(weights, levels, strict=True))
+    return Best(2**at, dict(zip(cells, weights, strict=True)), gain, SKEW * misfit)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the runs say of a mode. Losses are in nats per token; None is what they cannot say."""
+
+    mode: str
+    tuned: Tuned
+    losses: dict  # {seed: validation loss} at the best rate that was tried; empty if the mode diverged at every rate
+    best: Best | None  # None if it diverged
+    spread: float = 0.0  # standard error of its loss at the best rate, for a noise of 1
+    gap: float | None = None  # minus the base's loss, both at their best rates; None without a common seed
+    interval: float | None = None  # half of 95 %
+    p: float | None = None  # after Holm's correction
+    tokens: tuple = ()  # how many times its tokens the base needs for this loss: (least, most), or empty
+
+    @property
+    def loss(self):
+        """At the best rate, between those that were tried."""
+        return statistics.mean(self.losses.values()) - self.best.gain
+
+
+def judge(cells, tuned, tokens=0, schedules=(), pool=None):
+    """The Answer of each mode, that of the base first, and the Fit behind them.
+
+    cells: {(mode, rate): {seed: loss}} of runs that did not diverge; tuned: {mode: Tuned}, the base first; tokens: of
+    each run; schedules: [(tokens, Answer)] of the base at other lengths; pool: a Fit of other runs, whose noise counts
+    where these have one seed.
+    """
+    fit, base = Fit(cells), next(iter(tuned))
+    if fit.df == 0 and pool and pool.df:
+        fit.noise, fit.df = pool.noise, pool.df
+    best = {mode: at_best(fit, mode, of) for mode, of in tuned.items() if (mode, of.rate) in cells}
+    found = {}
+    for mode in best if base in best else ():
+        if mode != base:
+            weights = best[mode].weights | {cell: -weight for cell, weight in best[base].weights.items()}
+            found[mode] = fit.contrast(weights, math.hypot(best[mode].misfit, best[base].misfit))
+    ps, answers = holm({mode: p for mode, (*_, p) in found.items() if p is not None}), []
+    for mode, of in tuned.items():
+        spread = fit.spread(best[mode].weights) if mode in best else 0.0
+        gap, interval, _ = found.get(mode, (None, None, None))
+        losses, times = cells.get((mode, of.rate), {}), ()
+        if interval is not None:
+            times = in_tokens(gap, spread, ps[mode], answers[0], tokens, schedules, fit)
+        answers.append(Answer(mode, of, losses, best.get(mode), spread, gap, interval, ps.get(mode), times))
+    return answers, fit
+
+
+def in_tokens(gap, spread, p, base, tokens, schedules, fit):
+    """How many times its tokens the base needs for its loss + gap: (least, most). Empty if no other length helps."""
+    # the base's nearest longer schedule; else the nearest shorter one, and we have to guess how its curve goes on
+    falling = [(length, of) for length, of in schedules if (length - tokens) * (base.loss - of.loss) > 0]
+    if not falling:
+        return ()
+    length, other = min(falling, key=lambda point: (point[0] < tokens, abs(point[0] - tokens)))
+    errors = [fit.noise * of for of in (spread, base.spread, other.spread)]
+    least, most = multiplier(base.loss + gap, (tokens, base.loss), (length, other.loss), errors, fit.df)
+    if p > 0.05:  # Holm's correction asks more of a difference than this range does
+        return min(least, 1.0), max(most, 1.0)
+    return least, most
+
+
+def noisy(fit):
+    """{mode: its part of the squares behind the noise} of a mode that has most of them. Of two modes each has half."""
+    shares = fit.shares(lambda cell: cell[0]) if fit.df else {}
+    return {mode: share for mode, share in shares.items() if share > MOST and len(shares) > 2}
+
+
+def sentence(a, base, n_seeds, is_tuned):
+    """An Answer in words. base: that of the mode that all are compared with; n_seeds: asked for; is_tuned: whether
+    there are several rates."""
+    below, better = ("below", "better") if (a.gap or 0) < 0 else ("above", "worse")
+    if not a.losses:
+        return f"{a.mode} diverged at every rate down to {a.tuned.rate:g}: name lower --rates."
+    if a.mode == base.mode:
+        words = "is what the others are compared with"
+    elif not base.losses:
+        words = f"ends at {a.loss:.4f} nats"
+    elif a.gap is None:
+        words = f"and {base.mode} have no seed in common that did not diverge"
+    elif a.interval is None:
+        ends = f"{abs(a.gap):.3f} nats {below}" if abs(a.gap) >= 0.0005 else "level with"
+        more = ": add --seeds=3" if n_seeds == 1 else " (others diverged)"
+        words = f"ends {ends} {base.mode}; one seed cannot know how much of a difference is noise{more}"
+    elif a.p > 0.05:
+        gap = with_interval(a.gap, a.interval, sign=True)
+        words = f"cannot be told apart from {base.mode}: {gap} nats, p = {a.p:.2g}"
+    else:
+        words = f"is {better} than {base.mode} by {with_interval(abs(a.gap), a.interval)} nats"
+    if a.tokens:
+        words += "; {} needs {:.2f} to {:.2f} times as many tokens for that loss".format(base.mode, *a.tokens)
+    if a.best.gain >= 0.0005:
+        words += f"; a parabola puts its best rate at {a.best.rate:.2g}, {a.best.gain:.3f} lower"
+    if a.tuned.is_edge:
+        words += (
+            f"; {a.tuned.rate:g} is the edge of its rates, so a better one may lie beyond, where no parabola reaches"
+        )
+    elif is_tuned and not a.tuned.around:
+        words += f"; beside {a.tuned.rate:g} it diverged, so no parabola corrects its rate"
+    if len(a.losses) < n_seeds:
+        words += f"; {n_seeds - len(a.losses)} of its {n_seeds} seeds diverged"
+    return f"{a.mode} {words}."
+
+
+def sentences(answers, n_seeds, is_tuned):
+    """A sentence for each mode, but for the base only if there is something to say of it."""
+    base = answers[0]
+    said = [sentence(a, base, n_seeds, is_tuned) for a in answers]
+    if said[0] == f"{base.mode} is what the others are compared with.":
+        del said[0]
+    return said
