@@ -46,7 +46,7 @@ OUT ?= results
 BENCH := $(PY) -m bench.training --device=cuda --block_size=2048
 ON := --compile=on --dtype=bfloat16
 DECODING := $(PY) -m bench.decoding --device=cuda $(ON) --prompt=1024 --modes=vanilla,svformer --peers=dynamic,static
-LLAMAS := --peers=llama,llama_no_mask
+LLAMAS := --peers=llama,llama_no_mask,llama_our_loss
 bench-gpu: bench-82m bench-468m bench-decoding
 
 bench-82m: .venv/ready-peers

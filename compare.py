@@ -74,7 +74,9 @@ class CompareConfig(TrainConfig):
 
     @property
     def all_seeds(self):
-        return list(dict.fromkeys((self.seed, *SEEDS)))[: self.seeds]
+        """42, 1, 2, …; from another --seed on the next ones: 11, 12, 13, …"""
+        seeds = SEEDS if self.seed == SEEDS[0] else range(self.seed, self.seed + self.seeds)
+        return list(seeds[: self.seeds])
 
     def of_run(self, mode, rate, seed):
         """The TrainConfig of a run."""

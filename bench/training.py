@@ -16,14 +16,16 @@ from common.ranks import clock, only_process, peak_flops
 from configurator import run, setting
 from train import adamw
 
-PEERS = {"llama": bench.LLAMA, "llama_no_mask": bench.NO_MASK}
+PEERS = {"llama": bench.LLAMA, "llama_no_mask": bench.NO_MASK, "llama_our_loss": bench.OUR_LOSS}
 
 
 @dataclass(frozen=True)
 class TrainingConfig(bench.BenchConfig):
     """The sides are the modes and the peers."""
 
-    peers: tuple[Literal[*PEERS], ...] = setting((), "transformers' Llama, as it is or without the mask that slows it")
+    peers: tuple[Literal[*PEERS], ...] = setting(
+        (), "transformers' Llama: as it is, without its mask, then with our loss"
+    )
     block_size: int = setting(256, "tokens per sequence", least=1, group="Work")
     micro_batch: int = setting(8, "sequences per step", least=1)
     seconds: float = setting(2.0, "least time of a turn", least=0)

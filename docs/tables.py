@@ -23,11 +23,11 @@ from common.runs import read_kept
 from common.statistics import t_95
 from compare import SEEDS
 from examples import vit
-from paper.figures import jobs_at
+from paper.figures import GRID, jobs_at
 from paper.found import Found
 from paper.reproduce import compact
 from paper.runs import NIGHT_LR, SCALES, Job
-from paper.tables import gap_in_words
+from paper.tables import gap_in_words, gaps_table
 from plot import plans
 from value_modes import TABLE, ModelConfig
 
@@ -99,8 +99,17 @@ def board():
     return markdown(["#", "mode", "validation loss", "minus the record before", "rate", "date", "commit"], rows, left=2)
 
 
+def between():
+    """What a parabola between the rates makes of the tuned modes' differences from vanilla."""
+    header, *rows = gaps_table(night(), GRID["82M"])
+    places = [header.index(name) for name in ("mode", "each at its best", "between the rates")]
+    rows = [[row[i] for i in places] for row in rows if row[places[2]] != "-"]
+    return markdown(["mode", "each at its best rate tried", "each between the rates"], rows)
+
+
 MAKERS = {
     "records": board,
+    "between-rates": between,
     "modes-resformer": lambda: group_of_modes("vanilla", "svformer"),
     "modes-sharing": lambda: group_of_modes("svformer", "neutreno"),
     "modes-neutreno": lambda: group_of_modes("neutreno", "resformer_lerp"),

@@ -15,8 +15,9 @@ import numpy as np
 
 import plot
 from common.report import with_interval
-from common.statistics import mean_interval, multiplier
+from common.statistics import lowest, mean_interval, multiplier
 from common.tasks import TABLE1
+from common.verdict import SKEW
 from paper.runs import ONE_RATE, Job
 
 HEADER = ["claim", "paper", "here", "ours", "n"]  # three columns of texts, two of numbers
@@ -46,7 +47,27 @@ def best_gaps(found, lines):
         gap, interval, seeds = found.contrast({best: 1, base: -1})
         edges = [len(jobs) > 1 and of.lr in (jobs[0].lr, jobs[-1].lr) for of in (best, base)]
         at = {"label": label, "mode": mode, "jobs": jobs, "best": best, "base": base, "edges": edges}
+        at["between"] = between_rates(found, {best: jobs, base: [job.baseline for job in jobs]})
         yield SimpleNamespace(**at, gap=gap, interval=interval, seeds=seeds, marks=found.marks(best, base))
+
+
+def between_rates(found, tuned):
+    """A mode minus vanilla, each at the lowest point of the parabola through its best rate and the two beside it, as
+    compare.py has it: (gap, half of its 95 % interval), None where one of them has no rate on both sides. tuned: {best
+    Job: all of that mode, by rate}, the mode's and vanilla's."""
+    around = []
+    for best, jobs in tuned.items():
+        i = jobs.index(best)
+        around.append(jobs[i - 1 : i + 2] if 0 < i < len(jobs) - 1 else [])
+    if not all(around) or len(tuned) < 2:  # vanilla itself has one side
+        return None
+    fit, weights, misfits = found.fit(tuned, besides=sum(around, [])), {}, []
+    for jobs, sign in zip(around, (1, -1), strict=True):
+        cells = [found.scale.here(job) for job in jobs]
+        _, parts, misfit = lowest([math.log2(cell.lr) for cell in cells], [fit.level(cell) for cell in cells])
+        weights |= {cell: sign * part for cell, part in zip(cells, parts, strict=True)}
+        misfits.append(SKEW * misfit)
+    return fit.contrast(weights, math.hypot(*misfits))[:2]
 
 
 SCHEDULES = ("max_steps=1500", "", "max_steps=24000")  # changes of night's base: other lengths of training

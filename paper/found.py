@@ -127,10 +127,11 @@ class Found:
     def losses(self, job):
         return [self.loss(job, seed) for seed in self.seeds(job)]
 
-    def fit(self, jobs):
+    def fit(self, jobs, besides=()):
         """The Fit that says how noisy differences of Jobs are. Most share one noise: all Jobs with several seeds but
         the smallest models, at their mode's own rate or vanilla's. If one of `jobs` is not of these, it is the noise of
-        those with their settings and rates. Seeds shift all runs of a setting alike."""
+        those with their settings and rates. Seeds shift all runs of a setting alike. Jobs `besides` these have a cell,
+        too, with the first seed if there are no others."""
 
         def setting(job):
             return replace(job, mode="", lr=None)
@@ -151,6 +152,9 @@ class Found:
             seeds = self.seeds(job)
             if len(seeds) > 1 and all(f"{job.name}-{seed}" in self.records for seed in seeds):
                 cells[job] = {(setting(job), seed): self.loss(job, seed) for seed in seeds}
+        for job in map(self.scale.here, besides):
+            seed = self.seeds(job)[0]
+            cells.setdefault(job, {(setting(job), seed): self.loss(job, seed)})
         return Fit(cells)
 
     def contrast(self, weights):

@@ -153,12 +153,14 @@ def critical_table(found, lines):
 def gaps_table(found, lines, in_tokens=False):
     """Losses minus vanilla's: with both modes at each rate, where a mode has several, then each mode at its best one,
     with vanilla's loss at its own. A row of vanilla itself has its losses. A label, or vanilla's loss, is left out
-    where the row above has the same. in_tokens: claims.multipliers, too."""
+    where the row above has the same. Then between the rates, if there is a parabola. in_tokens: claims.multipliers."""
     gaps = list(claims.best_gaps(found, lines))
     # with one rate vanilla may have another, so the gap would not be what the column says
     rates = dict.fromkeys(found.rate(job) for at in gaps for job in at.jobs if len(at.jobs) > 1)
     rates, above = sorted(rates, key=float), ("", "")
     header = ["", "mode", *(f"at {rate}" for rate in rates), "best rate", "vanilla's best: loss", "each at its best"]
+    has_between = any(at.between for at in gaps)
+    header += ["between the rates"] * has_between
     yield header + ["times vanilla's tokens", "with the seeds' noise"] * in_tokens
     for at in gaps:
         gap, shown = with_interval(at.gap, at.interval, sign=True) + at.marks, gap_in_words
@@ -173,6 +175,8 @@ def gaps_table(found, lines, in_tokens=False):
         above = once
         times = claims.multipliers(found, at.best) if in_tokens else []
         cells = [*(at_each.get(rate, "-") for rate in rates), best, loss, gap]
+        if has_between:
+            cells.append(with_interval(*at.between, sign=True) + at.marks if at.between else "-")
         yield [label, at.mode, *cells, *("{:.2f} to {:.2f}".format(*ends) for ends in times)]
 
 

@@ -14,7 +14,7 @@ from bench import decoding, training
 from common.plan import flops_per_token
 from configurator import load_settings
 
-LLAMAS = [bench.LLAMA, bench.NO_MASK] if importlib.util.find_spec("transformers") else []
+LLAMAS = [bench.LLAMA, bench.NO_MASK, bench.OUR_LOSS] if importlib.util.find_spec("transformers") else []
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_makefile_calls_are_valid():
 
 
 def test_training(call):
-    peers = ["--peers=llama,llama_no_mask"] * bool(LLAMAS)
+    peers = ["--peers=llama,llama_no_mask,llama_our_loss"] * bool(LLAMAS)
     rows = call(training, training.training_table, *peers, "--block_size=32", "--micro_batch=2", "--seconds=0")
     vanilla, sv = rows["vanilla"], rows["svformer"]
     sizes = [flops_per_token(bench.model_config(mode, "tiny", 32)) for mode in ("vanilla", "svformer")]
