@@ -27,7 +27,7 @@ BUDGETS = {  # lines
 # stubs for readers and their solutions. tests/ checks all that, runs value_residual.ipynb, and computes the results
 # page's numbers a second time; common/ tells code from words in every Python, counts a container's cores, and names
 # machines, of which compare.py says where they differ; tests/ freezes that. common/verdict.py is what compare.py decides,
-without files, so that bench/coverage.py can count how often it holds.
+# without files, so that bench/coverage.py can count how often it holds.
 ROOT_FILES = {name for name in BUDGETS if name.endswith(".py")}
 
 
