@@ -26,8 +26,8 @@ BUDGETS = {  # lines
 # somebody who never saw it, common/picture.py draws a mode's plan, docs/ makes the board of records, exercises/ has
 # stubs for readers and their solutions. tests/ checks all that, runs value_residual.ipynb, and computes the results
 # page's numbers a second time; common/ tells code from words in every Python, counts a container's cores, and names
-# machines, of which compare.py says where they differ; tests/ freezes that. common/verdict.py is what compare.py decides,
-# without files, so that bench/coverage.py can count how often it holds.
+# machines, of which compare.py says where they differ; tests/ freezes that. common/verdict.py is what compare.py
+# decides, without files, so that bench/coverage.py can count how often it holds.
 ROOT_FILES = {name for name in BUDGETS if name.endswith(".py")}
 
 
