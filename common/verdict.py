@@ -155,7 +155,7 @@ def sentence(a, base, n_seeds, is_tuned):
     elif a.interval is None:
         ends = f"{abs(a.gap):.3f} nats {below}" if abs(a.gap) >= 0.0005 else "level with"
         more = ": add --seeds=3" if n_seeds == 1 else " (others diverged)"
-        words = f"ends {ends} {base.mode}; one seed cannot know how much of a difference is noise{more}"
+        words = f"ends {ends} {base.mode}; one seed says nothing about noise{more}"
     elif a.p > 0.05:
         gap = with_interval(a.gap, a.interval, sign=True)
         words = f"cannot be told apart from {base.mode}: {gap} nats, p = {a.p:.2g}"

@@ -182,14 +182,12 @@ def test_what_cannot_be_told_apart(data, tmp_path, monkeypatch):
 def test_one_seed_says_what_it_cannot_say(data, tmp_path, monkeypatch):
     trainer(losses, monkeypatch)
     said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", rates="3e-3,6e-3")).stdout
-    says = (
-        "svformer ends 0.097 nats above vanilla; one seed cannot know how much of a difference is noise: add --seeds=3"
-    )
+    says = "svformer ends 0.097 nats above vanilla; one seed says nothing about noise: add --seeds=3"
     assert f"{says}." in said
     assert table(said)["svformer"]["vs vanilla"] == "+0.0970"
     trainer(lambda *_: 2.5, monkeypatch)
     said = in_process(compare, *words_of(data, tmp_path / "equal", "vanilla", "svformer")).stdout
-    assert "svformer ends level with vanilla; one seed cannot know" in said
+    assert "svformer ends level with vanilla; one seed says nothing" in said
     said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer")).stdout
     assert "One rate, 0.003, favours the mode that it suits best" in said
 
