@@ -13,6 +13,7 @@ What the numbers mean: docs/own_mode.md.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -29,7 +30,7 @@ from common.ranks import environment
 from common.report import markdown, say, with_interval
 from common.runs import as_kept, made_as, read_run, rounded_otherwise, write_kept
 from common.statistics import Fit
-from common.verdict import GROWTHS, judge, noisy, search, sentences
+from common.verdict import GROWTHS, LOOKS, in_times, judge, noisy, search, sentences
 from configurator import UserError, need, run, setting
 from plot import align, comparison, growing_means, short_count
 from train import ENVIRONMENT, MAY_DIFFER, TrainConfig, settings_of
@@ -57,9 +58,10 @@ class CompareConfig(TrainConfig):
                 raise UserError(f"leave out {name}, and name modes without --: `python compare.py vanilla svformer`")
         if len(self.named) < 2:
             raise UserError("name two modes or more: `python compare.py vanilla svformer config/tiny.py`")
-        if len({f"{rate:g}" for rate in self.rates}) < len(self.rates) or min(self.rates, default=1) <= 0:
-            raise UserError(f"rates={self.rates} must be above 0, each named once")
-        object.__setattr__(self, "rates", tuple(sorted(self.rates or (self.learning_rate,))))
+        rates = tuple(sorted(self.rates or (self.learning_rate,)))
+        if rates[0] <= 0 or any(high < 1.2 * low for low, high in itertools.pairwise(rates)):
+            raise UserError(f"rates={self.rates} must be above 0, and each 1.2 times the one before or more")
+        object.__setattr__(self, "rates", rates)
 
     @functools.cached_property
     def named(self):
@@ -218,8 +220,8 @@ def remarks(study, answers, fit):
         yield f"That noise, {fit.noise:.4f} nats, is of other runs in {cfg.out_dir}, which have several seeds."
     for mode, share in noisy(fit).items():
         yield (
-            f"{mode} makes {share:.0%} of that noise. If its runs are noisier than the others', ± is off; "
-            "name two modes alone, and their runs here give an answer that no third mode changes."
+            f"{mode} makes {share:.0%} of that noise. If its runs are noisier than the others', ± is off; name two "
+            f"modes alone, and their runs here give an answer without the rest. Multiply that p by {len(answers) - 1}."
         )
     if not any(a.tokens for a in answers) and base.losses:
         how = f"run this with --max_steps={2 * cfg.max_steps}, then as now" + ", both with --seeds=3" * (cfg.seeds == 1)
@@ -236,7 +238,7 @@ def table(study, answers):
         if len(cfg.rates) > 1:
             cells += [f"{a.best.rate:.2g}", f"{a.loss:.4f}"] if a.losses and a.tuned.around else ["-", "-"]
         cells += ["-" if a.gap is None else with_interval(a.gap, a.interval, sign=True)]
-        cells += ["-" if a.p is None else f"{a.p:.2g}", "{:.2f} to {:.2f}".format(*a.tokens) if a.tokens else "-"]
+        cells += ["-" if a.p is None else f"{a.p:.2g}", in_times(a.tokens) if a.tokens else "-"]
         cells += [f"{count_parameters(shape):,}", f"{2 * kv_floats_per_token(shape):,}", f"{len(a.losses)}"]
         rows.append([a.mode, *cells])
     header = ["mode", "rate", "val loss", *(["parabola's rate", "its loss"] if len(cfg.rates) > 1 else [])]
@@ -286,7 +288,7 @@ def plan(study, lanes):
     cfg, rates = study.cfg, ", ".join(f"{rate:g}" for rate in study.cfg.rates)
     yield from notes_of(cfg, study.corpus, 1)
     yield f"{len(cfg.named)} modes on the same batches: {', '.join(cfg.named)}"
-    tuned = f"with seed {cfg.seed}; up to {GROWTHS} more where the best is at the edge"
+    tuned = f"with seed {cfg.seed}; up to {GROWTHS} more at the edge, up to {LOOKS} where a parabola promises much"
     yield f"rates: {f'{rates} {tuned}' if len(cfg.rates) > 1 else f'only {rates}, not tuned'}"
     where = "at the best rate of each mode" if len(cfg.rates) > 1 else "for each mode"
     yield f"seeds: {', '.join(map(str, cfg.all_seeds))} {where}"
@@ -298,7 +300,8 @@ def plan(study, lanes):
         hours = f", about {n * tokens / speed / 3600 / len(lanes):.1f} hours" if speed else ""
         return f"{n} run{'s' * (n != 1)}, {short_count(n * tokens)} tokens{hours}"
 
-    most = f" (at most {amount(counts[-1])})" if counts[-1] > counts[0] else ""
+    most = counts[-1] + LOOKS * len(cfg.named) * (len(cfg.rates) > 1)
+    most = f" (at most {amount(most)})" if most > counts[0] else ""
     yield f"to come: {amount(counts[0])}{most}, {len(lanes)} at a time{guess}"
 
 

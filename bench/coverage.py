@@ -40,7 +40,8 @@ class Case:
     n_seeds: int = 3
     best_rates: str = "at the grid"  # or "half an octave off" for vanilla alone, or "random": up to 1.5 octaves off
     ratio: float = 2.0  # between the grid's rates
-    is_lopsided: bool = False
+    lopsided: float = 0.0  # the k of a curve that is steeper towards higher rates
+    cliff: float = 0.0  # how much a mode's loss jumps half an octave above its best rate; vanilla has none
     gap: float = 0.0  # true difference of each mode from vanilla, both at their best rates
     noisier: float = 1.0  # vanilla's noise, in that of the others
     length: float = 0.0  # vanilla's other schedule, in tokens of this one; 0 = none
@@ -57,9 +58,11 @@ def draw_curve(rng, case, mode, level):
 
     def curve(rate):
         x = math.log2(rate / RATE) - at
-        if case.is_lopsided:  # x**2 at its lowest point, then steeper towards higher rates
-            return level + square * 2 / LOPSIDED**2 * (math.exp(LOPSIDED * x) - LOPSIDED * x - 1)
-        return level + square * x**2
+        jump = case.cliff if x > 0.5 and mode != BASE else 0.0
+        k = case.lopsided
+        if k:  # x**2 at its lowest point, then steeper towards higher rates
+            return level + square * 2 / k**2 * (math.exp(k * x) - k * x - 1) + jump
+        return level + square * x**2 + jump
 
     return curve
 
@@ -81,7 +84,7 @@ def draw_runs(rng, case, curves):
 
 
 def draw(rng, case):
-    """A comparison: ({mode: its true loss}, whether a noisy one is named, its Answers, those without parabola)."""
+    """A comparison: ({mode: its true loss}, what else is counted, its Answers, those without parabola)."""
     steepness = rng.choice((0.05, 1.0))  # losses fall as E + B / D^b; a range from both ends is the least sure there
     fall = (OWN - OTHER) / (1 - 4**-steepness)
 
@@ -97,15 +100,17 @@ def draw(rng, case):
         schedules = [(case.length, judge(*longer)[0][0])]
     as_it_is = {mode: Tuned(of.rate, of.is_edge) for mode, of in tuned.items()}
     answers, fit = judge(cells, tuned, 1.0, schedules)
-    return levels, bool(noisy(fit)), answers, judge(cells, as_it_is, 1.0, schedules)[0]
+    seen = {"named": bool(noisy(fit)), "runs": sum(map(len, cells.values())) / len(modes)}
+    return levels, seen, answers, judge(cells, as_it_is, 1.0, schedules)[0]
 
 
 def count(case, repetitions):
     """What part of a Case's comparisons, or of their differences, are as follows."""
     rng, seen = np.random.default_rng(0), defaultdict(list)
     for _ in range(repetitions):
-        levels, is_named, *both = draw(rng, case)
-        seen["named"].append(is_named)
+        levels, found, *both = draw(rng, case)
+        for name, value in found.items():
+            seen[name].append(value)
         for which, (_, *answers) in zip(("", " before"), both, strict=True):
             for a in answers:
                 seen[f"±{which}"].append(a.interval)
@@ -127,7 +132,9 @@ NULLS = {
     "vanilla's best rate half an octave off the grid": {"best_rates": "half an octave off"},
     "random best rates and steepness": {"best_rates": "random"},
     "the same, grid of √2": {"best_rates": "random", "ratio": 2**0.5},
-    "the same, lopsided curves": {"best_rates": "random", "is_lopsided": True},
+    "the same, curves as lopsided as vanilla's": {"best_rates": "random", "lopsided": LOPSIDED},
+    "the same, twice as lopsided": {"best_rates": "random", "lopsided": 2 * LOPSIDED},
+    "same curve, but a cliff of 1 nat beside each mode's best rate": {"cliff": 1.0},
     "same curve, vanilla three times as noisy": {"noisier": 3.0},
 }
 SIZES = [(2, 3), (2, 5), (4, 3), (4, 5)]
@@ -147,8 +154,10 @@ def tables(repetitions, bar):
         for modes, seeds in SIZES:
             c = counted(n_modes=modes, n_seeds=seeds, **of)
             numbers = [f"{c[f'{name}{when}']:.3f}" for name in ("covers", "false") for when in (" before", "")]
-            rows.append([what, f"{modes}", f"{seeds}", f"{c['±']:.4f}", *numbers, f"{c['named']:.2f}"])
-    header = ["equal modes", "modes", "seeds", "±", "covers, best tried", "covers, parabola"]
+            rows.append(
+                [what, f"{modes}", f"{seeds}", f"{c['runs']:.1f}", f"{c['±']:.4f}", *numbers, f"{c['named']:.2f}"]
+            )
+    header = ["equal modes", "modes", "seeds", "runs a mode", "±", "covers, best tried", "covers, parabola"]
     yield markdown([*header, "any false, best tried", "any false, parabola", "names a mode"], rows)
 
     rows = []

@@ -12,6 +12,7 @@ from common.report import with_interval
 from common.statistics import Fit, holm, lowest, multiplier
 
 GROWTHS = 2  # how often a grid may grow by another rate, because its best one is at its edge
+LOOKS, MUCH = 3, 0.25  # how often it may get a rate between two others, and what `promised` calls much
 # Loss over log2(rate) is no parabola. Of a cubic term as large as this part of the quadratic one, either way, a
 # standard deviation; vanilla's four rates in results/night have 0.23. bench/coverage.py says what it is good for.
 SKEW = 0.1
@@ -31,25 +32,42 @@ def search(known, rates, seeds):
     """The whole procedure: ([(rate, seed)] that a mode needs now, its Tuned once there are none).
 
     known: function (rate, seed) -> loss, None before it is known. All rates get the first seed. Where the best one is
-    at the grid's edge, the grid grows there by a factor of 2, at most twice. Then all seeds train at the best rate.
+    at the grid's edge, the grid grows there by a factor of 2, at most twice. Where a parabola promises much between
+    two rates, the first seed trains there, too, at most three times, because a cliff beside a rate looks like a deep
+    valley on the other side. Then all seeds train at the best rate.
     """
-    rates, first = list(rates), seeds[0]
-    for growth in range(GROWTHS + 1):
+    rates, first, grown, looks = list(rates), seeds[0], 0, 0
+    while True:
         missing = [(rate, first) for rate in rates if known(rate, first) is None]
         if missing:
             return missing, None
         best = min(rates, key=lambda rate: known(rate, first))
-        is_edge = len(rates) > 1 and best in (rates[0], rates[-1])
-        if not is_edge or growth == GROWTHS:
+        i = rates.index(best)
+        is_edge = len(rates) > 1 and i in (0, len(rates) - 1)
+        around = tuple(rates[i - 1 : i + 2]) if 0 < i < len(rates) - 1 else ()
+        around = around if all(math.isfinite(known(rate, first)) for rate in around) else ()
+        between = promised(around, [known(rate, first) for rate in around])
+        if is_edge and grown < GROWTHS:
+            rates, grown = sorted([*rates, best / 2 if i == 0 else best * 2]), grown + 1
+        elif between and between not in rates and looks < LOOKS:
+            rates, looks = sorted([*rates, between]), looks + 1
+        else:
             break
-        rates = [best / 2, *rates] if best == rates[0] else [*rates, best * 2]
+    if is_edge and math.isinf(known(best, first)):  # at every rate: other seeds would not tell which is best
+        return [], Tuned(best)
     missing = [(best, seed) for seed in seeds if known(best, seed) is None]
-    if missing:
-        return missing, None
-    i = rates.index(best)
-    around = tuple(rates[i - 1 : i + 2]) if 0 < i < len(rates) - 1 else ()
-    is_finite = all(math.isfinite(known(rate, first)) for rate in around)
-    return [], Tuned(best, is_edge, around if is_finite else ())
+    return missing, None if missing else Tuned(best, is_edge, around)
+
+
+def promised(around, losses):
+    """The rate, with three digits, at which a parabola through three rates is lowest, if it promises there more than a
+    part of what it has to climb to the nearer side; else None."""
+    if not around:
+        return None
+    at, weights, _ = lowest([math.log2(rate) for rate in around], losses)
+    gain = losses[1] - sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
+    is_much = gain > MUCH * (min(losses[0], losses[2]) - losses[1])
+    return float(f"{2**at:.3g}") if is_much else None
 
 
 @dataclass(frozen=True)
@@ -123,7 +141,8 @@ def judge(cells, tuned, tokens=0, schedules=(), pool=None):
 def in_tokens(gap, spread, p, base, tokens, schedules, fit):
     """How many times its tokens the base needs for its loss + gap: (least, most). Empty if no other length helps."""
     # the base's nearest longer schedule; else the nearest shorter one, and we have to guess how its curve goes on
-    falling = [(length, of) for length, of in schedules if (length - tokens) * (base.loss - of.loss) > 0]
+    far = [(length, of) for length, of in schedules if max(length / tokens, tokens / length) >= 1.5]
+    falling = [(length, of) for length, of in far if (length - tokens) * (base.loss - of.loss) > 0]
     if not falling:
         return ()
     length, other = min(falling, key=lambda point: (point[0] < tokens, abs(point[0] - tokens)))
@@ -138,6 +157,21 @@ def noisy(fit):
     """{mode: its part of the squares behind the noise} of a mode that has most of them. Of two modes each has half."""
     shares = fit.shares(lambda cell: cell[0]) if fit.df else {}
     return {mode: share for mode, share in shares.items() if share > MOST and len(shares) > 2}
+
+
+def in_times(tokens):
+    """A range of multipliers in words."""
+    least, most = tokens
+    return f"{least:.2f} to {most:.2f}" if math.isfinite(most) else f"{least:.2f} or more"
+
+
+def doubt(a):
+    """Why a mode may want another rate than the one that the answer is about, or ""."""
+    if a.tuned.is_edge:
+        return f"{a.tuned.rate:g} is the edge of its rates, so a better one may lie beyond, where no parabola reaches"
+    if not a.tuned.around:
+        return f"beside {a.tuned.rate:g} it diverged, so no parabola corrects its rate"
+    return ""
 
 
 def sentence(a, base, n_seeds, is_tuned):
@@ -162,15 +196,13 @@ def sentence(a, base, n_seeds, is_tuned):
     else:
         words = f"is {better} than {base.mode} by {with_interval(abs(a.gap), a.interval)} nats"
     if a.tokens:
-        words += "; {} needs {:.2f} to {:.2f} times as many tokens for that loss".format(base.mode, *a.tokens)
+        words += f"; {base.mode} needs {in_times(a.tokens)} times as many tokens for that loss"
     if a.best.gain >= 0.0005:
         words += f"; a parabola puts its best rate at {a.best.rate:.2g}, {a.best.gain:.3f} lower"
-    if a.tuned.is_edge:
-        words += (
-            f"; {a.tuned.rate:g} is the edge of its rates, so a better one may lie beyond, where no parabola reaches"
-        )
-    elif is_tuned and not a.tuned.around:
-        words += f"; beside {a.tuned.rate:g} it diverged, so no parabola corrects its rate"
+    if is_tuned and doubt(a):
+        words += f"; {doubt(a)}"
+    if is_tuned and a.mode != base.mode and base.losses and doubt(base):
+        words += f"; and {base.mode}: {doubt(base)}"
     if len(a.losses) < n_seeds:
         words += f"; {n_seeds - len(a.losses)} of its {n_seeds} seeds diverged"
     return f"{a.mode} {words}."

@@ -20,7 +20,7 @@ from common.files import hold, record_line, write_record
 from common.jobs import lanes_of, last_words, steps_done
 from common.ranks import code_of_results
 from common.runs import differences, read_kept, read_run
-from common.verdict import SKEW, Tuned, search
+from common.verdict import SKEW, Tuned, in_times, judge, search
 from configurator import load_settings
 from train import settings_of
 
@@ -72,6 +72,29 @@ def test_the_grid_grows_at_its_edge(at, rates, runs):
 def test_a_grid_that_grew_twice_is_marked(at, best):
     asked, found, is_edge = followed(valley(at), (1, 2, 4), (42,))
     assert len(asked) == 5 and found == best and is_edge
+
+
+def test_what_a_parabola_promises_is_tried():
+    """The best rate is 0.4 octaves above the middle one, whose neighbour there is hardly higher."""
+    asked, best, is_edge = followed(lambda rate, seed: math.log2(rate / 2**1.4) ** 2, (1, 2, 4), (42, 1))
+    assert asked == [(1, 42), (2, 42), (4, 42), (2.64, 42), (2.64, 1)] and best == 2.64 and not is_edge
+
+
+def test_a_cliff_beside_a_rate_is_no_valley_on_its_other_side():
+    losses = {}
+    while missing := search(lambda *run: losses.get(run), (1, 2, 4), (42, 1))[0]:
+        losses.update({run: 2.5 + 0.05 * math.log2(run[0] / 2) ** 2 + (run[0] > 3) for run in missing})
+    tuned = search(lambda *run: losses.get(run), (1, 2, 4), (42, 1))[1]
+    cells = {("vanilla", 2): {42: 2.5, 1: 2.5}} | {("m", rate): {} for rate, _ in losses}
+    for (rate, seed), loss in losses.items():
+        cells["m", rate][seed] = loss
+    base, mode = judge(cells, {"vanilla": Tuned(2), "m": tuned})[0]
+    assert tuned.rate == 2 and len(losses) == 7 and mode.best.gain < 0.01  # from three rates alone it is 0.11
+
+
+def test_a_first_seed_that_diverged_at_every_rate_ends_the_search():
+    asked, best, is_edge = followed(lambda rate, seed: math.inf if seed == 42 else 2.5, (1, 2), (42, 1))
+    assert asked == [(1, 42), (2, 42), (0.5, 42), (0.25, 42)] and best == 0.25 and not is_edge
 
 
 def test_one_rate_is_not_tuned():
@@ -206,35 +229,43 @@ RATES = "1.5e-3,3e-3,6e-3"
 
 
 def test_a_parabola_finds_the_rate_between_those_tried(data, tmp_path, monkeypatch):
-    """Vanilla's best rate is 0.4 octaves above the middle of the grid, where it would lose 0.008."""
+    """Vanilla's best rate is 0.2 octaves above the middle of the grid, where it loses 0.002."""
     trainer(
-        curved({"vanilla": 2.5, "svformer": 2.49}, {"vanilla": 3e-3 * 2**0.4, "svformer": 3e-3}, 0.003), monkeypatch
+        curved({"vanilla": 2.5, "svformer": 2.49}, {"vanilla": 3e-3 * 2**0.2, "svformer": 3e-3}, 0.003), monkeypatch
     )
     said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", rates=RATES, seeds=3)).stdout
     rows = table(said)
-    assert [rows["vanilla"][name] for name in ("rate", "val loss", "parabola's rate", "its loss")] == [
-        "0.003", "2.5080", "0.004", "2.5000"
-    ]  # fmt: skip
+    numbers = [rows["vanilla"][name] for name in ("rate", "val loss", "parabola's rate", "its loss")]
+    assert numbers == ["0.003", "2.5020", "0.0034", "2.5000"]
     assert rows["svformer"]["its loss"] == rows["svformer"]["val loss"] == "2.4900"
-    assert "vanilla is what the others are compared with; a parabola puts its best rate at 0.004, 0.008 lower." in said
-    # by hand: residuals are 4 × 0.003² with 2 degrees of freedom. Vanilla's three rates count -0.12, 0.84 and 0.28. The
+    assert "vanilla is what the others are compared with; a parabola puts its best rate at 0.0034, 0.002 lower." in said
+    # by hand: residuals are 4 × 0.003² with 2 degrees of freedom. Vanilla's three rates count -0.08, 0.96 and 0.12. The
     # outer two have the first seed alone, so its shift, the mean of both modes' deviations, is taken off them.
-    of_42 = 0.28 - 0.12
-    vanilla = [-0.84 / 3 + of_42 / 3, -0.84 / 3 - of_42 / 6, -0.84 / 3 - of_42 / 6, 0.12, -0.28]
+    of_42 = 0.12 - 0.08
+    vanilla = [-0.96 / 3 + of_42 / 3, -0.96 / 3 - of_42 / 6, -0.96 / 3 - of_42 / 6, 0.08, -0.12]
     svformer = [1 / 3 + of_42 / 3, 1 / 3 - of_42 / 6, 1 / 3 - of_42 / 6]
     error = (18e-6 * sum(weight**2 for weight in vanilla + svformer)) ** 0.5
-    half = math.hypot(4.3027 * error, 1.96 * SKEW * 0.05 * 0.4 * 1.4 * 0.6)
+    half = math.hypot(4.3027 * error, 1.96 * SKEW * 0.05 * 0.2 * 1.2 * 0.8)
     assert rows["svformer"]["vs vanilla"] == f"-0.010 ± {half:.3f}"
 
 
 def test_what_no_parabola_corrects_is_said(data, tmp_path, monkeypatch):
     trainer(lambda mode, rate, seed: 2.5 - rate if mode == "svformer" else 2.5, monkeypatch)
     said = in_process(compare, *words_of(data, tmp_path / "a", "vanilla", "svformer", rates="1e-3,2e-3")).stdout
-    assert "0.008 is the edge of its rates, so a better one may lie beyond, where no parabola reaches." in said
+    assert "0.008 is the edge of its rates, so a better one may lie beyond, where no parabola reaches" in said
     assert table(said)["svformer"]["rate"] == "0.008 (edge)" and table(said)["svformer"]["its loss"] == "-"
     trainer(lambda mode, rate, seed: 2.5 - rate if rate < 4e-3 else math.inf, monkeypatch)
     said = in_process(compare, *words_of(data, tmp_path / "b", "vanilla", "svformer", rates="1e-3,2e-3")).stdout
     assert "; beside 0.002 it diverged, so no parabola corrects its rate." in said
+
+
+def test_a_base_that_is_not_tuned_well_is_said_beside_each_difference(data, tmp_path, monkeypatch):
+    trainer(
+        lambda mode, rate, seed: 2.5 - rate if mode == "vanilla" else curved({mode: 2.5}, {mode: 2e-3})(mode, rate, 42),
+        monkeypatch,
+    )
+    said = in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", rates="1e-3,2e-3,4e-3")).stdout
+    assert "; and vanilla: 0.016 is the edge of its rates, so a better one may lie beyond" in said
 
 
 def test_a_base_that_diverges_leaves_the_others_losses(data, tmp_path, monkeypatch):
@@ -343,6 +374,18 @@ def test_tokens_are_counted_by_vanillas_other_length(data, tmp_path, monkeypatch
     assert [rows["vanilla"][name] for name in ("vs vanilla", "Holm's p", "× tokens")] == ["-"] * 3
 
 
+def test_a_length_that_is_nearly_the_same_says_nothing(data, tmp_path, monkeypatch):
+    trainer(losses, monkeypatch)
+    for seed in (42, 1, 2):
+        make_run(of_run(data, tmp_path, seed=seed, max_steps=16), 2.3)
+    said = in_process(compare, *words_of(data, tmp_path, "vanilla", "resformer_lambda", seeds=3)).stdout
+    assert table(said)["resformer_lambda"]["× tokens"] == "-"
+
+
+def test_a_range_without_end_in_words():
+    assert in_times((1.234, math.inf)) == "1.23 or more" and in_times((0.5, 2)) == "0.50 to 2.00"
+
+
 def test_a_length_at_which_vanilla_is_no_better_says_nothing(data, tmp_path, monkeypatch):
     trainer(losses, monkeypatch)
     for seed in (42, 1, 2):
@@ -366,9 +409,9 @@ def test_weights_that_could_not_be_saved_are_said(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("seeds,of,least,before", [
-    (3, {}, 0.93, 1.0), (5, {"best_rates": "half an octave off"}, 0.93, 0.75),
-    (5, {"best_rates": "random", "n_modes": 4}, 0.93, 0.85),
-    (5, {"best_rates": "random", "is_lopsided": True}, 0.9, 0.9),
+    (3, {}, 0.93, 1.0), (5, {"best_rates": "half an octave off"}, 0.92, 0.97),
+    (5, {"best_rates": "random", "n_modes": 4}, 0.92, 0.93),
+    (5, {"cliff": 1.0}, 0.9, 1.0),
 ])  # fmt: skip
 def test_intervals_hold_the_difference_at_the_best_rates(seeds, of, least, before):
     found = coverage.count(coverage.Case(n_seeds=seeds, **of), 300)
@@ -382,7 +425,7 @@ def test_ranges_of_tokens_hold_and_do_not_contradict(length, m):
 
 
 def test_a_noisy_base_is_named_or_covered():
-    assert coverage.count(coverage.Case(n_modes=4, noisier=3.0), 200)["named"] >= 0.8
+    assert coverage.count(coverage.Case(n_modes=4, noisier=3.0), 300)["named"] >= 0.75
 
 
 def test_the_long_form_prints_its_tables(monkeypatch):
@@ -494,12 +537,12 @@ def test_modes_without_a_common_seed_have_no_difference(data, tmp_path, monkeypa
     (["vanilla", "svformer", "--value_mode=resformer"], "leave out value_mode, and name modes without --"),
     (["vanilla", "svformer", "--resume=auto"], "leave out resume"),
     (["vanilla", "svformer", "--init_from=x"], "leave out init_from"),
-    (["vanilla", "svformer", "--rates=1e-3,1.0000000001e-3"], "each named once"),
+    (["vanilla", "svformer", "--rates=1e-3,1.0000000001e-3"], "and each 1.2 times the one before or more"),
     (["vanilla", "svformr"], "unknown value_mode 'svformr'; did you mean 'svformer'?"),
     (["vanilla", "svformer", "--value_mode=m.py"], "a file stands alone, as in `python train.py m.py`"),
     (["vanilla", "svformer", "--block_size=100", "--dry_run"], "is not a multiple of 100"),
     (["vanilla", "vanilla"], "vanilla is vanilla, which is there already; name each mode once"),
-    (["vanilla", "svformer", "--rates=1e-3,1e-3"], "must be above 0, each named once"),
+    (["vanilla", "svformer", "--rates=1e-3,1e-3"], "must be above 0, and each 1.2 times"),
     (["vanilla", "svformer", "--rates=0"], "must be above 0"),
     (["vanilla", "svformer", "--seeds=11"], "seeds=11 must be at most 10"),
     (["vanilla", "resformer", "--n_layer=1"], "acts in no layer of 0..0"),
@@ -530,7 +573,7 @@ def test_a_dry_run_counts_what_is_missing(data, tmp_path, monkeypatch):
         return done.stdout.splitlines()[-1]
 
     fair = ("--rates=1e-3,3e-3,9e-3", "--seeds=3", "--dry_run")
-    assert last_line(*fair).startswith("to come: 10 runs, 15.4k tokens, about 4.3 hours (at most 14 runs, 21.5k tokens")
+    assert last_line(*fair).startswith("to come: 10 runs, 15.4k tokens, about 4.3 hours (at most 20 runs, 30.7k tokens")
     assert last_line(*fair).endswith("; hours are a guess from one pass without compile")
     make_run(of_run(data, tmp_path), 2.0)
     assert last_line(*fair).startswith("to come: 9 runs") and "guess" not in last_line(*fair)

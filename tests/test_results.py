@@ -119,7 +119,7 @@ def sentences():
     lam_mid, lam_large = (g("resformer_lambda", 0.0015, 0.0015, **of) for of in (MID, LARGE))
     one = t_95(FIT.df) * FIT.noise * 2**0.5
     yield f"With three seeds a difference is known to ± {deep[1]:.3f}**"
-    yield f"* is one seed, known to ± {one:.3f}."
+    yield f"* is one seed, known to ± {one:.3f} if seeds are as noisy there"
     yield f"The noise of a seed is {FIT.noise:.4f}: the standard deviation left in {len(FIT.cells)} cells"
     yield f"{t_95(FIT.df):.2f} × {FIT.noise:.4f} × √(2/3) = ± {deep[1]:.3f}, one seed to ± {one:.3f}"
     yield f"ResFormer does not help**: {g('resformer')}. The paper's gain at 82M parameters, 0.027, is outside"
@@ -143,7 +143,9 @@ def sentences():
     yield f"ResFormer has {res:.3f} and SVFormer {sv:.3f}. (The three modes with three seeds at 0.006"
     yield f"which gives ± {half:.3f}.)"
     shared = [loss(mode) - MEAN_42 for mode in ("share_q", "share_k")]
-    yield f"queries cost {shared[0]:+.2f}*, keys {shared[1]:+.2f}*, values {g('svformer', 0.006)} (finding 6)."
+    yield f"sharing queries costs {shared[0]:+.2f}*, keys {shared[1]:+.2f}*, values {g('svformer')}."
+    moved = [loss("resformer", **of) - loss("vanilla", **of) for of in ({"block_size": 32}, {"weight_decay": 0.0})]
+    yield "{:.3f}* at length 32, {:.3f}* without weight decay.".format(*moved)
     yield f"compare them with {MEAN_42:.3f}, the mean"
     more, _, _ = difference("resformer", 0.0015, 0.0015, **LARGE)
     most, half, _ = difference("svformer", 0.003, 0.0015, **LARGE)
@@ -201,7 +203,7 @@ def test_numbers_of_the_attention_and_the_share_of_tokens():
         assert "| {} | {:.2f} | {:.2f} | {:.1f} |".format(name, *numbers) in PAGE
     saved = next(row for row in figures["fig6"]["rows"] if "tokens saved" in row["what"])
     ours = f"{saved['mean']:.3f} ± {saved['interval']:.3f}"
-    assert f"saves {ours} of the tokens; the paper's first versions say {saved['paper']}" in PAGE
+    assert f"saves {ours} of the tokens (the paper's first versions: {saved['paper']})" in PAGE
     sink = next(row for row in figures["fig2"]["rows"] if "importance" in row["what"])
     assert f"gets up to {r[0]:.2f} of a layer's attention, vanilla's {v[0]:.2f}; the difference" in PAGE
     assert f"is known to ± {sink['interval']:.2f}" in PAGE
