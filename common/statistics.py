@@ -73,9 +73,9 @@ class Fit:
         """The standard error of a sum {cell: weight} for a noise of 1, without the seeds' own share."""
         return math.sqrt(sum(weight**2 / self.n_seeds[cell] for cell, weight in weights.items()))
 
-    def contrast(self, weights, misfit=0.0):
+    def contrast(self, weights, besides=0.0):
         """(value, half of its 95 % interval, p) of a sum {cell: weight}. The last two are None where nothing is left to
-        know the noise from, all three where no seeds connect the cells. misfit: a standard deviation that no seed
+        know the noise from, all three where no seeds connect the cells. besides: a standard deviation that no seed
         shows and that goes into both."""
         c = np.zeros(len(self.values))
         for cell, weight in weights.items():
@@ -86,7 +86,7 @@ class Fit:
         if not self.df:
             return value, None, None
         error = self.noise * math.sqrt(c @ self.inverse @ c)
-        half = math.hypot(t_95(self.df) * error, NORMAL_95 * misfit)
+        half = math.hypot(t_95(self.df) * error, NORMAL_95 * besides)
         return value, half, t_tail(abs(value) * t_95(self.df) / max(half, 1e-300), self.df)
 
     def shares(self, group):
@@ -107,21 +107,20 @@ def holm(ps):
 
 
 def lowest(x, y):
-    """Where a parabola through three points is lowest: (x there, weights of the three y in its value there, misfit).
+    """Where a parabola through three points is lowest: (x there, weights of the three y in its value there).
 
     The value is weights @ y. A y that moves a little moves the value by its weight, because at the lowest point a shift
     of x changes nothing (the delta method needs no more). x stays within half the way from the middle point to the
-    others; if the parabola has no lowest point, it is the middle one. misfit: what a cubic term of as many nats per
-    cube of x as the parabola has per square would add there.
+    others; if the parabola has no lowest point, it is the middle one.
     """
     (a, b, c), left, right = x, (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
     square = (right - left) / (c - a)
     if square <= 0:
-        return b, (0.0, 1.0, 0.0), 0.0
+        return b, (0.0, 1.0, 0.0)
     at = min(max((a + b) / 2 - left / (2 * square), (a + b) / 2), (b + c) / 2)
     to_a, to_b, to_c = at - a, at - b, at - c
     weights = (to_b * to_c / (a - b) / (a - c), to_a * to_c / (b - a) / (b - c), to_a * to_b / (c - a) / (c - b))
-    return at, weights, square * abs(to_a * to_b * to_c)
+    return at, weights
 
 
 def multiplier(loss, own, other, errors=(0, 0, 0), df=math.inf):

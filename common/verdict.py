@@ -13,9 +13,6 @@ from common.statistics import Fit, holm, lowest, multiplier
 
 GROWTHS = 2  # how often a grid may grow by another rate, because its best one is at its edge
 LOOKS, MUCH = 3, 0.25  # how often it may get a rate between two others, and what `promised` calls much
-# Loss over log2(rate) is no parabola. Of a cubic term as large as this part of the quadratic one, either way, a
-# standard deviation; vanilla's four rates in results/night have 0.23. bench/coverage.py says what it is good for.
-SKEW = 0.1
 MOST = 0.45  # of the squares behind the noise that all modes share, from where on we name the mode that has them
 
 
@@ -64,7 +61,7 @@ def promised(around, losses):
     part of what it has to climb to the nearer side; else None."""
     if not around:
         return None
-    at, weights, _ = lowest([math.log2(rate) for rate in around], losses)
+    at, weights = lowest([math.log2(rate) for rate in around], losses)
     gain = losses[1] - sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
     is_much = gain > MUCH * (min(losses[0], losses[2]) - losses[1])
     return float(f"{2**at:.3g}") if is_much else None
@@ -77,7 +74,6 @@ class Best:
     rate: float
     weights: dict  # {cell: weight}
     gain: float = 0.0  # how much lower it is than at the best rate that was tried
-    misfit: float = 0.0  # its standard deviation because a curve is no parabola
 
 
 def at_best(fit, mode, tuned):
@@ -86,9 +82,9 @@ def at_best(fit, mode, tuned):
         return Best(tuned.rate, {(mode, tuned.rate): 1.0})
     cells = [(mode, rate) for rate in tuned.around]
     levels = [fit.level(cell) for cell in cells]
-    at, weights, misfit = lowest([math.log2(rate) for rate in tuned.around], levels)
+    at, weights = lowest([math.log2(rate) for rate in tuned.around], levels)
     gain = levels[1] - sum(weight * level for weight, level in zip(weights, levels, strict=True))
-    return Best(2**at, dict(zip(cells, weights, strict=True)), gain, SKEW * misfit)
+    return Best(2**at, dict(zip(cells, weights, strict=True)), gain)
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,8 @@ def judge(cells, tuned, tokens=0, schedules=(), pool=None):
     for mode in best if base in best else ():
         if mode != base:
             weights = best[mode].weights | {cell: -weight for cell, weight in best[base].weights.items()}
-            found[mode] = fit.contrast(weights, math.hypot(best[mode].misfit, best[base].misfit))
+            # nobody has trained at the lowest points, so a gain counts as unsure as it is large
+            found[mode] = fit.contrast(weights, math.hypot(best[mode].gain, best[base].gain))
     ps, answers = holm({mode: p for mode, (*_, p) in found.items() if p is not None}), []
     for mode, of in tuned.items():
         spread = fit.spread(best[mode].weights) if mode in best else 0.0

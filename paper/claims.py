@@ -17,7 +17,6 @@ import plot
 from common.report import with_interval
 from common.statistics import lowest, mean_interval, multiplier
 from common.tasks import TABLE1
-from common.verdict import SKEW
 from paper.runs import ONE_RATE, Job
 
 HEADER = ["claim", "paper", "here", "ours", "n"]  # three columns of texts, two of numbers
@@ -61,13 +60,14 @@ def between_rates(found, tuned):
         around.append(jobs[i - 1 : i + 2] if 0 < i < len(jobs) - 1 else [])
     if not all(around) or len(tuned) < 2:  # vanilla itself has one side
         return None
-    fit, weights, misfits = found.fit(tuned, besides=sum(around, [])), {}, []
+    fit, weights, gains = found.fit(tuned, besides=sum(around, [])), {}, []
     for jobs, sign in zip(around, (1, -1), strict=True):
         cells = [found.scale.here(job) for job in jobs]
-        _, parts, misfit = lowest([math.log2(cell.lr) for cell in cells], [fit.level(cell) for cell in cells])
+        levels = [fit.level(cell) for cell in cells]
+        _, parts = lowest([math.log2(cell.lr) for cell in cells], levels)
         weights |= {cell: sign * part for cell, part in zip(cells, parts, strict=True)}
-        misfits.append(SKEW * misfit)
-    return fit.contrast(weights, math.hypot(*misfits))[:2]
+        gains.append(levels[1] - float(np.dot(parts, levels)))
+    return fit.contrast(weights, math.hypot(*gains))[:2]
 
 
 SCHEDULES = ("max_steps=1500", "", "max_steps=24000")  # changes of night's base: other lengths of training
