@@ -1,6 +1,7 @@
 """Pictures of attention concentration, and of what a mode is.
 
     python plot.py out/demo/vanilla-320-0.002-42 out/demo/svformer-320-0.002-42     by layer, from analyze.py's numbers
+    python plot.py relative out/vanilla out/resformer          training loss minus vanilla's: the paper's relative loss
     python plot.py plan vanilla resformer svformer mine.py     who reads what of which layer, and what the cache stores
 
 compare.py and paper/ draw with the functions below.
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from common import picture
+from common.curves import read_run
 from common.files import read_record, write_atomic
 from common.modes import read_mode
 from common.statistics import t_95
@@ -29,8 +31,10 @@ SHOWN, EARLY = 1 / 40, 1 / 10  # the x axis begins at 1/40 of training; losses b
 class PlotConfig:
     """Every setting of plot.py."""
 
-    words: tuple[str, ...] = setting((), "runs' folders, or plan and modes", positional=True, files_with="value_mode")
-    out_file: str = setting("", "PNG to write; empty = plan.png here, or analysis.png beside the first run")
+    words: tuple[str, ...] = setting(
+        (), "runs' folders, also after relative; or plan, modes", positional=True, files_with="value_mode"
+    )
+    out_file: str = setting("", "PNG to write; empty = plan.png here, the others beside the first run")
     n_layer: int = setting(4, "layers", least=1, most=48, group="With `plan`")
     n_head: int = setting(8, "query heads", least=1, most=2**16)
     n_kv_head: int = setting(0, "key and value heads; 0 = as the mode says, else n_head", least=0)
@@ -42,6 +46,8 @@ class PlotConfig:
         object.__setattr__(self, "words", tuple(name for name in self.words if not name.endswith(".png")))
         if not self.words:
             raise UserError("name runs that analyze.py has seen: `python plot.py out/a out/b`")
+        if self.words[0] == "relative" and len(self.words) < 3:
+            raise UserError("name two runs or more: `python plot.py relative out/vanilla out/resformer`")
         if self.words == ("plan",):
             raise UserError("name modes: `python plot.py plan vanilla resformer`; a run in a folder plan is ./plan")
         if len(self.words) * self.n_layer > 700:
@@ -221,6 +227,30 @@ def layer_panel(ax, lines, styles, ylabel, first=1, level=None):
     legend(ax)
 
 
+def relative(path, names):
+    """Draw training losses of runs minus those of a base, over tokens: the paper's relative loss (4.1.2). The base is
+    vanilla's run, or the first named if vanilla has none or several."""
+    curves = {name: read_run(name) for name in names}
+    modes = {name: of.start["value_mode"] for name, of in curves.items()}
+    vanillas = [name for name in names if modes[name] == "vanilla"]
+    base = vanillas[0] if len(vanillas) == 1 else names[0]
+    # what they trained on has to be the same, token for token
+    for name, of in curves.items():
+        for what in ("data", "mixture", "seed", "batch_tokens", "block_size", "bos"):
+            own, bases = of.start[what], curves[base].start[what]
+            if own != bases:
+                raise UserError(f"{name} trained with {what}={own} and {base} with {bases}: no loss to subtract")
+        if not len(of.steps["loss"]):
+            raise UserError(f"{name} has no training losses yet; train it first")
+    # a folder's own name will do, unless two have the same
+    is_short = len({Path(name).name for name in names}) == len(names)
+    labels = {name: Path(name).name if is_short else name for name in names}
+    pairs = {labels[name]: [(of, curves[base])] for name, of in curves.items() if name != base}
+    styles = styles_of({labels[name]: modes[name] for name in names if name != base})
+    with page(path, (6.5, 4)) as fig:
+        relative_panel(fig.subplots(), pairs, styles, labels[base])
+
+
 # -- a comparison
 
 
@@ -307,6 +337,8 @@ def plans(path, configs):
 
 
 def main(cfg: PlotConfig):
+    if cfg.words[0] == "relative":
+        return relative(cfg.out_file or Path(cfg.words[1]).parent / "relative.png", cfg.words[1:])
     if cfg.words[0] != "plan":
         return analysis(cfg.out_file or Path(cfg.words[0]).parent / "analysis.png", cfg.words)
     configs, shape = [], {name: getattr(cfg, name) for name in ("n_layer", "n_head", "n_kv_head", "n_embd")}

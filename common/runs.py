@@ -1,48 +1,19 @@
 """Runs of train.py that are there: what their metrics.jsonl says, whether they are the runs that we want, in what their
 machines differ, and what is kept of them where their folders are gone."""
 
-import math
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from common.checkpoint import RUN
-from common.files import read_record, read_record_lines, reading, record_line, write_text
+from common.curves import read_run
+from common.files import read_record, read_record_lines, record_line, write_text
 from common.ranks import code_of_results
-from common.report import METRICS, some
+from common.report import some
 from configurator import UserError
 
 KEPT = "a run's record"  # the kind of record in each line of a file of kept runs
-
-
-@dataclass(frozen=True)
-class Curves:
-    """What the metrics.jsonl of a run says. Losses are in nats per token."""
-
-    starts: list  # what train.py knew at each start
-    steps: dict  # arrays over training: step, loss, tokens (so far), tokens_per_s
-    val: dict  # {step: validation loss, mean over the domains}
-    evaluation: dict  # the record of the last one, {} before it
-    final_loss: float | None  # the validation loss at the end, infinite if the run diverged; None before its end
-
-    @property
-    def start(self):
-        return self.starts[-1]  # a resumed run has several, and the last one's max_steps counts
-
-
-def read_run(folder):
-    """The Curves of a run's folder."""
-    path, events = Path(folder, "metrics.jsonl"), {"start": [], "eval": [], "step": [], "diverged": []}
-    with reading(path, METRICS):
-        for record in read_record_lines(path, METRICS):
-            events[record.get("event", "step")].append(record)
-        names, val = ("step", "loss", "tokens", "tokens_per_s"), {r["step"]: r["val_mean"] for r in events["eval"]}
-        steps = {name: np.array([record[name] for record in events["step"]], float) for name in names}
-        final = val.get(events["start"][-1]["max_steps"]) if val else None
-        evaluation = events["eval"][-1] if val else {}
-        return Curves(events["start"], steps, val, evaluation, math.inf if events["diverged"] else final)
 
 
 def differences(made, wanted, of=""):

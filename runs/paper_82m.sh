@@ -31,7 +31,10 @@ ON_GPUS=("$PY" -m torch.distributed.run --standalone "--nproc_per_node=${GPUS:-8
 # Analyse 1,000 chunks of held-out text: does attention spread over more tokens than vanilla's, as Figures 1 and 2 say?
 "$PY" analyze.py out/vanilla out/resformer out/svformer
 
-# Pictures of it, by layer: out/analysis.png.
+# Training losses minus vanilla's, the paper's main metric: out/relative.png.
+"$PY" plot.py relative out/vanilla out/resformer out/svformer
+
+# Pictures of the attention, by layer: out/analysis.png.
 "$PY" plot.py out/vanilla out/resformer out/svformer
 
 # Export for transformers and lm-eval; needs `pip install transformers==5.23.0`, and it replaces no folder.

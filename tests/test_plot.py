@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 import plot
 from common import picture
-from common.files import write_record
+from common.files import record_line, write_record
 from common.report import markdown
 from value_modes import TABLE, kv_floats_per_token, plan_layers, stored_tensors
 
@@ -126,6 +126,54 @@ def test_bad_calls():
 def test_help_tells_of_both_uses():
     text = in_process(plot, "--help").stdout
     assert "python plot.py out/demo/" in text and "python plot.py plan vanilla" in text and "--n_layer=4" in text
+
+
+# ---- relative losses
+
+
+def make_metrics(folder, mode, losses, **changed):
+    """What train.py leaves of a run: a start, and a loss a step."""
+    start = {"event": "start", "step": 0, "value_mode": mode, "data": "d", "mixture": {}, "seed": 42, "bos": False}
+    start |= {"batch_tokens": 100, "block_size": 10, "max_steps": len(losses)} | changed
+    records = [{"step": n, "loss": x, "tokens": 100 * n, "tokens_per_s": 1.0} for n, x in enumerate(losses, 1)]
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(record_line("train.py's metrics", r) for r in (start, *records)))
+
+
+def test_relative_losses_are_minus_vanillas_wherever_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_metrics(tmp_path / "r", "resformer", [4.0, 3.0, 2.0])
+    make_metrics(tmp_path / "v", "vanilla", [5.0, 3.5, 2.0, 1.0])  # longer
+    drawn, draw = [], plot.draw_line
+    monkeypatch.setattr(
+        plot, "draw_line", lambda ax, x, y, *rest: (draw(ax, x, y, *rest), drawn.append((rest[0], x, y)))
+    )
+    done = in_process(plot, "relative", "r", "v")
+    assert done.returncode == 0 and (tmp_path / "relative.png").exists(), done.stderr
+    ((label, x, y),) = drawn
+    means_x, means_y = plot.growing_means(np.array([100.0, 200, 300]), np.array([[-1.0, -0.5, 0.0]]))
+    assert label == "r" and x.tolist() == means_x.tolist() and y.tolist() == means_y.tolist()
+
+
+@pytest.mark.parametrize("changed,says", [
+    ({"data": "e"}, "r trained with data=e and v with d: no loss to subtract"),
+    ({"seed": 1}, "r trained with seed=1 and v with 42"),
+    ({"batch_tokens": 200}, "r trained with batch_tokens=200 and v with 100"),
+])  # fmt: skip
+def test_losses_on_other_tokens_are_not_subtracted(changed, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_metrics(tmp_path / "r", "resformer", [4.0], **changed)
+    make_metrics(tmp_path / "v", "vanilla", [5.0])
+    refused(in_process(plot, "relative", "r", "v"), says)
+
+
+def test_what_relative_needs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_metrics(tmp_path / "v", "vanilla", [5.0])
+    make_metrics(tmp_path / "n", "svformer", [])
+    refused(in_process(plot, "relative", "v"), "name two runs or more")
+    refused(in_process(plot, "relative", "v", "n"), "n has no training losses yet")
+    refused(in_process(plot, "relative", "v", "nowhere"), "nowhere/metrics.jsonl is missing")
 
 
 # ---- what analyze.py found
