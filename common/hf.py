@@ -22,8 +22,9 @@ OURS = "nanoresformer"  # model_type of what plain Llama cannot express, see mod
 FIELDS = {"vocab_size": "vocab_size", "block_size": "max_position_embeddings", "n_layer": "num_hidden_layers"}
 FIELDS |= {"n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads", "n_embd": "hidden_size"}
 FIELDS |= {"head_dim": "head_dim", "n_hidden": "intermediate_size", "norm_eps": "rms_norm_eps"}
-SUPPORTED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-SUPPORTED |= {"quantization_config": None, "tie_word_embeddings": False}
+ARCHITECTURES = ("llama", "mistral")  # model_type of what we read: Mistral without its window is a Llama
+SUPPORTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None}
+BUFFER = "rotary_emb.inv_freq"  # of old files, Llama-2's among them: we compute it
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # see layers.Rope
 LAYER_NAMES = {  # our modules in a layer, with the part of a fused product, and their names
     "norm1": "input_layernorm",
@@ -85,6 +86,7 @@ def load_hf(folder, device="cpu", dtype=torch.float32):
     its weights in `dtype`.
 
     The authors' layout is read too: Llama's, with "value_mode" in config.json and no tensor for what a layer borrows.
+    A head that is tied to the embeddings becomes a copy of them.
     """
     model = GPT(hf_config(folder), init=False).to(device, dtype)
     with reading(folder, "a model with Llama's weights"):
@@ -94,10 +96,15 @@ def load_hf(folder, device="cpu", dtype=torch.float32):
     for path in hf_files(folder):
         with reading(path, "weights of the model in config.json"), safe_open(path, "pt") as file:
             for name in file.keys():
+                if name.endswith(BUFFER):
+                    continue
                 tensor, place = file.get_tensor(name), places.pop(name)
                 if place.shape != tensor.shape:
                     raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
                 place.copy_(tensor)
+    if read_hf_config(folder).get("tie_word_embeddings") and "lm_head.weight" in places:
+        places.pop("lm_head.weight").copy_(model.embed.weight.detach())
+        print(f"note: {folder} ties its head to its embeddings; here the head is a copy of its own")
     if places:
         raise UserError(f"{folder} has no tensor {min(places)}; is a shard missing, or config.json another model's?")
     return model.eval()
@@ -134,6 +141,14 @@ def hf_config(folder):
             return ModelConfig(**c["shape"])
         # Real files leave out the widths of heads, and the authors' say "architecture".
         c = {"model_type": c.get("architecture"), "head_dim": None, "num_key_value_heads": None, **c}
+        if c["model_type"] not in (None, *ARCHITECTURES):
+            raise UserError(f"{folder} is a {c['model_type']} model; {' and '.join(ARCHITECTURES)} are supported")
+        window = c.get("sliding_window") if c["model_type"] == "mistral" else None
+        if window and window < c["max_position_embeddings"]:
+            block = f"its block of {c['max_position_embeddings']}"
+            raise UserError(
+                f"{folder} attends to a window of {window} tokens, less than {block}, which no mode here does"
+            )
         for field, value in SUPPORTED.items():
             if c.get(field) not in (None, value):
                 raise ValueError(f"{field}={c[field]!r} is not supported, only {value!r}")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import COMPILED, SHARED, config, hf_folder, in_process, needs_shared, refused, tiny, tokens
+from safetensors.torch import load_file, save_file
 from test_data import hostile, reference
 from test_eval import write_rows
 
@@ -387,8 +388,8 @@ def test_logits_of_a_llama_are_those_of_transformers(tmp_path):
     [
         (dict(vocab_size=60), "has shape (61, 32), not (60, 32)"),
         (dict(value_mode="svformer"), "KeyError"),
-        (dict(model_type="mamba"), "model_type='mamba' is not supported"),
-        (dict(tie_word_embeddings=True), "tie_word_embeddings=True"),
+        (dict(model_type="qwen2"), "is a qwen2 model; llama and mistral are supported"),
+        (dict(model_type="mistral", sliding_window=31), "attends to a window of 31 tokens, less than its block of 32"),
         (dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling of type 'linear'"),
     ],
     ids=str,
@@ -397,6 +398,36 @@ def test_configs_of_other_models_are_refused(tmp_path, fields, says):
     with pytest.raises(UserError) as e:
         hf.load_hf(hf_folder(tmp_path, tiny(n_kv_head=2).float(), **fields))
     assert says in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_tied_llama_of_old_files(tmp_path, capsys):
+    """Its head is no tensor, and its rotary buffers are."""
+    torch.manual_seed(0)
+    shape = dict(vocab_size=61, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4)
+    tied = transformers.LlamaConfig(
+        **shape, max_position_embeddings=32, tie_word_embeddings=True, initializer_range=0.15
+    )
+    right = transformers.LlamaForCausalLM(tied).eval()
+    right.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert "lm_head.weight" not in tensors
+    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, file, {"format": "pt"})
+    model, idx = hf.load_hf(tmp_path), tokens((2, 32))
+    close(model(idx)[0], right(idx).logits)
+    assert "ties its head to its embeddings; here the head is a copy" in capsys.readouterr().out
+    assert model.head.weight.data_ptr() != model.embed.weight.data_ptr()
+
+
+@pytest.mark.parametrize("window", [None, 32, 4096])
+def test_a_mistral_without_a_window_is_a_llama(window, tmp_path):
+    torch.manual_seed(0)
+    shape = dict(vocab_size=61, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4)
+    shape |= dict(num_key_value_heads=2, max_position_embeddings=32, sliding_window=window, initializer_range=0.15)
+    right = transformers.MistralForCausalLM(transformers.MistralConfig(**shape)).eval()
+    right.save_pretrained(tmp_path)
+    idx = tokens((2, 32))
+    close(hf.load_hf(tmp_path)(idx)[0], right(idx).logits)
 
 
 def test_widths_of_heads_may_be_missing(tmp_path):
