@@ -107,7 +107,8 @@ def holm(ps):
 
 
 def lowest(x, y):
-    """Where a parabola through three points is lowest: (x there, weights of the three y in its value there).
+    """Where a parabola through three points is lowest: (x there, weights of the three y in its value there, how much
+    lower that is than the middle one).
 
     The value is weights @ y. A y that moves a little moves the value by its weight, because at the lowest point a shift
     of x changes nothing (the delta method needs no more). x stays within half the way from the middle point to the
@@ -116,11 +117,11 @@ def lowest(x, y):
     (a, b, c), left, right = x, (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
     square = (right - left) / (c - a)
     if square <= 0:
-        return b, (0.0, 1.0, 0.0)
+        return b, (0.0, 1.0, 0.0), 0.0
     at = min(max((a + b) / 2 - left / (2 * square), (a + b) / 2), (b + c) / 2)
     to_a, to_b, to_c = at - a, at - b, at - c
     weights = (to_b * to_c / (a - b) / (a - c), to_a * to_c / (b - a) / (b - c), to_a * to_b / (c - a) / (c - b))
-    return at, weights
+    return at, weights, y[1] - sum(weight * value for weight, value in zip(weights, y, strict=True))
 
 
 def multiplier(loss, own, other, errors=(0, 0, 0), df=math.inf):

@@ -61,8 +61,7 @@ def promised(around, losses):
     part of what it has to climb to the nearer side; else None."""
     if not around:
         return None
-    at, weights = lowest([math.log2(rate) for rate in around], losses)
-    gain = losses[1] - sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
+    at, _, gain = lowest([math.log2(rate) for rate in around], losses)
     is_much = gain > MUCH * (min(losses[0], losses[2]) - losses[1])
     return float(f"{2**at:.3g}") if is_much else None
 
@@ -76,15 +75,19 @@ class Best:
     gain: float = 0.0  # how much lower it is than at the best rate that was tried
 
 
-def at_best(fit, mode, tuned):
-    """The Best of a mode: the lowest point of the parabola in log2(rate) through its best rate and those beside it."""
-    if not tuned.around:
-        return Best(tuned.rate, {(mode, tuned.rate): 1.0})
-    cells = [(mode, rate) for rate in tuned.around]
-    levels = [fit.level(cell) for cell in cells]
-    at, weights = lowest([math.log2(rate) for rate in tuned.around], levels)
-    gain = levels[1] - sum(weight * level for weight, level in zip(weights, levels, strict=True))
+def at_best(fit, cells, rates):
+    """The Best of a mode. cells: of a Fit, at its best rate or at that and those beside it; then it is the lowest point
+    of a parabola in log2(rate)."""
+    if len(cells) == 1:
+        return Best(rates[0], {cells[0]: 1.0})
+    at, weights, gain = lowest([math.log2(rate) for rate in rates], [fit.level(cell) for cell in cells])
     return Best(2**at, dict(zip(cells, weights, strict=True)), gain)
+
+
+def difference(fit, best, base):
+    """`Fit.contrast` of two modes' Bests. Nobody has trained there, so a gain counts as unsure as it is large."""
+    weights = best.weights | {cell: -weight for cell, weight in base.weights.items()}
+    return fit.contrast(weights, math.hypot(best.gain, base.gain))
 
 
 @dataclass(frozen=True)
@@ -117,13 +120,12 @@ def judge(cells, tuned, tokens=0, schedules=(), pool=None):
     fit, base = Fit(cells), next(iter(tuned))
     if fit.df == 0 and pool and pool.df:
         fit.noise, fit.df = pool.noise, pool.df
-    best = {mode: at_best(fit, mode, of) for mode, of in tuned.items() if (mode, of.rate) in cells}
-    found = {}
-    for mode in best if base in best else ():
-        if mode != base:
-            weights = best[mode].weights | {cell: -weight for cell, weight in best[base].weights.items()}
-            # nobody has trained at the lowest points, so a gain counts as unsure as it is large
-            found[mode] = fit.contrast(weights, math.hypot(best[mode].gain, best[base].gain))
+    best = {}
+    for mode, of in tuned.items():
+        if (mode, of.rate) in cells:
+            rates = of.around or (of.rate,)
+            best[mode] = at_best(fit, [(mode, rate) for rate in rates], rates)
+    found = {mode: difference(fit, best[mode], best[base]) for mode in best if mode != base and base in best}
     ps, answers = holm({mode: p for mode, (*_, p) in found.items() if p is not None}), []
     for mode, of in tuned.items():
         spread = fit.spread(best[mode].weights) if mode in best else 0.0

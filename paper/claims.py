@@ -15,8 +15,9 @@ import numpy as np
 
 import plot
 from common.report import with_interval
-from common.statistics import lowest, mean_interval, multiplier
+from common.statistics import mean_interval, multiplier
 from common.tasks import TABLE1
+from common.verdict import at_best, difference
 from paper.runs import ONE_RATE, Job
 
 HEADER = ["claim", "paper", "here", "ours", "n"]  # three columns of texts, two of numbers
@@ -60,14 +61,11 @@ def between_rates(found, tuned):
         around.append(jobs[i - 1 : i + 2] if 0 < i < len(jobs) - 1 else [])
     if not all(around) or len(tuned) < 2:  # vanilla itself has one side
         return None
-    fit, weights, gains = found.fit(tuned, besides=sum(around, [])), {}, []
-    for jobs, sign in zip(around, (1, -1), strict=True):
+    fit, best = found.fit(tuned, besides=sum(around, [])), []
+    for jobs in around:
         cells = [found.scale.here(job) for job in jobs]
-        levels = [fit.level(cell) for cell in cells]
-        _, parts = lowest([math.log2(cell.lr) for cell in cells], levels)
-        weights |= {cell: sign * part for cell, part in zip(cells, parts, strict=True)}
-        gains.append(levels[1] - float(np.dot(parts, levels)))
-    return fit.contrast(weights, math.hypot(*gains))[:2]
+        best.append(at_best(fit, cells, [cell.lr for cell in cells]))
+    return difference(fit, *best)[:2]
 
 
 SCHEDULES = ("max_steps=1500", "", "max_steps=24000")  # changes of night's base: other lengths of training

@@ -104,9 +104,9 @@ def test_false_findings_are_as_rare_as_claimed():
 @pytest.mark.parametrize("x,y", [((0, 1, 2), (3, 2, 2.5)), ((-1, 0, 1.6), (0.3, 0.1, 0.7)), ((1, 2, 3), (2, 1, 1.9))])
 def test_the_lowest_point_is_numpys(x, y):
     square, slope, level = np.polyfit(x, y, 2)
-    at, weights = lowest(x, y)
+    at, weights, gain = lowest(x, y)
     assert at == pytest.approx(-slope / (2 * square)) and sum(weights) == pytest.approx(1)
-    assert weights @ np.array(y) == pytest.approx(level - slope**2 / (4 * square))
+    assert weights @ np.array(y) == pytest.approx(level - slope**2 / (4 * square)) == pytest.approx(y[1] - gain)
     for i in range(3):  # each weight is the derivative of that value
         moved = np.array(y, float)
         moved[i] += 1e-6
@@ -116,7 +116,7 @@ def test_the_lowest_point_is_numpys(x, y):
 
 def test_a_lowest_point_stays_near_the_middle():
     assert lowest((0, 1, 2), (1.0, 1.1, 1.4))[0] == 0.5  # the middle one is not the lowest
-    assert lowest((0, 1, 2), (1.0, 1.2, 1.3)) == (1, (0.0, 1.0, 0.0))  # a parabola with a highest point
+    assert lowest((0, 1, 2), (1.0, 1.2, 1.3)) == (1, (0.0, 1.0, 0.0), 0.0)  # a parabola with a highest point
 
 
 def test_shares_of_the_noise():
