@@ -20,7 +20,7 @@ MOST = 0.45  # of the squares behind the noise that all modes share, from where 
 class Tuned:
     """Where the search for a mode's learning rate has ended."""
 
-    rate: float  # the best one that was tried, and the one that all seeds have
+    rate: float  # the best one that was tried; all seeds train there, unless the first one diverged everywhere
     is_edge: bool = False  # a better one may lie beyond the grid
     around: tuple = ()  # that rate between those beside it; empty if it has none on one side, or that one diverged
 
@@ -58,7 +58,7 @@ def search(known, rates, seeds):
 
 def promised(around, losses):
     """The rate, with three digits, at which a parabola through three rates is lowest, if it promises there more than a
-    part of what it has to climb to the nearer side; else None."""
+    part of what it has to climb to the lower of both sides; else None."""
     if not around:
         return None
     at, _, gain = lowest([math.log2(rate) for rate in around], losses)
@@ -99,8 +99,8 @@ class Answer:
     losses: dict  # {seed: validation loss} at the best rate that was tried; empty if the mode diverged at every rate
     best: Best | None  # None if it diverged
     spread: float = 0.0  # standard error of its loss at the best rate, for a noise of 1
-    gap: float | None = None  # minus the base's loss, both at their best rates; None without a common seed
-    interval: float | None = None  # half of 95 %
+    gap: float | None = None  # its loss minus the base's, both at their best rates; None without a common seed
+    interval: float | None = None  # half the width of its 95 % interval
     p: float | None = None  # after Holm's correction
     tokens: tuple = ()  # how many times its tokens the base needs for this loss: (least, most), or empty
 
@@ -153,7 +153,7 @@ def in_tokens(gap, spread, p, base, tokens, schedules, fit):
 
 
 def noisy(fit):
-    """{mode: its part of the squares behind the noise} of a mode that has most of them. Of two modes each has half."""
+    """{mode: its part of the squares behind the noise} of each mode with over MOST. Of two modes each has half."""
     shares = fit.shares(lambda cell: cell[0]) if fit.df else {}
     return {mode: share for mode, share in shares.items() if share > MOST and len(shares) > 2}
 
