@@ -249,6 +249,27 @@ def test_a_parabola_finds_the_rate_between_those_tried(data, tmp_path, monkeypat
     assert rows["svformer"]["vs vanilla"] == f"-0.010 ± {half:.3f}"
 
 
+def test_a_gain_counts_as_unsure_as_it_is_large():
+    losses = {
+        "vanilla": curved({"vanilla": 2.5}, {"vanilla": 1.0}, 0.003),
+        "m": curved({"m": 2.5}, {"m": 2**0.2}, 0.003),
+    }
+    cells = {(mode, rate): {42: loss(mode, rate, 42)} for mode, loss in losses.items() for rate in (0.5, 1, 2)}
+    for mode, loss in losses.items():
+        cells[mode, 1] = {seed: loss(mode, 1, seed) for seed in (42, 1, 2)}
+    (base, mode), fit = judge(cells, {"vanilla": Tuned(1, around=(0.5, 1, 2)), "m": Tuned(1, around=(0.5, 1, 2))})
+    of_noise = fit.contrast(mode.best.weights | {cell: -x for cell, x in base.best.weights.items()})[1]
+    assert mode.best.gain == pytest.approx(0.05 * 0.2**2) and base.best.gain == pytest.approx(0)
+    assert mode.interval == pytest.approx(math.hypot(of_noise, 1.96 * 0.002))
+
+
+@pytest.mark.parametrize("seed,seeds", [(42, [42, 1, 2]), (11, [11, 12, 13])])
+def test_fresh_seeds_are_none_of_the_usual_ones(seed, seeds):
+    assert (
+        load_settings(compare.CompareConfig, ["vanilla", "svformer", f"--seed={seed}", "--seeds=3"]).all_seeds == seeds
+    )
+
+
 def test_what_no_parabola_corrects_is_said(data, tmp_path, monkeypatch):
     trainer(lambda mode, rate, seed: 2.5 - rate if mode == "svformer" else 2.5, monkeypatch)
     said = in_process(compare, *words_of(data, tmp_path / "a", "vanilla", "svformer", rates="1e-3,2e-3")).stdout

@@ -17,7 +17,7 @@ BUDGETS = {  # lines
     "model.py": 440, "value_modes.py": 500, "train.py": 440, "prepare.py": 480, "eval.py": 250, "sample.py": 170,
     "analyze.py": 380, "plot.py": 360, "compare.py": 330, "export.py": 180, "configurator.py": 210, "minimal.py": 200,
     "common": 3940, "paper": 1900, "bench": 600, "examples": 270, "docs": 160, "config": 50, "exercises": 130,
-    "tests": 8420,
+    "tests": 8440,
 }  # fmt: skip
 # Grown for what users bring: prepare.py and common/ for their splits, encodings, packings, copies, small texts and
 # vocabularies, common/ and export.py for trl, peft, ONNX and two releases of transformers, configurator.py for
