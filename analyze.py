@@ -1,7 +1,7 @@
 """Attention concentration: where each layer's attention goes, and norms, spectra and similarity of its states.
 
     python analyze.py out/vanilla out/resformer                    1,000 validation chunks through each model
-    python analyze.py path/to/Llama-3.1-8B --length=2048 --data_dir=data/demo     a Llama in Hugging Face layout
+    python analyze.py models/Llama-3.1-8B --length=2048 --dtype=bfloat16 --data_dir=data/demo --out_dir=out/llama
 
 A chunk is the end-of-text token, as before a first document, then consecutive tokens of validation text. We write
 analysis.json (numbers by layer) and analysis.npz (by token position, and spectra) into the run's folder, print the main
@@ -14,6 +14,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -48,6 +49,7 @@ class AnalyzeConfig:
     length: int = setting(0, "tokens per chunk; 0 = the model's block_size", least=0)
 
     batch_tokens: int = setting(8192, "tokens per forward pass", least=1, group="Machine")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "of weights and states; what we measure is float32")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps")
 
     def __post_init__(self):
@@ -67,8 +69,13 @@ def parts_of(attn, args, output):
     mixes = []
     for m in attn.mixes:
         sources = [attended[i] for i in m.sources] if m.residual.reads_used else []
-        mixes.append((m.residual, weights[m.index], sources))
-    return mixes, projected, used
+        mixes.append((m.residual, weights[m.index], [{t: widened(x) for t, x in of.items()} for of in sources]))
+    return mixes, *({t: widened(x) for t, x in of.items()} for of in (projected, used))
+
+
+def widened(x):
+    """A tensor in float32, or wider as it is: bf16 would drown sums over thousands of tokens in its rounding."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def received(q, keys, scale):
@@ -184,7 +191,7 @@ def measure_vectors(x):
     mean cosine of two different tokens (Eq 13 of https://arxiv.org/abs/2410.17897)."""
     norms = x.norm(dim=-1)
     if not norms.isfinite().all():
-        raise UserError("the model computes NaN or infinity, so its weights are damaged")
+        raise UserError("the model computes NaN or infinity: its weights are damaged, or too large for bfloat16")
     # (|sum of unit vectors|^2 - T) / (T (T - 1)) needs no T x T products
     T, unit = x.size(1), F.normalize(x, dim=-1)
     cosines = (unit.sum(dim=1).square().sum(dim=-1) - unit.square().sum(dim=(1, 2))) / (T * (T - 1))
@@ -251,7 +258,7 @@ class Recorder:
 
     def state(self, n, block, args):
         """Before a block, and before the final norm."""
-        x = args[0]  # (B, T, C)
+        x = widened(args[0])  # (B, T, C)
         self.chunks += len(x) if n == 0 else 0
         self.add(n, measure_vectors(x), "hidden_")
 
@@ -344,7 +351,7 @@ def analyze(path, cfg, device):
         raise UserError(f"{out} cannot be written; set another --out_dir")
     idx = read_chunks(path, header["config"].block_size, cfg)
     N, T = idx.shape
-    model = checkpoint.load(path, device)
+    model = checkpoint.load(path, device, getattr(torch, cfg.dtype))
     recorder = Recorder(model)
     with torch.inference_mode(), progress("analysis", idx.numel(), "token") as bar:
         for rows in idx.split(max(1, cfg.batch_tokens // T)):
@@ -353,7 +360,7 @@ def analyze(path, cfg, device):
 
     numbers, arrays = summarize(recorder, model.cfg.n_layer, T)
     about = {"mode": header["mode"], "step": header["step"], "parameters": count_parameters(model.cfg)}
-    about |= {"chunks": N, "length": T, "device": device.type, "environment": environment()}
+    about |= {"chunks": N, "length": T, "device": device.type, "dtype": cfg.dtype, "environment": environment()}
     archive = io.BytesIO()  # numpy would add .npz to the name of a temporary file
     np.savez_compressed(archive, **arrays)
     write_atomic(out / "analysis.npz", lambda temporary: temporary.write_bytes(archive.getvalue()))

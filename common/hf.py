@@ -6,6 +6,7 @@ Only `to_llama` needs the transformers package. Read before: model.py. Read next
 import base64
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -81,6 +82,17 @@ def hf_files(folder):
     return files
 
 
+def refuse_too_large(folder, cfg, dtype):
+    """Raise UserError if the machine has not the memory for the weights of a ModelConfig: the system would kill us."""
+    with torch.device("meta"):
+        needed = sum(p.numel() for p in GPT(cfg).parameters()) * dtype.itemsize / 1e9
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    if needed > there:
+        takes = f"takes {needed:.1f} GB in {str(dtype).removeprefix('torch.')}"
+        remedy = "where a command has --dtype, bfloat16 takes half of float32"
+        raise UserError(f"{folder} {takes}, and this machine has {there:.1f} GB; {remedy}")
+
+
 def load_hf(folder, device="cpu", dtype=torch.float32):
     """A folder of Llama or export.py (config.json, model.safetensors or its shards) as a model of ours, in eval mode,
     its weights in `dtype`.
@@ -88,7 +100,9 @@ def load_hf(folder, device="cpu", dtype=torch.float32):
     The authors' layout is read too: Llama's, with "value_mode" in config.json and no tensor for what a layer borrows.
     A head that is tied to the embeddings becomes a copy of them.
     """
-    model = GPT(hf_config(folder), init=False).to(device, dtype)
+    cfg = hf_config(folder)
+    refuse_too_large(folder, cfg, dtype)
+    model = GPT(cfg, init=False).to(device, dtype)
     with reading(folder, "a model with Llama's weights"):
         places = named_tensors(model, read_hf_config(folder).get("model_type"))
 

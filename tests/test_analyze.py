@@ -392,6 +392,20 @@ def test_a_hugging_face_folder(runs, tmp_path):
     refused(call(folder), "does not say what it was trained on", "--data_dir")
 
 
+def test_a_model_in_bf16_is_measured_in_float32(runs, tmp_path):
+    numbers, found = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        numbers[dtype], found[dtype] = written(tmp_path / dtype, runs / "a", "--chunks=5", f"--dtype={dtype}")
+        assert numbers[dtype]["dtype"] == dtype
+    narrow, wide = found["bfloat16"], found["float32"]
+    # shares of attention still sum to 1, as sums of bf16 would not
+    np.testing.assert_allclose(narrow["importance"].sum(axis=1), 1, rtol=1e-6)
+    # and weights of 8 bits move a norm by less than they are rounded
+    for name in ("importance", "value_norm", "hidden_norm"):
+        np.testing.assert_allclose(narrow[name], wide[name], rtol=0.01)
+        assert (narrow[name] != wide[name]).any()
+
+
 def test_what_cannot_be_analysed(runs, tmp_path, monkeypatch):
     other = make_data(tmp_path / "other", tokenizer=byte_tokenizer("(?s:..?)"))
     refused(call(runs / "a", runs / "b", f"--out_dir={tmp_path}"), "several of these models would write into one")

@@ -430,6 +430,16 @@ def test_a_mistral_without_a_window_is_a_llama(window, tmp_path):
     close(hf.load_hf(tmp_path)(idx)[0], right(idx).logits)
 
 
+def test_a_model_larger_than_the_machines_memory(tmp_path, monkeypatch):
+    """Before any of it is read."""
+    folder = hf_folder(tmp_path / "m", tiny().float(), vocab_size=2**26)
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 2_000_000}[name])
+    with pytest.raises(UserError, match=r"m takes 17\.2 GB in float32, and this machine has 2\.0 GB; "):
+        hf.load_hf(folder)
+    with pytest.raises(UserError, match=r"m takes 8\.6 GB in bfloat16"):
+        hf.load_hf(folder, dtype=torch.bfloat16)
+
+
 def test_widths_of_heads_may_be_missing(tmp_path):
     hf_folder(tmp_path, tiny().float(), num_key_value_heads=None, head_dim=None)
     assert hf.is_hf_folder(tmp_path) and hf.load_hf(tmp_path).cfg == config()
