@@ -158,8 +158,9 @@ def growing_means(x, y):
     return np.array(means_x[::-1]), np.stack(means_y[::-1], axis=1)
 
 
-def draw_line(ax, x, y, label, style, points=None):
-    """The mean of y (seeds, n) over x (n,), a band of its 95 % interval, and `points` (x, y) as markers."""
+def draw_line(ax, x, y, label, style, points=None, is_run=True):
+    """The mean of y (seeds, n) over x (n,), a band of its 95 % interval, and `points` (x, y) as markers. is_run: the
+    legend says how many seeds it has."""
     # matplotlib would hide a name that begins with _, and take what is between two $ for a formula
     label = (" " if label.startswith("_") else "") + label.replace("$", r"\$")
     mean, seeds = y.mean(0), "1 seed"
@@ -170,7 +171,7 @@ def draw_line(ax, x, y, label, style, points=None):
         ax.plot(*points, **style | {"linestyle": ""})
     # a marker of the line itself is only in the legend
     marker = "" if points is None else style["marker"]
-    ax.plot(x, mean, markevery=[], label=f"{label}, {seeds}", **style | {"marker": marker})
+    ax.plot(x, mean, markevery=[], label=f"{label}, {seeds}" if is_run else label, **style | {"marker": marker})
 
 
 def tokens_on(ax, end, since=SHOWN):
@@ -212,12 +213,13 @@ def relative_panel(ax, pairs, styles, base="vanilla", since=SHOWN):
 
 
 def layer_panel(ax, lines, styles, ylabel, first=1, level=None):
-    """lines: {label: (seeds, n)} of a quantity over layers, counted from `first`; level: (height, name) to mark."""
+    """lines: {label: (seeds, n), or (n,) of a model that is no run with a seed} of a quantity over layers, counted from
+    `first`; level: (height, name) to mark."""
     for label, values in lines.items():
-        y = np.array(values, float)  # a layer without the quantity has None, which becomes NaN
+        y = np.atleast_2d(np.array(values, float))  # a layer without the quantity has None, which becomes NaN
         there = np.isfinite(y).all(0)
         x, y = (first + np.arange(y.shape[1]))[there], y[:, there]
-        draw_line(ax, x, y, label, styles[label], points=(x, y.mean(0)))
+        draw_line(ax, x, y, label, styles[label], points=(x, y.mean(0)), is_run=np.ndim(values) > 1)
     if level:
         ax.axhline(level[0], label=level[1], **LEVEL)
     ax.set(xlabel="layer" if first else "state (0 = embedding)", ylabel=ylabel)
@@ -225,6 +227,12 @@ def layer_panel(ax, lines, styles, ylabel, first=1, level=None):
         ax.set_ylim(bottom=max(0, ax.get_ylim()[0]))
     ax.xaxis.get_major_locator().set_params(integer=True)
     legend(ax)
+
+
+def short_names(folders):
+    """{folder: what a figure calls it}: its own name, unless two have the same."""
+    is_short = len({Path(name).name for name in folders}) == len(folders)
+    return {name: Path(name).name if is_short else name for name in folders}
 
 
 def relative(path, names):
@@ -242,9 +250,7 @@ def relative(path, names):
                 raise UserError(f"{name} trained with {what}={own} and {base} with {bases}: no loss to subtract")
         if not len(of.steps["loss"]):
             raise UserError(f"{name} has no training losses yet; train it first")
-    # a folder's own name will do, unless two have the same
-    is_short = len({Path(name).name for name in names}) == len(names)
-    labels = {name: Path(name).name if is_short else name for name in names}
+    labels = short_names(names)
     pairs = {labels[name]: [(of, curves[base])] for name, of in curves.items() if name != base}
     styles = styles_of({labels[name]: modes[name] for name in names if name != base})
     with page(path, (6.5, 4)) as fig:

@@ -201,9 +201,12 @@ def saved_tokens(job, found, seed):
 def critical_point(x, y, window):
     """The step where a relative loss y over steps x rises through 0 for the last time: the crossing of its moving
     average over `window` points, in the middle of the window; 0 if there is none. If the mean of the last tenth of y is
-    below 0, the run ended too early: infinity. As in the paper's Figure 14 and the authors' plot_relative_loss.py."""
-    if y[-max(3, len(x) // 10) :].mean() < 0:
-        return math.inf
+    below 0, the run ended too early: then the step at which the line through that tenth, least squares, would cross,
+    infinity if it falls. As in the paper's Figure 14 and the authors' plot_relative_loss.py."""
+    last = slice(-max(3, len(x) // 10), None)
+    if y[last].mean() < 0:
+        slope, height = np.polyfit(x[last], y[last], 1)
+        return max(float(x[-1]), float(-height / slope)) if slope > 0 else math.inf
     # the loss of one step is noisy, so we look where its moving average crosses
     middle, means = (np.convolve(part, np.ones(window) / window, "valid") for part in (x, y))
     rises = np.flatnonzero((means[:-1] < 0) & (means[1:] >= 0))
@@ -272,6 +275,10 @@ START_TOKEN = {  # how far the first token stands out of the others; the paper's
     ": value norm": ("above 0.5", (0.5, math.inf), LEAST_VALUE),
     ": hidden norm": ("below 3", (-math.inf, 3.0), MOST_HIDDEN),
 }
+
+
+def entropy_minus_uniform(job, found, seed):
+    return np.mean(found.by_layer(job, seed, "entropy_minus_uniform"))
 
 
 # -- what eval.py scored

@@ -10,7 +10,7 @@ from itertools import product
 
 from paper import claims, panels, tables
 from paper.claims import ENTROPY, EXTREMES, HIGHER, LOWER, SCHEDULES, Claim, over_vanilla
-from paper.runs import CONTROL, DEEP, INSPECTED, ONE_RATE, SCALES, Job
+from paper.runs import CONTROL, DEEP, INSPECTED, ONE_RATE, SCALES, UNTRAINED, Job
 from value_modes import TABLE
 
 
@@ -22,6 +22,7 @@ class Panel:
     title: str | Callable = ""  # or a function of a found.Found
     lines: tuple = ()  # pairs (label, Job)
     key: object = ""  # what it draws, see panels.py
+    has_public: bool = False  # beside these lines those of the public models that --public names
 
     @property
     def jobs(self):
@@ -53,10 +54,16 @@ class Figure:
         """Those of which we draw what analyze.py measured."""
         return {job for panel in self.panels if panel.draw in panels.OF_ANALYSES for job in panel.jobs}
 
-    def at(self, scale):
-        """The figure as a Scale has it. A panel with a single line left compares nothing, so it goes."""
+    @property
+    def has_public(self):
+        return any(panel.has_public for panel in self.panels)
+
+    def at(self, scale, is_public_named=False):
+        """The figure as a Scale has it. A panel with a single line left compares nothing, so it goes, and one of public
+        models alone where nobody names any."""
         here = [replace(of, lines=tuple(line for line in of.lines if scale.has(line[1]))) for of in self.panels]
         kept = [of for of, before in zip(here, self.panels, strict=True) if len(of.lines) > 1 or of == before]
+        kept = [of for of in kept if of.lines or is_public_named]
         return replace(self, panels=tuple(kept), runs=tuple(filter(scale.has, self.runs)))
 
 
@@ -102,8 +109,9 @@ SV_LENGTHS = lines("svformer", label=OF_LENGTH, length=tuple(SCALES["paper"].len
 SV_RATES = lines("svformer", label="rate {0.rate}", lr=(1e-4, 3e-4, 6e-4))
 SV_WARMUPS = lines("svformer", label="{0.warmup} steps of warmup", warmup=(120, 1200))
 INSPECTED_FOUR = lines(*FOUR, size=INSPECTED)
+BEFORE = Job(size="468M", change=UNTRAINED)
 SINKS = (*INSPECTED_FOUR, *lines("vanilla", label="{0.mode}, without end-of-text first", size=CONTROL))
-FIRST = ("first", "value_norm", "hidden_norm")
+FIRST = ("first", "value_norm_first", "hidden_norm_first")
 TOP = {f"TOP-{k}": f"top_{k}" for k in ("1", "2", "3", "10", "1%")}
 EQUATIONS = {"Current Attention (Eq 4)": "eq4", "Identity Mapping (Eq 6)": "eq6"}
 LAMBDAS = {f"λ = {x}": f"resformer_lambda_{x}" for x in ("0.2", "0.5", "0.8", "1", "2", "5")}
@@ -115,12 +123,17 @@ NEUTRENOS["λ = 0.4"] = "neutreno"
 FIGURES = {
     "fig1": Figure(
         "Entropy of token importance; low is concentrated. A model can lie above uniform causal attention, because "
-        "this favours early tokens. Before training the paper has 7.194–7.204, our 468M 7.2007.",
-        (Panel(panels.layers, "", INSPECTED_FOUR, "entropy"),),
-        (over_vanilla("resformer", ENTROPY, INSPECTED), over_vanilla("svformer", ENTROPY, INSPECTED))),
+        "this favours early tokens. Before training the paper's lies between 7.194 and 7.204, uniform attention at "
+        "7.2025. Its public models are Llama-3.1-8B, Mistral-7B v0.2 and their Instruct versions.",
+        (Panel(panels.before_training, "before training", (("{0.mode}", BEFORE),)),
+         Panel(panels.layers, "public models", key="entropy", has_public=True),
+         Panel(panels.layers, "trained", INSPECTED_FOUR, "entropy")),
+        (Claim(BEFORE, None, "-0.009 to +0.002", (-0.009, 0.002), claims.entropy_minus_uniform,
+               ": entropy before training, minus uniform attention's"),
+         over_vanilla("resformer", ENTROPY, INSPECTED), over_vanilla("svformer", ENTROPY, INSPECTED))),
     "fig2": Figure(
-        "The first token's attention, and its norms relative to other tokens. The table has each model's extreme "
-        "layer, which is filled.",
+        "The first token's importance, the norm of its value and of its hidden state. The table has each model's "
+        "extreme over the layers, of the norms relative to other tokens.",
         tuple(Panel(panels.layers, "", SINKS, key) for key in FIRST),
         tuple(over_vanilla("resformer", what, INSPECTED) for what in EXTREMES),
         table=lambda found: tables.concentration_table(found, SINKS)),
@@ -134,7 +147,7 @@ FIGURES = {
         "share_v2 share_k2", "share_v2 cla2"),
     "fig6": Figure(
         "Parameters saved by ResFormer, and tokens along one cosine schedule.",
-        (Panel(panels.points, "loss at the end, by size\n(in the paper ResFormer needs 10.4 % fewer parameters)",
+        (Panel(panels.by_size, "loss at the end, by size\n(in the paper ResFormer needs 10.4 % fewer parameters)",
                lines("vanilla", "resformer", size=SIZES), panels.LOSS_BY_SIZE),
          Panel(panels.points, "loss along training\n(in the paper ResFormer saves 13.6 % of the tokens)",
                lines("vanilla", "resformer", size="468M"), panels.LOSS_ALONG)),
@@ -177,10 +190,11 @@ FIGURES = {
         (*lower("gqa2 svformer"),
          *lower("svformer gqa2", "svformer cla2", "svformer_gqa4 gqa8", "svformer_gqa4 cla2_gqa4", length=64000))),
     "fig14": Figure(
-        "When vanilla overtakes SVFormer, by length. The paper: the longer, the later.",
+        "When vanilla overtakes SVFormer, by length. The paper: the longer, the later. Hollow: not within training in "
+        "every seed; then a line through the last tenth of the relative loss predicts the step.",
         (Panel(panels.relative, "SVFormer, both at rate {0.rate}", SV_LENGTHS),
-         Panel(panels.points, "the step at which vanilla overtakes it", tuple(("", job) for _, job in SV_LENGTHS),
-               panels.CRITICAL)),
+         Panel(panels.critical_points, "the step at which vanilla overtakes it",
+               tuple(("", job) for _, job in SV_LENGTHS), panels.CRITICAL)),
         # a noisy point spoils four of ten pairs, so most of them are enough
         (Claim(Job("svformer", lr=ONE_RATE), None, "all", (0.5, claims.math.inf), claims.later_when_longer,
                ": share of pairs of lengths whose longer one is overtaken later"),
@@ -191,7 +205,7 @@ FIGURES = {
         (Panel(panels.relative, "SVFormer by learning rate", SV_RATES),
          Panel(panels.relative, "SVFormer by steps of warmup", SV_WARMUPS),
          Panel(panels.relative, "SVFormer by architecture", (("Llama", SV), ("GPT2", Job("svformer", arch="gpt2")))),
-         Panel(panels.points, "by size\n(in the paper SVFormer needs 12.2 % more parameters)",
+         Panel(panels.by_size, "by size\n(in the paper SVFormer needs 12.2 % more parameters)",
                lines("vanilla", "svformer", size=("2M", *TABLE5_SIZES)), panels.LOSS_BY_SIZE)),
         (*(Claim(Job("svformer", lr=lr), Job("svformer", lr=6e-4), "lower", LOWER, **MINUS) for lr in (1e-4, 3e-4)),
          *(Claim(job, SV, "about 0", **MINUS) for job in (Job("svformer", warmup=1200), Job("svformer", arch="gpt2"))),
@@ -207,8 +221,8 @@ FIGURES = {
          "First + One Middle + Last": "svformer_3anchors", "First + Two Middle + Last": "svformer_4anchors"},
         "svformer_4anchors svformer_3anchors", "svformer_3anchors svformer_2anchors", "svformer_2anchors svformer"),
     "fig18": Figure(
-        "Token similarity of hidden states by layer. The paper has public models.",
-        (Panel(panels.layers, "", INSPECTED_FOUR, "hidden_similarity"),)),
+        "Token similarity of hidden states by layer. The paper's are those of public models, see --public.",
+        (Panel(panels.layers, "", INSPECTED_FOUR, "hidden_similarity", has_public=True),)),
     "fig19": Figure(
         "Importance, value norm and hidden norm of the first hundred tokens, by layer. Claims are on the first token, "
         "relative to others, in its extreme layer.",
@@ -216,7 +230,7 @@ FIGURES = {
         (*(Claim(Job("resformer", INSPECTED), None, *of, what) for what, of in claims.START_TOKEN.items()),
          *(Claim(Job("vanilla", INSPECTED), None, "", None, of[-1], what) for what, of in claims.START_TOKEN.items()))),
     "fig20": Figure(
-        "Figures 1 and 2 for the base model, with cross-layer attention.",
+        "Entropy, and the first token's importance and norms, for the base model, with cross-layer attention.",
         tuple(Panel(panels.layers, "", lines(*FOUR, "cross"), key) for key in ("entropy", *FIRST)),
         (*(over_vanilla("resformer", what, "82M") for what in (ENTROPY, *EXTREMES)),
          over_vanilla("cross", ENTROPY, "82M"),

@@ -19,7 +19,7 @@ from common.runs import as_kept, made_as
 from common.statistics import Fit, t_95
 from configurator import UserError
 from eval import read_results
-from paper.runs import INSPECTED, LABELS, Job
+from paper.runs import INSPECTED, LABELS, UNTRAINED, Job
 from train import ENVIRONMENT, MAY_DIFFER
 
 START = ("value_mode", "data", "device", "dtype", "seed", "parameters", "block_size", "max_steps", "kv_bytes_per_token")
@@ -68,12 +68,13 @@ class Found:
     """The records of a scale's runs, by Job and seed.
 
     records: {name: record}; seeds: function Job -> its seeds; jobs: all of the scale, whose noise we pool; repeats:
-    {name: record} of runs that were made again; root: folder of the runs; errors: {name: why there is no record}.
+    {name: record} of runs that were made again; root: folder of the runs; errors: {name: why there is no record};
+    public: {name of a public model: folder of its analysis}.
     """
 
-    def __init__(self, records, scale, seeds, jobs=(), repeats=None, root="", errors=None):
+    def __init__(self, records, scale, seeds, jobs=(), repeats=None, root="", errors=None, public=None):
         self.records, self.scale, self.seeds, self.jobs = records, scale, seeds, list(jobs)
-        self.repeats, self.root, self.errors = repeats or {}, Path(root), errors or {}
+        self.repeats, self.root, self.errors, self.public = repeats or {}, Path(root), errors or {}, public or {}
 
     def name(self, job, seed):
         return f"{self.scale.here(job).name}-{seed}"
@@ -138,7 +139,7 @@ class Found:
 
         def is_of_most(job):
             own = [self.scale.here(replace(job, mode=mode, lr=None)).lr for mode in (job.mode, "vanilla")]
-            return job.size != "2M" and job.lr in own
+            return job.size != "2M" and job.lr in own and job.change != UNTRAINED
 
         jobs = [self.scale.here(job) for job in jobs]
         family = [*self.jobs, *jobs]
@@ -196,7 +197,10 @@ class Found:
         if key in ("value_norm", "hidden_norm"):
             first, rest = (np.array(self.by_layer(job, seed, f"{key}_{part}"), float) for part in ("first", "rest"))
             return (first / rest).tolist()
-        analysis = self.analysis(job, seed)
+        return self.means(self.analysis(job, seed), key)
+
+    @staticmethod
+    def means(analysis, key):
         return analysis["states" if key in analysis["states"] else "layers"][key]["mean"]
 
     def arrays(self, job, seed):

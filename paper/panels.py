@@ -14,16 +14,15 @@ from common.statistics import mean_interval
 from configurator import UserError
 from paper.claims import best_gaps, best_rate, critical, multipliers
 from paper.runs import CONTROL, WITH_BOS
-from plot import COLORS, LEGEND, ZERO, count_range, legend, page, short_count, style_of, styles_of
+from plot import COLORS, LEGEND, LEVEL, ZERO, count_range, legend, page, short_count, style_of, styles_of
 from value_modes import get_mode, row_and_number
 
 MOST = 0.13  # nats: greater gaps stand at the edge of a forest, so that the others keep their room
-LEVEL = "uniform attention, equal norms"
-EXTREMES = {"first": np.argmax, "value_norm": np.argmin, "hidden_norm": np.argmax}  # what a table quotes of these
+UNIFORM = "uniform attention"
 QUANTITIES = {
     "entropy": "entropy of token importance (nats)", "first": "importance of the first token",
-    "value_norm": "norm of the first token's value\nrelative to other tokens",
-    "hidden_norm": "norm of the first token's hidden state\nrelative to other tokens",
+    "value_norm_first": "norm of the first token's value",
+    "hidden_norm_first": "norm of the first token's hidden state",
     "hidden_similarity": "token similarity", "value_largest": "largest eigenvalue",
     "eq6": "cosine similarity to Eq 2", "top_1%": "importance",
 }  # fmt: skip
@@ -31,6 +30,8 @@ QUANTITIES = {
 
 def heading(panel, found):
     """A panel's title, the size of its runs, and whether their sequences begin with end-of-text."""
+    if not panel.jobs:
+        return panel.title
     title = panel.title(found) if callable(panel.title) else found.in_words(panel.title, panel.jobs[-1])
     lengths = count_range([found.scale.lengths[job.length][0] for job in panel.jobs], "{:,}".format)
     size = f"\n{count_range([found.parameters(job) for job in panel.jobs])} parameters, length {lengths}"
@@ -57,22 +58,37 @@ def relative(ax, panel, found):
 
 
 def layers(ax, panel, found):
-    """A quantity of the analysis over layers; the extreme that a table quotes is filled, a control grey."""
-    lines, named = {}, found.labels(panel.lines)
+    """A quantity of the analysis over layers, of our runs and of public models; a control is grey."""
+    lines, modes, named, key = {}, {}, found.labels(panel.lines), panel.key
     for label, job in named:
         key = panel.key[label] if isinstance(panel.key, dict) else panel.key
-        lines[label] = [found.by_layer(job, seed, key) for seed in found.seeds(job)]
-    analysis = found.analysis(job, found.seeds(job)[0])
-    levels = {"entropy": analysis["entropy_uniform"], "value_norm": 1.0, "hidden_norm": 1.0}
-    levels["first"] = sum(1 / n for n in range(1, 1 + analysis["length"])) / analysis["length"]  # uniform, causal
-    styles, first = styles_of({label: job.mode for label, job in named}), 0 if key.startswith("hidden") else 1
+        lines[label], modes[label] = [found.by_layer(job, seed, key) for seed in found.seeds(job)], job.mode
+        analysis = found.analysis(job, found.seeds(job)[0])
+    for name, folder in found.public.items() if panel.has_public else ():
+        analysis = plot.read_analysis(folder)
+        lines[name], modes[name] = found.means(analysis, key), name  # a colour for each
+    T, level = analysis["length"], {}
+    level["entropy"] = analysis["entropy_uniform"], UNIFORM
+    level["first"] = sum(1 / n for n in range(1, 1 + T)) / T, UNIFORM
+    styles = styles_of(modes)
     for label, job in named:
         styles[label] |= {"color": "0.6"} if job.size == CONTROL else {}
-    plot.layer_panel(ax, lines, styles, QUANTITIES[key], first, (levels[key], LEVEL) if key in levels else None)
-    for label, rows in lines.items() if key in EXTREMES else ():
-        means = np.mean(rows, axis=0)
-        at = EXTREMES[key](means)
-        ax.plot(first + at, means[at], **styles[label] | {"markerfacecolor": styles[label]["color"]})
+    plot.layer_panel(ax, lines, styles, QUANTITIES[key], 0 if key.startswith("hidden") else 1, level.get(key))
+
+
+def before_training(ax, panel, found):
+    """The entropy of a model without training, and on the right axis how alike its hidden states are."""
+    (job,), (seed, *_) = panel.jobs, found.seeds(panel.jobs[0])
+    entropy, similarity = (found.by_layer(job, seed, key) for key in ("entropy", "hidden_similarity"))
+    other, x = ax.twinx(), 1 + np.arange(len(entropy))
+    ax.plot(x, entropy, "o-", color=COLORS[0], markerfacecolor="none", label="entropy")
+    ax.axhline(found.analysis(job, seed)["entropy_uniform"], label=UNIFORM, **LEVEL)
+    other.plot(x, similarity[1:], "s--", color=COLORS[2], markerfacecolor="none")  # what leaves each layer
+    ax.plot([], [], "s--", color=COLORS[2], markerfacecolor="none", label="token similarity, on the right axis")
+    ax.set(xlabel="layer", ylabel=QUANTITIES["entropy"])
+    other.set(ylabel=QUANTITIES["hidden_similarity"], ylim=(0, 1))
+    other.spines["right"].set_visible(True)
+    legend(ax)
 
 
 def spectrum(ax, panel, found):
@@ -118,7 +134,7 @@ def times_tokens(found, job):
 
 
 def critical_point(found, job):
-    """The table beside counts the seeds that have none."""
+    """The table beside counts the seeds that have none. Beyond the last step it is a prediction."""
     every = (critical(job, found, seed) for seed in found.common_seeds(job, job.baseline))
     steps = [step for step in every if 0 < step < math.inf]
     return [(found.scale.lengths[job.length][0], *mean_interval(steps), steps)] if steps else []
@@ -186,6 +202,26 @@ def name_ends(ax, lines, colors):
             ax.text(1.02, last, label, transform=ax.get_yaxis_transform(), **text)
 
 
+def critical_points(ax, panel, found):
+    """Critical points; those that all seeds have reached are filled."""
+    points(ax, panel, found)
+    for job in panel.jobs:
+        for x, y, _, steps in critical_point(found, job):
+            if max(steps) <= found.scale.steps:
+                ax.plot(x, y, "o", color=style_of(job.mode)["color"])
+
+
+def by_size(ax, panel, found):
+    """Losses over parameters, and the lines over ln N by which claims.saving measures; they leave out the smallest
+    model, which is nearly all embeddings."""
+    points(ax, panel, found)
+    for mode in dict.fromkeys(job.mode for job in panel.jobs):
+        jobs = [job for job in panel.jobs if job.mode == mode and job.size != "2M"]
+        n = np.array([found.parameters(job) for job in jobs])
+        line = np.polyfit(np.log(n), [np.mean(found.losses(job)) for job in jobs], 1)
+        ax.plot(n, np.polyval(line, np.log(n)), color=style_of(mode)["color"], linewidth=0.8, linestyle=":")
+
+
 def rates(ax, panel, found):
     """Losses over the learning rate beside vanilla's; each at its best rate is filled."""
     points(ax, panel, found, is_small=True)
@@ -240,7 +276,7 @@ def forest(ax, panel, found):
 
 
 MINUS_VANILLA = (relative, forest, GAP_BY_SIZE, MULTIPLIER_BY_TOKENS, CRITICAL)  # these need vanilla's runs, too
-OF_ANALYSES = (layers, spectrum, heat)
+OF_ANALYSES = (layers, before_training, spectrum, heat)
 
 
 def page_of_panels(path, figure, found):

@@ -20,8 +20,10 @@ import torch
 
 from common.data import Corpus
 from common.files import hold, read_record, write_record, write_text
+from common.hf import hf_config
 from common.jobs import Job, flags_of, lanes_of, run_jobs
-from common.ranks import environment
+from common.plan import count_parameters, flops_per_token
+from common.ranks import PEAK_FLOPS, environment
 from common.report import markdown
 from common.runs import read_kept, write_kept
 from common.tasks import TABLE1
@@ -31,10 +33,12 @@ from paper.claims import HEADER, claim_cells, claim_rows
 from paper.figures import FIGURES, PAPER, jobs_at
 from paper.found import Found, decisive, finished, make_record, scores
 from paper.panels import page_of_panels
-from paper.runs import SCALES, train_settings
+from paper.runs import SCALES, VOCAB, train_settings
+from plot import short_names
 from train import TrainConfig
 
 RESULTS = "results of paper.reproduce"
+MFU = 0.4  # the share of a GPU's peak with which a plan counts
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,9 @@ class ReproduceConfig:
     dry_run: bool = setting(False, "only say what would run")
     run: bool = setting(True, "train and analyse what is missing; false = only draw what is there")
     kept: bool = setting(False, "take runs from results/<scale>/runs.jsonl where it has them, and add new ones to it")
+    public: tuple[str, ...] = setting((), "folders of Llama and Mistral models, for fig1 and fig18")
+    public_dtype: Literal["float32", "bfloat16"] = setting("float32", "of their weights")
+    eval_dir: str = setting("", "folder with files of tab1's tasks, see eval.py; empty = from the hub")
     out_dir: str = setting("", "folder of the runs; empty = out/<scale>")
     data_dir: str = setting("", "prepared data; empty = the scale's own, which is made if it is pysource")
     results_dir: str = setting("results", "folder of the figures and numbers")
@@ -64,13 +71,24 @@ class ReproduceConfig:
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.scale}")
         if own and self.scale != "night":
             raise UserError(f"{own[0]} is for scale=night, not for scale={self.scale}")
+        if self.public and not any(figure.has_public for figure in self.figures.values()):
+            raise UserError(f"{self.words[0]} draws no public models; fig1 and fig18 do")
 
     @property
     def figures(self):
         """{name: Figure} in the order in which they were asked for."""
         of_all = [name for name in PAPER if name not in self.units.without]
         names = [name for word in self.words for name in (of_all if word == "all" else [word])]
-        return {name: FIGURES[name].at(self.units) for name in names}
+        return {name: FIGURES[name].at(self.units, bool(self.public)) for name in names}
+
+    @property
+    def analyses(self):
+        """{name of a public model: (its folder, the folder of its analysis)}"""
+        found = {}
+        for folder, name in short_names(self.public).items():
+            of_model = f"{folder.strip('./').replace('/', '-')}-{self.public_dtype}"
+            found[name] = folder, Path(self.out_dir, "public", of_model)
+        return found
 
     @property
     def units(self):
@@ -123,7 +141,34 @@ def commands(settings, needs, cfg):
         missing["analyze"] = ["python", "analyze.py", folder, *words, *device]
     # tasks one by one, because one of them may have longer texts than the model takes
     tasks = [task for task in TABLE1 if "scores" in needs and task not in scores(Path(folder))]
-    return missing | {t: ["python", "eval.py", folder, f"--task={t}", "--dtype=float32", *device] for t in tasks}
+    where = ["--dtype=float32", *([f"--data_dir={cfg.eval_dir}"] if cfg.eval_dir else []), *device]
+    return missing | {task: ["python", "eval.py", folder, f"--task={task}", *where] for task in tasks}
+
+
+def public_commands(cfg):
+    """{folder: words of the command that makes the analysis there} of those that public models lack."""
+    missing = {}
+    for folder, out in cfg.analyses.values():
+        length = min(cfg.units.lengths[2048][0], hf_config(folder).block_size)
+        if not (out / "analysis.json").exists():
+            words = ["python", "analyze.py", folder, f"--length={length}", f"--chunks={cfg.units.chunks}"]
+            words += [f"--data_dir={cfg.units.data_dir}", f"--dtype={cfg.public_dtype}", f"--out_dir={out}"]
+            missing[out] = [*words, *([] if cfg.units.gpus else ["--device=cpu"])]
+    return missing
+
+
+def cost(settings):
+    """What runs with these settings of scale paper take, in words. Hours are counted FLOPs over a share of an A100's
+    bf16 peak, without evaluations. A run keeps its last checkpoint and its best: weights, and AdamW's two moments."""
+    flops = disk = 0
+    for values in settings:
+        cfg = TrainConfig(**values)
+        model = cfg.model_config(VOCAB)
+        flops += flops_per_token(model) * cfg.max_steps * cfg.batch_tokens
+        disk += 2 * 3 * 4 * count_parameters(model)
+    hours = flops / (MFU * PEAK_FLOPS["A100"]) / 3600
+    takes = f"{hours:,.0f} GPU-hours at {MFU:.0%} of an A100's peak, without evaluations"
+    return f"to train: {takes}, and at most {disk / 1e9:,.0f} GB of checkpoints"
 
 
 # -- running
@@ -150,7 +195,7 @@ def check_data(records, cfg):
 
 def make_all(runs, records, cfg):
     """Make the runs that have no record yet, and add theirs to `records`. Returns {name: why it failed}."""
-    failed = {}  # names of runs, and logs of their tasks, because a run without a task's score is still a run
+    failed = {}  # names of runs, and logs of what a run is still a run without: a task's score, a public model
 
     def note(what, error):
         print(f"note: {error}", flush=True)
@@ -172,7 +217,8 @@ def make_all(runs, records, cfg):
     def wanted():
         if cfg.run and not has_data(cfg):
             return [job_of(shlex.split(cfg.units.prepare), Path(cfg.out_dir, "prepare.log"))]
-        jobs = []
+        jobs = [job_of(words, out / "analyze.log") for out, words in public_commands(cfg).items() if cfg.run]
+        jobs = [job for job in jobs if job.log not in failed]
         for name, (settings, needs) in runs.items():
             if name not in records and name not in failed:
                 try:
@@ -186,7 +232,8 @@ def make_all(runs, records, cfg):
             error = UserError(f"{job.log.stem} of {job.log.parent} failed ({code}): {last_words}; see {job.log}")
             if job.log.stem == "prepare":
                 raise error
-            note(job.log if job.log.stem in TABLE1 else job.log.parent.name, error)
+            is_of_run = job.log.parent.name in runs and job.log.stem not in TABLE1
+            note(job.log.parent.name if is_of_run else job.log, error)
 
     check_data(records, cfg)
     # a run on GPUs takes all of them
@@ -267,13 +314,16 @@ def main(cfg: ReproduceConfig):
         name for name in every if name in kept and decisive(every[name][0]).items() <= kept[name]["settings"].items()
     ]
     records = {name: kept[name] for name in same}
+    public = public_commands(cfg)  # refuses what is no Llama before anything runs
     if cfg.dry_run:
         if not has_data(cfg):
             print(cfg.units.prepare)
-        missing = [commands(*run, cfg) for name, run in runs.items() if name not in records]
-        missing = [of_run for of_run in missing if of_run]
-        texts = [shlex.join(words) for of_run in missing for words in of_run.values()]
-        print(*texts, f"{len(missing)} runs of {cfg.units.what}", sep="\n")
+        missing = {name: commands(*run, cfg) for name, run in runs.items() if name not in records}
+        missing = {name: of_run for name, of_run in missing.items() if of_run}
+        every_word = [*public.values(), *(words for of_run in missing.values() for words in of_run.values())]
+        print(*map(shlex.join, every_word), f"{len(missing)} runs of {cfg.units.what}", sep="\n")
+        if cfg.units.gpus:
+            print(cost([runs[name][0] for name, of_run in missing.items() if "train" in of_run]))
         return
     if cfg.run and cfg.units.gpus and not torch.cuda.is_available():
         raise UserError(f"scale={cfg.scale} needs GPUs, and there is none; add --dry_run, or set --scale=cpu")
@@ -284,7 +334,8 @@ def main(cfg: ReproduceConfig):
         raise UserError(f"{cfg.units.data_dir} has no manifest.json; make the data: `{cfg.units.prepare}`")
     with hold(cfg.out_dir) if cfg.run else contextlib.nullcontext():
         failed = make_all(runs, records, cfg)
-    found = Found(records, cfg.units, cfg.seeds_of, jobs_at(cfg.units), repeats, cfg.out_dir, failed)
+    public = {name: out for name, (_, out) in cfg.analyses.items()}
+    found = Found(records, cfg.units, cfg.seeds_of, jobs_at(cfg.units), repeats, cfg.out_dir, failed, public)
     # a figure that lacks a run is skipped with a note, so that the others are still drawn
     missing = {}
     for name, figure in cfg.figures.items():

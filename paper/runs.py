@@ -22,6 +22,8 @@ VOCAB = 50277  # tokens of the paper's tokenizer
 # Sizes that Scale.stands_for resolves: the model in Figures 1, 2, 18, 19 and 21, and one without end-of-text beside it.
 INSPECTED, CONTROL = "inspected", "control"
 ONE_RATE = "one"  # Figure 14's rate, the same for all modes: Scale.one_rate says which it is
+# The change with which a model is saved as it begins: a step at rate 0 moves no weight.
+UNTRAINED = "max_steps=1,warmup_steps=0,learning_rate=0.0,eval_tokens=1"
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ SCALES = {
          64000: (64000, 32, 1)},
         steps=10_000, lr_factor=1.0, warmups={120: 120, 1200: 1200}, gpus=8,
         data_dir="data/slimpajama", prepare="python prepare.py slimpajama",
-        window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 4, "468M": 4}),
+        window=100, evals=10, chunks=1000, micro={"180M": 2, "320M": 4, "468M": 4}, settings={"eval_tokens": 0}),
     "cpu": Scale(
         "a quick look: models of 0.1 to 3.4M parameters on 0.15M tokens each, for 2 cores without a GPU",
         {"2M": (4, 2, 16), "82M": (8, 8, 64), "180M": (8, 8, 96), "320M": (8, 8, 128), "468M": (12, 8, 128)},

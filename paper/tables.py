@@ -3,7 +3,6 @@
 The first argument of each is a found.Found. Read next: panels.py.
 """
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -99,11 +98,12 @@ def table2(found):
 
 def table3(found):
     """Batches by length, the paper's in brackets. Its 32 steps of accumulation are a slip: its other numbers give 4."""
-    yield ["length", "tokens", "sequences per step", "per GPU", "accumulation", "tokens per step"]
+    yield ["length", "tokens", "sequences per step", "GPUs", "per GPU", "accumulation", "tokens per step"]
     for length, (tokens, batch, micro) in found.scale.lengths.items():
         _, sequences, each = SCALES["paper"].lengths[length]
-        ours = (tokens, batch, micro, batch // (micro * max(1, found.scale.gpus)), tokens * batch)
-        yield [f"{length:,}", *settings_row(ours, (length, sequences, each, 32, length * sequences))]
+        gpus = found.scale.gpus
+        ours = (tokens, batch, gpus, micro, batch // (micro * max(1, gpus)), tokens * batch)
+        yield [f"{length:,}", *settings_row(ours, (length, sequences, 8, each, 32, length * sequences))]
 
 
 def table4(found):
@@ -146,7 +146,7 @@ def critical_table(found, lines):
     yield ["", "overtaken at step", "in seeds"]
     for label, job in found.labels(lines):
         points = [critical(job, found, seed) for seed in found.common_seeds(job, job.baseline)]
-        crossed = [point for point in points if 0 < point < math.inf]
+        crossed = [point for point in points if 0 < point <= found.scale.steps]
         yield [label, plus_minus(*mean_interval(crossed), digits=0), f"{len(crossed)} of {len(points)}"]
 
 

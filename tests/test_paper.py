@@ -33,7 +33,7 @@ from paper.claims import Claim, claim_cells, claim_row, claim_rows
 from paper.figures import FIGURES, PAPER
 from paper.found import Found
 from paper.reproduce import ReproduceConfig, runs_of
-from paper.runs import SCALES, Job, train_settings
+from paper.runs import SCALES, UNTRAINED, Job, train_settings
 from prepare import PrepareConfig
 from train import TrainConfig
 
@@ -56,10 +56,12 @@ def jobs_at(scale):
 
 
 def test_a_default_job_is_the_papers_recipe():
-    """train.py's defaults are Table 4. Only how often a run is evaluated, logged and saved may differ."""
+    """train.py's defaults are Table 4. Only how, and how often, a run is evaluated, logged and saved may differ."""
     values = train_settings(Job(), SCALES["paper"], 42, "x")
     mine, default = (dataclasses.asdict(TrainConfig(**of)) for of in (values, {}))
-    assert {k for k in default if mine[k] != default[k]} <= {"out_dir", "eval_every", "log_every", "keep", "save_every"}
+    free = {"out_dir", "eval_every", "eval_tokens", "log_every", "keep", "save_every"}
+    assert {k for k in default if mine[k] != default[k]} <= free
+    assert mine["eval_tokens"] == 0  # the whole validation split, as in Table 5
 
 
 def test_scale_paper_is_tables_3_and_4():
@@ -79,7 +81,8 @@ def test_every_run_of_every_figure_is_valid(name):
         cfg = TrainConfig(**train_settings(job, scale, 7, f"out/{job.name}"))
         assert cfg.split_batch(max(1, scale.gpus))[0] == cfg.micro_batch
         assert cfg.value_mode.name == job.mode and cfg.arch == job.arch and cfg.seed == 7
-        assert 1 <= cfg.warmup_steps < cfg.max_steps and cfg.save_every <= cfg.max_steps / 2
+        is_trained = job.change != UNTRAINED
+        assert not is_trained or (1 <= cfg.warmup_steps < cfg.max_steps and cfg.save_every <= cfg.max_steps / 2)
     assert len({str(train_settings(job, scale, 7, "same")) for job in every}) == len({job.name for job in every})
     tokens = [block * batch for block, batch, _ in scale.lengths.values()]
     assert max(tokens) / min(tokens) < 1.03 and scale.steps >= 10 * scale.window
@@ -95,7 +98,7 @@ def test_config_file_of_scale_night_has_its_settings():
 
 def test_all_figures_are_there():
     assert list(PAPER) == [f"fig{i}" for i in (1, 2, *range(4, 23))] + [f"tab{i}" for i in range(1, 6)]
-    assert sum(len(figure.claims) for figure in FIGURES.values()) == 94
+    assert sum(len(figure.claims) for figure in FIGURES.values()) == 95
     assert list(FIGURES) == [*PAPER, "first", "modes", "rates", "v5", "regime", "longer", "sizes"]
 
 
@@ -241,7 +244,7 @@ def test_tables_of_settings(made, data_dir):
     assert shares["prose"] == ["60.0%", "30,000", "-", "-"] and shares["C4"] == ["-", "-", "20%", "4B"]
     made.scale = dataclasses.replace(SCALES["paper"], data_dir=str(data_dir))  # with data of 257 tokens
     last = list(tables.table3(made))[-1]  # the paper prints 32 steps of accumulation, and 4 are meant
-    assert last[1:] == ["64,000 (64,000)", "32 (32)", "1 (1)", "4 (32)", "2,048,000 (2,048,000)"]
+    assert last[1:] == ["64,000 (64,000)", "32 (32)", "8 (8)", "1 (1)", "4 (32)", "2,048,000 (2,048,000)"]
     four = {line[0]: line[1:] for line in tables.table4(made)}
     total = 2 * 257 * 512 + 8 * (4 * 512**2 + 3 * 512 * 1792 + 2 * 512) + 512
     assert four["parameters"][1] == f"{total:,}" and four["peak learning rate"] == ["0.0006 (0.0006)"] * 5
@@ -301,7 +304,11 @@ def test_critical_points():
     x = np.arange(1.0, 101)
     for window in (1, 4):  # averages of a line are those of the middle of their window
         assert claims.critical_point(x, (x - 30.25) * 0.01, window) == pytest.approx(30.25)
-        assert claims.critical_point(x, (x - 150.0) * 0.01, window) == math.inf
+        assert claims.critical_point(x, (x - 150.0) * 0.01, window) == pytest.approx(150)  # a line predicts it
+        assert claims.critical_point(x, -0.01 * x, window) == math.inf  # and one that falls never crosses
+    # the line goes through the last tenth alone
+    bent = np.where(x > 90, 0.005 * (x - 130), -5.0)
+    assert claims.critical_point(x, bent, 1) == pytest.approx(130)
     waves = np.where(x < 40, (x - 20.5) * 0.01, (x - 70.5) * 0.01)  # above at 20.5, below again at 40, above at 70.5
     assert claims.critical_point(x, waves, 1) == pytest.approx(70.5)
     assert claims.critical_point(x, x, 1) == 0
