@@ -305,6 +305,7 @@ def get_mode(mode):
     A name may end in the weight of the sources: resformer_lambda_0.5, neutreno_0.6 (see ValueMode.with_lam)."""
     if isinstance(mode, ValueMode):
         return named(mode)
+    mode = "resformer_neutreno" if mode == "neutreno_resformer" else mode  # the authors' name
     if mode in VALUE_MODES:
         return VALUE_MODES[mode]
     row, number = row_and_number(mode)

@@ -129,7 +129,7 @@ FIGURES = {
          Panel(panels.layers, "public models", key="entropy", has_public=True),
          Panel(panels.layers, "trained", INSPECTED_FOUR, "entropy")),
         (Claim(BEFORE, None, "-0.009 to +0.002", (-0.009, 0.002), claims.entropy_minus_uniform,
-               ": entropy before training, minus uniform attention's"),
+               ": entropy minus uniform attention's"),
          over_vanilla("resformer", ENTROPY, INSPECTED), over_vanilla("svformer", ENTROPY, INSPECTED))),
     "fig2": Figure(
         "The first token's importance, the norm of its value and of its hidden state. The table has each model's "
@@ -146,7 +146,8 @@ FIGURES = {
         {"CLAttention": "cla2", "Only Share Keys": "share_k2", "Only Share Values": "share_v2"},
         "share_v2 share_k2", "share_v2 cla2"),
     "fig6": Figure(
-        "Parameters saved by ResFormer, and tokens along one cosine schedule.",
+        "Parameters saved by ResFormer, and tokens along one cosine schedule. Dotted: least squares over ln N, between "
+        "which we measure the parameters.",
         (Panel(panels.by_size, "loss at the end, by size\n(in the paper ResFormer needs 10.4 % fewer parameters)",
                lines("vanilla", "resformer", size=SIZES), panels.LOSS_BY_SIZE),
          Panel(panels.points, "loss along training\n(in the paper ResFormer saves 13.6 % of the tokens)",
@@ -201,7 +202,7 @@ FIGURES = {
          Claim(*(Job("svformer", length=n, lr=ONE_RATE) for n in (64000, 512)), "lower", LOWER, **MINUS)),
         table=lambda found: tables.critical_table(found, SV_LENGTHS)),
     "fig15": Figure(
-        "SVFormer by learning rate, warmup, architecture and size.",
+        "SVFormer by learning rate, warmup, architecture and size. Dotted: least squares over ln N, without the 2M.",
         (Panel(panels.relative, "SVFormer by learning rate", SV_RATES),
          Panel(panels.relative, "SVFormer by steps of warmup", SV_WARMUPS),
          Panel(panels.relative, "SVFormer by architecture", (("Llama", SV), ("GPT2", Job("svformer", arch="gpt2")))),

@@ -242,6 +242,7 @@ class Found:
                 words[name] for name in words if getattr(job, name) != getattr(base, name)
             ]
             differs[job] = self.in_words(" ".join(parts), job.baseline if has_size else job)
+            differs[job] = differs[job].replace(UNTRAINED, "before training")
         if len(set(differs.values())) == 1:
             return f"{' − '.join(job.mode for job in differs)} {differs[a]}".strip()
         return " − ".join(f"{job.mode} {differs[job]}".strip() for job in differs)

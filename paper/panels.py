@@ -206,9 +206,10 @@ def critical_points(ax, panel, found):
     """Critical points; those that all seeds have reached are filled."""
     points(ax, panel, found)
     for job in panel.jobs:
+        style = style_of(job.mode)
         for x, y, _, steps in critical_point(found, job):
             if max(steps) <= found.scale.steps:
-                ax.plot(x, y, "o", color=style_of(job.mode)["color"])
+                ax.plot(x, y, **style | {"markerfacecolor": style["color"]})
 
 
 def by_size(ax, panel, found):
