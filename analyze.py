@@ -304,14 +304,18 @@ def read_chunks(path, block_size, cfg):
         limits = f"at least 2 tokens, and at most {block_size}, its block_size"
         raise UserError(f"a chunk of {T} tokens does not fit {folder}; it takes {limits}")
     data_dir, mixture = checkpoint.trained_on(folder, cfg.data_dir, "the prepared data by --data_dir")
-    # a public model reads our text in its own tokens: three times as many of ours will do for its T - 1
-    is_ours = tokenizer.hash is not None
-    corpus = Corpus(data_dir, T - 1 if is_ours else 3 * (T - 1), mixture=mixture)
-    if is_ours and corpus.tokenizer.hash != tokenizer.hash:
-        raise UserError(f"{data_dir} was made with another tokenizer than {folder}; name its own data by --data_dir")
+    corpus = Corpus(data_dir, T - 1, mixture=mixture)
+    has_its_tokens = corpus.tokenizer.hash == tokenizer.hash
+    if not has_its_tokens:
+        if tokenizer.is_ours:
+            raise UserError(
+                f"{data_dir} was made with another tokenizer than {folder}; name its own data by --data_dir"
+            )
+        # a public model reads our text in its own tokens: three times as many of ours will do for its T - 1
+        corpus = Corpus(data_dir, 3 * (T - 1), mixture=mixture)
     windows = choose_windows(corpus, cfg.chunks)
     rows = [corpus.val_batch(domain, w, w + 1)[0][0] for domain, w in windows]
-    if not is_ours:
+    if not has_its_tokens:
         texts = [corpus.tokenizer.decode(row.tolist()).replace(EOT, "\n\n") for row in rows]
         rows = [ids[: T - 1] for ids in map(tokenizer.encode, texts) if len(ids) >= T - 1]
     if not rows:

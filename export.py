@@ -21,8 +21,7 @@ import torch
 
 from common import checkpoint
 from common.files import write_text, writing
-from common.hf import fast_tokenizer, is_plain_llama, to_llama
-from common.tokenizer import EOT
+from common.hf import fast_tokenizer, is_plain_llama, is_tied, to_llama
 from configurator import UserError, check_fields, need, run, setting
 from value_modes import TABLE
 
@@ -52,13 +51,14 @@ class ExportConfig:
         check_fields(self)
 
 
-def to_transformers(model, eot):
-    """A model of transformers with our weights: LlamaForCausalLM if that can express the mode, else our own class."""
+def to_transformers(model, start, end):
+    """A model of transformers with our weights: LlamaForCausalLM if that can express the mode, else our own class.
+    start, end: the ids that begin a sequence and that end it."""
     if is_plain_llama(model.cfg):
-        return to_llama(model, eot)
+        return to_llama(model, start, end)
     wrapper = need("common.modeling_nanoresformer", "transformers")
     shape = dataclasses.asdict(model.cfg)
-    config = wrapper.NanoResFormerConfig(shape=shape, bos_token_id=eot, eos_token_id=eot, auto_map=CLASSES)
+    config = wrapper.NanoResFormerConfig(shape=shape, bos_token_id=start, eos_token_id=end, auto_map=CLASSES)
     peer = wrapper.NanoResFormerForCausalLM(config)
     peer.model.load_state_dict(model.state_dict())
     return peer
@@ -77,7 +77,7 @@ def write_code(folder):
 
 def write_folder(folder, path, model, tokenizer, dtype="float32"):
     """Write all files of the export of a checkpoint, `path`."""
-    peer = to_transformers(model, tokenizer.eot).to(getattr(torch, dtype))
+    peer = to_transformers(model, tokenizer.eot, tokenizer.end).to(getattr(torch, dtype))
 
     # What our own stages ask of such a folder stands in its config.json. gqa4 and its like are plain Llamas for others.
     header = checkpoint.read_header(path)
@@ -89,8 +89,9 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
         about["rope_theta"] = model.cfg.rope_theta  # transformers 4 reads it here, 5 among rope_parameters
     vars(peer.config).update(about)
 
-    peer.generation_config.pad_token_id = tokenizer.eot
-    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOT)
+    peer.generation_config.pad_token_id = tokenizer.end
+    names = {i: name for name, i in tokenizer.special.items()}
+    special = {"bos_token": names[tokenizer.eot]} | dict.fromkeys(("eos_token", "pad_token"), names[tokenizer.end])
     how = {"model_max_length": model.cfg.block_size, "padding_side": "left", "clean_up_tokenization_spaces": False}
     made = fast_tokenizer(tokenizer, about["bos"])
     fast = need("transformers").PreTrainedTokenizerFast(tokenizer_object=made, **special, **how)
@@ -101,15 +102,16 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
     write_text(named, named.read_text(encoding="utf-8").replace("TokenizersBackend", "PreTrainedTokenizerFast"))
     if not is_plain_llama(model.cfg):
         write_code(folder)
-    write_text(folder / "README.md", card(folder.name, header, about["bos"], dtype))
+    write_text(folder / "README.md", card(folder.name, header, special["bos_token"] if about["bos"] else "", dtype))
 
 
-def card(name, header, bos, dtype):
-    """The text of README.md, of a checkpoint's header: common/card.md, for a Llama without what our own code needs."""
+def card(name, header, start, dtype):
+    """The text of README.md, of a checkpoint's header: common/card.md, for a Llama without what our own code needs.
+    start: the token with which its sequences begin, or ""."""
     cfg, text = header["config"], (HERE / "common/card.md").read_text(encoding="utf-8")
     about = {"name": name, "mode": cfg.value_mode.name, "step": header["step"], "dtype": dtype}
     about["version"], about["block_size"] = need("transformers").__version__, cfg.block_size
-    about["bos"] = "each begins with `<|endoftext|>`, as in training" if bos else "nothing is put before them"
+    about["bos"] = f"each begins with `{start}`, as in training" if start else "nothing is put before them"
     return (text.split("\nIts code")[0] if is_plain_llama(cfg) else text).format(**about)
 
 
@@ -127,7 +129,8 @@ def check_export(folder, model, tokenizer, dtype):
 
     # Random ids make words that are no tokens, so the merges are compared too. transformers reads the text of a special
     # token as its id, and we do not, so we cut there.
-    texts = [text for row in idx.tolist() for text in tokenizer.decode(row).split(EOT)]
+    cuts = "|".join(map(re.escape, tokenizer.special))
+    texts = [text for row in idx.tolist() for text in re.split(cuts, tokenizer.decode(row))]
     n_differ = sum(theirs.encode(text, add_special_tokens=False) != tokenizer.encode(text) for text in texts)
     print(f"logits: at most {largest:.1e} apart; token ids: {n_differ} of {len(texts)} texts differ")
     if largest > 1e-3 or n_differ:
@@ -166,6 +169,9 @@ def main(cfg: ExportConfig):
         write_folder(new, path, model, tokenizer, cfg.dtype)
         check_export(new, model, tokenizer, cfg.dtype)
         new.rename(out)
+    origin = checkpoint.run_settings(path.parent).get("init_from", "")
+    if origin and is_tied(origin):
+        print(f"note: {origin} ties its head to its embeddings; {out} does not, because they were trained apart")
     print(f"{out} is ready: {model.cfg.value_mode.name}, step {checkpoint.read_header(path)['step']}, {cfg.dtype}")
 
 

@@ -49,7 +49,7 @@ class TrainConfig:
 
     out_dir: str = setting("", "folder of the run; empty = out/<value_mode>", group="Run")
     resume: str = setting("never", "never, auto (the last checkpoint in out_dir, if any), or a checkpoint's path")
-    init_from: str = setting("", "run, checkpoint or folder of export.py whose weights to start from, where they fit")
+    init_from: str = setting("", "run, checkpoint or Hugging Face folder whose weights to start from, where they fit")
     seed: int = setting(42, "random seed for weights and data order", least=0)
 
     data_dir: str = setting("data/slimpajama", "folder made by prepare.py", group="Data")
@@ -66,6 +66,9 @@ class TrainConfig:
     head_dim: int = setting(0, "width of a head; 0 = n_embd / n_head", least=0)
     n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", least=0)
     arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
+    rope_theta: float = setting(10000.0, "base of the rotary angles", least=1)
+    rope_scaling: tuple[float, ...] = setting((), "Llama 3.1's factor, low, high, original; () = none")
+    norm_eps: float = setting(1e-5, "added to the mean square by the norms", least=0, most=1)
     scaled_init: bool | None = setting(None, "divide the spread of output projections by √(2 n_layer); none = if gpt2")
 
     batch_tokens: int = setting(2_097_152, "tokens per optimizer step, over all ranks", least=1, group="Optimization")
@@ -99,7 +102,22 @@ class TrainConfig:
             raise UserError(f"resume={self.resume!r} is not there; it takes never, auto or a checkpoint's path")
         object.__setattr__(self, "value_mode", get_mode(self.value_mode))
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.value_mode.name}")
+        self.take_shape()
         self.model_config(vocab_size=1)  # raises on an impossible shape, whatever the vocabulary
+
+    def take_shape(self):
+        """What is left at its default comes from the Hugging Face folder that the run starts from, if it does."""
+        source = self.init_from
+        if self.resume != "never" and not source:  # a resumed run need not name it again
+            source = checkpoint.run_settings(self.out_dir).get("init_from", "")
+        shape = checkpoint.shape_of(source) if source else {}
+        if self.value_mode.kv_group != 1:
+            shape.pop("n_kv_head", None)  # the mode decides it
+        for name, value in shape.items():
+            if name == "block_size":
+                value = min(value, self.block_size)  # a longer one takes more memory than most machines have
+            if getattr(self, name) == self.__dataclass_fields__[name].default:
+                object.__setattr__(self, name, value)
 
     def model_config(self, vocab_size):
         """The ModelConfig of these settings; raises ValueError on an impossible shape."""

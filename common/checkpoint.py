@@ -22,9 +22,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict as dcp
 
-from common.data import Tokenizer
 from common.files import read_record, reading, sealed, unsealed, write_atomic
-from common.hf import HFTokenizer, hf_config, hf_files, is_hf_folder, load_hf, made_by_us, parts_of
+from common.hf import hf_config, hf_files, is_hf_folder, is_tied, load_hf, made_by_us, parts_of
+from common.tokenizer import HFTokenizer, Tokenizer
 from configurator import UserError
 from model import GPT
 from value_modes import ModelConfig
@@ -200,7 +200,14 @@ def check_same(path, header, model, tokenizer_hash, fields):
 def start_from(path, model, tokenizer_hash):
     """Copy the weights of a checkpoint into `model` where names and shapes are the same; returns a line that names what
     is new, and what is left of the checkpoint. The vocabulary, arch, n_embd and head_dim must be the same."""
-    check_same(path, read_header(path), model, tokenizer_hash, ("vocab_size", "arch", "n_embd", "head_dim"))
+    header = read_header(path)
+    # another program's folder names no tokenizer of ours: its own must be the data's
+    if header["tokenizer"] is None and path.with_name("tokenizer.json").exists():
+        header["tokenizer"] = load_tokenizer(path).hash
+        if header["tokenizer"] != tokenizer_hash:
+            remedy = f"`python prepare.py files --input_dir=… --tokenizer_file={path.parent}` makes data of them"
+            raise UserError(f"the data has other tokens than {path.parent}; {remedy}")
+    check_same(path, header, model, tokenizer_hash, ("vocab_size", "arch", "n_embd", "head_dim"))
     theirs = {name: parameter.detach()[rows] for name, parameter, rows in parts_of(load(path))}
     new = []
     for name, parameter, rows in parts_of(model):
@@ -208,7 +215,17 @@ def start_from(path, model, tokenizer_hash):
             parameter.detach()[rows].copy_(theirs.pop(name))
         else:
             new.append(name)
-    return f"weights from {path}; new: {', '.join(new) or 'none'}; not used: {', '.join(theirs) or 'none'}"
+    tied = "; its head, tied to the embeddings there, is a copy of its own here" if is_tied(path.parent) else ""
+    return f"weights from {path}; new: {', '.join(new) or 'none'}; not used: {', '.join(theirs) or 'none'}{tied}"
+
+
+def shape_of(folder):
+    """{field of ModelConfig: value} of a model in Hugging Face layout; {} of any other folder."""
+    if not is_hf_folder(folder):
+        return {}
+    cfg = hf_config(folder)
+    names = ("n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "n_hidden", "arch", "rope_theta", "rope_scaling")
+    return {name: getattr(cfg, name) for name in (*names, "norm_eps", "block_size")}
 
 
 # ---- what belongs to a checkpoint
@@ -218,12 +235,11 @@ def load_tokenizer(weights_file):
     """The tokenizer beside a checkpoint."""
     path = Path(weights_file).parent / "tokenizer.json"
     if is_hf_file(weights_file):
-        return HFTokenizer(path.parent)
+        return HFTokenizer.of_folder(path.parent)
     tokenizer = Tokenizer.load(path)
     if tokenizer.hash != read_header(weights_file)["tokenizer"]:
         raise UserError(f"{path} is not the tokenizer that {weights_file} was trained with")
-    if trained_with_bos(path.parent):
-        tokenizer.prefix = [tokenizer.eot]
+    tokenizer.prefix = [tokenizer.eot] if trained_with_bos(path.parent) else []
     return tokenizer
 
 

@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 
 from common.files import reading
-from common.tokenizer import EOT, byte_letters
+from common.tokenizer import EOT, HFTokenizer, byte_letters
+from common.vocabularies import ARCHITECTURES
 from configurator import UserError, need
 from model import GPT
 from value_modes import ModelConfig, ValueMode
@@ -23,7 +24,6 @@ OURS = "nanoresformer"  # model_type of what plain Llama cannot express, see mod
 FIELDS = {"vocab_size": "vocab_size", "block_size": "max_position_embeddings", "n_layer": "num_hidden_layers"}
 FIELDS |= {"n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads", "n_embd": "hidden_size"}
 FIELDS |= {"head_dim": "head_dim", "n_hidden": "intermediate_size", "norm_eps": "rms_norm_eps"}
-ARCHITECTURES = ("llama", "mistral")  # model_type of what we read: Mistral without its window is a Llama
 SUPPORTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None}
 BUFFER = "rotary_emb.inv_freq"  # of old files, Llama-2's among them: we compute it
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # see layers.Rope
@@ -116,9 +116,8 @@ def load_hf(folder, device="cpu", dtype=torch.float32):
                 if place.shape != tensor.shape:
                     raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
                 place.copy_(tensor)
-    if read_hf_config(folder).get("tie_word_embeddings") and "lm_head.weight" in places:
+    if is_tied(folder) and "lm_head.weight" in places:
         places.pop("lm_head.weight").copy_(model.embed.weight.detach())
-        print(f"note: {folder} ties its head to its embeddings; here the head is a copy of its own")
     if places:
         raise UserError(f"{folder} has no tensor {min(places)}; is a shard missing, or config.json another model's?")
     return model.eval()
@@ -131,6 +130,11 @@ def read_hf_config(folder):
     path = Path(folder) / "config.json"
     with reading(path, "the config of a Hugging Face model"):
         return dict(json.loads(path.read_bytes()))
+
+
+def is_tied(folder):
+    """Whether a folder's model has one matrix for its embeddings and its head. Ours has two."""
+    return is_hf_folder(folder) and bool(read_hf_config(folder).get("tie_word_embeddings"))
 
 
 def is_hf_folder(folder):
@@ -183,12 +187,12 @@ def is_plain_llama(cfg):
     return is_vanilla and cfg.arch == "llama" and not cfg.rope_scaling
 
 
-def to_llama(model, eot=0):
+def to_llama(model, start=0, end=0):
     """transformers' LlamaForCausalLM with the weights of a plain Llama of ours, see `is_plain_llama`."""
     cfg, transformers = model.cfg, need("transformers")
     fields = {theirs: getattr(cfg, ours) for ours, theirs in FIELDS.items()}
     fields |= {"rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta}, "tie_word_embeddings": False}
-    peer = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, bos_token_id=eot, eos_token_id=eot))
+    peer = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, bos_token_id=start, eos_token_id=end))
     peer.to(model.head.weight).load_state_dict(named_tensors(model, "llama"))
     return peer.eval()
 
@@ -196,33 +200,12 @@ def to_llama(model, eot=0):
 # ---- tokenizers
 
 
-class HFTokenizer:
-    """A folder's tokenizer.json with the methods of ours. `eot`: the token that starts a sequence; `end`: the
-    one that ends it; `prefix`: the ids that the file itself puts before a text, [bos] in Llama's. `hash`: our
-    tokenizer's, if export.py made the folder; else None, and our data does not fit it."""
-
-    def __init__(self, folder):
-        tokenizers, c = need("tokenizers"), read_hf_config(folder)
-        with reading(folder, "a Hugging Face model with a tokenizer"):
-            self.encoding = tokenizers.Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
-            self.hash, self.eot, self.end = c.get("tokenizer_hash"), c["bos_token_id"], c["eos_token_id"]
-        if isinstance(self.end, list):  # a chat model has several
-            self.end = self.end[0]
-        text = self.encoding.encode("a")
-        self.prefix = text.ids[: [*text.special_tokens_mask, 0].index(0)]
-
-    def encode(self, text, allow_eot=False):
-        self.encoding.encode_special_tokens = not allow_eot  # else '<|endoftext|>' in a text becomes its id
-        return self.encoding.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids):
-        return self.encoding.decode(ids, skip_special_tokens=False)
-
-
 def fast_tokenizer(tokenizer, bos=False):
     """Our tokenizer as one of the tokenizers package: byte-level BPE that takes whole pieces first, as tiktoken.
-    bos: end-of-text goes before each text."""
+    bos: end-of-text goes before each text. Another model's tokenizer stays as it is."""
     tokenizers, spec, letters = need("tokenizers"), tokenizer.spec, byte_letters()
+    if isinstance(tokenizer, HFTokenizer):
+        return tokenizer.encoding
     ranks = {"".join(letters[b] for b in base64.b64decode(text)): i for text, i in spec["ranks"]}
 
     # tiktoken merges any two neighbours that make a token, the lowest rank first. So each way to cut a token in two

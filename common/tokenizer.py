@@ -1,4 +1,5 @@
-"""Text <-> token ids: byte-level BPE through tiktoken, with a vocabulary that prepare.py trains or imports.
+"""Text <-> token ids: byte-level BPE through tiktoken, with a vocabulary that prepare.py trains or imports, or with the
+tokenizer of another model through the tokenizers package.
 
 No torch here: prepare.py's worker processes import this file. Read next: data.py.
 """
@@ -6,11 +7,13 @@ No torch here: prepare.py's worker processes import this file. Read next: data.p
 import base64
 import hashlib
 import json
+import re
 import unicodedata
+from pathlib import Path
 
 import numpy as np
 
-from common.files import read_record, write_record
+from common.files import read_record, reading, write_record
 from configurator import need
 
 EOT = "<|endoftext|>"
@@ -49,6 +52,8 @@ class Tokenizer:
         self.eot = self.end = spec["special"][EOT]
         # The ids that a text of its own begins with. Ours has none; other models' tokenizers have some.
         self.prefix = []
+        self.special = dict(spec["special"])  # {name: id}
+        self.is_ours = True
 
         ranks = [(base64.b64decode(b), i) for b, i in spec["ranks"]]
         self.encoding = need("tiktoken").Encoding(
@@ -63,8 +68,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path):
-        """From a tokenizer.json that prepare.py wrote. Raises UserError if it is missing or damaged."""
-        return cls(read_record(path, VOCABULARY))
+        """From a tokenizer.json that prepare.py wrote: a HFTokenizer if it has another model's tokens. Raises UserError
+        if the file is missing or damaged."""
+        spec = read_record(path, VOCABULARY)
+        return HFTokenizer(spec) if "tokenizer" in spec else cls(spec)
 
     def save(self, path):
         write_record(path, VOCABULARY, self.spec)
@@ -97,6 +104,74 @@ class Tokenizer:
         for b, i in self.spec["ranks"]:
             n[i] = len(base64.b64decode(b))
         n[list(self.spec["special"].values())] = 0
+        return n
+
+
+class HFTokenizer:
+    """Another model's tokenizer, with the methods of ours. It is made of a dict `spec`:
+
+    name: of the model's folder.
+    tokenizer: the content of its tokenizer.json, which the tokenizers package reads.
+    start, end: the ids that begin a sequence and that end it, <s> and </s> in Llama's.
+    n_vocab: all ids are below it.
+    hash: of our tokenizer, if export.py made the folder, else None: then it is that of the spec.
+    """
+
+    def __init__(self, spec):
+        self.spec, self.name, self.n_vocab, self.is_ours = spec, spec["name"], spec["n_vocab"], bool(spec["hash"])
+        self.eot, self.end = spec["start"], spec["end"]
+        self.encoding = need("tokenizers").Tokenizer.from_str(json.dumps(spec["tokenizer"]))
+        added = self.encoding.get_added_tokens_decoder()
+        self.special = {token.content: i for i, token in added.items() if token.special}
+        # what the file itself puts before a text, [<s>] in Llama's
+        text = self.encoding.encode("a")
+        self.prefix = text.ids[: [*text.special_tokens_mask, 0].index(0)]
+        content = {k: spec[k] for k in ("tokenizer", "start", "end", "n_vocab")}
+        self.hash = spec["hash"] or hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @classmethod
+    def of_folder(cls, folder):
+        """The tokenizer of a model in Hugging Face layout."""
+        need("tokenizers")
+        with reading(folder, "a Hugging Face model with a tokenizer"):
+            about = json.loads(Path(folder, "tokenizer.json").read_bytes())
+            c = json.loads(Path(folder, "config.json").read_bytes())
+            end = c["eos_token_id"]
+            end = end[0] if isinstance(end, list) else end  # a chat model has several
+            spec = {"name": Path(folder).resolve().name, "tokenizer": about, "start": c["bos_token_id"], "end": end}
+            shape = c.get("shape", c)  # export.py's own class has our names there
+            return cls(spec | {"n_vocab": shape["vocab_size"], "hash": c.get("tokenizer_hash")})
+
+    def save(self, path):
+        write_record(path, VOCABULARY, self.spec)
+
+    def encode(self, text, allow_eot=False):
+        self.encoding.encode_special_tokens = not allow_eot  # else '<|endoftext|>' in a text becomes its id
+        return self.encoding.encode(text, add_special_tokens=False).ids
+
+    def encode_document(self, text):
+        return np.array([*self.encode(text), self.end], "<u2")
+
+    def decode(self, ids):
+        return self.encoding.decode(ids, skip_special_tokens=False)
+
+    def token_bytes(self):
+        """(n_vocab,) int64: bytes of text of each id. A vocabulary of Llama's first kind adds a space before a text,
+        which counts."""
+        n, special = np.zeros(self.n_vocab, np.int64), self.encoding.get_added_tokens_decoder()
+        letters = set(
+            byte_letters().values()
+        )  # of byte-level vocabularies; others have ▁ for a space, <0x0A> for bytes
+        is_byte_level = all(
+            set(token) <= letters for token, i in self.encoding.get_vocab(False).items() if i not in special
+        )
+        for token, i in self.encoding.get_vocab().items():
+            if i in special:
+                n[i] = 0 if special[i].special else len(special[i].content.encode())
+            elif is_byte_level:
+                n[i] = len(token)
+            else:
+                n[i] = 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else len(token.replace("▁", " ").encode())
         return n
 
 

@@ -8,8 +8,10 @@ import json
 from pathlib import Path
 
 from common.files import reading
-from common.tokenizer import EOT, PATTERN, VOCABULARY, WORDS, Tokenizer, byte_letters, make_spec
+from common.tokenizer import EOT, PATTERN, VOCABULARY, WORDS, HFTokenizer, Tokenizer, byte_letters, make_spec
+from configurator import UserError
 
+ARCHITECTURES = ("llama", "mistral")  # model_type of models that we read: Mistral without its window is a Llama
 PUBLIC = {"5a90c42525bd6047": "gpt2", "99ee2de5ef94ce93": "neox"}  # vocabularies by the beginning of their hash
 
 
@@ -19,11 +21,27 @@ def vocabulary_file(path):
     return next((file for file in files if file.exists()), files[0]) if Path(path).is_dir() else Path(path)
 
 
+def is_of_llama(folder):
+    """Whether a folder has another program's Llama or Mistral; export.py's says which of our tokenizers it has."""
+    config = Path(folder, "config.json")
+    if not config.exists():
+        return False
+    with reading(config, "the config of a run or a model"):
+        c = dict(json.loads(config.read_bytes()))
+    return c.get("model_type") in ARCHITECTURES and "tokenizer_hash" not in c
+
+
 @functools.cache
 def read_vocabulary(path):
-    """The Tokenizer in a file of ours, of an export, of GPT-2 or of GPT-NeoX."""
+    """The Tokenizer in a file of ours, of an export, of GPT-2, of GPT-NeoX, or in the folder of a Llama."""
+    if is_of_llama(Path(path).parent):
+        tokenizer = HFTokenizer.of_folder(Path(path).parent)
+        if tokenizer.n_vocab > 2**16:
+            limit = "token files hold ids of 16 bits, at most 65,536 of them"
+            raise UserError(f"{path} has {tokenizer.n_vocab:,} tokens, and {limit}; take a model with fewer")
+        return tokenizer
     remedy = "we read no others; --tokenizer=bpe:<size> trains one"
-    with reading(path, "a tokenizer.json of ours, GPT-2's or GPT-NeoX's", remedy):
+    with reading(path, "a tokenizer.json of ours, GPT-2's, GPT-NeoX's or in a Llama's folder", remedy):
         about = json.loads(Path(path).read_bytes())
         if about.get("kind") == VOCABULARY:
             return Tokenizer.load(path)

@@ -76,7 +76,7 @@ def table1(found):
         rows = np.stack([claims.accuracies(job, found, seed) for seed in found.seeds(job)])  # (seeds, tasks)
         rows = rows[~np.isnan(rows).all(axis=1)]
         if not len(rows):
-            raise UserError(f"no task is scored at length {length:,}; without the hub, use eval.py --data_dir")
+            raise UserError(f"no task is scored at length {length:,}; without the hub, name files by --eval_dir")
         means = rows.mean(axis=0)
         means = [*means, means.mean()]  # no average where a task is missing
         cells = [beside(mean, f"{accuracy:.3f}") for mean, accuracy in zip(means, paper, strict=True)]

@@ -310,7 +310,7 @@ def other_tokenizer():
 class Read:
     """A tokenizer of that package as analyze.py has it from a folder."""
 
-    hash, eot = None, 3
+    hash, eot, is_ours = None, 3, False
 
     def __init__(self, encoding):
         self.encode = lambda text: encoding.encode(text, add_special_tokens=False).ids

@@ -129,7 +129,7 @@ def test_another_vocabulary_is_refused(small, tmp_path):
     for file, says in (
         (tmp_path / "no.json", "no.json is missing; it should be a tokenizer.json of ours"),
         (tmp_path / "llama.json", "llama.json is damaged or not a tokenizer.json of ours"),
-        (small[2], "tokenizer.json is damaged or not a tokenizer.json of ours, GPT-2's or GPT-NeoX's"),
+        (small[2], "tokenizer.json is damaged or not a tokenizer.json of ours, GPT-2's, GPT-NeoX's or in"),
     ):
         refused(in_process(prepare, *words, f"--tokenizer_file={file}"), says)
 

@@ -18,11 +18,15 @@ from test_eval import write_rows
 import analyze
 import eval as evaluate
 import export
+import prepare
 import sample
 import train
 from common import checkpoint, files, hf, scoring
-from common.tokenizer import Tokenizer
-from configurator import UserError
+from common.curves import read_run
+from common.data import Corpus
+from common.tokenizer import HFTokenizer, Tokenizer
+from configurator import UserError, load_settings
+from model import GPT
 from value_modes import kv_floats_per_token
 
 transformers = pytest.importorskip("transformers")
@@ -400,7 +404,7 @@ def test_configs_of_other_models_are_refused(tmp_path, fields, says):
     assert says in str(e.value) and "\n" not in str(e.value)
 
 
-def test_a_tied_llama_of_old_files(tmp_path, capsys):
+def test_a_tied_llama_of_old_files(tmp_path):
     """Its head is no tensor, and its rotary buffers are."""
     torch.manual_seed(0)
     shape = dict(vocab_size=61, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4)
@@ -415,7 +419,6 @@ def test_a_tied_llama_of_old_files(tmp_path, capsys):
     save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, file, {"format": "pt"})
     model, idx = hf.load_hf(tmp_path), tokens((2, 32))
     close(model(idx)[0], right(idx).logits)
-    assert "ties its head to its embeddings; here the head is a copy" in capsys.readouterr().out
     assert model.head.weight.data_ptr() != model.embed.weight.data_ptr()
 
 
@@ -471,13 +474,155 @@ def test_llamas_tokenizer_puts_a_token_before_each_text(tmp_path):
     both = [("<s>", 0), ("</s>", 1)]
     made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=both)
     made.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text(json.dumps(dict(bos_token_id=0, eos_token_id=[1, 0])))
-    tokenizer = hf.HFTokenizer(tmp_path)
-    assert (tokenizer.prefix, tokenizer.end, tokenizer.encode("The cat"), tokenizer.hash) == ([0], 1, [3, 4], None)
+    (tmp_path / "config.json").write_text(json.dumps(dict(bos_token_id=0, eos_token_id=[1, 0], vocab_size=5)))
+    tokenizer = HFTokenizer.of_folder(tmp_path)
+    assert (tokenizer.prefix, tokenizer.end, tokenizer.encode("The cat"), tokenizer.is_ours) == ([0], 1, [3, 4], False)
     assert tokenizer.encode("<s>", allow_eot=True) == [0] != tokenizer.encode("<s>")
     assert scoring.encode_pair(tokenizer, "The", " cat") == ([0, 3], [4])
     assert scoring.encode_pair(tokenizer, "", "The") == ([0], [3])
     assert tokenizer.decode([4]) == "cat" and tokenizer.decode([0, 3, 4]) == tokenizer.decode([0, 3]) + " cat"
+
+
+# ---- value residuals for a model of somebody else
+
+
+def byte_level_tokenizer(folder):
+    """A vocabulary as small Llamas have: bytes as letters, <s> before each text."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["<s>", "</s>"], initial_alphabet=letters, vocab_size=300)
+    made.train_from_iterator([CHAPTER], trainer)
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made.save(str(folder / "tokenizer.json"))
+
+
+def metaspace_tokenizer(folder):
+    """A vocabulary of Llama's first kind: ▁ for a space, <0x0A> for a byte without a letter."""
+    vocab = {"<s>": 0, "</s>": 1} | {f"<0x{b:02X}>": 2 + b for b in range(256)}
+    for letter in ["▁", *"abcdefghijklmnopqrstuvwxyz.", "th", "the", "▁the"]:
+        vocab[letter] = len(vocab)
+    merges = [("t", "h"), ("th", "e"), ("▁", "the")]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, byte_fallback=True))
+    made.add_special_tokens(["<s>", "</s>"])
+    steps = tokenizers.normalizers
+    made.normalizer = steps.Sequence([steps.Prepend("▁"), steps.Replace(" ", "▁")])
+    steps = tokenizers.decoders
+    made.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)])
+    made.save(str(folder / "tokenizer.json"))
+
+
+CHAPTER = "the cat sat on the mat, the dog\non the cat and nobody on the dog. Émile said: no! " * 60
+OTHERS = {  # model, config, tokenizer
+    "tied Llama": ("Llama", dict(tie_word_embeddings=True, rms_norm_eps=1e-6), byte_level_tokenizer),
+    "Mistral": ("Mistral", dict(sliding_window=None, rope_theta=1e6, head_dim=8), metaspace_tokenizer),
+}
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def retrofit(request, tmp_path_factory):
+    """(transformers' model, its folder, data of its tokens, a run that gave it value residuals, what that said)."""
+    folder, (kind, more, make_tokenizer) = tmp_path_factory.mktemp("retrofit"), OTHERS[request.param]
+    torch.manual_seed(0)
+    shape = dict(vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
+    shape |= dict(num_key_value_heads=2, max_position_embeddings=48, bos_token_id=0, eos_token_id=1)
+    config_class, model_class = (getattr(transformers, f"{kind}{of}") for of in ("Config", "ForCausalLM"))
+    right = model_class(config_class(**shape, **more, initializer_range=0.15)).eval()
+    right.save_pretrained(folder / "model")
+    make_tokenizer(folder / "model")
+    (folder / "texts").mkdir()
+    for i in range(20):
+        (folder / f"texts/{i}.txt").write_text(f"{i} {CHAPTER}")
+    words = [f"--input_dir={folder / 'texts'}", f"--tokenizer_file={folder / 'model'}", f"--out_dir={folder / 'data'}"]
+    ran(prepare, "files", *words)
+    words = ["--value_mode=resformer_zero", "--bos=true", "--batch_tokens=192", "--micro_batch=2", "--warmup_steps=1"]
+    words += [
+        "--max_steps=3",
+        "--learning_rate=1e-2",
+        "--dtype=float32",
+        "--device=cpu",
+        f"--data_dir={folder / 'data'}",
+    ]
+    said = ran(train, *words, f"--init_from={folder / 'model'}", f"--out_dir={folder / 'run'}")
+    return right, folder, said, words
+
+
+def test_a_retrofit_starts_as_the_model(retrofit):
+    """Bit for bit, because 1 V_n + 0 V_1 is V_n; but for its head nothing is new except λ, which has gradients."""
+    right, folder, said, words = retrofit
+    path = checkpoint.find(folder / "model")
+    cfg = load_settings(train.TrainConfig, [*words, f"--init_from={folder / 'model'}"])
+    model = GPT(cfg.model_config(300))
+    note = checkpoint.start_from(path, model, Corpus(folder / "data", 48).tokenizer.hash)
+    assert note.split("new: ")[1].startswith("mixing.0.scalars.0, mixing.0.scalars.1; not used: none") and note in said
+    assert ("tied to the embeddings" in note) == right.config.tie_word_embeddings
+    idx = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(1))
+    logits, _ = model(idx)
+    assert torch.equal(logits, hf.load_hf(folder / "model")(idx)[0])
+    close(logits, right(idx).logits)
+    model(idx[:, :-1], idx[:, 1:])[1].backward()
+    assert all(weights.grad.abs().max() > 0 for weights in model.mixing.parameters())
+
+
+def test_a_retrofit_learns_and_goes_back_to_transformers(retrofit, tmp_path):
+    right, folder, _, words = retrofit
+    run = read_run(folder / "run")
+    assert run.steps["loss"][-1] < run.steps["loss"][0]
+    (lam,) = run.evaluation["lam"]
+    assert all(own != 1 or first != 0 for own, first in lam[1:])  # λ has moved
+    said = ran(export, folder / "run", f"--out_dir={tmp_path / 'hf'}")
+    assert ("ties its head" in said) == right.config.tie_word_embeddings
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True).eval()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    model, tokenizer = checkpoint.load(folder / "run"), checkpoint.load_tokenizer(checkpoint.find(folder / "run"))
+    ids = theirs.encode("the dog sat", add_special_tokens=False)
+    assert ids == tokenizer.encode("the dog sat") and tokenizer.prefix == [0] == [peer.config.bos_token_id]
+    assert (theirs.eos_token, peer.config.eos_token_id) == ("</s>", 1)
+    close(model(torch.tensor([ids]))[0], peer(torch.tensor([ids])).logits)
+
+
+def test_a_retrofit_goes_on_without_init_from(retrofit, tmp_path):
+    _, folder, _, words = retrofit
+    shutil.copytree(folder / "run", tmp_path / "run")
+    ran(train, *words, "--max_steps=4", "--resume=auto", f"--out_dir={tmp_path / 'run'}")
+    assert read_run(tmp_path / "run").steps["step"].tolist() == [1, 2, 3, 4]
+
+
+def test_analysis_and_loss_on_data_of_a_models_own_tokens(retrofit, tmp_path):
+    """Its ids are read as they are; what is measured of them is what they are worth."""
+    _, folder, _, _ = retrofit
+    ran(analyze, folder / "model", f"--data_dir={folder / 'data'}", "--chunks=3", f"--out_dir={tmp_path}")
+    assert files.read_record(tmp_path / "analysis.json", analyze.NUMBERS)["chunks"] == 3
+    ran(evaluate, folder / "model", "--task=loss", f"--corpus={folder / 'data'}")
+    (record,) = evaluate.read_results(folder / "model").values()
+    assert 4 < record["results"]["loss"]["val_mean"] < 12
+
+
+def test_bytes_of_another_models_tokens(retrofit):
+    _, folder, _, _ = retrofit
+    tokenizer = HFTokenizer.of_folder(folder / "model")
+    for text in (CHAPTER[:200], "a\n\n  b", "Émile 東京"):
+        ids = tokenizer.encode(text)
+        added = tokenizer.encoding.normalizer is not None  # the space before a text
+        assert tokenizer.token_bytes()[ids].sum() == len(text.encode()) + added
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.token_bytes()[[0, 1]].tolist() == [0, 0]
+
+
+def test_what_a_retrofit_cannot_be(retrofit, data_dir, tmp_path):
+    _, folder, _, words = retrofit
+    other = [word for word in words if not word.startswith("--data_dir")]
+    start = f"--init_from={folder / 'model'}"
+    refused(
+        in_process(train, *other, start, f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'a'}"),
+        "the data has other tokens than", "--tokenizer_file=",
+    )  # fmt: skip
+    shutil.copytree(folder / "model", tmp_path / "large")
+    about = json.loads((tmp_path / "large/config.json").read_text())
+    (tmp_path / "large/config.json").write_text(json.dumps(about | {"vocab_size": 128256}))
+    how = [f"--input_dir={folder / 'texts'}", f"--tokenizer_file={tmp_path / 'large'}", f"--out_dir={tmp_path / 'b'}"]
+    refused(in_process(prepare, "files", *how), "has 128,256 tokens, and token files hold ids of 16 bits")
 
 
 # ---- our stages on a folder

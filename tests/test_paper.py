@@ -230,7 +230,7 @@ def test_accuracies_and_losses(made):
     assert one["ResFormer, length 128"][-3:] == ["0.5000 (0.414)", "- (0.604)", "- (0.355)"]
     assert claims.accuracy_gap(Job("resformer"), made, 42) == 0
     made.evaluation = lambda job, seed, task: None
-    with pytest.raises(UserError, match="no task is scored at length 2,048; without the hub, use eval.py --data_dir"):
+    with pytest.raises(UserError, match="no task is scored at length 2,048; without the hub, name files by --eval_dir"):
         list(FIGURES["tab1"].table(made))
     five = {line[0]: line[1:] for line in FIGURES["tab5"].table(made)}
     loss = np.mean(made.losses(Job("resformer")))
