@@ -13,8 +13,7 @@ import torch
 from safetensors import safe_open
 
 from common.files import reading
-from common.tokenizer import EOT, HFTokenizer, byte_letters
-from common.vocabularies import ARCHITECTURES
+from common.tokenizer import ARCHITECTURES, EOT, HFTokenizer, byte_letters
 from configurator import UserError, need
 from model import GPT
 from value_modes import ModelConfig, ValueMode

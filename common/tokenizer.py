@@ -18,6 +18,7 @@ from configurator import need
 
 EOT = "<|endoftext|>"
 VOCABULARY = "prepare.py's vocabulary"
+ARCHITECTURES = ("llama", "mistral")  # model_type of models that we read: Mistral without its window is a Llama
 # GPT-2's pattern ends with `\s+(?!\S)|\s+`. Ours matches the same up to 99,999 characters, because the regex engine's
 # stack overflows in a million characters of whitespace.
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
@@ -138,7 +139,8 @@ class HFTokenizer:
             c = json.loads(Path(folder, "config.json").read_bytes())
             end = c["eos_token_id"]
             end = end[0] if isinstance(end, list) else end  # a chat model has several
-            spec = {"name": Path(folder).resolve().name, "tokenizer": about, "start": c["bos_token_id"], "end": end}
+            start = end if c["bos_token_id"] is None else c["bos_token_id"]
+            spec = {"name": Path(folder).resolve().name, "tokenizer": about, "start": start, "end": end}
             shape = c.get("shape", c)  # export.py's own class has our names there
             return cls(spec | {"n_vocab": shape["vocab_size"], "hash": c.get("tokenizer_hash")})
 
@@ -156,22 +158,18 @@ class HFTokenizer:
         return self.encoding.decode(ids, skip_special_tokens=False)
 
     def token_bytes(self):
-        """(n_vocab,) int64: bytes of text of each id. A vocabulary of Llama's first kind adds a space before a text,
-        which counts."""
-        n, special = np.zeros(self.n_vocab, np.int64), self.encoding.get_added_tokens_decoder()
-        letters = set(
-            byte_letters().values()
-        )  # of byte-level vocabularies; others have ▁ for a space, <0x0A> for bytes
-        is_byte_level = all(
-            set(token) <= letters for token, i in self.encoding.get_vocab(False).items() if i not in special
-        )
-        for token, i in self.encoding.get_vocab().items():
-            if i in special:
-                n[i] = 0 if special[i].special else len(special[i].content.encode())
-            elif is_byte_level:
-                n[i] = len(token)
-            else:
-                n[i] = 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else len(token.replace("▁", " ").encode())
+        """(n_vocab,) int64: bytes of text of each id; the space that some vocabularies put before a text counts."""
+        n, added = np.zeros(self.n_vocab, np.int64), self.encoding.get_added_tokens_decoder()
+        for i, token in added.items():
+            n[i] = 0 if token.special else len(token.content.encode())
+        # a byte-level vocabulary spells each byte as a letter; others have ▁ for a space and <0x0A> for a byte
+        letters = set(byte_letters().values())
+        own = {token: i for token, i in self.encoding.get_vocab().items() if i not in added}
+        is_byte_level = all(letters.issuperset(token) for token in own)
+        for token, i in own.items():
+            n[i] = len(token) if is_byte_level else len(token.replace("▁", " ").encode())
+            if re.fullmatch("<0x[0-9A-F]{2}>", token) and not is_byte_level:
+                n[i] = 1
         return n
 
 

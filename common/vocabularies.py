@@ -8,10 +8,19 @@ import json
 from pathlib import Path
 
 from common.files import reading
-from common.tokenizer import EOT, PATTERN, VOCABULARY, WORDS, HFTokenizer, Tokenizer, byte_letters, make_spec
+from common.tokenizer import (
+    ARCHITECTURES,
+    EOT,
+    PATTERN,
+    VOCABULARY,
+    WORDS,
+    HFTokenizer,
+    Tokenizer,
+    byte_letters,
+    make_spec,
+)
 from configurator import UserError
 
-ARCHITECTURES = ("llama", "mistral")  # model_type of models that we read: Mistral without its window is a Llama
 PUBLIC = {"5a90c42525bd6047": "gpt2", "99ee2de5ef94ce93": "neox"}  # vocabularies by the beginning of their hash
 
 

@@ -102,6 +102,102 @@ def test_all_figures_are_there():
     assert list(FIGURES) == [*PAPER, "first", "modes", "rates", "v5", "regime", "longer", "sizes"]
 
 
+# ---- what the paper draws: the legends of each of its panels, with what is on its y axis
+
+
+def of(modes, *settings, **same):
+    """Jobs of modes with each of several settings."""
+    return {Job(mode, **{**same, **each}) for mode in modes.split() for each in settings or ({},)}
+
+
+def each(name, *values):
+    return [{name: value} for value in values]
+
+
+FOUR, LOSS, LENGTHS = "vanilla neutreno resformer svformer", "loss minus vanilla's", (512, 2048, 8192, 32000, 64000)
+INSPECTED = of(FOUR, size="inspected")
+DRAWN = {
+    "fig1": [
+        ("entropy, similarity", of("vanilla", size="468M", change=UNTRAINED)),
+        ("entropy", "public"), ("entropy", INSPECTED),
+    ],
+    "fig2": [("first", INSPECTED), ("value_norm_first", INSPECTED), ("hidden_norm_first", INSPECTED)],
+    "fig4": [("similarity to Eq 2 of Current Attention, Identity Mapping", of("vanilla"))],
+    "fig5": [(LOSS, of("cla2 share_k2 share_v2"))],
+    "fig6": [
+        ("loss by parameters", of("vanilla resformer", *each("size", "82M", "180M", "320M", "468M"))),
+        ("loss by tokens", of("vanilla resformer", size="468M")),
+    ],
+    "fig7": [
+        (LOSS, of("resformer", *each("length", 2048, 32000, 64000))),
+        (LOSS, of("denseformer neutreno resformer resformer_neutreno")),
+    ],
+    "fig8": [(LOSS, of("resformer resformer_lambda resformer_lambda_0.2 resformer_lambda_0.5 resformer_lambda_0.8 "
+                       "resformer_lambda_1 resformer_lambda_5"))],
+    "fig9": [(LOSS, of("resformer key query"))],
+    "fig10": [(LOSS, of("resformer identity cross"))],
+    "fig11": [(LOSS, of("resformer resformer_prev resformer_all"))],
+    "fig12": [
+        ("eigenvalues of layer 1", of("vanilla resformer", *each("size", "82M", "180M", "468M"))),
+        ("value_largest", of("vanilla resformer", *each("size", "180M", "468M"))),
+    ],
+    "fig13": [
+        (LOSS, of("svformer gqa2 cla2", *each("length", 2048, 64000))),
+        (LOSS, of("svformer_gqa4 gqa8 cla2_gqa4", length=64000)),
+    ],
+    "fig14": [
+        (LOSS, of("svformer", *each("length", *LENGTHS), lr="one")),
+        ("critical point by length", of("svformer", *each("length", *LENGTHS), lr="one")),
+    ],
+    "fig15": [
+        (LOSS, of("svformer", *each("lr", 1e-4, 3e-4, 6e-4))), (LOSS, of("svformer", *each("warmup", 120, 1200))),
+        (LOSS, of("svformer", *each("arch", "llama", "gpt2"))),
+        ("loss by parameters", of("vanilla svformer", *each("size", "2M", "82M", "180M", "468M"))),
+    ],
+    "fig16": [(LOSS, of("svformer share_q share_k"))],
+    "fig17": [(LOSS, of("svformer svformer_2anchors svformer_3anchors svformer_4anchors"))],
+    "fig18": [("hidden_similarity", INSPECTED), ("hidden_similarity", "public")],
+    "fig19": [(f"map of {key}", INSPECTED) for key in ("importance", "value_norm", "hidden_norm")],
+    "fig20": [(key, of(f"{FOUR} cross")) for key in ("entropy", "first", "value_norm_first", "hidden_norm_first")],
+    "fig21": [("importance at ranks 1, 2, 3, 10, 1%", of(mode, size="inspected")) for mode in FOUR.split()],
+    "fig22": [(LOSS, of("neutreno neutreno_0.2 neutreno_0.6 neutreno_0.8"))],
+}  # fmt: skip
+
+
+def what_is_drawn(panel):
+    """The words of DRAWN for what is on a panel's y axis."""
+    names = {panels.relative: LOSS, panels.before_training: "entropy, similarity", panels.by_size: "loss by parameters"}
+    names |= {panels.spectrum: "eigenvalues of layer 1", panels.critical_points: "critical point by length"}
+    names |= {panels.heat: f"map of {panel.key}"}
+    if panel.draw is panels.points:
+        return {panels.LOSS_ALONG: "loss by tokens"}[panel.key]
+    if panel.draw is panels.layers and isinstance(panel.key, dict):
+        assert [label for label, _ in panel.lines] == list(panel.key)  # a line for each
+        ranks = [key.removeprefix("top_") for key in panel.key.values()]
+        equations = [re.sub(r" \(.*", "", label) for label in panel.key]
+        is_of_ranks = list(panel.key.values())[0].startswith("top_")
+        return (
+            f"importance at ranks {', '.join(ranks)}"
+            if is_of_ranks
+            else f"similarity to Eq 2 of {', '.join(equations)}"
+        )
+    return names.get(panel.draw, panel.key)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_figure_has_all_panels_and_lines_of_the_papers(name):
+    """At scale paper. A line more is ours; a line or a panel less is the paper's, and lost."""
+    shown = FIGURES[name].at(SCALES["paper"], is_public_named=True).panels
+    for what, wanted in DRAWN[name]:
+        alike = [panel for panel in shown if what_is_drawn(panel) == what]
+        is_there = [panel.has_public if wanted == "public" else wanted <= set(panel.jobs) for panel in alike]
+        assert any(is_there), f"{name} has no panel with {what} of all these: {wanted}"
+
+
+def test_the_papers_figures_are_all_in_that_table():
+    assert list(DRAWN) == [name for name in PAPER if name.startswith("fig")]
+
+
 # ---- made-up runs
 
 CPU = dataclasses.replace(SCALES["cpu"], steps=40, window=5)
@@ -211,6 +307,30 @@ def test_layer_panels(name, made):
             y = np.array([made.by_layer(job, s, key) for s in made.seeds(job)], float).mean(0)
             x = np.flatnonzero(np.isfinite(y))
             np.testing.assert_allclose(lines(ax)[label], [x + (not key.startswith("hidden")), y[x]])
+
+
+def test_lines_over_sizes_are_those_between_which_we_measure_parameters(made):
+    """Of Figure 15, whose smallest model is not on the line."""
+    (panel,) = [panel for panel in FIGURES["fig15"].panels if panel.draw is panels.by_size]
+    (ax,) = axes_of(figures.Figure("", (panel,)), made)
+    for mode in ("vanilla", "svformer"):
+        jobs = [Job(mode, size) for size in ("82M", "180M", "468M")]
+        n, losses = np.transpose([(made.parameters(job), np.mean(made.losses(job))) for job in jobs])
+        slope, height = np.polyfit(np.log(n), losses, 1)
+        found = [line.get_ydata() for line in ax.lines if line.get_linestyle() == ":" and line.get_xdata()[0] == n[0]]
+        np.testing.assert_allclose(found, [height + slope * np.log(n)])
+
+
+@pytest.mark.parametrize("step, is_filled", [(20, True), (40, True), (41, False), (900, False)])
+def test_a_critical_point_beyond_training_is_hollow(step, is_filled, made, monkeypatch):
+    monkeypatch.setattr(panels, "critical", lambda job, found, seed: step)
+    ax = axes_of(FIGURES["fig14"], made)[1]
+    style = plot.style_of("svformer")
+    faces = [line.get_markerfacecolor() for line in ax.lines if line.get_marker() == style["marker"]]
+    assert (style["color"] in faces) == is_filled and "none" in faces
+    monkeypatch.setattr(tables, "critical", lambda job, found, seed: step)
+    table = {row[0]: row[1:] for row in tables.critical_table(made, figures.SV_LENGTHS[:1])}
+    assert table["SVFormer, length 64"] == [f"{step}" if is_filled else "-", f"{int(is_filled)} of 1"]
 
 
 # ---- tables of the paper

@@ -14,6 +14,7 @@ from value_modes import TABLE, row_and_number
 
 PAGE = " ".join((ROOT / "results/README.md").read_text(encoding="utf-8").replace("−", "-").split())
 RUNS = list(read_record_lines(ROOT / "results/night/runs.jsonl", "a run's record"))
+RUNS = [run for run in RUNS if run["start"]["max_steps"] > 1]  # the model before training is none
 SHAPE = {"n_layer": 6, "n_head": 4, "n_embd": 128, "block_size": 128, "batch_tokens": 2048, "max_steps": 6000}
 SHAPE |= {"bos": False, "weight_decay": 0.1}
 SMALL, MID = dict(n_head=2, n_layer=4, n_embd=64), dict(n_head=5, n_embd=160)

@@ -14,10 +14,10 @@ import pytest
 from conftest import ROOT
 
 BUDGETS = {  # lines
-    "model.py": 440, "value_modes.py": 500, "train.py": 440, "prepare.py": 480, "eval.py": 250, "sample.py": 170,
-    "analyze.py": 380, "plot.py": 360, "compare.py": 330, "export.py": 180, "configurator.py": 210, "minimal.py": 200,
-    "common": 3940, "paper": 1900, "bench": 600, "examples": 270, "docs": 160, "config": 50, "exercises": 130,
-    "tests": 8440,
+    "model.py": 440, "value_modes.py": 500, "train.py": 460, "prepare.py": 480, "eval.py": 250, "sample.py": 170,
+    "analyze.py": 400, "plot.py": 360, "compare.py": 330, "export.py": 180, "configurator.py": 210, "minimal.py": 200,
+    "common": 4040, "paper": 2020, "bench": 600, "examples": 270, "docs": 160, "config": 50, "exercises": 130,
+    "tests": 8710,
 }  # fmt: skip
 # Grown for what users bring: prepare.py and common/ for their splits, encodings, packings, copies, small texts and
 # vocabularies, common/ and export.py for trl, peft, ONNX and two releases of transformers, configurator.py for
@@ -27,7 +27,9 @@ BUDGETS = {  # lines
 # stubs for readers and their solutions. tests/ checks all that, runs value_residual.ipynb, and computes the results
 # page's numbers a second time; common/ tells code from words in every Python, counts a container's cores, and names
 # machines, of which compare.py says where they differ; tests/ freezes that. common/verdict.py is what compare.py
-# decides, without files, so that bench/coverage.py can count how often it holds.
+# decides, without files, so that bench/coverage.py can count how often it holds. paper/ has back what the paper has:
+# public models, a model before training, predicted critical points, fitted lines; train.py and common/ give somebody
+# else's Llama value residuals, in its own tokens; tests/ list the paper's panels.
 ROOT_FILES = {name for name in BUDGETS if name.endswith(".py")}
 
 
