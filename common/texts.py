@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import re
 import sys
 import sysconfig
@@ -24,6 +25,7 @@ from common.report import some
 from configurator import UserError, need
 
 PIECE = 2**16  # characters of a .txt file that make a document
+SMALL = 2**24  # bytes of a domain whose characters we count, to hold out the right part of it
 FORMATS = (".txt", ".jsonl", ".ndjson", ".json", ".parquet")
 SLIMPAJAMA = (".jsonl", ".jsonl.zst", ".parquet")  # what copies of it consist of
 PACKINGS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}  # pyarrow's names
@@ -37,7 +39,8 @@ SPLITS = {"train": "train", "val": "val", "dev": "val", "eval": "val", "test": "
 OWN_DOMAIN = ("torch", "sympy", "numpy", "networkx", "pandas", "matplotlib")
 LEFT_OUT = {"_vendor", "_vendored"}
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-REMEDY = "get it again; for a data set on the hub run again, or pass --input_dir=<folder with a copy>"
+FILE = "a text file", "get it again"  # what it should be, and what helps
+ON_HUB = "a data set within reach", "run again, or pass --input_dir=<folder with a copy>"
 
 
 class Input(NamedTuple):
@@ -49,6 +52,7 @@ class Input(NamedTuple):
     domain: str | None  # None: each document names its own
     path: Path | None  # None: on the hub
     piece: int = PIECE  # characters of a .txt file that make a document
+    keeps_lines: bool = False  # up to the length of a piece, because pieces are short
 
     @property
     def is_txt(self):
@@ -109,7 +113,7 @@ def why_left_out(path, cfg):
     if not is_read:
         return suffix + packing or "without a suffix"
     if suffix == ".json":
-        with reading(path, "a text file", REMEDY), unpacked(path) as file:
+        with reading(path, *FILE), unpacked(path) as file:
             beginning = file.peek().replace(b"\0", b"")  # UTF-16 has zeros
         # its features may name our column, too, but not with a text
         has_text = re.search(rb'"%s"\s*:\s*["n]' % re.escape(cfg.text_field.encode()), beginning)
@@ -150,11 +154,44 @@ def text_files(cfg):
 
 
 def in_pieces(inputs, val_fraction):
-    """The Inputs of `files` with smaller pieces where a domain is small: else the one that we hold out would be much
-    more than val_fraction, or all of it."""
-    sizes = sizes_of(inputs)
-    wanted = {domain: int(size * val_fraction) for domain, size in sizes.items()}
-    return [s._replace(piece=wanted[s.domain]) if 0 < wanted.get(s.domain, 0) < PIECE / 2 else s for s in inputs]
+    """The Inputs of `files` with pieces of which a whole number is the part of a domain that we hold out: else a small
+    domain would hold out much more than val_fraction, or all of it. Pieces are characters, as they are read: bytes
+    would be three times as many in Chinese, and a third of them in a packed file."""
+    pieces, small = {}, set()
+    for domain in [domain for domain, size in sizes_of(inputs).items() if size < SMALL]:
+        found = [lengths(source) for source in inputs if (source.domain, source.split) == (domain, "train")]
+        held_out = val_fraction * sum(characters for characters, _ in found)
+        if held_out >= 1:
+            pieces[domain] = int(held_out / math.ceil(held_out / PIECE))
+        if sum(n_bytes for _, n_bytes in found) < PIECE:
+            small.add(domain)
+    made = []
+    for source in inputs:
+        made.append(source._replace(piece=pieces.get(source.domain, PIECE), keeps_lines=source.domain in small))
+    return made
+
+
+def lengths(source):
+    """(characters, bytes in UTF-8) of a .txt file; of others the bytes on disk, because no piece is cut from them."""
+    if not source.is_txt:
+        return source.size, source.size
+    characters = n_bytes = 0
+    with reading(source.path, *FILE), opened(source) as (text, _):
+        while part := text.read(2**20):
+            characters += len(part)
+            n_bytes += len(part.encode("utf-8", "surrogateescape"))
+    return characters, n_bytes
+
+
+def cut(text, size, keeps_lines):
+    """Yield a text stream in pieces of `size` characters, each to the end of its last line. A line that is longer than
+    another piece is cut: at the end of the first one, or of the second if it keeps_lines."""
+    rest = ""
+    while piece := rest + text.read(size - len(rest)):
+        line = text.readline(size)
+        is_whole = keeps_lines or len(line) < size or line.endswith(("\n", "\r"))
+        yield piece + line if is_whole else piece
+        rest = "" if is_whole else line
 
 
 def sizes_of(inputs):
@@ -206,6 +243,8 @@ def unpacked(path):
     """A file as a stream of the bytes that were packed into it."""
     _, packing = format_of(path.name)
     if packing:
+        if not path.stat().st_size:
+            raise ValueError("it has 0 bytes, as after a download that failed")
         # pyarrow notices a file that was cut short; the package zstandard takes it for whole.
         with need("pyarrow").input_stream(path, compression=PACKINGS[packing]) as stream:
             yield io.BufferedReader(stream, 2**17)
@@ -214,19 +253,23 @@ def unpacked(path):
             yield file
 
 
-def read_text(source):
-    """Yield the raw items of a file of text or JSON: pieces of .txt, lines or the items of one array."""
+@contextlib.contextmanager
+def opened(source):
+    """(a file's text as a stream, whether it is a JSON array). UTF-16 and UTF-32 are known by their marks."""
     with unpacked(source.path) as file:
         head = file.peek(4)
         encoding = next((name for mark, name in MARKS.items() if head.startswith(mark)), "utf-8-sig")
         is_array = head.decode(encoding, "ignore").lstrip().startswith("[")
         # Bytes that are no text become half surrogate pairs, which a worker refuses with the line's number.
         ends = "" if source.is_txt else "\n"  # of lines: in .txt also those of an old Mac
-        text = io.TextIOWrapper(file, encoding, "surrogateescape", ends)
+        yield io.TextIOWrapper(file, encoding, "surrogateescape", ends), is_array
+
+
+def read_text(source):
+    """Yield the raw items of a file of text or JSON: pieces of .txt, lines or the items of one array."""
+    with opened(source) as (text, is_array):
         if source.is_txt:
-            # A piece runs on to the end of its last line, but never past twice its length.
-            while piece := text.read(source.piece) + text.readline(source.piece):
-                yield piece
+            yield from cut(text, source.piece, source.keeps_lines)
         elif is_array:
             yield from json.load(text)
         else:
@@ -258,14 +301,15 @@ def read_input(source, cfg):
 
 def raw_items(source, cfg):
     """Yield (number, raw item, its rough size in bytes) of an Input."""
-    with reading(source.path or source.name, "a text file, or a data set within reach", REMEDY):
+    with reading(source.path or source.name, *(FILE if source.path else ON_HUB)):
         for number, raw in enumerate(read_input(source, cfg)):
             if isinstance(raw, Path):
                 size = source.size
             elif isinstance(raw, str):
                 size = len(raw.encode("utf-8", "surrogateescape"))
             else:  # what is no object is refused with its number
-                size = len(str(raw.get(cfg.text_field))) if isinstance(raw, dict) else 0
+                text = str(raw.get(cfg.text_field)) if isinstance(raw, dict) else ""
+                size = len(text.encode("utf-8", "surrogatepass"))
             yield number, raw, size
 
 
