@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import checkpoint, ranks
 from common.checkpoint import RUN
+from common.curves import read_run
 from common.data import Corpus
 from common.files import hold, read_record, write_record
 from common.plan import count_parameters, flops_per_token, notes_of
@@ -300,6 +301,9 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
     if world.rank == 0:
         checkpoint.prune(cfg.out_dir, keep=0)  # keeps all checkpoints, and deletes what a kill has left of one
     if done >= cfg.max_steps:
+        if checkpoint.steps(cfg.out_dir) and read_run(cfg.out_dir).final_loss is None:
+            remedy = f"delete step_{done:08d}.safetensors: then this trains the steps since the one before"
+            raise UserError(f"{cfg.out_dir} has all its steps, but metrics.jsonl lacks the last evaluation; {remedy}")
         if world.rank == 0:
             print(f"{cfg.out_dir} is already finished, at step {done}")
         return None
@@ -436,6 +440,7 @@ def train(cfg, world):
         # What is evaluated is saved, so that the best checkpoint is there
         is_stopped = world.sum([stop.asked]).item() > 0
         if n % cfg.save_every == 0 or is_stopped or val_loss is not None:
+            metrics.sync()
             is_main, vocabulary = world.rank == 0, corpus.tokenizer.hash
             checkpoint.save(cfg.out_dir, n, model, vocabulary, val_loss, optimizer, scaler, cfg.keep, is_main)
         if is_stopped and n < cfg.max_steps:

@@ -31,6 +31,10 @@ def read_run(folder):
     with reading(path, METRICS):
         for record in read_record_lines(path, METRICS):
             events[record.get("event", "step")].append(record)
+        # steps count on from the first start; a line that somebody removed would move a curve
+        first = events["start"][0]["step"] + 1 if events["start"] else 1
+        if [record["step"] for record in events["step"]] != list(range(first, first + len(events["step"]))):
+            raise ValueError("it lacks steps, or has some twice")
         names, val = ("step", "loss", "tokens", "tokens_per_s"), {r["step"]: r["val_mean"] for r in events["eval"]}
         steps = {name: np.array([record[name] for record in events["step"]], float) for name in names}
         final = val.get(events["start"][-1]["max_steps"]) if val else None

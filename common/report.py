@@ -104,9 +104,13 @@ class Metrics:
             return
         records = [r for r in read_record_lines(path, METRICS) if r["step"] <= done] if path.exists() else []
         steps = [r["step"] for r in records if "event" not in r]
-        # The first record is of a start, after as many steps as the checkpoint had that it went on from.
-        if records and steps != list(range(records[0]["step"] + 1, done + 1)):
-            raise UserError(f"{path} lacks steps before {done}, or has some twice; copy it again, or remove it")
+        # The first record is of a start, after as many steps as the checkpoint had that it went on from. A new folder
+        # has none, though it may go on from a checkpoint elsewhere.
+        is_new = not any(path.parent.glob("step_*.safetensors"))
+        first = records[0]["step"] if records else 0
+        if steps != list(range(first + 1, done + 1)) and not (is_new and not records):
+            remedy = f"copy it again, or go on in another folder by --resume={path.parent}/step_{done:08d}.safetensors"
+            raise UserError(f"{path} lacks steps before {done}, or has some twice; {remedy}")
         write_text(path, "".join(record_line(METRICS, r) for r in records))
         # a resumed run goes on in wandb, too: its records of starts know under which id
         self.wandb_id = next((r["wandb"] for r in reversed(records) if r.get("wandb")), None)
@@ -132,6 +136,12 @@ class Metrics:
                 file.write(record_line(METRICS, record))
         if self.wandb and record.get("event") != "start":
             self.tried(lambda: self.wandb.log(record, step=record["step"]))
+
+    def sync(self):
+        """Let all records reach the disk, so that a power cut leaves none behind the checkpoint that is saved next."""
+        if self.is_main:
+            with open(self.path, "rb+") as file:
+                os.fsync(file.fileno())
 
     def say(self, text):
         if self.is_main:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common import checkpoint
 from common.checkpoint import RUN
 from common.curves import read_run
 from common.files import read_record, read_record_lines, record_line, write_text
@@ -34,22 +35,46 @@ def made_as(wanted, folder):
 
     Raises UserError if it is another run: other settings, other data, other code.
     """
+    path = Path(folder, "metrics.jsonl")
     if not Path(folder, "config.json").exists():
+        # train.py writes it before the first record
+        if path.exists() and path.stat().st_size:
+            raise UserError(f"{folder} has lost its config.json; remove it, or set another --out_dir")
         return None
     made, found = read_record(Path(folder, "config.json"), RUN), read_run(folder)
     # dtype counts as what auto became, which the records of starts say. Whoever asks for auto takes any
     wanted = {name: value for name, value in wanted.items() if (name, value) != ("dtype", "auto")}
     what = []
     for start in found.starts:  # a run that went on with other settings or other code is of neither
-        then = {name: value for name, value in start.items() if name != "value_mode"}  # a name there
+        then = start | {"value_mode": start["definition"], "value_mode_name": start["value_mode"]}
         what += differences(made | then, wanted)
         code = start.get("code", {})
         what += [f"another {name}" for name, digest in code_of_results().items() if code.get(name) != digest]
+    if found.final_loss is not None:
+        what += other_checkpoints(folder, found)
     if found.starts and found.starts[0]["step"]:
         what.append(f"the first {found.starts[0]['step']} steps of another run")
     if what:
         raise UserError(f"{folder} was made with {what[0]}; remove it, or set another --out_dir")
     return found
+
+
+def other_checkpoints(folder, run):
+    """Yields what the last checkpoint of a finished run has that is not of its Curves."""
+    files = checkpoint.steps(folder)
+    if not files:  # they may be deleted: the losses are all there
+        return
+    step = max(files)
+    try:
+        mode = checkpoint.read_header(files[step])["mode"]
+    except UserError:
+        if files[step].exists():  # else the run that writes them has just replaced it
+            raise
+        return
+    if mode != run.start["value_mode"]:
+        yield f"{files[step].name} of {mode}, and records of {run.start['value_mode']}"
+    if step > max(run.steps["step"]):
+        yield f"{files[step].name}, whose steps its metrics.jsonl lacks"
 
 
 def rounded_otherwise(runs):

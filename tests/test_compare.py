@@ -11,17 +11,19 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, in_process, make_data, refused, script
+from conftest import ROOT, config, in_process, make_data, refused, script
 
 import compare
 import train
 from bench import coverage
+from common import checkpoint
 from common.files import hold, record_line, write_record
 from common.jobs import lanes_of, last_words, steps_done
 from common.ranks import code_of_results
 from common.runs import differences, read_kept, read_run
 from common.verdict import Tuned, in_times, judge, search
 from configurator import load_settings
+from model import GPT
 from train import settings_of
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_tokens=128, micro_batch=8, warmup_steps=2)
@@ -150,9 +152,10 @@ def make_run(cfg, loss, **changed):
     write_record(folder / "config.json", "train.py's settings", config)
     write_record(folder / "env.json", train.ENVIRONMENT, {"commit": "c", "processor": "p"})
     start = {"event": "start", "step": 0, "code": code_of_results(), "dtype": "float32", "rounding": {"threads": 1}}
-    start |= {"max_steps": cfg.max_steps, "definition": config["value_mode"]} | changed
+    mode = {"definition": config["value_mode"], "value_mode": config["value_mode_name"]}
+    start |= {"max_steps": cfg.max_steps} | mode | changed
     records = [start]
-    for step in range(1, 1 + cfg.max_steps):
+    for step in range(start["step"] + 1, 1 + cfg.max_steps):
         records.append({"step": step, "loss": 3.0 - 0.01 * step, "tokens": step * 128, "tokens_per_s": 100.0})
     if math.isfinite(loss):
         records.append({"event": "eval", "step": cfg.max_steps, "val_mean": loss, "val": {"a": loss}})
@@ -160,6 +163,31 @@ def make_run(cfg, loss, **changed):
         records.append({"event": "diverged", "step": cfg.max_steps, "why": "the loss is nan"})
     (folder / "metrics.jsonl").write_text("".join(record_line("train.py's metrics", r) for r in records))
     return folder
+
+
+def test_a_folder_that_says_two_things_is_refused(data, tmp_path, monkeypatch):
+    """Its config, its records and its checkpoints are of one run, or nobody knows whose loss it is."""
+    trainer(lambda mode, rate, seed: {"vanilla": 2.5, "svformer": 2.4}[mode], monkeypatch)
+    words = words_of(data, tmp_path, "vanilla", "svformer", rates="3e-3", seeds=1)
+    assert in_process(compare, *words).returncode == 0
+    vanilla, svformer = sorted(tmp_path.glob("*-0.003-42"), key=lambda path: path.name[0] != "v")
+    records = {path: (path / "metrics.jsonl").read_bytes() for path in (vanilla, svformer)}
+    # another run's losses
+    (vanilla / "metrics.jsonl").write_bytes(records[svformer])
+    refused(in_process(compare, *words), "value_mode", "remove it, or set another --out_dir")
+    # a step less
+    lines = records[vanilla].splitlines(keepends=True)
+    (vanilla / "metrics.jsonl").write_bytes(b"".join(lines[:2] + lines[3:]))
+    refused(in_process(compare, *words), "it lacks steps, or has some twice")
+    (vanilla / "metrics.jsonl").write_bytes(records[vanilla])
+    # another model's weights
+    cfg = config("svformer", vocab_size=257, n_layer=2, n_head=2, n_embd=32, block_size=64)
+    path = checkpoint.save(vanilla, 4, GPT(cfg), "tokenizer")
+    refused(in_process(compare, *words), f"{path.name} of svformer, and records of vanilla")
+    path.unlink()
+    # no settings
+    (vanilla / "config.json").unlink()
+    refused(in_process(compare, *words), "vanilla-", "has lost its config.json; remove it")
 
 
 def table(text):

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 import configurator
 import train
 from common import checkpoint, files
+from common.curves import read_run
 from common.data import Corpus
 from common.plan import notes_of
 from common.ranks import Distributed, code_of_results
@@ -348,6 +349,46 @@ def test_steps_follow_one_another(says, copy, data_dir):
     path = copy / "metrics.jsonl"
     path.write_text("".join(WRONG[says](path.read_text().splitlines(keepends=True))))
     refused(called(data_dir, copy, resume="auto", max_steps=14), says)
+
+
+@pytest.mark.parametrize("left", [b"", b"{'no"], ids=["nothing", "half a line"])
+def test_records_that_are_gone_are_missed(left, copy, data_dir):
+    """A new beginning at step 12 would be another run's curve."""
+    (copy / "metrics.jsonl").write_bytes(left)
+    refused(called(data_dir, copy, resume="auto", max_steps=14), "lacks steps before 12", "--resume=")
+    (copy / "metrics.jsonl").unlink()
+    refused(called(data_dir, copy, resume="auto", max_steps=14), "lacks steps before 12")
+
+
+def test_a_finished_run_without_its_last_evaluation(copy, data_dir):
+    """train.py says how to get it, and after that the loss is the same."""
+    before, path = read_run(copy).final_loss, copy / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    refused(called(data_dir, copy, resume="auto"), "lacks the last evaluation; delete step_00000012.safetensors")
+    (copy / LAST).unlink()
+    trained(data_dir, copy, resume="auto")
+    assert read_run(copy).final_loss == before
+
+
+def test_a_power_cut_leaves_the_records_of_each_checkpoint(data_dir, tmp_path, monkeypatch):
+    """What no fsync has reached is gone: whenever a checkpoint gets its name, metrics.jsonl has all records up to it on
+    the disk."""
+    synced, lost, fsync, replace = {}, [], os.fsync, os.replace
+
+    def noting(number):
+        synced[os.readlink(f"/proc/self/fd/{number}")] = os.fstat(number).st_size
+        return fsync(number)
+
+    def named(old, new):
+        path = tmp_path / "run/metrics.jsonl"
+        if Path(new).name.startswith("step_"):
+            lost.append(path.stat().st_size - synced.get(str(path), 0))
+        return replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(os, "replace", named)
+    trained(data_dir, tmp_path / "run", max_steps=4, save_every=2, eval_every=4)
+    assert len(lost) >= 4 and not any(lost)
 
 
 def test_the_state_of_another_step_is_refused(copy, data_dir):
