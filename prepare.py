@@ -39,7 +39,7 @@ import numpy as np
 from common.cores import cores
 from common.data import MANIFEST, load_manifest, plain_sum
 from common.files import hold, read_record, reading, sha256, write_atomic, write_record, writing
-from common.report import progress
+from common.report import heard, progress
 from common.texts import find_inputs, raw_items, sizes_of, to_documents
 from common.tokenizer import EOT, PATTERN, Tokenizer, make_spec
 from common.vocabularies import read_vocabulary, vocabulary_file
@@ -215,6 +215,10 @@ def in_workers(cfg, function, calls):
             while some := list(itertools.islice(calls, 4 * cfg.workers)):
                 # map takes a list for each parameter
                 yield from pool.map(functools.partial(function, cfg), *zip(*some, strict=True))
+        except KeyboardInterrupt:
+            heard("stopping; what is finished stays, and the same command goes on")
+            pool.shutdown(cancel_futures=True)
+            raise
         except BrokenProcessPool:
             raise UserError("a worker died, perhaps for lack of memory; run again with fewer --workers") from None
 

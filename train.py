@@ -30,7 +30,7 @@ from common.curves import read_run
 from common.data import Corpus
 from common.files import hold, read_record, write_record
 from common.plan import count_parameters, flops_per_token, notes_of
-from common.report import Metrics
+from common.report import Metrics, heard
 from common.scoring import domain_losses
 from configurator import UserError, check_fields, run, setting
 from model import GPT
@@ -162,7 +162,8 @@ def adamw(model, lr, weight_decay, betas, device_type):
 
 
 class Stop:
-    """Ctrl-C and what shells and batch systems send let the current step finish and be saved; a second Ctrl-C kills."""
+    """Ctrl-C and what shells and batch systems send let the current step finish and be saved. Before that a second
+    Ctrl-C ends the run at once; then there is nothing left to lose, and it does nothing."""
 
     def __init__(self):
         self.asked = False
@@ -174,7 +175,10 @@ class Stop:
     def __call__(self, number, frame):
         self.asked = True
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            heard("stopping after this step, which is saved; Ctrl-C again loses it")
+
+    def ignore(self):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def checkpoint_to_resume(cfg):
@@ -444,6 +448,7 @@ def train(cfg, world):
             is_main, vocabulary = world.rank == 0, corpus.tokenizer.hash
             checkpoint.save(cfg.out_dir, n, model, vocabulary, val_loss, optimizer, scaler, cfg.keep, is_main)
         if is_stopped and n < cfg.max_steps:
+            stop.ignore()
             metrics.say(f"stopped and saved at step {n}; the same command with --resume=auto continues")
             break
     metrics.close()

@@ -16,7 +16,7 @@ import torch
 
 from common.cores import cores
 from common.ranks import clock, need_flash_attn, only_process, pick_dtype, refuse_ranks
-from common.report import progress
+from common.report import heard, progress
 from model import GPT
 
 
@@ -110,6 +110,9 @@ def run_jobs(wanted, ended, lanes, later=lambda: 0):
                     del running[lane]
                     bar.clear()  # what `ended` prints shall not stand behind it
                     ended(job, process.returncode, last_words(job.log, begin))
+    except KeyboardInterrupt:
+        heard(f"stopping: {len(running)} run{'s' * (len(running) != 1)} will save; Ctrl-C again does not wait for that")
+        raise
     finally:
         bar.close()
         for _, process, _ in running.values():

@@ -3,11 +3,14 @@
 No torch and no numpy here: prepare.py's worker processes and plot.py import this file.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import math
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 from common.files import read_record_lines, record_line, write_text, writing
@@ -89,6 +92,21 @@ def say(text):
         print(text, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def heard(what):
+    """For a first Ctrl-C: say that it was heard, and take no second one within a second, because impatient fingers, and
+    programs like uv, send it twice. After that Ctrl-C raises KeyboardInterrupt again."""
+    began = time.monotonic()
+
+    def again(number, frame):
+        if time.monotonic() - began > 1:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, again)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun all ranks hear it
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, f"\n{what}\n".encode())  # no print, in which the signal may have come
 
 
 class Metrics:

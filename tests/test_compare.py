@@ -692,7 +692,9 @@ def test_it_trains_is_stopped_and_goes_on(data, tmp_path):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    assert process.wait() == 130 and process.stderr.read().splitlines()[-1] == "stopped"
+    said = process.communicate()[1]
+    assert process.returncode == 130 and said.splitlines()[-1] == "stopped"
+    assert "stopping: 2 runs will save; Ctrl-C again does not wait for that" in said
     assert [[path.name for path in run.glob("step_*[0-9].safetensors")] for run in runs] == [
         ["step_00000005.safetensors"]
     ] * 2

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 import configurator
 import train
-from common import checkpoint, files
+from common import checkpoint, files, report
 from common.curves import read_run
 from common.data import Corpus
 from common.plan import notes_of
@@ -297,12 +297,32 @@ def test_stopped_and_resumed_equals_uninterrupted(mode, dtype, scale, data_dir, 
     assert records(tmp_path / "whole", "eval")[-1].get("lam") == learned
 
 
-def test_only_the_second_ctrl_c_kills(monkeypatch):
-    handlers = {}
+def test_the_first_ctrl_c_is_heard_and_only_a_later_one_kills(monkeypatch, capfd):
+    """A second one within a second is the same press. After the step is saved none does anything."""
+    handlers, now = {}, [100.0]
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
     stop = train.Stop()
-    handlers[signal.SIGINT](signal.SIGINT, None)
-    assert stop.asked and handlers[signal.SIGINT] is signal.default_int_handler
+
+    def press():
+        handlers[signal.SIGINT](signal.SIGINT, None)
+
+    press()
+    assert stop.asked and "stopping after this step, which is saved; Ctrl-C again loses it" in capfd.readouterr().err
+    now[0] += 0.9
+    press()
+    now[0] += 0.2
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    stop.ignore()
+    assert handlers[signal.SIGINT] is signal.SIG_IGN
+
+
+def test_other_ranks_hear_it_in_silence(monkeypatch, capfd):
+    monkeypatch.setattr(signal, "signal", lambda *of: None)
+    monkeypatch.setenv("RANK", "1")
+    train.Stop()(signal.SIGINT, None)
+    assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
