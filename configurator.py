@@ -39,6 +39,8 @@ def setting(default, help, least=None, most=None, group=None, positional=False, 
     return dataclasses.field(default=default, metadata=metadata)
 
 
+# Settings that may name a file or folder, beside those in _dir and _file.
+PATHS = ("run", "runs", "modes", "words", "init_from", "resume", "public")
 # Settings of nanoGPT whose names do not lead to ours, and what they are here.
 NANOGPT = {
     "batch_size": "micro_batch; a step's tokens over all ranks are batch_tokens", "dataset": "data_dir",
@@ -83,16 +85,32 @@ def cast(value, hint):
     raise TypeError
 
 
+def in_words(value):
+    """What a user gave, as he sees it, cut where it is long. A config file may make objects that have no words."""
+    try:
+        said = repr(value)
+    except Exception:  # it is the user's code
+        return f"an object of class {type(value).__name__}"
+    return said if len(said) < 80 else f"{said[:60]}…"
+
+
+def expanded(value):
+    """A path, or a tuple of paths, without ~: a shell leaves --out_dir=~/x as it is, and we would make a folder "~"."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(expanded, value))
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
 def check_fields(config):
     """Bring each field of a settings dataclass into its type, and check its range. For `__post_init__`."""
     for name, hint in types_of(type(config)).items():
         value, metadata = getattr(config, name), config.__dataclass_fields__[name].metadata
-        if name.endswith(("_dir", "_file")) and isinstance(value, str):
-            value = os.path.expanduser(value)  # a shell leaves --out_dir=~/x as it is, and we would make a folder "~"
+        if name.endswith(("_dir", "_file")) or name in PATHS:
+            value = expanded(value)
         try:
             value = cast(value, hint)
         except TypeError:
-            said = repr(value) if len(repr(value)) < 80 else f"{value!r:.60}…"
+            said = in_words(value)
             is_alone = typing.get_origin(hint) is tuple and not isinstance(value, (tuple, list))
             comma = "; a comma makes a tuple, as in (x,)" * is_alone
             raise UserError(f"{name} takes {type_name(hint)}, not {said}{comma}") from None
@@ -169,7 +187,7 @@ def load_settings(cls, words, usage="", skip_unknown=False):
         else:
             raise UserError(f"unexpected word {word!r}; settings are --key=value, config files end in .py, see --help")
     for name, value in values.items():
-        theirs = f"{name}={value}" if name in hints else name.replace("-", "_")
+        theirs = f"{name}={value}" if name in hints and isinstance(value, str) else name.replace("-", "_")
         if theirs in NANOGPT and not (name in hints and os.path.exists(value)):  # a run may be called gpt2
             raise UserError(f"{theirs} is nanoGPT's; here it is {NANOGPT[theirs]}")
         if name not in hints:

@@ -96,6 +96,10 @@ class PrepareConfig:
         if not all(weight > 0 for weight in self.mixture.values()):
             raise UserError(f"mixture takes weights above 0, not {self.mixture}")
         total = plain_sum(self.mixture.values())
+        if total == math.inf:
+            raise UserError(
+                "mixture takes weights whose sum is a number; only their ratios count, so take smaller ones"
+            )
         self.mixture = {domain: weight / total for domain, weight in self.mixture.items()}
 
         # Words that would do nothing, or something else than they seem to say, are refused.
@@ -463,6 +467,7 @@ def main(cfg: PrepareConfig):
     with hold(out):
         settings = check_output(cfg, inputs)
         if (out / "manifest.json").exists() and load_manifest(out, verify=False):
+            Tokenizer.load(out / "tokenizer.json")  # the data is worth nothing without it
             print(f"{out} is complete already; there is nothing to do")
         else:
             # settings.json comes after the tokenizer is made: if that fails, other settings may be tried.

@@ -72,9 +72,9 @@ class TrainConfig:
     norm_eps: float = setting(1e-5, "added to the mean square by the norms", least=0, most=1)
     scaled_init: bool | None = setting(None, "divide the spread of output projections by √(2 n_layer); none = if gpt2")
 
-    batch_tokens: int = setting(2_097_152, "tokens per optimizer step, over all ranks", least=1, group="Optimization")
+    batch_tokens: int = setting(2_097_152, "tokens per optimizer step, over all ranks", 1, 2**40, group="Optimization")
     micro_batch: int = setting(32, "at most so many sequences per rank and forward pass; accumulation follows", least=1)
-    max_steps: int = setting(10_000, "optimizer steps, the length of the schedule", least=1)
+    max_steps: int = setting(10_000, "optimizer steps, the length of the schedule", least=1, most=10**9)
     warmup_steps: int = setting(120, "steps of linear warmup from 1e-7", least=0)
     learning_rate: float = setting(6e-4, "peak of the schedule", least=0, most=1e6)
     final_lr: float = setting(0.1, "end of the cosine, as a share of the peak", least=0)

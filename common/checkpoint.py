@@ -92,6 +92,7 @@ def find(run_or_file="", which="last"):
     path = Path(run_or_file or "out")
     if not run_or_file:
         path = max(path.glob(f"**/{STEP}"), key=os.path.getmtime, default=path / "nothing").parent
+        print(f"the newest run is {path}")
     if path.is_file():
         return path
     if is_hf_folder(path):

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import importlib
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -126,8 +127,8 @@ class Corpus:
             if domain not in known:
                 raise UserError(f"mixture names domain {domain!r}; {self.dir} has {', '.join(known)}")
         total = plain_sum(mixture.values())
-        if min(mixture.values()) < 0 or total == 0:
-            raise UserError(f"mixture takes weights of at least 0, and one above 0, not {mixture}")
+        if min(mixture.values()) < 0 or total in (0, math.inf):
+            raise UserError(f"mixture takes weights of at least 0 whose sum is a number above 0, not {mixture}")
         return {d: w / total for d, w in mixture.items() if w > 0}
 
     def _open(self, split, domain, least):

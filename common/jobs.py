@@ -1,6 +1,7 @@
 """Commands of this Python side by side, one on each GPU or core: what compare.py and paper/ start runs with."""
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -73,6 +74,12 @@ def last_words(log, begin):
     return (errors or lines or ["nothing was said"])[-1]
 
 
+def end_with_parent():
+    """In a new process: Linux shall send it a SIGTERM, at which train.py saves, when its parent dies of a kill -9."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+
+
 def run_jobs(wanted, ended, lanes, later=lambda: 0):
     """Run jobs, one at a time on each lane, until `wanted()` has no new one.
 
@@ -94,6 +101,7 @@ def run_jobs(wanted, ended, lanes, later=lambda: 0):
                 job.log.parent.mkdir(parents=True, exist_ok=True)
                 with open(job.log, "a", encoding="utf-8") as out:  # a session of its own, so that Ctrl-C is ours alone
                     how = {"stdout": out, "stderr": out, "start_new_session": True, "stdin": subprocess.DEVNULL}
+                    how["preexec_fn"] = end_with_parent
                     process = subprocess.Popen([sys.executable, *job.words], env={**os.environ, **lanes[lane]}, **how)
                     running[lane], seen[job.log] = (job, process, out.tell()), job
             if not running:

@@ -150,7 +150,8 @@ class Metrics:
     def write(self, record):
         """Append a record. All have "step"; those of evaluations and starts also have "event": "eval" or "start"."""
         if self.is_main:
-            with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+            # not "a", which would begin a new file in a folder that somebody has removed
+            with writing(self.path), open(os.open(self.path, os.O_WRONLY | os.O_APPEND), "w", encoding="utf-8") as file:
                 file.write(record_line(METRICS, record))
         if self.wandb and record.get("event") != "start":
             self.tried(lambda: self.wandb.log(record, step=record["step"]))
@@ -158,7 +159,7 @@ class Metrics:
     def sync(self):
         """Let all records reach the disk, so that a power cut leaves none behind the checkpoint that is saved next."""
         if self.is_main:
-            with open(self.path, "rb+") as file:
+            with writing(self.path), open(self.path, "rb+") as file:
                 os.fsync(file.fileno())
 
     def say(self, text):
@@ -187,5 +188,6 @@ class Metrics:
         self.say(f"step {step}  " + "  ".join(means))
 
     def close(self):
+        self.sync()
         if self.wandb:
             self.tried(self.wandb.finish)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from common.files import read_record, reading, write_record
-from configurator import need
+from configurator import UserError, need
 
 EOT = "<|endoftext|>"
 VOCABULARY = "prepare.py's vocabulary"
@@ -141,15 +141,21 @@ class HFTokenizer:
             end = end[0] if isinstance(end, list) else end  # a chat model has several
             start = end if c["bos_token_id"] is None else c["bos_token_id"]
             spec = {"name": Path(folder).resolve().name, "tokenizer": about, "start": start, "end": end}
-            shape = c.get("shape", c)  # export.py's own class has our names there
-            return cls(spec | {"n_vocab": shape["vocab_size"], "hash": c.get("tokenizer_hash")})
+            n_vocab = c.get("shape", c)["vocab_size"]  # export.py's own class has our names in its shape
+            if not all(type(i) is int and 0 <= i < n_vocab for i in (start, end)):
+                raise ValueError(f"bos_token_id={c['bos_token_id']} or eos_token_id={c['eos_token_id']} is no token id")
+            return cls(spec | {"n_vocab": n_vocab, "hash": c.get("tokenizer_hash")})
 
     def save(self, path):
         write_record(path, VOCABULARY, self.spec)
 
     def encode(self, text, allow_eot=False):
         self.encoding.encode_special_tokens = not allow_eot  # else '<|endoftext|>' in a text becomes its id
-        return self.encoding.encode(text, add_special_tokens=False).ids
+        ids = self.encoding.encode(text, add_special_tokens=False).ids
+        if max(ids, default=0) >= self.n_vocab:  # a token that was added, and the model not resized
+            token = self.encoding.id_to_token(max(ids))
+            raise UserError(f"{self.name}'s model has {self.n_vocab:,} tokens and cannot read {token!r}, id {max(ids)}")
+        return ids
 
     def encode_document(self, text):
         return np.array([*self.encode(text), self.end], "<u2")

@@ -706,6 +706,23 @@ def test_it_trains_is_stopped_and_goes_on(data, tmp_path):
     assert whole.returncode == 0 and read_run(tmp_path / "b").final_loss == read_run(runs[1]).final_loss
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells children of their parent's death")
+def test_runs_end_with_the_comparison_that_started_them(data, tmp_path):
+    """After a kill -9 of compare.py its run saves and ends, and the next start finds nobody writing."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(UNTIL_ASKED + "value_mode = 'vanilla'")
+    words = [ROOT / "compare.py", *words_of(data, tmp_path / "a", mine, "svformer", jobs=1)]
+    process = subprocess.Popen([sys.executable, *map(str, words)], stderr=subprocess.DEVNULL)
+    run = tmp_path / "a/vanilla-12-0.003-42"
+    while steps_done(run) < 5:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    with hold(run, seconds=60):
+        assert (run / "step_00000005.safetensors").exists()
+
+
 def test_a_run_that_fails_ends_with_its_own_sentence(data, tmp_path):
     words = words_of(data, tmp_path / "out", "vanilla", "svformer", attn="flash", jobs=1)
     says = r"vanilla-12-0.003-42 failed \(2\): .*flash.*; see .*train.log"

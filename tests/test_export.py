@@ -483,6 +483,27 @@ def test_llamas_tokenizer_puts_a_token_before_each_text(tmp_path):
     assert tokenizer.decode([4]) == "cat" and tokenizer.decode([0, 3, 4]) == tokenizer.decode([0, 3]) + " cat"
 
 
+IDS = [(0, []), (0, -1e30), ([0], 1), (0, 99), (99, 1), (-1, 1), (0, True), ("<s>", 1)]
+
+
+@pytest.mark.parametrize(("start", "end"), IDS)
+def test_ids_that_are_no_tokens_are_refused(start, end, tmp_path):
+    metaspace_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(dict(bos_token_id=start, eos_token_id=end, vocab_size=99)))
+    with pytest.raises(UserError, match="a Hugging Face model with a tokenizer"):
+        HFTokenizer.of_folder(tmp_path)
+
+
+def test_a_model_without_a_token_that_begins_takes_the_one_that_ends(tmp_path):
+    metaspace_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(dict(bos_token_id=None, eos_token_id=1, vocab_size=300)))
+    tokenizer = HFTokenizer.of_folder(tmp_path)
+    assert tokenizer.eot == tokenizer.end == 1
+    tokenizer.encoding.add_special_tokens([f"<{i}>" for i in range(20)])  # and nobody resized the model
+    with pytest.raises(UserError, match="has 300 tokens and cannot read '<19>', id 30"):
+        tokenizer.encode("a<19>", allow_eot=True)
+
+
 # ---- value residuals for a model of somebody else
 
 

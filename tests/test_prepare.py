@@ -594,6 +594,20 @@ def test_the_share_of_a_small_text_that_is_held_out(tmp_path, size, fraction):
     assert 0.9 * fraction < val["bytes"] / size < 2.5 * fraction
 
 
+def test_data_without_its_vocabulary_is_not_complete(tmp_path):
+    write_lines(tmp_path / "in.jsonl", [{"text": text} for text in sentences(40)])
+    words = files(tmp_path / "in.jsonl", tmp_path / "out")
+    make(*words)
+    assert "is complete already" in make(*words)
+    (tmp_path / "out/tokenizer.json").unlink()
+    refused(call(*words), "tokenizer.json is missing; it should be prepare.py's vocabulary")
+
+
+def test_weights_whose_sum_is_no_number():
+    with pytest.raises(UserError, match="weights whose sum is a number"):
+        prepare.PrepareConfig("files", input_dir="x", mixture={"a": 1e308, "b": 1e308})
+
+
 def test_data_that_train_would_refuse_is_not_called_ready(tmp_path):
     """A domain with nothing to hold out leaves the mixture, or the domains become one."""
     for domain, n in (("law", 1), ("web", 20)):

@@ -2,6 +2,7 @@
 
 import functools
 import runpy
+import shutil
 import sys
 
 import pytest
@@ -166,6 +167,14 @@ def test_a_text_ends_with_the_tokenizers_end_not_with_what_starts_a_sequence(run
     monkeypatch.setattr(checkpoint, "load_tokenizer", lambda path: tokenizer)
     monkeypatch.setattr(sample, "generate", spy)
     assert in_process(sample, run, "--max_new_tokens=1").returncode == 0 and ends == [2]
+
+
+def test_the_newest_run_is_named(run, tmp_path, monkeypatch, capsys):
+    """Which one is the newest is a matter of clocks, and of how it was copied."""
+    shutil.copytree(run, tmp_path / "out/a")
+    monkeypatch.chdir(tmp_path)
+    sample.main(sample.SampleConfig(prompt="a", max_new_tokens=2))
+    assert capsys.readouterr().out.startswith("the newest run is out/a\n")
 
 
 def test_another_tokenizer_is_refused(run, tmp_path):

@@ -16,6 +16,8 @@ from common import files
 from common.plan import PlanConfig, count_parameters
 from common.report import progress
 from configurator import UserError, check_fields, load_settings, need, setting
+from eval import EvalConfig
+from sample import SampleConfig
 from train import TrainConfig
 from value_modes import get_mode
 
@@ -118,6 +120,22 @@ def test_a_value_of_nanogpts_is_answered_unless_it_is_a_folder(tmp_path, monkeyp
 def test_a_path_may_begin_at_home(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert TrainConfig(out_dir="~/run").out_dir == "/home/me/run"
+    assert TrainConfig(init_from="~/r").init_from == "/home/me/r"
+    assert SampleConfig(run="~/r", prompt="~/r").run == "/home/me/r"  # a prompt is no path
+    assert SampleConfig(run="~/r", prompt="~/r").prompt == "~/r"
+    assert EvalConfig(runs=("~/a", "b")).runs == ("/home/me/a", "b")
+
+
+def test_an_object_in_a_config_file_need_not_have_words(tmp_path):
+    (tmp_path / "a.py").write_text("class A:\n    __repr__ = None\nname = A()\n")
+    with pytest.raises(UserError, match="name takes str, not an object of class A"):
+        load_settings(Config, [str(tmp_path / "a.py")])
+
+
+@pytest.mark.parametrize("words", ["--max_steps=1e16", "--batch_tokens=9223372036854775807"])
+def test_numbers_that_nobody_can_mean(words):
+    with pytest.raises(UserError, match="must be at most"):
+        load_settings(TrainConfig, [words])
 
 
 def test_without_stderr_a_bar_shows_nothing(monkeypatch):

@@ -411,6 +411,23 @@ def test_a_power_cut_leaves_the_records_of_each_checkpoint(data_dir, tmp_path, m
     assert len(lost) >= 4 and not any(lost)
 
 
+@pytest.mark.parametrize("step", [2, 4], ids=["in the middle", "at the end"])
+def test_a_folder_that_is_removed_ends_the_run(step, data_dir, tmp_path, monkeypatch):
+    """It does not come back as half a run."""
+    save = checkpoint.save
+
+    def remove(run, n, *args):
+        path = save(run, n, *args)
+        if n == step:
+            shutil.rmtree(run)
+        return path
+
+    monkeypatch.setattr(checkpoint, "save", remove)
+    said = called(data_dir, tmp_path / "run", max_steps=4, save_every=2, eval_every=4)
+    refused(said, "metrics.jsonl cannot be read or written: No such file or directory")
+    assert not list((tmp_path / "run").glob("*.safetensors"))
+
+
 def test_the_state_of_another_step_is_refused(copy, data_dir):
     (copy / STATE.replace("12", "06")).rename(copy / STATE)  # test_bad_input.py tries other damage
     refused(called(data_dir, copy, resume="auto", max_steps=14), "it belongs to other weights", "step's files away")
