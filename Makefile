@@ -2,7 +2,7 @@
 # make figures: every figure and table of the paper, small.
 # make fuzz: 30,000 bad inputs instead of the suite's 1,500. make lint: the style check.
 # make notebook: value_residual.ipynb again, with what it puts out now.
-# make test-peers: what compares with lm-eval and transformers, which it installs, pinned and then the newest.
+# make test-peers: what compares with lm-eval, transformers, peft, trl and ONNX, which it installs, pinned, then the newest.
 # All make .venv on first use. PYTHON=python3.12 picks another interpreter (3.11 or later).
 PYTHON ?= python3
 ifdef NO_INSTALL
@@ -37,8 +37,8 @@ notebook: .venv/ready-dev
 	MPLBACKEND= $(PY) -c '$(RERUN)'
 
 test-peers: .venv/ready-peers .venv/newest
-	$(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py tests/test_export.py
-	$(NEWEST) -m pytest tests/test_lm_eval.py tests/test_export.py
+	$(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py tests/test_export.py tests/test_peers.py
+	$(NEWEST) -m pytest tests/test_lm_eval.py tests/test_export.py tests/test_peers.py
 
 # What is to be measured on a GPU. Each line ends within ten minutes and writes its results as they come, into OUT; one that
 # fails does not stop the others. NO_INSTALL=1 uses the Python and the packages of the machine: no network is needed.
@@ -89,9 +89,9 @@ else
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-peers.txt -c constraints.txt
 	touch $@
 
-# On top of .venv, so torch is there once. Each time it looks for a newer transformers.
+# On top of .venv, so torch is there once. Each time it looks for newer releases.
 .venv/newest: .venv/ready-peers
 	$(PY) -m venv $@
 	cd $@/lib/python3*/site-packages && ls -d $(CURDIR)/.venv/lib/python3*/site-packages > peers.pth
-	$(NEWEST) -m pip install -q --disable-pip-version-check --upgrade 'transformers>=5.24'
+	$(NEWEST) -m pip install -q --disable-pip-version-check --upgrade 'transformers>=5.24' peft trl onnx onnxruntime
 endif

@@ -90,6 +90,8 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
     vars(peer.config).update(about)
 
     peer.generation_config.pad_token_id = tokenizer.end
+    if not is_plain_llama(model.cfg):  # pipelines and a bare generate() stop where the block is full
+        peer.generation_config.max_length = model.cfg.block_size
     names = {i: name for name, i in tokenizer.special.items()}
     special = {"bos_token": names[tokenizer.eot]} | dict.fromkeys(("eos_token", "pad_token"), names[tokenizer.end])
     how = {"model_max_length": model.cfg.block_size, "padding_side": "left", "clean_up_tokenization_spaces": False}

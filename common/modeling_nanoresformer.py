@@ -65,9 +65,12 @@ class Tokens:
             raise ValueError(f"attention_mask is for {attention_mask.size(-1)} tokens, not for {self.past + T}")
         self.stored = list(stored_tensors(cfg).items())  # [(place, heads)]
         self.where = slice(self.past, self.past + T) if position_ids is None else position_ids
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # a graph that is traced cannot look
+        if position_ids is not None and self.past == 0 and not is_traced and position_ids.max() >= cfg.block_size:
+            raise ValueError(f"position_ids go up to {position_ids.max()}, and block_size is {cfg.block_size}")
 
-        # What new tokens may see, if that is not simply all before them. A graph that is traced cannot look.
-        seen, is_traced = None, torch.compiler.is_compiling() or torch.jit.is_tracing()
+        # What new tokens may see, if that is not simply all before them.
+        seen = None
         if attention_mask is not None and attention_mask.ndim == 4:
             seen = attention_mask
         elif attention_mask is not None and (is_traced or not attention_mask.all()):
@@ -118,6 +121,20 @@ class Body(GPT):
             if isinstance(module, Linear):
                 module.__class__ = nn.Linear  # torch's quantize_dynamic replaces no class that is made of it
 
+    @contextlib.contextmanager
+    def keeping(self, states):
+        """Append the input of each layer to `states`."""
+        thread = threading.get_ident()
+
+        def keep(block, args):
+            if threading.get_ident() == thread:  # a server may call one model from several threads
+                states.append(args[0])
+
+        with contextlib.ExitStack() as hooks:
+            for block in self.blocks:
+                hooks.enter_context(block.register_forward_pre_hook(keep))
+            yield
+
     @can_return_tuple
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, use_cache=None, cache=None,
@@ -149,15 +166,8 @@ class Body(GPT):
 
         # As in transformers: the input of each layer, and at the end the normed output of the last.
         wants_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states, thread = [], threading.get_ident()
-
-        def keep(block, args):
-            if threading.get_ident() == thread:  # a server may call one model from several threads
-                states.append(args[0])
-
-        with contextlib.ExitStack() as hooks:
-            for block in self.blocks if wants_states else ():
-                hooks.enter_context(block.register_forward_pre_hook(keep))
+        states = [] if wants_states else None
+        with self.keeping(states) if wants_states else contextlib.nullcontext():
             x = self.hidden(x, Tokens(self.cfg, cache, attention_mask, position_ids, x))
         states = (*states, x) if wants_states else None
         return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=states)
@@ -198,6 +208,22 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
             self.model.tables[t] = self._get_resized_embeddings(table, made.num_embeddings)
         return made
 
+    @classmethod
+    def from_pretrained(cls, *args, tp_plan=None, **how):
+        if tp_plan:  # transformers would take it and divide nothing
+            raise ValueError("this model has no tensor parallelism; leave out tp_plan")
+        return super().from_pretrained(*args, **how)
+
+    def _prepare_generation_config(self, generation_config, *args, **how):
+        """Before anything runs. Our default length is the block's; if max_new_tokens is given, too, it counts, as
+        always, but transformers would warn at each call."""
+        made, others = super()._prepare_generation_config(generation_config, *args, **how)
+        if made.assistant_early_exit:
+            raise ValueError("this model has no early exit; leave out assistant_early_exit")
+        if made.max_new_tokens is not None:
+            made.max_length = None
+        return made, others
+
     def _validate_generated_length(self, generation_config, *args):
         """Called before the first step: text that has no room is better refused now than when the block is full."""
         super()._validate_generated_length(generation_config, *args)
@@ -205,7 +231,8 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
         length = generation_config.max_length + (generation_config.prompt_lookup_num_tokens or 0)
         most = self.model.cfg.block_size
         if length > most + 1:  # the last new token needs no position of its own
-            raise ValueError(f"prompt and new tokens may be {length}, and the model's block is {most} tokens long")
+            what = f"prompt and new tokens may be {length}, and the model's block is {most} tokens long"
+            raise ValueError(f"{what}; set a smaller max_new_tokens")
 
     @can_return_tuple
     def forward(

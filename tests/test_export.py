@@ -277,7 +277,7 @@ def test_what_transformers_makes_of_it(runs, mode):
     idx = tokens((2, 20), vocab=257)
     assert isinstance(peer, transformers.LlamaForCausalLM) == (mode == "vanilla")
     close(peer(idx).logits, checkpoint.load(run)(idx)[0])
-    assert peer.generation_config.max_length in (None, 20)  # beside another each max_new_tokens gets a warning
+    assert peer.generation_config.max_length in ((None, 20) if mode == "vanilla" else (96,))  # 20 is transformers 4's
     generate = transformers.pipeline("text-generation", str(folder), trust_remote_code=True)
     words = dict(max_new_tokens=8, do_sample=False)
     text = generate("abcabc", **words)[0]["generated_text"]

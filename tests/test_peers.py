@@ -1,0 +1,139 @@
+"""What the card of an export promises of peft, trl, ONNX and pipelines. `make test-peers` installs them."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from conftest import tiny, tokens
+
+transformers = pytest.importorskip("transformers")
+
+from common.modeling_nanoresformer import NanoResFormerConfig, NanoResFormerForCausalLM  # noqa: E402
+
+MODES = ("svformer", "resformer_learned", "denseformer")
+
+
+@pytest.fixture(params=MODES)
+def model(request):
+    """A model of ours inside the class that goes with an export."""
+    ours = tiny(request.param).float()
+    made = NanoResFormerForCausalLM(
+        NanoResFormerConfig(shape=dataclasses.asdict(ours.cfg), bos_token_id=0, eos_token_id=0)
+    )
+    made.model.load_state_dict(ours.state_dict())
+    return made.eval()
+
+
+def close(found, right):
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
+
+
+def test_lora(model):
+    """An adapter of all linear layers begins as the model, learns, and merges into it."""
+    peft, idx = pytest.importorskip("peft"), tokens((2, 8))
+    right = model(idx).logits
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM"))
+    close(adapted(idx).logits, right)
+    optimizer = torch.optim.AdamW((p for p in adapted.parameters() if p.requires_grad), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = adapted(idx, labels=idx).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    learned = adapted.eval()(idx).logits
+    close(adapted.merge_and_unload()(idx).logits, learned)
+
+
+def word_tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, 61)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "w1"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    names = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<|endoftext|>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=32, **names)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_sft(model, packing, tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    texts = datasets.Dataset.from_dict(
+        {"text": [" ".join(f"w{1 + (i + j) % 9}" for j in range(12)) for i in range(16)]}
+    )
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    how = dict(output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, max_length=16, packing=packing)
+    how |= dict(report_to=[], use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, learning_rate=1e-2)
+    trainer = trl.SFTTrainer(model, trl.SFTConfig(**how), train_dataset=texts, processing_class=word_tokenizer())
+    result = trainer.train()
+    assert result.training_loss > 0
+    assert any(not torch.equal(before[name], parameter.cpu()) for name, parameter in model.named_parameters())
+
+
+def test_onnx(model, tmp_path):
+    """The logits of onnxruntime, for rows and lengths that the export did not see."""
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, input_ids):
+            return self.inner(input_ids, use_cache=False).logits
+
+    path, dims = tmp_path / "model.onnx", {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(Logits(), (tokens((2, 8)),), str(path), dynamo=True, dynamic_shapes=(dims,), verbose=False)
+    session, idx = runtime.InferenceSession(str(path)), tokens((3, 20))
+    (found,) = session.run(None, {session.get_inputs()[0].name: idx.numpy()})
+    close(torch.from_numpy(found), model(idx).logits.detach())
+
+
+def test_a_pipeline_writes_until_the_block_is_full(model):
+    """And says nothing about lengths; nor does generate(), with max_new_tokens or without."""
+    model.generation_config.max_length = model.model.cfg.block_size  # as export.py writes it
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None  # a random model may end early
+    tokenizer, said = word_tokenizer(), []
+    tokenizer.eos_token_id = None
+    handler = transformers.logging.logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    transformers.logging.add_handler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            ids = tokenizer("w1 w2 w3", return_tensors="pt").input_ids
+            assert model.generate(ids, do_sample=False).size(1) == 32
+            assert model.generate(ids, do_sample=False, max_new_tokens=4).size(1) == 7
+            pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+            (made,) = pipe("w1 w2 w3", do_sample=False, return_tensors=True)
+            assert len(made["generated_token_ids"]) == 32
+    finally:
+        transformers.logging.remove_handler(handler)
+    assert not [text for text in (*said, *(str(w.message) for w in warned)) if "max_" in text]
+
+
+def test_a_graph_without_breaks(model):
+    idx = tokens((2, 8))
+    close(torch.compile(model, fullgraph=True, backend="eager")(idx).logits, model(idx).logits)
+
+
+@pytest.mark.parametrize("how", [{"assistant_early_exit": 2}, {"max_new_tokens": 99}])
+def test_what_is_refused_leaves_the_model_as_it_was(how, model):
+    idx = tokens((1, 8))
+    right, layers = model(idx).logits, model.config.num_hidden_layers
+    with pytest.raises(ValueError, match="early exit|set a smaller max_new_tokens"):
+        model.generate(idx, **how)
+    assert model.config.num_hidden_layers == layers
+    close(model(idx).logits, right)
+
+
+def test_positions_beyond_the_block_are_refused(model):
+    with pytest.raises(ValueError, match="position_ids go up to 39, and block_size is 32"):
+        model(tokens((1, 8)), position_ids=torch.arange(32, 40)[None])
