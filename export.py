@@ -83,6 +83,7 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
     header = checkpoint.read_header(path)
     about = {"step": header["step"], "val_loss": header["val_loss"], "tokenizer_hash": tokenizer.hash}
     about["bos"] = checkpoint.trained_with_bos(path.parent)
+    about |= {} if tokenizer.is_ours else {"foreign_tokens": True}
     if header["mode"] in TABLE:
         about["value_mode"] = header["mode"]
     if is_plain_llama(model.cfg):
@@ -104,14 +105,16 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
     write_text(named, named.read_text(encoding="utf-8").replace("TokenizersBackend", "PreTrainedTokenizerFast"))
     if not is_plain_llama(model.cfg):
         write_code(folder)
-    write_text(folder / "README.md", card(folder.name, header, special["bos_token"] if about["bos"] else "", dtype))
+    names = special["bos_token"] if about["bos"] else "", special["eos_token"]
+    write_text(folder / "README.md", card(folder.name, header, *names, dtype))
 
 
-def card(name, header, start, dtype):
+def card(name, header, start, end, dtype):
     """The text of README.md, of a checkpoint's header: common/card.md, for a Llama without what our own code needs.
-    start: the token with which its sequences begin, or ""."""
+    start, end: the tokens with which its sequences begin, or "", and end."""
     cfg, text = header["config"], (HERE / "common/card.md").read_text(encoding="utf-8")
     about = {"name": name, "mode": cfg.value_mode.name, "step": header["step"], "dtype": dtype}
+    about["end"] = end
     about["version"], about["block_size"] = need("transformers").__version__, cfg.block_size
     about["bos"] = f"each begins with `{start}`, as in training" if start else "nothing is put before them"
     return (text.split("\nIts code")[0] if is_plain_llama(cfg) else text).format(**about)

@@ -238,7 +238,12 @@ def short_names(folders):
 def relative(path, names):
     """Draw training losses of runs minus those of a base, over tokens: the paper's relative loss (4.1.2). The base is
     vanilla's run, or the first named if vanilla has none or several."""
+    if len({Path(name).resolve() for name in names}) < len(names):
+        raise UserError("name each run once: a run minus itself is 0")
     curves = {name: read_run(name) for name in names}
+    for name, of in curves.items():
+        if not len(of.steps["loss"]):
+            raise UserError(f"{name} has no training losses yet; train it first")
     modes = {name: of.start["value_mode"] for name, of in curves.items()}
     vanillas = [name for name in names if modes[name] == "vanilla"]
     base = vanillas[0] if len(vanillas) == 1 else names[0]
@@ -248,8 +253,8 @@ def relative(path, names):
             own, bases = of.start[what], curves[base].start[what]
             if own != bases:
                 raise UserError(f"{name} trained with {what}={own} and {base} with {bases}: no loss to subtract")
-        if not len(of.steps["loss"]):
-            raise UserError(f"{name} has no training losses yet; train it first")
+        if not np.intersect1d(of.steps["step"], curves[base].steps["step"]).size:
+            raise UserError(f"{name} and {base} have no step in common")
     labels = short_names(names)
     pairs = {labels[name]: [(of, curves[base])] for name, of in curves.items() if name != base}
     styles = styles_of({labels[name]: modes[name] for name in names if name != base})

@@ -108,10 +108,16 @@ class TrainConfig:
 
     def take_shape(self):
         """What is left at its default comes from the Hugging Face folder that the run starts from, if it does."""
-        source = self.init_from
-        if self.resume != "never" and not source:  # a resumed run need not name it again
-            source = checkpoint.run_settings(self.out_dir).get("init_from", "")
-        shape = checkpoint.shape_of(source) if source else {}
+        # a run that goes on has it in its own settings, wherever that folder is by now
+        before = {}
+        if self.resume != "never":
+            run = self.out_dir if self.resume == "auto" else Path(checkpoint.find(self.resume)).parent
+            before = checkpoint.run_settings(run)
+        shape = {}
+        if before.get("init_from"):
+            shape = {name: before[name] for name in checkpoint.SHAPE}
+        elif self.init_from:
+            shape = checkpoint.shape_of(self.init_from)
         if self.value_mode.kv_group != 1:
             shape.pop("n_kv_head", None)  # the mode decides it
         for name, value in shape.items():
@@ -455,6 +461,8 @@ def train(cfg, world):
 
 
 def main(cfg: TrainConfig):
+    if cfg.init_from and not os.path.exists(cfg.init_from) and not checkpoint.steps(cfg.out_dir):
+        raise UserError(f"init_from={cfg.init_from} is not there; it takes a run, a checkpoint or a folder")
     world = ranks.Distributed(cfg.device, fixed_lengths=True)
     remedy = "set a smaller --micro_batch, or --recompute=true, or on several GPUs --shard=zero2 or zero3"
     with ranks.enough_memory(remedy), hold(cfg.out_dir) if world.rank == 0 else contextlib.nullcontext():

@@ -208,7 +208,12 @@ def start_from(path, model, tokenizer_hash):
         if header["tokenizer"] != tokenizer_hash:
             remedy = f"`python prepare.py files --input_dir=… --tokenizer_file={path.parent}` makes data of them"
             raise UserError(f"the data has other tokens than {path.parent}; {remedy}")
-    check_same(path, header, model, tokenizer_hash, ("vocab_size", "arch", "n_embd", "head_dim"))
+    must_fit = ("vocab_size", "arch", "n_embd", "head_dim", "rope_theta", "rope_scaling", "norm_eps")
+    check_same(path, header, model, header["tokenizer"] and tokenizer_hash, must_fit)
+    if header["tokenizer"] is None:
+        raise UserError(
+            f"{path.parent} has no tokenizer.json, so nobody knows whether its tokens are those of the data"
+        )
     theirs = {name: parameter.detach()[rows] for name, parameter, rows in parts_of(load(path))}
     new = []
     for name, parameter, rows in parts_of(model):
@@ -220,13 +225,17 @@ def start_from(path, model, tokenizer_hash):
     return f"weights from {path}; new: {', '.join(new) or 'none'}; not used: {', '.join(theirs) or 'none'}{tied}"
 
 
+SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "n_hidden", "arch", "rope_theta", "rope_scaling")
+SHAPE += ("norm_eps", "block_size")
+
+
 def shape_of(folder):
     """{field of ModelConfig: value} of a model in Hugging Face layout; {} of any other folder."""
+    folder = Path(folder).parent if Path(folder).is_file() else folder
     if not is_hf_folder(folder):
         return {}
     cfg = hf_config(folder)
-    names = ("n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "n_hidden", "arch", "rope_theta", "rope_scaling")
-    return {name: getattr(cfg, name) for name in (*names, "norm_eps", "block_size")}
+    return {name: getattr(cfg, name) for name in SHAPE}
 
 
 # ---- what belongs to a checkpoint

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from common.files import reading
-from common.tokenizer import ARCHITECTURES, EOT, HFTokenizer, byte_letters
+from common.tokenizer import ARCHITECTURES, HFTokenizer, byte_letters
 from configurator import UserError, need
 from model import GPT
 from value_modes import ModelConfig, ValueMode
@@ -158,9 +158,11 @@ def hf_config(folder):
             return ModelConfig(**c["shape"])
         # Real files leave out the widths of heads, and the authors' say "architecture".
         c = {"model_type": c.get("architecture"), "head_dim": None, "num_key_value_heads": None, **c}
+        if c["model_type"] == "mistral":  # what transformers takes where a file says nothing
+            c = {"sliding_window": 4096, **c, "num_key_value_heads": c["num_key_value_heads"] or 8}
         if c["model_type"] not in (None, *ARCHITECTURES):
             raise UserError(f"{folder} is a {c['model_type']} model; {' and '.join(ARCHITECTURES)} are supported")
-        window = c.get("sliding_window") if c["model_type"] == "mistral" else None
+        window = c["sliding_window"] if c["model_type"] == "mistral" else None
         if window and window < c["max_position_embeddings"]:
             block = f"its block of {c['max_position_embeddings']}"
             raise UserError(
@@ -168,13 +170,13 @@ def hf_config(folder):
             )
         for field, value in SUPPORTED.items():
             if c.get(field) not in (None, value):
-                raise ValueError(f"{field}={c[field]!r} is not supported, only {value!r}")
+                raise UserError(f"{folder} has {field}={c[field]!r}; only {value!r} is supported")
         fields = {ours: c[theirs] or 0 for ours, theirs in FIELDS.items()}
         # Newer files have rope_theta among rope_parameters.
         rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", "llama3"):
-            raise ValueError(f"rope_scaling of type {kind!r} is not supported, only 'llama3'")
+            raise UserError(f"{folder} has rope_scaling of type {kind!r}; only 'llama3' is supported")
         fields["rope_theta"] = rope.get("rope_theta", c.get("rope_theta", 10000.0))
         fields["rope_scaling"] = tuple(rope[name] for name in SCALING) if kind == "llama3" else ()
         return ModelConfig(value_mode=c.get("value_mode", "vanilla"), **fields)
@@ -201,10 +203,21 @@ def to_llama(model, start=0, end=0):
 
 def fast_tokenizer(tokenizer, bos=False):
     """Our tokenizer as one of the tokenizers package: byte-level BPE that takes whole pieces first, as tiktoken.
-    bos: end-of-text goes before each text. Another model's tokenizer stays as it is."""
+    bos: the token that begins a sequence goes before each text. Another model's tokenizer is one already."""
+    tokenizers = need("tokenizers")
+    made = tokenizer.encoding if isinstance(tokenizer, HFTokenizer) else byte_level_bpe(tokenizer)
+    start = next(name for name, i in tokenizer.special.items() if i == tokenizer.eot)
+    parts = {"single": f"{start} $A", "pair": f"{start} $A $B:1", "special_tokens": [(start, tokenizer.eot)]}
+    if bos:
+        made.post_processor = tokenizers.processors.TemplateProcessing(**parts)
+    elif isinstance(tokenizer, HFTokenizer):  # in training nothing came before a text
+        made.post_processor = tokenizers.processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    return made
+
+
+def byte_level_bpe(tokenizer):
+    """Our tokenizer's merges, pieces and names for the tokenizers package."""
     tokenizers, spec, letters = need("tokenizers"), tokenizer.spec, byte_letters()
-    if isinstance(tokenizer, HFTokenizer):
-        return tokenizer.encoding
     ranks = {"".join(letters[b] for b in base64.b64decode(text)): i for text, i in spec["ranks"]}
 
     # tiktoken merges any two neighbours that make a token, the lowest rank first. So each way to cut a token in two
@@ -222,7 +235,4 @@ def fast_tokenizer(tokenizer, bos=False):
     made.decoder = tokenizers.decoders.ByteLevel()
     special = sorted(spec["special"], key=spec["special"].get)
     made.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in special])
-    if bos:
-        both = {"single": f"{EOT} $A", "pair": f"{EOT} $A $B:1", "special_tokens": [(EOT, tokenizer.eot)]}
-        made.post_processor = tokenizers.processors.TemplateProcessing(**both)
     return made

@@ -115,15 +115,18 @@ class HFTokenizer:
     tokenizer: the content of its tokenizer.json, which the tokenizers package reads.
     start, end: the ids that begin a sequence and that end it, <s> and </s> in Llama's.
     n_vocab: all ids are below it.
-    hash: of our tokenizer, if export.py made the folder, else None: then it is that of the spec.
+    hash: what export.py put into the folder, else None: then it is that of the spec. is_ours: it is of our tokenizer.
     """
 
     def __init__(self, spec):
-        self.spec, self.name, self.n_vocab, self.is_ours = spec, spec["name"], spec["n_vocab"], bool(spec["hash"])
+        self.spec, self.name, self.n_vocab, self.is_ours = spec, spec["name"], spec["n_vocab"], spec["is_ours"]
         self.eot, self.end = spec["start"], spec["end"]
         self.encoding = need("tokenizers").Tokenizer.from_str(json.dumps(spec["tokenizer"]))
+        self.encoding.no_truncation()  # what somebody trained with is saved, too, and would cut our texts
+        self.encoding.no_padding()
         added = self.encoding.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
+        self.special |= {self.encoding.id_to_token(i): i for i in (self.eot, self.end)}
         # what the file itself puts before a text, [<s>] in Llama's
         text = self.encoding.encode("a")
         self.prefix = text.ids[: [*text.special_tokens_mask, 0].index(0)]
@@ -144,7 +147,8 @@ class HFTokenizer:
             n_vocab = c.get("shape", c)["vocab_size"]  # export.py's own class has our names in its shape
             if not all(type(i) is int and 0 <= i < n_vocab for i in (start, end)):
                 raise ValueError(f"bos_token_id={c['bos_token_id']} or eos_token_id={c['eos_token_id']} is no token id")
-            return cls(spec | {"n_vocab": n_vocab, "hash": c.get("tokenizer_hash")})
+            is_ours = "tokenizer_hash" in c and not c.get("foreign_tokens")
+            return cls(spec | {"n_vocab": n_vocab, "hash": c.get("tokenizer_hash"), "is_ours": is_ours})
 
     def save(self, path):
         write_record(path, VOCABULARY, self.spec)

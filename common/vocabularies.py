@@ -31,13 +31,18 @@ def vocabulary_file(path):
 
 
 def is_of_llama(folder):
-    """Whether a folder has another program's Llama or Mistral; export.py's says which of our tokenizers it has."""
+    """Whether a folder has a Llama's or Mistral's own tokens: another program's, or our export's of such a model."""
     config = Path(folder, "config.json")
     if not config.exists():
         return False
     with reading(config, "the config of a run or a model"):
         c = dict(json.loads(config.read_bytes()))
-    return c.get("model_type") in ARCHITECTURES and "tokenizer_hash" not in c
+    if "tokenizer_hash" in c:
+        return bool(c.get("foreign_tokens"))
+    kind = c.get("model_type")
+    if kind not in (None, *ARCHITECTURES, "gpt2", "gpt_neox", "nanoresformer"):
+        raise UserError(f"{folder} is a {kind} model; {' and '.join(ARCHITECTURES)} are supported")
+    return kind in ARCHITECTURES
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 import plot
+from analyze import uniform_entropy
 from common.statistics import mean_interval
 from configurator import UserError
 from paper.claims import best_gaps, best_rate, critical, multipliers
@@ -63,13 +64,18 @@ def layers(ax, panel, found):
     for label, job in named:
         key = panel.key[label] if isinstance(panel.key, dict) else panel.key
         lines[label], modes[label] = [found.by_layer(job, seed, key) for seed in found.seeds(job)], job.mode
-        analysis = found.analysis(job, found.seeds(job)[0])
+    lengths = {found.analysis(job, found.seeds(job)[0])["length"] for job in panel.jobs}
     for name, folder in found.public.items() if panel.has_public else ():
         analysis = plot.read_analysis(folder)
         lines[name], modes[name] = found.means(analysis, key), name  # a colour for each
-    T, level = analysis["length"], {}
-    level["entropy"] = analysis["entropy_uniform"], UNIFORM
-    level["first"] = sum(1 / n for n in range(1, 1 + T)) / T, UNIFORM
+        lengths.add(analysis["length"])
+    if not lines:
+        raise UserError("none of the public models is analysed; the notes above say why")
+    level = {}
+    if len(lengths) == 1:  # else there is no one level
+        (T,) = lengths
+        level["entropy"] = uniform_entropy(T), UNIFORM
+        level["first"] = sum(1 / n for n in range(1, 1 + T)) / T, UNIFORM
     styles = styles_of(modes)
     for label, job in named:
         styles[label] |= {"color": "0.6"} if job.size == CONTROL else {}

@@ -9,6 +9,7 @@ results/<scale>/, where README.md shows all, numbers to results/<scale>.json. Af
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import re
 import shlex
@@ -20,13 +21,14 @@ import torch
 
 from common.data import Corpus
 from common.files import hold, read_record, write_record, write_text
-from common.hf import hf_config
+from common.hf import hf_config, is_hf_folder
 from common.jobs import Job, flags_of, lanes_of, run_jobs
 from common.plan import count_parameters, flops_per_token
 from common.ranks import PEAK_FLOPS, environment
 from common.report import markdown
 from common.runs import read_kept, write_kept
 from common.tasks import TABLE1
+from common.tokenizer import HFTokenizer
 from compare import SEEDS
 from configurator import UserError, check_fields, need, run, setting
 from paper.claims import HEADER, claim_cells, claim_rows
@@ -85,9 +87,11 @@ class ReproduceConfig:
     def analyses(self):
         """{name of a public model: (its folder, the folder of its analysis)}"""
         found = {}
-        for folder, name in short_names(self.public).items():
-            of_model = f"{folder.strip('./').replace('/', '-')}-{self.public_dtype}"
-            found[name] = folder, Path(self.out_dir, "public", of_model)
+        for folder, name in short_names(tuple(str(Path(folder)) for folder in self.public)).items():
+            # another model, other text or another dtype is another analysis
+            what = (str(Path(folder).resolve()), self.units.data_dir, self.units.chunks, self.public_dtype)
+            digest = hashlib.sha256(repr(what).encode()).hexdigest()[:8]
+            found[name] = folder, Path(self.out_dir, "public", f"{Path(folder).name}-{digest}")
         return found
 
     @property
@@ -149,6 +153,10 @@ def public_commands(cfg):
     """{folder: words of the command that makes the analysis there} of those that public models lack."""
     missing = {}
     for folder, out in cfg.analyses.values():
+        if not is_hf_folder(folder):
+            raise UserError(f"{folder} is no model in Hugging Face layout; --public takes Llamas and Mistrals")
+        if HFTokenizer.of_folder(folder).is_ours:
+            raise UserError(f"{folder} is an export of ours; --public takes other people's models")
         length = min(cfg.units.lengths[2048][0], hf_config(folder).block_size)
         if not (out / "analysis.json").exists():
             words = ["python", "analyze.py", folder, f"--length={length}", f"--chunks={cfg.units.chunks}"]
@@ -334,7 +342,7 @@ def main(cfg: ReproduceConfig):
         raise UserError(f"{cfg.units.data_dir} has no manifest.json; make the data: `{cfg.units.prepare}`")
     with hold(cfg.out_dir) if cfg.run else contextlib.nullcontext():
         failed = make_all(runs, records, cfg)
-    public = {name: out for name, (_, out) in cfg.analyses.items()}
+    public = {name: out for name, (_, out) in cfg.analyses.items() if (out / "analysis.json").exists()}
     found = Found(records, cfg.units, cfg.seeds_of, jobs_at(cfg.units), repeats, cfg.out_dir, failed, public)
     # a figure that lacks a run is skipped with a note, so that the others are still drawn
     missing = {}

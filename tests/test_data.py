@@ -272,7 +272,7 @@ def test_impossible_settings_are_refused(data_dir, tmp_path, monkeypatch):
         (25_000, None, "has 20000 tokens, but needs 25001"),
         (16, {"C4": 1.0}, "mixture names domain 'C4'"),
         (16, {"code": -1.0}, "at least 0"),
-        (16, {"code": 0}, "one above 0"),
+        (16, {"code": 0}, "a number above 0"),
     ):
         with pytest.raises(UserError, match=message):
             Corpus(data_dir, block_size, mixture=mixture)

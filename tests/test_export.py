@@ -25,6 +25,7 @@ from common import checkpoint, files, hf, scoring
 from common.curves import read_run
 from common.data import Corpus
 from common.tokenizer import HFTokenizer, Tokenizer
+from common.vocabularies import read_vocabulary
 from configurator import UserError, load_settings
 from model import GPT
 from value_modes import kv_floats_per_token
@@ -394,6 +395,8 @@ def test_logits_of_a_llama_are_those_of_transformers(tmp_path):
         (dict(value_mode="svformer"), "KeyError"),
         (dict(model_type="qwen2"), "is a qwen2 model; llama and mistral are supported"),
         (dict(model_type="mistral", sliding_window=31), "attends to a window of 31 tokens, less than its block of 32"),
+        (dict(model_type="mistral", max_position_embeddings=5000), "attends to a window of 4096 tokens"),
+        (dict(attention_bias=True), "has attention_bias=True; only False is supported"),
         (dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling of type 'linear'"),
     ],
     ids=str,
@@ -618,6 +621,55 @@ def test_analysis_and_loss_on_data_of_a_models_own_tokens(retrofit, tmp_path):
     ran(evaluate, folder / "model", "--task=loss", f"--corpus={folder / 'data'}")
     (record,) = evaluate.read_results(folder / "model").values()
     assert 4 < record["results"]["loss"]["val_mean"] < 12
+
+
+def test_a_retrofit_goes_on_when_the_model_is_gone(retrofit, tmp_path):
+    """Its shape is in its own settings; as a new start a run of another rotary base is refused."""
+    right, folder, _, words = retrofit
+    shutil.copytree(folder / "run", tmp_path / "run")
+    gone = [f"--init_from={folder / 'model'}", f"--out_dir={tmp_path / 'run'}", "--max_steps=4", "--resume=auto"]
+    (folder / "model").rename(folder / "moved")
+    try:
+        ran(train, *words, *gone)
+        refused(
+            in_process(train, *words, *gone[:1], f"--out_dir={tmp_path / 'b'}"), "model is not there; it takes a run"
+        )
+    finally:
+        (folder / "moved").rename(folder / "model")
+    shape = ["--n_layer=3", "--n_head=4", "--n_kv_head=2", "--n_embd=32", "--head_dim=8", "--n_hidden=48"]
+    start = [f"--init_from={folder / 'run'}", f"--out_dir={tmp_path / 'c'}", "--block_size=48"]
+    refused(in_process(train, *words, *shape, *start), "another ", "they must be the same")
+
+
+def test_what_a_saved_tokenizer_was_used_with_is_put_aside(tmp_path):
+    """Truncation and padding are in tokenizer.json, too, and would cut texts or fill them up."""
+    metaspace_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(dict(bos_token_id=0, eos_token_id=1, vocab_size=300)))
+    right = HFTokenizer.of_folder(tmp_path)
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    made.enable_truncation(4)
+    made.enable_padding(length=8)
+    made.save(str(tmp_path / "tokenizer.json"))
+    found = HFTokenizer.of_folder(tmp_path)
+    for text in ("a", CHAPTER):
+        assert found.encode(text) == right.encode(text)
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_the_tokenizer_of_an_exported_retrofit_begins_as_training_did(bos, retrofit, tmp_path):
+    _, folder, _, words = retrofit
+    run, model = folder / "run", str(tmp_path / "hf")
+    if not bos:
+        run = tmp_path / "run"
+        words = [word for word in words if word != "--bos=true"]
+        ran(train, *words, f"--init_from={folder / 'model'}", f"--out_dir={run}")
+    ran(export, run, f"--out_dir={model}")
+    theirs = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=True)
+    ids = theirs("the dog").input_ids
+    assert (ids[0] == 0) == bos == ("each begins with `<s>`" in (tmp_path / "hf/README.md").read_text())
+    assert "The text `</s>` becomes its id" in (tmp_path / "hf/README.md").read_text()
+    # and its vocabulary serves a second text
+    assert read_vocabulary(tmp_path / "hf/tokenizer.json").hash == checkpoint.load_tokenizer(checkpoint.find(run)).hash
 
 
 def test_bytes_of_another_models_tokens(retrofit):

@@ -500,6 +500,22 @@ def test_what_is_refused(words, says, tmp_path):
     refused(in_process(reproduce, *words.split(), cwd=tmp_path), says)
 
 
+def test_each_public_model_has_an_analysis_of_its_own():
+    """Whatever its folder is called, and of each text and dtype."""
+    words = "fig18", "--public=a/b,a-b,c/b/,../c/b"
+    every = [asked(*words), asked(*words, "--data_dir=d"), asked(*words, "--public_dtype=bfloat16")]
+    folders = {out for cfg in every for _, out in cfg.analyses.values()}
+    assert len(folders) == 12 and list(every[0].analyses) == ["a/b", "a-b", "c/b", "../c/b"]
+
+
+@pytest.mark.parametrize("words, says", [
+    ("fig7 --public=m", "fig7 draws no public models; fig1 and fig18 do"),
+    ("fig18 --public=m", "m is no model in Hugging Face layout; --public takes Llamas and Mistrals"),
+])  # fmt: skip
+def test_public_models_that_are_none(words, says, tmp_path):
+    refused(in_process(reproduce, *words.split(), "--dry_run", cwd=tmp_path), says)
+
+
 # ---- runs that are small but real
 
 RUNS = ("82M-2048-vanilla-42", "82M-2048-resformer-42")

@@ -135,7 +135,8 @@ def make_metrics(folder, mode, losses, **changed):
     """What train.py leaves of a run: a start, and a loss a step."""
     start = {"event": "start", "step": 0, "value_mode": mode, "data": "d", "mixture": {}, "seed": 42, "bos": False}
     start |= {"batch_tokens": 100, "block_size": 10, "max_steps": len(losses)} | changed
-    records = [{"step": n, "loss": x, "tokens": 100 * n, "tokens_per_s": 1.0} for n, x in enumerate(losses, 1)]
+    numbered = enumerate(losses, start["step"] + 1)
+    records = [{"step": n, "loss": x, "tokens": 100 * n, "tokens_per_s": 1.0} for n, x in numbered]
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(record_line("train.py's metrics", r) for r in (start, *records)))
 
@@ -174,6 +175,11 @@ def test_what_relative_needs(tmp_path, monkeypatch):
     refused(in_process(plot, "relative", "v"), "name two runs or more")
     refused(in_process(plot, "relative", "v", "n"), "n has no training losses yet")
     refused(in_process(plot, "relative", "v", "nowhere"), "nowhere/metrics.jsonl is missing")
+    refused(in_process(plot, "relative", "v", "v/"), "name each run once")
+    make_metrics(tmp_path / "late", "resformer", [3.0], step=7)  # it went on from a checkpoint elsewhere
+    refused(in_process(plot, "relative", "v", "late"), "late and v have no step in common")
+    (tmp_path / "n/metrics.jsonl").write_text("")
+    refused(in_process(plot, "relative", "v", "n"), "n has no training losses yet")
 
 
 # ---- what analyze.py found
