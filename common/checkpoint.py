@@ -95,6 +95,8 @@ def find(run_or_file="", which="last"):
         print(f"the newest run is {path}")
     if path.is_file():
         return path
+    if (path / "adapter_config.json").exists():
+        raise UserError(f"{path} is an adapter of peft; merge it into its model first, by merge_and_unload")
     if is_hf_folder(path):
         return hf_files(path)[0]
     files = list(steps(path).values())

@@ -641,6 +641,12 @@ def test_a_retrofit_goes_on_when_the_model_is_gone(retrofit, tmp_path):
     refused(in_process(train, *words, *shape, *start), "another ", "they must be the same")
 
 
+def test_an_adapter_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="is an adapter of peft; merge it into its model first"):
+        checkpoint.find(tmp_path)
+
+
 def test_what_a_saved_tokenizer_was_used_with_is_put_aside(tmp_path):
     """Truncation and padding are in tokenizer.json, too, and would cut texts or fill them up."""
     metaspace_tokenizer(tmp_path)

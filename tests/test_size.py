@@ -14,10 +14,10 @@ import pytest
 from conftest import ROOT
 
 BUDGETS = {  # lines
-    "model.py": 440, "value_modes.py": 500, "train.py": 460, "prepare.py": 480, "eval.py": 250, "sample.py": 170,
-    "analyze.py": 400, "plot.py": 360, "compare.py": 330, "export.py": 180, "configurator.py": 210, "minimal.py": 200,
-    "common": 4040, "paper": 2020, "bench": 600, "examples": 270, "docs": 160, "config": 50, "exercises": 130,
-    "tests": 8710,
+    "model.py": 440, "value_modes.py": 500, "train.py": 480, "prepare.py": 490, "eval.py": 250, "sample.py": 170,
+    "analyze.py": 400, "plot.py": 370, "compare.py": 330, "export.py": 190, "configurator.py": 230, "minimal.py": 200,
+    "common": 4220, "paper": 2030, "bench": 600, "examples": 270, "docs": 160, "config": 50, "exercises": 130,
+    "tests": 9170,
 }  # fmt: skip
 # Grown for what users bring: prepare.py and common/ for their splits, encodings, packings, copies, small texts and
 # vocabularies, common/ and export.py for trl, peft, ONNX and two releases of transformers, configurator.py for
