@@ -223,8 +223,12 @@ def start_from(path, model, tokenizer_hash):
             parameter.detach()[rows].copy_(theirs.pop(name))
         else:
             new.append(name)
+    seen = header["config"].block_size
+    longer = f"; it has seen no more than {seen} positions" if model.cfg.block_size > seen else ""
     tied = "; its head, tied to the embeddings there, is a copy of its own here" if is_tied(path.parent) else ""
-    return f"weights from {path}; new: {', '.join(new) or 'none'}; not used: {', '.join(theirs) or 'none'}{tied}"
+    return (
+        f"weights from {path}; new: {', '.join(new) or 'none'}; not used: {', '.join(theirs) or 'none'}{tied}{longer}"
+    )
 
 
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "n_hidden", "arch", "rope_theta", "rope_scaling")

@@ -73,6 +73,8 @@ class ReproduceConfig:
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.scale}")
         if own and self.scale != "night":
             raise UserError(f"{own[0]} is for scale=night, not for scale={self.scale}")
+        if self.eval_dir and not Path(self.eval_dir).is_dir():
+            raise UserError(f"eval_dir={self.eval_dir} is no folder; it takes one with <task>.jsonl files")
         if self.public and not any(figure.has_public for figure in self.figures.values()):
             raise UserError(f"{self.words[0]} draws no public models; fig1 and fig18 do")
 

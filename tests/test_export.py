@@ -580,7 +580,10 @@ def test_a_retrofit_starts_as_the_model(retrofit):
     model = GPT(cfg.model_config(300))
     note = checkpoint.start_from(path, model, Corpus(folder / "data", 48).tokenizer.hash)
     assert note.split("new: ")[1].startswith("mixing.0.scalars.0, mixing.0.scalars.1; not used: none") and note in said
-    assert ("tied to the embeddings" in note) == right.config.tie_word_embeddings
+    assert ("tied to the embeddings" in note) == right.config.tie_word_embeddings and "positions" not in note
+    longer = GPT(dataclasses.replace(model.cfg, block_size=96))
+    note = checkpoint.start_from(path, longer, Corpus(folder / "data", 48).tokenizer.hash)
+    assert note.endswith("; it has seen no more than 48 positions")
     idx = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(1))
     logits, _ = model(idx)
     assert torch.equal(logits, hf.load_hf(folder / "model")(idx)[0])

@@ -510,6 +510,7 @@ def test_each_public_model_has_an_analysis_of_its_own():
 
 @pytest.mark.parametrize("words, says", [
     ("fig7 --public=m", "fig7 draws no public models; fig1 and fig18 do"),
+    ("tab1 --eval_dir=no", "eval_dir=no is no folder; it takes one with <task>.jsonl files"),
     ("fig18 --public=m", "m is no model in Hugging Face layout; --public takes Llamas and Mistrals"),
 ])  # fmt: skip
 def test_public_models_that_are_none(words, says, tmp_path):
