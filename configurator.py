@@ -176,7 +176,7 @@ def load_settings(cls, words, usage="", skip_unknown=False):
                 raise UserError(f"--{name} is given twice; it takes one folder")
             flags.add(name)
             values[name] = parse(text, hints.get(name, str))
-        elif word.endswith(".py") and files_with not in (found := read_config(word)):
+        elif word.endswith(".py") and files_with not in (found := read_config(expanded(word))):
             near = {name for name in found if name in NANOGPT or difflib.get_close_matches(name, hints, 1, 0.85)}
             if (files_with or skip_unknown) and not near:
                 raise UserError(f"{word} sets nothing that this script has, such as {files_with or 'value_mode'}")

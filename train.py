@@ -312,7 +312,7 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
         checkpoint.prune(cfg.out_dir, keep=0)  # keeps all checkpoints, and deletes what a kill has left of one
     if done >= cfg.max_steps:
         if checkpoint.steps(cfg.out_dir) and read_run(cfg.out_dir).final_loss is None:
-            remedy = f"delete step_{done:08d}.safetensors: then this trains the steps since the one before"
+            remedy = f"delete step_{done:08d}.safetensors to train the steps since the one before, or the whole folder"
             raise UserError(f"{cfg.out_dir} has all its steps, but metrics.jsonl lacks the last evaluation; {remedy}")
         if world.rank == 0:
             print(f"{cfg.out_dir} is already finished, at step {done}")

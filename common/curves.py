@@ -35,6 +35,10 @@ def read_run(folder):
         first = events["start"][0]["step"] + 1 if events["start"] else 1
         if [record["step"] for record in events["step"]] != list(range(first, first + len(events["step"]))):
             raise ValueError("it lacks steps, or has some twice")
+        if not events["start"] and events["step"]:
+            raise ValueError("it has no record of a start")
+        if len({record["step"] for record in events["eval"]}) < len(events["eval"]):
+            raise ValueError("it has an evaluation twice")
         names, val = ("step", "loss", "tokens", "tokens_per_s"), {r["step"]: r["val_mean"] for r in events["eval"]}
         steps = {name: np.array([record[name] for record in events["step"]], float) for name in names}
         final = val.get(events["start"][-1]["max_steps"]) if val else None

@@ -44,7 +44,7 @@ def made_as(wanted, folder):
     made, found = read_record(Path(folder, "config.json"), RUN), read_run(folder)
     # dtype counts as what auto became, which the records of starts say. Whoever asks for auto takes any
     wanted = {name: value for name, value in wanted.items() if (name, value) != ("dtype", "auto")}
-    what = []
+    what = differences(made, {name: value for name, value in wanted.items() if name != "dtype"})  # there it may be auto
     for start in found.starts:  # a run that went on with other settings or other code is of neither
         then = start | {"value_mode": start["definition"], "value_mode_name": start["value_mode"]}
         what += differences(made | then, wanted)
@@ -66,13 +66,15 @@ def other_checkpoints(folder, run):
         return
     step = max(files)
     try:
-        mode = checkpoint.read_header(files[step])["mode"]
+        header = checkpoint.read_header(files[step])
     except UserError:
         if files[step].exists():  # else the run that writes them has just replaced it
             raise
         return
-    if mode != run.start["value_mode"]:
-        yield f"{files[step].name} of {mode}, and records of {run.start['value_mode']}"
+    if header["mode"] != run.start["value_mode"]:
+        yield f"{files[step].name} of {header['mode']}, and records of {run.start['value_mode']}"
+    if header["val_loss"] not in (None, run.val.get(step)):
+        yield f"{files[step].name}, whose validation loss is not that of the records"
     if step > max(run.steps["step"]):
         yield f"{files[step].name}, whose steps its metrics.jsonl lacks"
 

@@ -159,7 +159,8 @@ def in_pieces(inputs, val_fraction):
     would be three times as many in Chinese, and a third of them in a packed file."""
     pieces, small = {}, set()
     for domain in [domain for domain, size in sizes_of(inputs).items() if size < SMALL]:
-        found = [lengths(source) for source in inputs if (source.domain, source.split) == (domain, "train")]
+        of_domain = [source for source in inputs if (source.domain, source.split) == (domain, "train")]
+        found = [lengths(source) for source in of_domain if source.is_txt]
         held_out = val_fraction * sum(characters for characters, _ in found)
         if held_out >= 1:
             pieces[domain] = int(held_out / math.ceil(held_out / PIECE))
@@ -172,9 +173,7 @@ def in_pieces(inputs, val_fraction):
 
 
 def lengths(source):
-    """(characters, bytes in UTF-8) of a .txt file; of others the bytes on disk, because no piece is cut from them."""
-    if not source.is_txt:
-        return source.size, source.size
+    """(characters, bytes in UTF-8) of a .txt file."""
     characters = n_bytes = 0
     with reading(source.path, *FILE), opened(source) as (text, _):
         while part := text.read(2**20):

@@ -16,7 +16,7 @@ from conftest import ROOT, config, in_process, make_data, refused, script
 import compare
 import train
 from bench import coverage
-from common import checkpoint
+from common import checkpoint, files
 from common.files import hold, record_line, write_record
 from common.jobs import lanes_of, last_words, steps_done
 from common.ranks import code_of_results
@@ -185,9 +185,25 @@ def test_a_folder_that_says_two_things_is_refused(data, tmp_path, monkeypatch):
     path = checkpoint.save(vanilla, 4, GPT(cfg), "tokenizer")
     refused(in_process(compare, *words), f"{path.name} of svformer, and records of vanilla")
     path.unlink()
+    path = checkpoint.save(vanilla, 12, GPT(dataclasses.replace(cfg, value_mode="vanilla")), "tokenizer", val_loss=1.0)
+    refused(in_process(compare, *words), f"{path.name}, whose validation loss is not that of the records")
+    path.unlink()
+    # a loss twice
+    (vanilla / "metrics.jsonl").write_bytes(records[vanilla] + lines[-1])
+    refused(in_process(compare, *words), "it has an evaluation twice")
+    (vanilla / "metrics.jsonl").write_bytes(b"".join(lines[1:]))
+    refused(in_process(compare, *words), "it has no record of a start")
+    (vanilla / "metrics.jsonl").write_bytes(records[vanilla])
+    # settings of another seed
+    kept = files.read_record(vanilla / "config.json", "train.py's settings")
+    write_record(vanilla / "config.json", "train.py's settings", kept | {"seed": 7})
+    refused(in_process(compare, *words), "was made with seed=7 instead of 42")
     # no settings
     (vanilla / "config.json").unlink()
     refused(in_process(compare, *words), "vanilla-", "has lost its config.json; remove it")
+    # a kill before config.json was written leaves an empty file, and the run begins anew
+    (vanilla / "metrics.jsonl").write_bytes(b"")
+    assert in_process(compare, *words).returncode == 0
 
 
 def table(text):

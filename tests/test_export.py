@@ -446,6 +446,15 @@ def test_a_model_larger_than_the_machines_memory(tmp_path, monkeypatch):
         hf.load_hf(folder, dtype=torch.bfloat16)
 
 
+def test_a_mistral_has_eight_key_heads_where_its_file_says_nothing(tmp_path):
+    """That is transformers' default, and for Llama it is one for each query head."""
+    hf_folder(tmp_path / "m", tiny().float(), model_type="mistral", num_key_value_heads=None, num_attention_heads=16)
+    path = tmp_path / "m/config.json"
+    assert hf.hf_config(tmp_path / "m").n_kv_head == 8
+    path.write_text(path.read_text().replace('"mistral"', '"llama"'))
+    assert hf.hf_config(tmp_path / "m").n_kv_head == 16
+
+
 def test_widths_of_heads_may_be_missing(tmp_path):
     hf_folder(tmp_path, tiny().float(), num_key_value_heads=None, head_dim=None)
     assert hf.is_hf_folder(tmp_path) and hf.load_hf(tmp_path).cfg == config()
@@ -503,8 +512,12 @@ def test_a_model_without_a_token_that_begins_takes_the_one_that_ends(tmp_path):
     tokenizer = HFTokenizer.of_folder(tmp_path)
     assert tokenizer.eot == tokenizer.end == 1
     tokenizer.encoding.add_special_tokens([f"<{i}>" for i in range(20)])  # and nobody resized the model
-    with pytest.raises(UserError, match="has 300 tokens and cannot read '<19>', id 30"):
-        tokenizer.encode("a<19>", allow_eot=True)
+    (first,) = tokenizer.encoding.encode("<0>", add_special_tokens=False).ids
+    tokenizer.n_vocab = first + 1
+    assert tokenizer.encode("<0>", allow_eot=True) == [first]
+    tokenizer.n_vocab = first
+    with pytest.raises(UserError, match=f"has {first} tokens and cannot read '<0>', id {first}"):
+        tokenizer.encode("a<0>", allow_eot=True)
 
 
 # ---- value residuals for a model of somebody else

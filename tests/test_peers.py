@@ -135,5 +135,6 @@ def test_what_is_refused_leaves_the_model_as_it_was(how, model):
 
 
 def test_positions_beyond_the_block_are_refused(model):
-    with pytest.raises(ValueError, match="position_ids go up to 39, and block_size is 32"):
-        model(tokens((1, 8)), position_ids=torch.arange(32, 40)[None])
+    model(tokens((1, 8)), position_ids=torch.arange(24, 32)[None])
+    with pytest.raises(ValueError, match="position_ids go up to 32, and block_size is 32"):
+        model(tokens((1, 8)), position_ids=torch.arange(25, 33)[None])

@@ -594,6 +594,15 @@ def test_the_share_of_a_small_text_that_is_held_out(tmp_path, size, fraction):
     assert 0.9 * fraction < val["bytes"] / size < 2.5 * fraction
 
 
+def test_pieces_of_a_text_do_not_depend_on_rows_beside_it(tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/a.txt").write_text("\n".join(sentences(9000, size=9))[:40_000])
+    alone = [source.piece for source in texts.find_inputs(prepare.PrepareConfig("files", input_dir=str(tmp_path)))]
+    (tmp_path / "d/b.jsonl").write_text("".join(json.dumps({"text": "م" * 300}) + "\n" for _ in range(100)))
+    both = texts.find_inputs(prepare.PrepareConfig("files", input_dir=str(tmp_path)))
+    assert [source.piece for source in both if source.is_txt] == alone == [2000]
+
+
 def test_data_without_its_vocabulary_is_not_complete(tmp_path):
     write_lines(tmp_path / "in.jsonl", [{"text": text} for text in sentences(40)])
     words = files(tmp_path / "in.jsonl", tmp_path / "out")

@@ -17,6 +17,7 @@ from common.plan import PlanConfig, count_parameters
 from common.report import progress
 from configurator import UserError, check_fields, load_settings, need, setting
 from eval import EvalConfig
+from plot import PlotConfig
 from sample import SampleConfig
 from train import TrainConfig
 from value_modes import get_mode
@@ -124,6 +125,7 @@ def test_a_path_may_begin_at_home(monkeypatch):
     assert SampleConfig(run="~/r", prompt="~/r").run == "/home/me/r"  # a prompt is no path
     assert SampleConfig(run="~/r", prompt="~/r").prompt == "~/r"
     assert EvalConfig(runs=("~/a", "b")).runs == ("/home/me/a", "b")
+    assert PlotConfig(words=("relative", "~/a", "b")).words == ("relative", "/home/me/a", "b")
 
 
 def test_an_object_in_a_config_file_need_not_have_words(tmp_path):

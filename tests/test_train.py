@@ -284,11 +284,14 @@ def test_stopped_and_resumed_equals_uninterrupted(mode, dtype, scale, data_dir, 
             signal.raise_signal(signal.SIGTERM)
         return learning_rate(step, *of)
 
+    ignored = []
     monkeypatch.setattr(train, "learning_rate", rate)
+    monkeypatch.setattr(train.Stop, "ignore", lambda stop: ignored.append(stop))
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**16 * scale)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     trained(data_dir, tmp_path / "whole", value_mode=mode, dtype=dtype)
     said = trained(data_dir, tmp_path / "stopped", value_mode=mode, dtype=dtype)
+    assert ignored  # there is nothing left to lose
     assert "stopped and saved at step 4; the same command with --resume=auto continues" in said
     assert all(r["grad_norm"] is None for r in records(tmp_path / "stopped")) == (scale > 1)
     trained(data_dir, tmp_path / "stopped", value_mode=mode, dtype=dtype, resume="auto")
