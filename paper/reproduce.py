@@ -73,8 +73,6 @@ class ReproduceConfig:
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.scale}")
         if own and self.scale != "night":
             raise UserError(f"{own[0]} is for scale=night, not for scale={self.scale}")
-        if self.eval_dir and not Path(self.eval_dir).is_dir():
-            raise UserError(f"eval_dir={self.eval_dir} is no folder; it takes one with <task>.jsonl files")
         if self.public and not any(figure.has_public for figure in self.figures.values()):
             raise UserError(f"{self.words[0]} draws no public models; fig1 and fig18 do")
 
@@ -316,6 +314,8 @@ def report_text(results, scale):
 
 
 def main(cfg: ReproduceConfig):
+    if cfg.eval_dir and not Path(cfg.eval_dir).is_dir():
+        raise UserError(f"eval_dir={cfg.eval_dir} is no folder; it takes one with <task>.jsonl files")
     runs = runs_of(cfg, cfg.figures.values())
     every = runs_of(cfg, [figure.at(cfg.units) for figure in FIGURES.values()])
     kept, repeats = (read_kept(cfg.folder / name) if cfg.kept else {} for name in ("runs.jsonl", "repeats.jsonl"))
