@@ -31,9 +31,11 @@ def read_run(folder):
     with reading(path, METRICS):
         for record in read_record_lines(path, METRICS):
             events[record.get("event", "step")].append(record)
-        # steps count on from the first start; a line that somebody removed would move a curve
-        first = events["start"][0]["step"] + 1 if events["start"] else 1
-        if [record["step"] for record in events["step"]] != list(range(first, first + len(events["step"]))):
+        # steps count on evenly from the first start, one by one or, in a run that was kept, in fifties
+        steps = [record["step"] for record in events["step"]]
+        begin = events["start"][0]["step"] if events["start"] else 0
+        by = steps[0] - begin if steps else 1
+        if by < 1 or steps != [begin + by * n for n in range(1, 1 + len(steps))]:
             raise ValueError("it lacks steps, or has some twice")
         if not events["start"] and events["step"]:
             raise ValueError("it has no record of a start")

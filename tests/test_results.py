@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from common.curves import read_run
 from common.files import read_record_lines
 from common.statistics import Fit, holm, multiplier, t_95
 from common.verdict import judge, search
@@ -275,3 +276,13 @@ def test_the_demo_that_readme_shows():
     words = "ResFormer is better by {:.3f}, λ = 2 by {:.3f}, SVFormer by {:.3f} nats"
     said = words.format(*(-found[mode].gap for mode in ("resformer", "resformer_lambda", "svformer")))
     assert f"{said}, each ± {found['svformer'].interval:.2f}." in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_english_runs():
+    """Kept runs, whose records have a line for each fifty steps, are read like others; the page has their losses."""
+    page = (ROOT / "results/english/README.md").read_text(encoding="utf-8")
+    folders = sorted((ROOT / "results/english").glob("*-*-*-*/"))
+    for folder in folders:
+        mode, _, rate, seed = folder.name.split("-")
+        assert f"| {mode} | {rate} | {seed} | {read_run(folder).final_loss:.4f} |" in page
+    assert page.count("| vanilla |") == len(folders) and len(read_run(folders[0]).steps["loss"]) == 120
