@@ -103,28 +103,7 @@ class TrainConfig:
             raise UserError(f"resume={self.resume!r} is not there; it takes never, auto or a checkpoint's path")
         object.__setattr__(self, "value_mode", get_mode(self.value_mode))
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.value_mode.name}")
-        self.take_shape()
         self.model_config(vocab_size=1)  # raises on an impossible shape, whatever the vocabulary
-
-    def take_shape(self):
-        """What is left at its default comes from the Hugging Face folder that the run starts from, if it does."""
-        # a run that goes on has it in its own settings, wherever that folder is by now
-        before = {}
-        if self.resume != "never":
-            run = self.out_dir if self.resume == "auto" else Path(checkpoint.find(self.resume)).parent
-            before = checkpoint.run_settings(run)
-        shape = {}
-        if before.get("init_from"):
-            shape = {name: before[name] for name in checkpoint.SHAPE}
-        elif self.init_from:
-            shape = checkpoint.shape_of(self.init_from)
-        if self.value_mode.kv_group != 1:
-            shape.pop("n_kv_head", None)  # the mode decides it
-        for name, value in shape.items():
-            if name == "block_size":
-                value = min(value, self.block_size)  # a longer one takes more memory than most machines have
-            if getattr(self, name) == self.__dataclass_fields__[name].default:
-                object.__setattr__(self, name, value)
 
     def model_config(self, vocab_size):
         """The ModelConfig of these settings; raises ValueError on an impossible shape."""
@@ -145,6 +124,25 @@ class TrainConfig:
         per_rank = self.batch_tokens // unit
         micro_batch = max(n for n in range(1, min(self.micro_batch, per_rank) + 1) if per_rank % n == 0)
         return micro_batch, per_rank // micro_batch
+
+
+def with_shape(cfg):
+    """The settings with what is at its default taken from the Hugging Face folder that the run starts from."""
+    # a run that goes on has it in its own settings, wherever that folder is by now
+    before, shape = {}, {}
+    if cfg.resume != "never":
+        run = cfg.out_dir if cfg.resume == "auto" else checkpoint.find(cfg.resume).parent
+        before = checkpoint.run_settings(run)
+    if before.get("init_from"):
+        shape = {name: before[name] for name in checkpoint.SHAPE if name in before}
+    elif cfg.init_from:
+        shape = checkpoint.shape_of(cfg.init_from)
+    if "block_size" in shape:  # a longer one takes more memory than most machines have
+        shape["block_size"] = min(shape["block_size"], cfg.block_size)
+    if cfg.value_mode.kv_group != 1:
+        shape.pop("n_kv_head", None)  # the mode decides it
+    is_open = {f.name: getattr(cfg, f.name) == f.default for f in dataclasses.fields(cfg)}
+    return dataclasses.replace(cfg, **{name: value for name, value in shape.items() if is_open[name]})
 
 
 def learning_rate(step, peak, end, warmup, steps):
@@ -463,6 +461,7 @@ def train(cfg, world):
 def main(cfg: TrainConfig):
     if cfg.init_from and not os.path.exists(cfg.init_from) and not checkpoint.steps(cfg.out_dir):
         raise UserError(f"init_from={cfg.init_from} is not there; it takes a run, a checkpoint or a folder")
+    cfg = with_shape(cfg)
     world = ranks.Distributed(cfg.device, fixed_lengths=True)
     remedy = "set a smaller --micro_batch, or --recompute=true, or on several GPUs --shard=zero2 or zero3"
     with ranks.enough_memory(remedy), hold(cfg.out_dir) if world.rank == 0 else contextlib.nullcontext():

@@ -202,7 +202,7 @@ def check_same(path, header, model, tokenizer_hash, fields):
 
 def start_from(path, model, tokenizer_hash):
     """Copy the weights of a checkpoint into `model` where names and shapes are the same; returns a line that names what
-    is new, and what is left of the checkpoint. The vocabulary, arch, n_embd and head_dim must be the same."""
+    is new, and what is left of the checkpoint. Tokens, arch, widths, rotary angles and norm_eps must be the same."""
     header = read_header(path)
     # another program's folder names no tokenizer of ours: its own must be the data's
     if header["tokenizer"] is None and path.with_name("tokenizer.json").exists():

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 
 from common.files import reading
+from common.plan import count_parameters
 from common.tokenizer import ARCHITECTURES, HFTokenizer, byte_letters
 from configurator import UserError, need
 from model import GPT
@@ -83,8 +84,7 @@ def hf_files(folder):
 
 def refuse_too_large(folder, cfg, dtype):
     """Raise UserError if the machine has not the memory for the weights of a ModelConfig: the system would kill us."""
-    with torch.device("meta"):
-        needed = sum(p.numel() for p in GPT(cfg).parameters()) * dtype.itemsize / 1e9
+    needed = count_parameters(cfg) * dtype.itemsize / 1e9
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     if needed > there:
         takes = f"takes {needed:.1f} GB in {str(dtype).removeprefix('torch.')}"

@@ -119,7 +119,7 @@ def run_jobs(wanted, ended, lanes, later=lambda: 0):
                     bar.clear()  # what `ended` prints shall not stand behind it
                     ended(job, process.returncode, last_words(job.log, begin))
     except KeyboardInterrupt:
-        heard(f"stopping: {len(running)} run{'s' * (len(running) != 1)} will save; Ctrl-C again does not wait for that")
+        heard("stopping; runs that have begun save first, and Ctrl-C again does not wait for that")
         raise
     finally:
         bar.close()

@@ -157,10 +157,11 @@ def in_pieces(inputs, val_fraction):
     """The Inputs of `files` with pieces of which a whole number is the part of a domain that we hold out: else a small
     domain would hold out much more than val_fraction, or all of it. Pieces are characters, as they are read: bytes
     would be three times as many in Chinese, and a third of them in a packed file."""
-    pieces, small = {}, set()
-    for domain in [domain for domain, size in sizes_of(inputs).items() if size < SMALL]:
-        of_domain = [source for source in inputs if (source.domain, source.split) == (domain, "train")]
-        found = [lengths(source) for source in of_domain if source.is_txt]
+    pieces, small, sizes, texts = {}, set(), sizes_of(inputs), defaultdict(list)
+    for source in inputs:
+        if source.is_txt and source.split == "train" and sizes[source.domain] < SMALL:
+            texts[source.domain].append(lengths(source))
+    for domain, found in texts.items():
         held_out = val_fraction * sum(characters for characters, _ in found)
         if held_out >= 1:
             pieces[domain] = int(held_out / math.ceil(held_out / PIECE))

@@ -148,7 +148,10 @@ class HFTokenizer:
             if not all(type(i) is int and 0 <= i < n_vocab for i in (start, end)):
                 raise ValueError(f"bos_token_id={c['bos_token_id']} or eos_token_id={c['eos_token_id']} is no token id")
             is_ours = "tokenizer_hash" in c and not c.get("foreign_tokens")
-            return cls(spec | {"n_vocab": n_vocab, "hash": c.get("tokenizer_hash"), "is_ours": is_ours})
+            made = cls(spec | {"n_vocab": n_vocab, "hash": c.get("tokenizer_hash"), "is_ours": is_ours})
+            if None in made.special:
+                raise ValueError("tokenizer.json lacks the token of bos_token_id or eos_token_id")
+            return made
 
     def save(self, path):
         write_record(path, VOCABULARY, self.spec)
@@ -169,18 +172,19 @@ class HFTokenizer:
 
     def token_bytes(self):
         """(n_vocab,) int64: bytes of text of each id; the space that some vocabularies put before a text counts."""
-        n, added = np.zeros(self.n_vocab, np.int64), self.encoding.get_added_tokens_decoder()
+        vocab, added = self.encoding.get_vocab(), self.encoding.get_added_tokens_decoder()
+        n = np.zeros(1 + max(*vocab.values(), self.n_vocab), np.int64)  # it may have more than the model
         for i, token in added.items():
             n[i] = 0 if token.special else len(token.content.encode())
         # a byte-level vocabulary spells each byte as a letter; others have ▁ for a space and <0x0A> for a byte
         letters = set(byte_letters().values())
-        own = {token: i for token, i in self.encoding.get_vocab().items() if i not in added}
+        own = {token: i for token, i in vocab.items() if i not in added}
         is_byte_level = all(letters.issuperset(token) for token in own)
         for token, i in own.items():
             n[i] = len(token) if is_byte_level else len(token.replace("▁", " ").encode())
             if re.fullmatch("<0x[0-9A-F]{2}>", token) and not is_byte_level:
                 n[i] = 1
-        return n
+        return n[: self.n_vocab]
 
 
 def make_spec(name, pattern, ranks, special, normalize=None):

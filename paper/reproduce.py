@@ -201,8 +201,9 @@ def check_data(records, cfg):
         raise UserError(f"the data of {' and '.join(seen.values())} differ; leave out --kept, or set another --out_dir")
 
 
-def make_all(runs, records, cfg):
-    """Make the runs that have no record yet, and add theirs to `records`. Returns {name: why it failed}."""
+def make_all(runs, records, public, cfg):
+    """Make the runs that have no record yet, and add theirs to `records`, and the analyses of `public`, see
+    public_commands. Returns {name: why it failed}."""
     failed = {}  # names of runs, and logs of what a run is still a run without: a task's score, a public model
 
     def note(what, error):
@@ -225,7 +226,7 @@ def make_all(runs, records, cfg):
     def wanted():
         if cfg.run and not has_data(cfg):
             return [job_of(shlex.split(cfg.units.prepare), Path(cfg.out_dir, "prepare.log"))]
-        jobs = [job_of(words, out / "analyze.log") for out, words in public_commands(cfg).items() if cfg.run]
+        jobs = [job_of(words, out / "analyze.log") for out, words in public.items() if cfg.run]
         jobs = [job for job in jobs if job.log not in failed]
         for name, (settings, needs) in runs.items():
             if name not in records and name not in failed:
@@ -343,9 +344,9 @@ def main(cfg: ReproduceConfig):
     if cfg.run and not has_data(cfg) and (cfg.data_dir or " pysource " not in cfg.units.prepare):
         raise UserError(f"{cfg.units.data_dir} has no manifest.json; make the data: `{cfg.units.prepare}`")
     with hold(cfg.out_dir) if cfg.run else contextlib.nullcontext():
-        failed = make_all(runs, records, cfg)
-    public = {name: out for name, (_, out) in cfg.analyses.items() if (out / "analysis.json").exists()}
-    found = Found(records, cfg.units, cfg.seeds_of, jobs_at(cfg.units), repeats, cfg.out_dir, failed, public)
+        failed = make_all(runs, records, public, cfg)
+    analyses = {name: out for name, (_, out) in cfg.analyses.items() if (out / "analysis.json").exists()}
+    found = Found(records, cfg.units, cfg.seeds_of, jobs_at(cfg.units), repeats, cfg.out_dir, failed, analyses)
     # a figure that lacks a run is skipped with a note, so that the others are still drawn
     missing = {}
     for name, figure in cfg.figures.items():

@@ -710,7 +710,7 @@ def test_it_trains_is_stopped_and_goes_on(data, tmp_path):
     process.send_signal(signal.SIGINT)
     said = process.communicate()[1]
     assert process.returncode == 130 and said.splitlines()[-1] == "stopped"
-    assert "stopping: 2 runs will save; Ctrl-C again does not wait for that" in said
+    assert "stopping; runs that have begun save first, and Ctrl-C again does not wait for that" in said
     assert [[path.name for path in run.glob("step_*[0-9].safetensors")] for run in runs] == [
         ["step_00000005.safetensors"]
     ] * 2

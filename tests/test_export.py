@@ -589,7 +589,7 @@ def test_a_retrofit_starts_as_the_model(retrofit):
     """Bit for bit, because 1 V_n + 0 V_1 is V_n; but for its head nothing is new except λ, which has gradients."""
     right, folder, said, words = retrofit
     path = checkpoint.find(folder / "model")
-    cfg = load_settings(train.TrainConfig, [*words, f"--init_from={folder / 'model'}"])
+    cfg = train.with_shape(load_settings(train.TrainConfig, [*words, f"--init_from={folder / 'model'}"]))
     model = GPT(cfg.model_config(300))
     note = checkpoint.start_from(path, model, Corpus(folder / "data", 48).tokenizer.hash)
     assert note.split("new: ")[1].startswith("mixing.0.scalars.0, mixing.0.scalars.1; not used: none") and note in said
