@@ -127,8 +127,8 @@ class TrainConfig:
 
 
 def with_shape(cfg):
-    """The settings with what is at its default taken from the Hugging Face folder that the run starts from."""
-    # a run that goes on has it in its own settings, wherever that folder is by now
+    """Fill every setting of the shape that is still at its default: from the Hugging Face folder that the run starts
+    from or, when it is resumed, from the run's own config.json, because that folder may be gone."""
     before, shape = {}, {}
     if cfg.resume != "never":
         run = cfg.out_dir if cfg.resume == "auto" else checkpoint.find(cfg.resume).parent
@@ -137,8 +137,8 @@ def with_shape(cfg):
         shape = {name: before[name] for name in checkpoint.SHAPE if name in before}
     elif cfg.init_from:
         shape = checkpoint.shape_of(cfg.init_from)
-    if "block_size" in shape:  # a longer one takes more memory than most machines have
-        shape["block_size"] = min(shape["block_size"], cfg.block_size)
+        if shape:  # public models have blocks that few machines could train on
+            shape["block_size"] = min(shape["block_size"], cfg.block_size)
     if cfg.value_mode.kv_group != 1:
         shape.pop("n_kv_head", None)  # the mode decides it
     is_open = {f.name: getattr(cfg, f.name) == f.default for f in dataclasses.fields(cfg)}

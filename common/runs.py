@@ -60,7 +60,7 @@ def made_as(wanted, folder):
 
 
 def other_checkpoints(folder, run):
-    """Yields what the last checkpoint of a finished run has that is not of its Curves."""
+    """Yields each way in which the last checkpoint of a finished run disagrees with its Curves."""
     files = checkpoint.steps(folder)
     if not files:  # they may be deleted: the losses are all there
         return
@@ -73,10 +73,10 @@ def other_checkpoints(folder, run):
         return
     if header["mode"] != run.start["value_mode"]:
         yield f"{files[step].name} of {header['mode']}, and records of {run.start['value_mode']}"
+    if step > max(run.steps["step"], default=0):
+        yield f"{files[step].name}, whose steps its metrics.jsonl lacks"
     if header["val_loss"] not in (None, run.val.get(step)):
         yield f"{files[step].name}, whose validation loss is not that of the records"
-    if step > max(run.steps["step"]):
-        yield f"{files[step].name}, whose steps its metrics.jsonl lacks"
 
 
 def rounded_otherwise(runs):

@@ -154,12 +154,12 @@ def text_files(cfg):
 
 
 def in_pieces(inputs, val_fraction):
-    """The Inputs of `files` with pieces of which a whole number is the part of a domain that we hold out: else a small
-    domain would hold out much more than val_fraction, or all of it. Pieces are characters, as they are read: bytes
-    would be three times as many in Chinese, and a third of them in a packed file."""
+    """Choose each domain's piece size so that the part that we hold out is a whole number of pieces: else a small
+    domain would hold out much more than val_fraction, or all of it. We count characters, as they are read. Bytes would
+    be off by three: a Chinese character takes three of them, and packed text about a third of its own."""
     pieces, small, sizes, texts = {}, set(), sizes_of(inputs), defaultdict(list)
     for source in inputs:
-        if source.is_txt and source.split == "train" and sizes[source.domain] < SMALL:
+        if source.is_txt and sizes[source.domain] < SMALL:
             texts[source.domain].append(lengths(source))
     for domain, found in texts.items():
         held_out = val_fraction * sum(characters for characters, _ in found)
@@ -184,8 +184,9 @@ def lengths(source):
 
 
 def cut(text, size, keeps_lines):
-    """Yield a text stream in pieces of `size` characters, each to the end of its last line. A line that is longer than
-    another piece is cut: at the end of the first one, or of the second if it keeps_lines."""
+    """Yield a text stream in pieces of `size` characters and what is left of their last line. If more than `size`
+    characters of that line are left, we cut inside it: after `size` characters or, if it keeps_lines, after twice as
+    many."""
     rest = ""
     while piece := rest + text.read(size - len(rest)):
         line = text.readline(size)
@@ -229,7 +230,8 @@ def find_inputs(cfg):
     elif cfg.val_fraction == 0:
         raise UserError("train.py needs validation text: set --val_fraction above 0, or bring validation files")
     if cfg.source == "files":
-        inputs = in_pieces(inputs, cfg.val_fraction)
+        if not held_out:
+            inputs = in_pieces(inputs, cfg.val_fraction)
         for domain in cfg.mixture.keys() - sizes_of(inputs):
             raise UserError(f"mixture names domain {domain!r}; the input has {', '.join(sizes_of(inputs))}")
 

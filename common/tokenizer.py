@@ -115,7 +115,7 @@ class HFTokenizer:
     tokenizer: the content of its tokenizer.json, which the tokenizers package reads.
     start, end: the ids that begin a sequence and that end it, <s> and </s> in Llama's.
     n_vocab: all ids are below it.
-    hash: what export.py put into the folder, else None: then it is that of the spec. is_ours: it is of our tokenizer.
+    hash: the one that export.py stored, or None to hash the spec. is_ours: whether this is our own tokenizer.
     """
 
     def __init__(self, spec):

@@ -516,6 +516,7 @@ def test_a_model_without_a_token_that_begins_takes_the_one_that_ends(tmp_path):
     tokenizer.n_vocab = first + 1
     assert tokenizer.encode("<0>", allow_eot=True) == [first]
     tokenizer.n_vocab = first
+    assert len(tokenizer.token_bytes()) == first  # though the file has more
     with pytest.raises(UserError, match=f"has {first} tokens and cannot read '<0>', id {first}"):
         tokenizer.encode("a<0>", allow_eot=True)
 
@@ -620,6 +621,37 @@ def test_a_retrofit_learns_and_goes_back_to_transformers(retrofit, tmp_path):
     assert ids == tokenizer.encode("the dog sat") and tokenizer.prefix == [0] == [peer.config.bos_token_id]
     assert (theirs.eos_token, peer.config.eos_token_id) == ("</s>", 1)
     close(model(torch.tensor([ids]))[0], peer(torch.tensor([ids])).logits)
+
+
+def test_what_is_at_its_default_comes_from_the_model(retrofit, tmp_path, monkeypatch):
+    """But for the block, which would be too long for most machines, and key heads that a mode decides."""
+    _, folder, _, words = retrofit
+    shutil.copytree(folder / "model", tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.write_text(path.read_text().replace('"max_position_embeddings": 48', '"max_position_embeddings": 5000'))
+
+    def shape(**given):
+        made = train.with_shape(train.TrainConfig(init_from=str(tmp_path / "model"), **given)).model_config(300)
+        return made.n_layer, made.n_kv_head, made.block_size
+
+    assert shape() == (3, 2, 2048) and shape(n_layer=2, block_size=4096) == (2, 2, 4096)
+    assert shape(value_mode="mqa") == (3, 1, 2048)
+    # a run that is resumed has its own, however long
+    before = {"init_from": "gone", "n_layer": 5, "n_kv_head": 2, "n_head": 4, "block_size": 4096}
+    monkeypatch.setattr(checkpoint, "run_settings", lambda folder: before)
+    assert shape(resume="auto") == (5, 2, 4096)
+
+
+def test_a_longer_block_goes_on(retrofit, tmp_path):
+    """In the run's folder, and by a checkpoint's path in another one."""
+    _, folder, _, words = retrofit
+    words, longer = [*words, "--batch_tokens=192"], [f"--init_from={folder / 'model'}", "--block_size=96"]
+    ran(train, *words, *longer, f"--out_dir={tmp_path / 'run'}")
+    path = checkpoint.find(tmp_path / "run")
+    ran(train, *words, "--max_steps=4", f"--resume={path}", f"--out_dir={tmp_path / 'other'}")
+    ran(train, *words, "--max_steps=4", "--resume=auto", f"--out_dir={tmp_path / 'run'}")
+    for name in ("run", "other"):
+        assert checkpoint.read_header(checkpoint.find(tmp_path / name))["config"].block_size == 96
 
 
 def test_a_retrofit_goes_on_without_init_from(retrofit, tmp_path):

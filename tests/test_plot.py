@@ -178,6 +178,10 @@ def test_what_relative_needs(tmp_path, monkeypatch):
     refused(in_process(plot, "relative", "v", "v/"), "name each run once")
     make_metrics(tmp_path / "late", "resformer", [3.0], step=7)  # it went on from a checkpoint elsewhere
     refused(in_process(plot, "relative", "v", "late"), "late and v have no step in common")
+    start = (tmp_path / "late/metrics.jsonl").read_text().splitlines()[0]
+    record = {"step": 7, "loss": 3.0, "tokens": 700, "tokens_per_s": 1.0}  # a step that the start had already
+    (tmp_path / "late/metrics.jsonl").write_text(start + "\n" + record_line("train.py's metrics", record))
+    refused(in_process(plot, "relative", "v", "late"), "it lacks steps, or has some twice")
     (tmp_path / "n/metrics.jsonl").write_text("")
     refused(in_process(plot, "relative", "v", "n"), "n has no training losses yet")
 
