@@ -298,10 +298,10 @@ def test_no_chunk_comes_twice(three, monkeypatch):
 
 
 def other_tokenizer():
-    """Of the tokenizers package: a byte as its value, as in byte_tokenizer, and two letters that are one token."""
+    """Of the tokenizers package: a byte as its value, as in byte_tokenizer, <s>, and two letters that are one token."""
     tokenizers = pytest.importorskip("tokenizers")
     byte = {ord(c): c for c in tokenizers.pre_tokenizers.ByteLevel.alphabet() if ord(c) < 200} | {10: "Ċ", 32: "Ġ"}
-    vocab = {c: i for i, c in byte.items()} | {"ab": 250}
+    vocab = {c: i for i, c in byte.items()} | {"ab": 250, "<s>": 3}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[("a", "b")]))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return made
