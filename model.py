@@ -421,12 +421,6 @@ class KVCache:
         if not self.is_static:
             self.end += T
 
-    def make_static(self):
-        """From here on shapes and addresses stay, so that a graph may be compiled and write into the cache."""
-        self.is_static = True
-        for tensor in (*self.tensors.values(), self.next):
-            torch._dynamo.mark_static_address(tensor)
-
     @property
     def nbytes(self):
         return sum(t.nbytes for t in self.tensors.values())

@@ -14,10 +14,10 @@ import pytest
 from conftest import ROOT
 
 BUDGETS = {  # lines
-    "model.py": 440, "value_modes.py": 500, "train.py": 480, "prepare.py": 490, "eval.py": 250, "sample.py": 170,
+    "model.py": 440, "value_modes.py": 500, "train.py": 480, "prepare.py": 490, "eval.py": 250, "sample.py": 190,
     "analyze.py": 400, "plot.py": 370, "compare.py": 330, "export.py": 190, "configurator.py": 230, "minimal.py": 200,
     "common": 4240, "paper": 2030, "bench": 600, "examples": 270, "docs": 160, "config": 50, "exercises": 130,
-    "tests": 9250,
+    "tests": 9300,
 }  # fmt: skip
 # Grown for what users bring: prepare.py and common/ for their splits, encodings, packings, copies, small texts and
 # vocabularies, common/ and export.py for trl, peft, ONNX and two releases of transformers, configurator.py for
@@ -29,7 +29,8 @@ BUDGETS = {  # lines
 # machines, of which compare.py says where they differ; tests/ freezes that. common/verdict.py is what compare.py
 # decides, without files, so that bench/coverage.py can count how often it holds. paper/ has back what the paper has:
 # public models, a model before training, predicted critical points, fitted lines; train.py and common/ give somebody
-# else's Llama value residuals, in its own tokens; tests/ list the paper's panels.
+# else's Llama value residuals, in its own tokens; tests/ list the paper's panels. sample.py's
+# step is one graph on a GPU, which tests/ imitate.
 ROOT_FILES = {name for name in BUDGETS if name.endswith(".py")}
 
 
