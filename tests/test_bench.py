@@ -85,3 +85,10 @@ def test_decoding(call):
     assert len(rows) == 2 + 2 * bool(LLAMAS) and {row.get("same_text", 1) for row in rows.values()} == {1}
     # 9 positions (the last new token needs none) of 4 or 3 times 16 numbers of 4 bytes, two rows
     assert rows["vanilla"]["kv_bytes"] == 2 * 9 * 4 * 16 * 4 and rows["svformer"]["kv_bytes"] == 2 * 9 * 3 * 16 * 4
+
+
+def test_our_first_step_counts_like_the_others(monkeypatch):
+    timed = {"prefill": 1.0, "compile": 50.0, "decode": 6.0}  # of the steps after the first
+    monkeypatch.setattr(decoding, "generate", lambda *_, **how: ([[0] * 5], SimpleNamespace(nbytes=0), dict(timed)))
+    _, seconds = decoding.decode_ours(None, torch.zeros(1, 3), {"new": 5, "compile": "on"})
+    assert seconds["decode"] == 8.0  # four steps, three of which took 6 s
