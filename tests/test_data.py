@@ -228,7 +228,12 @@ def test_mixture_is_what_is_drawn(data_dir):
 
 
 def test_a_domain_may_be_a_folder_whose_name_is_no_utf_8(tmp_path):
-    corpus = Corpus(make_data(tmp_path, {os.fsdecode(b"a\xff"): 5000}), 16)
+    name = os.fsdecode(b"a\xff")
+    try:
+        (tmp_path / name).touch()
+    except OSError:
+        pytest.skip("names are UTF-8 on this file system, as on a Mac")
+    corpus = Corpus(make_data(tmp_path, {name: 5000}), 16)
     assert corpus.batch(0, 4)[0].shape == (4, 16)
 
 

@@ -442,8 +442,8 @@ def test_which_files_are_read(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"left out: {one}" for one in f"{said}|z.tar.gz (1 .tar.gz)".split("|")
     ]
-    (tmp_path / "in" / "b.txt").symlink_to("nowhere")
-    with pytest.raises(UserError, match="b.txt is a link to nothing"):
+    (tmp_path / "in" / "broken.txt").symlink_to("nowhere")
+    with pytest.raises(UserError, match="broken.txt is a link to nothing"):
         inputs_of(tmp_path / "in")
 
 
