@@ -221,6 +221,8 @@ def run(main, usage, skip_unknown=False):
     except BrokenPipeError:  # nobody reads the output any more, as in `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except (FileExistsError, NotADirectoryError) as e:
+        message = f"{e.filename}: a file or a broken link is where a folder should be; name another folder"
     except OSError as e:  # a full disk, a folder without permission
         message = f"{e.filename or 'a file'} cannot be read or written: {e.strerror or e}"
     rank = os.environ.get("RANK", "0")

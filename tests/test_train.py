@@ -431,6 +431,16 @@ def test_a_folder_that_is_removed_ends_the_run(step, data_dir, tmp_path, monkeyp
     assert not list((tmp_path / "run").glob("*.safetensors"))
 
 
+@pytest.mark.parametrize("name", ["file", "file/sub", "broken"])
+def test_a_file_where_the_folder_of_a_run_should_be(name, data_dir, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "broken").symlink_to("nowhere")
+    refused(
+        called(data_dir, tmp_path / name), f"{name}: a file or a broken link is where a folder should be; name another"
+    )
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_the_state_of_another_step_is_refused(copy, data_dir):
     (copy / STATE.replace("12", "06")).rename(copy / STATE)  # test_bad_input.py tries other damage
     refused(called(data_dir, copy, resume="auto", max_steps=14), "it belongs to other weights", "step's files away")
