@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -69,6 +70,11 @@ def markdown(header, rows, left=1):
     lines = ["| " + " | ".join(header) + " |", "|" + "|".join(rule) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def compact(table):
+    """A Markdown table without the spaces around its pipes."""
+    return re.sub(r" *\| *", "|", table)
 
 
 def some(names):

@@ -1,4 +1,4 @@
-# The base of scale night: 12.3M tokens on one CPU core in 18 minutes with bf16, an hour or two without, on data of
+# The base of results/night: 12.3M tokens on one CPU core in 18 minutes with bf16, an hour or two without, on data of
 # python prepare.py pysource --tokenizer=bpe:2048
 data_dir = "data/pysource"
 n_layer, n_head, n_embd = 6, 4, 128

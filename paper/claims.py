@@ -5,85 +5,33 @@ function judges all of them. `found` is a found.Found. figures.py lists the clai
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations
-from types import SimpleNamespace
 
 import numpy as np
 
 import plot
 from common.report import with_interval
-from common.statistics import mean_interval, multiplier
+from common.statistics import mean_interval
 from common.tasks import TABLE1
-from common.verdict import at_best, difference
-from paper.runs import ONE_RATE, Job
+from paper.runs import Job
 
 HEADER = ["claim", "paper", "here", "ours", "n"]  # three columns of texts, two of numbers
 LOWER, HIGHER = (-math.inf, 0.0), (0.0, math.inf)  # sides of a number
 
 
-# -- the best rates
-
-
-def best_rate(found, jobs):
-    """The one of a mode's Jobs, one for each rate, with the lowest loss: the first seed names the best two, and the
-    seeds that both have decide."""
-    two = sorted(jobs, key=lambda job: found.loss(job, found.seeds(job)[0]))[:2]
-    seeds = found.common_seeds(*two)
-    return min(two, key=lambda job: sum(found.loss(job, seed) for seed in seeds))
-
-
-def best_gaps(found, lines):
-    """For each label and mode of lines (label, Job), whose Jobs differ in their rate alone: the mode's `best` Job minus
-    vanilla's best, `base`, as Found.contrast has it, and for both whether a better rate may lie beyond the tried."""
-    rows = {}
-    for label, job in found.labels(lines):
-        rows.setdefault((label, job.mode), []).append(job)
-    for (label, mode), jobs in rows.items():
-        # each side is tuned on its own: a mode at a rate that is too high for vanilla alone would seem to gain
-        best, base = best_rate(found, jobs), best_rate(found, [job.baseline for job in jobs])
-        gap, interval, seeds = found.contrast({best: 1, base: -1})
-        edges = [len(jobs) > 1 and of.lr in (jobs[0].lr, jobs[-1].lr) for of in (best, base)]
-        at = {"label": label, "mode": mode, "jobs": jobs, "best": best, "base": base, "edges": edges}
-        at["between"] = between_rates(found, {best: jobs, base: [job.baseline for job in jobs]})
-        yield SimpleNamespace(**at, gap=gap, interval=interval, seeds=seeds, marks=found.marks(best, base))
-
-
-def between_rates(found, tuned):
-    """A mode minus vanilla, each at the lowest point of the parabola through its best rate and the two beside it, as
-    compare.py has it: (gap, half of its 95 % interval), None where one of them has no rate on both sides. tuned: {best
-    Job: all of that mode, by rate}, the mode's and vanilla's."""
-    around = []
-    for best, jobs in tuned.items():
-        i = jobs.index(best)
-        around.append(jobs[i - 1 : i + 2] if 0 < i < len(jobs) - 1 else [])
-    if not all(around) or len(tuned) < 2:  # vanilla itself has one side
-        return None
-    fit, best = found.fit(tuned, besides=sum(around, [])), []
-    for jobs in around:
-        cells = [found.scale.here(job) for job in jobs]
-        best.append(at_best(fit, cells, [cell.lr for cell in cells]))
-    return difference(fit, *best)[:2]
-
-
-SCHEDULES = ("max_steps=1500", "", "max_steps=24000")  # changes of night's base: other lengths of training
-
-
-def multipliers(found, job):
-    """How many times its tokens vanilla needs for a Job's loss: (least, most) without the seeds' noise, and as a 95 %
-    interval. Vanilla's curve is that of its run of the same length and the next longer one; after the longest the
-    next shorter one has to do."""
-    i = SCHEDULES.index(job.change)
-    bases = [Job(change=change) for change in (SCHEDULES[i], (*SCHEDULES, SCHEDULES[1])[i + 1])]
-    points = [(found.tokens(base), np.mean(found.losses(base))) for base in bases]
-    fit = found.fit([Job()])
-    errors = [(fit.noise or 0) / math.sqrt(len(found.seeds(of))) for of in (job, *bases)]
-    return [multiplier(np.mean(found.losses(job)), *points, *noise) for noise in ((), (errors, fit.df or math.inf))]
-
-
 # -- claims and verdicts
+
+
+def loss(job, found, seed):
+    """The validation loss at the end."""
+    return found.loss(job, seed)
+
+
+def gap(job, found, seed):
+    """That loss minus vanilla's."""
+    return found.loss(job, seed) - found.loss(job.baseline, seed)
 
 
 @dataclass(frozen=True)
@@ -94,32 +42,23 @@ class Claim:
     b: Job | None
     paper: str = ""  # the paper's word or number
     side: tuple[float, float] | None = None  # the paper's, between two numbers; None: it takes no side
-    quantity: Callable | None = None  # (job, found, seed) -> number, None where it is undefined; None: the last loss,
-    what: str = ""  # the quantity in words
-    minus_vanilla: bool = False  # the loss minus vanilla's
+    value: Callable = loss  # (job, found, seed) -> number, None where it is undefined
+    what: str = ""  # the value in words
 
 
-def claim_row(claim, found, seeds):
-    """{what, paper, seeds, values: of each of them, mean, interval: half of its 95 %, n, marks, verdict}. A value that
-    is undefined or infinite is None."""
-    jobs = [job for job in (claim.a, claim.b) if job]
-    if claim.quantity is None:
-        weights = Counter()
-        for job, sign in zip(jobs, (1, -1), strict=False):
-            weights[job] += sign
-            weights[job.baseline] -= sign * claim.minus_vanilla
-        mean, interval, values = found.contrast(weights)
-    else:
-        values = {}
-        for seed in seeds:
-            numbers = [claim.quantity(job, found, seed) for job in jobs]
-            is_known = all(number is not None and math.isfinite(number) for number in numbers)
-            values[seed] = float(numbers[0] - sum(numbers[1:])) if is_known else None
-        # seeds pair two runs on the same batches, so their noise cancels in each value before we average
-        mean, interval = mean_interval([value for value in values.values() if value is not None])
-    row = {"what": found.names_of(claim.a, claim.b) + claim.what, "paper": claim.paper, "seeds": list(values)}
-    row |= {"values": list(values.values()), "mean": mean, "interval": interval}
-    row |= {"n": len(values) - row["values"].count(None), "marks": found.marks(*jobs)}
+def claim_row(claim, found):
+    """{what, paper, seeds, values: of each of them, mean, interval: half of its 95 %, n, verdict}. A value that is
+    undefined or infinite is None."""
+    jobs, values = [job for job in (claim.a, claim.b) if job], []
+    for seed in found.seeds:
+        numbers = [claim.value(job, found, seed) for job in jobs]
+        is_known = all(number is not None and math.isfinite(number) for number in numbers)
+        values.append(float(numbers[0] - sum(numbers[1:])) if is_known else None)
+    # seeds pair two runs on the same batches, so their noise cancels in each value before we average
+    known = [value for value in values if value is not None]
+    mean, interval = mean_interval(known)
+    row = {"what": found.names_of(claim.a, claim.b) + claim.what, "paper": claim.paper, "seeds": list(found.seeds)}
+    row |= {"values": values, "mean": mean, "interval": interval, "n": len(known)}
     return row | {"verdict": verdict(claim.side, row)}
 
 
@@ -138,18 +77,11 @@ def verdict(side, row):
     return "other side" if mean + interval < low or mean - interval > high else "cannot tell"
 
 
-def claim_rows(figure, found):
-    """The rows of a figure's claims, without those on runs that the scale does not make."""
-    seeds = found.common_seeds(*figure.jobs) if figure.jobs else ()
-    here = [claim for claim in figure.claims if all(found.scale.has(job) for job in (claim.a, claim.b) if job)]
-    return [claim_row(claim, found, seeds) for claim in here]
-
-
 def claim_cells(row):
     """The texts of a row in a table under HEADER."""
     n = f"{row['n']}" if row["n"] == len(row["values"]) else f"{row['n']} of {len(row['values'])}"
     ours = with_interval(row["mean"], row["interval"], "−" in row["what"])
-    return [row["what"], row["paper"], row["verdict"], ours + row.get("marks", ""), n]
+    return [row["what"], row["paper"], row["verdict"], ours, n]
 
 
 # -- quantities: functions (job, found, seed) -> number. First parameters and tokens saved
@@ -172,7 +104,7 @@ def saved_parameters(*sizes):
     """A quantity: the share of parameters that a mode saves at vanilla's losses."""
 
     def quantity(job, found, seed):
-        jobs = [replace(job, size=size) for size in sizes if size in found.scale.sizes]
+        jobs = [replace(job, size=size) for size in sizes]
         bases = [job.baseline for job in jobs]
         return saving(*([(found.parameters(of), found.loss(of, seed)) for of in side] for side in (jobs, bases)))
 
@@ -217,14 +149,13 @@ def critical(job, found, seed):
     """critical_point of a Job's relative loss."""
     two = [found.steps(of, seed) for of in (job, job.baseline)]
     x, y = plot.align([(steps["step"], steps["loss"]) for steps in two])
-    every = found.scale.every  # each loss is the mean of so many steps, and x is the last of them
-    return critical_point(x - (every - 1) / 2, y[0] - y[1], found.scale.window // every)
+    return critical_point(x, y[0] - y[1], found.scale.window)
 
 
 def later_when_longer(job, found, seed):
     """Of the pairs of lengths whose critical points differ, the share in which the longer one has the later. None if no
     length has one that is finite and above 0, or if all are equal."""
-    points = [critical(replace(job, length=n, lr=ONE_RATE), found, seed) for n in found.scale.lengths]
+    points = [critical(replace(job, length=n), found, seed) for n in found.scale.lengths]
     in_order = [a < b for a, b in combinations(points, 2) if a != b]
     return np.mean(in_order) if in_order and any(0 < point < math.inf for point in points) else None
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from paper import claims, panels, tables
-from paper.claims import ENTROPY, EXTREMES, HIGHER, LOWER, SCHEDULES, Claim, over_vanilla
-from paper.runs import CONTROL, DEEP, INSPECTED, ONE_RATE, SCALES, UNTRAINED, Job
-from value_modes import TABLE
+from paper.claims import ENTROPY, EXTREMES, HIGHER, LOWER, Claim, over_vanilla
+from paper.runs import SCALES, Job
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Panel:
     """A part of a figure. Its title and labels may hold what Found.in_words knows of its last run or of the line's."""
 
     draw: Callable  # of panels.py
-    title: str | Callable = ""  # or a function of a found.Found
+    title: str = ""
     lines: tuple = ()  # pairs (label, Job)
     key: object = ""  # what it draws, see panels.py
     has_public: bool = False  # beside these lines those of the public models that --public names
@@ -31,7 +30,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure or table of the paper, or one that the paper does not have."""
+    """A figure or table of the paper."""
 
     caption: str
     panels: tuple[Panel, ...] = ()
@@ -39,14 +38,12 @@ class Figure:
     table: Callable | None = None  # found -> rows of texts
     runs: tuple[Job, ...] = ()  # that the table or the claims need and no panel draws
     scored: bool = False  # on the tasks of Table 1
-    mosaic: str = ""  # rows of letters, one for each panel: which cells it takes
-    size: tuple = ()  # inches
 
     @property
     def jobs(self):
         """All runs that we need: of the table and the claims, those that we draw, then their baselines."""
         drawn = [job for panel in self.panels for job in panel.jobs]
-        minus = [of for of in self.panels if of.draw in panels.MINUS_VANILLA or of.key in panels.MINUS_VANILLA]
+        minus = [panel for panel in self.panels if panel.draw in panels.MINUS_VANILLA]
         return list(dict.fromkeys([*self.runs, *drawn, *(job.baseline for panel in minus for job in panel.jobs)]))
 
     @property
@@ -58,13 +55,10 @@ class Figure:
     def has_public(self):
         return any(panel.has_public for panel in self.panels)
 
-    def at(self, scale, is_public_named=False):
-        """The figure as a Scale has it. A panel with a single line left compares nothing, so it goes, and one of public
-        models alone where nobody names any."""
-        here = [replace(of, lines=tuple(line for line in of.lines if scale.has(line[1]))) for of in self.panels]
-        kept = [of for of, before in zip(here, self.panels, strict=True) if len(of.lines) > 1 or of == before]
-        kept = [of for of in kept if of.lines or is_public_named]
-        return replace(self, panels=tuple(kept), runs=tuple(filter(scale.has, self.runs)))
+    def shown(self, is_public_named=False):
+        """The figure without panels of public models alone, where nobody names any."""
+        kept = [panel for panel in self.panels if panel.lines or is_public_named]
+        return replace(self, panels=tuple(kept))
 
 
 # -- lines of panels, and claims on pairs of modes
@@ -101,16 +95,16 @@ def sweep_pairs(sweep, best):
     return [f"{mode} vanilla" for mode in (best, *others)] + [f"{best} {mode}" for mode in others]
 
 
-MINUS = {"minus_vanilla": True, "what": ": loss minus vanilla's"}
+MINUS = {"value": claims.gap, "what": ": loss minus vanilla's"}
+INSPECTED = "468M"  # the size of the models in Figures 1, 2, 18, 19 and 21
 FOUR = ("vanilla", "neutreno", "resformer", "svformer")
 SIZES, TABLE5_SIZES = ("82M", "180M", "320M", "468M"), ("82M", "180M", "468M")
 SV, OF_LENGTH = Job("svformer"), "{0.mode}, length {0.length}"
-SV_LENGTHS = lines("svformer", label=OF_LENGTH, length=tuple(SCALES["paper"].lengths), lr=ONE_RATE)
+SV_LENGTHS = lines("svformer", label=OF_LENGTH, length=tuple(SCALES["paper"].lengths))
 SV_RATES = lines("svformer", label="rate {0.rate}", lr=(1e-4, 3e-4, 6e-4))
 SV_WARMUPS = lines("svformer", label="{0.warmup} steps of warmup", warmup=(120, 1200))
 INSPECTED_FOUR = lines(*FOUR, size=INSPECTED)
-BEFORE = Job(size="468M", change=UNTRAINED)
-SINKS = (*INSPECTED_FOUR, *lines("vanilla", label="{0.mode}, without end-of-text first", size=CONTROL))
+BEFORE = Job(size=INSPECTED, is_trained=False)
 FIRST = ("first", "value_norm_first", "hidden_norm_first")
 TOP = {f"TOP-{k}": f"top_{k}" for k in ("1", "2", "3", "10", "1%")}
 EQUATIONS = {"Current Attention (Eq 4)": "eq4", "Identity Mapping (Eq 6)": "eq6"}
@@ -134,9 +128,9 @@ FIGURES = {
     "fig2": Figure(
         "The first token's importance, the norm of its value and of its hidden state. The table has each model's "
         "extreme over the layers, of the norms relative to other tokens.",
-        tuple(Panel(panels.layers, "", SINKS, key) for key in FIRST),
+        tuple(Panel(panels.layers, "", INSPECTED_FOUR, key) for key in FIRST),
         tuple(over_vanilla("resformer", what, INSPECTED) for what in EXTREMES),
-        table=lambda found: tables.concentration_table(found, SINKS)),
+        table=lambda found: tables.concentration_table(found, INSPECTED_FOUR)),
     "fig4": Figure(
         "How near two cheap substitutes come to cross-layer attention (Eq 2).",
         (Panel(panels.layers, "", tuple((name, Job()) for name in EQUATIONS), EQUATIONS),),
@@ -149,14 +143,13 @@ FIGURES = {
         "Parameters saved by ResFormer, and tokens along one cosine schedule. Dotted: least squares over ln N, between "
         "which we measure the parameters.",
         (Panel(panels.by_size, "loss at the end, by size\n(in the paper ResFormer needs 10.4 % fewer parameters)",
-               lines("vanilla", "resformer", size=SIZES), panels.LOSS_BY_SIZE),
-         Panel(panels.points, "loss along training\n(in the paper ResFormer saves 13.6 % of the tokens)",
-               lines("vanilla", "resformer", size="468M"), panels.LOSS_ALONG)),
+               lines("vanilla", "resformer", size=SIZES)),
+         Panel(panels.along, "loss along training\n(in the paper ResFormer saves 13.6 % of the tokens)",
+               lines("vanilla", "resformer", size="468M"))),
         (Claim(Job("resformer"), None, "0.104", HIGHER, claims.saved_parameters(*SIZES), ": share of parameters saved"),
          Claim(Job("resformer", "468M"), None, "0.136", HIGHER, claims.saved_tokens, ": share of tokens saved"))),
     "fig7": Figure(
-        "ResFormer by length, each at the base's rate, and beside other modes. At scale night this is too high for "
-        "vanilla at length 512; Figure regime has the gap at each mode's best.",
+        "ResFormer by length, and beside other modes.",
         (Panel(panels.relative, "by length", lines("resformer", label=OF_LENGTH, length=(2048, 32000, 64000))),
          Panel(panels.relative, "by mode", lines("denseformer", "neutreno", "resformer", "resformer_neutreno"))),
         (*lower("resformer vanilla", "resformer denseformer", "resformer neutreno", "resformer_neutreno resformer"),
@@ -195,11 +188,11 @@ FIGURES = {
         "every seed; then a line through the last tenth of the relative loss predicts the step.",
         (Panel(panels.relative, "SVFormer, both at rate {0.rate}", SV_LENGTHS),
          Panel(panels.critical_points, "the step at which vanilla overtakes it",
-               tuple(("", job) for _, job in SV_LENGTHS), panels.CRITICAL)),
+               tuple(("", job) for _, job in SV_LENGTHS))),
         # a noisy point spoils four of ten pairs, so most of them are enough
-        (Claim(Job("svformer", lr=ONE_RATE), None, "all", (0.5, claims.math.inf), claims.later_when_longer,
+        (Claim(Job("svformer"), None, "all", (0.5, claims.math.inf), claims.later_when_longer,
                ": share of pairs of lengths whose longer one is overtaken later"),
-         Claim(*(Job("svformer", length=n, lr=ONE_RATE) for n in (64000, 512)), "lower", LOWER, **MINUS)),
+         Claim(*(Job("svformer", length=n) for n in (64000, 512)), "lower", LOWER, **MINUS)),
         table=lambda found: tables.critical_table(found, SV_LENGTHS)),
     "fig15": Figure(
         "SVFormer by learning rate, warmup, architecture and size. Dotted: least squares over ln N, without the 2M.",
@@ -207,7 +200,7 @@ FIGURES = {
          Panel(panels.relative, "SVFormer by steps of warmup", SV_WARMUPS),
          Panel(panels.relative, "SVFormer by architecture", (("Llama", SV), ("GPT2", Job("svformer", arch="gpt2")))),
          Panel(panels.by_size, "by size\n(in the paper SVFormer needs 12.2 % more parameters)",
-               lines("vanilla", "svformer", size=("2M", *TABLE5_SIZES)), panels.LOSS_BY_SIZE)),
+               lines("vanilla", "svformer", size=("2M", *TABLE5_SIZES)))),
         (*(Claim(Job("svformer", lr=lr), Job("svformer", lr=6e-4), "lower", LOWER, **MINUS) for lr in (1e-4, 3e-4)),
          *(Claim(job, SV, "about 0", **MINUS) for job in (Job("svformer", warmup=1200), Job("svformer", arch="gpt2"))),
          Claim(SV, None, "-0.122", LOWER, claims.saved_parameters(*TABLE5_SIZES), ": share of parameters saved")),
@@ -258,122 +251,4 @@ FIGURES = {
                 *lower("resformer vanilla", paper="-0.0269", size="468M")),
         table=tables.table5, runs=tuple(Job(mode, size) for mode, size in tables.PAPER_LOSSES)),
 }
-PAPER = tuple(FIGURES)  # the paper's own, which `all` draws. Those below are for scale night, by name
-
-# -- figures that the paper does not have: first our answer, then every mode, then what decides its sign
-
-SCALED = ("resformer", "resformer_lambda", "svformer")
-SCHEDULE_LINES = (*lines("vanilla", *SCALED[:2], change=SCHEDULES),
-                  *lines("svformer", label="{0.mode}, rate {0.rate}", change=SCHEDULES))
-OVER_TOKENS = Panel(panels.points, "", SCHEDULE_LINES, panels.LOSS_BY_TOKENS)
-
-
-def in_tokens(found):
-    """The title that says how many times its tokens vanilla needs for the loss of λ = 2."""
-    (_, at_12m), (_, at_49m) = (claims.multipliers(found, Job("resformer_lambda", change=of)) for of in SCHEDULES[1:])
-    ends = "{:.2f} to {:.2f} ×\nits 12.3M tokens, {:.2f} to {:.2f} × its 49.2M (95 %)"
-    return "for the loss of λ = 2 vanilla needs " + ends.format(*at_12m, *at_49m)
-
-
-FIGURES["first"] = Figure(
-    "What value residuals gain. Left: each mode at its best rate, V_n + V_1 at vanilla's; grey cannot be told from "
-    "vanilla. Right: three schedules, a run for each point, three for 12.3M tokens.",
-    (Panel(panels.forest, "12.3M tokens, three seeds (ticks), 95 % intervals", labelled({
-        "Plus: learned weights": "resformer_plus", "λ = 2: V_n + 2 V_1": "resformer_lambda",
-        "λ = 1: V_n + V_1": "resformer_lambda_1", "DenseFormer": "denseformer",
-        "SVFormer: V_1, 58 % of the cache": "svformer", "NeuTRENO": "neutreno",
-        "ResFormer: ½ (V_n + V_1)": "resformer"})),
-     replace(OVER_TOKENS, title=in_tokens)), size=(10.5, 4.2))
-
-PUBLISHED = [mode for mode, (*_, source) in TABLE.items() if source and mode != "vanilla"]
-MODES = dict.fromkeys([*PUBLISHED, *LAMBDAS.values(), *NEUTRENOS.values(), "scaled"])
-FIGURES["modes"] = Figure(
-    "Every mode's loss minus vanilla's. Hollow: one seed; in the grey band it tells nothing. Vanilla's ended at "
-    "2.4592, and at 2.4812 on the processor of modes with ‡ (triangles); we subtract the mean. Arrows lie beyond the "
-    "axis.",
-    (Panel(panels.forest, "", labelled({mode: mode for mode in MODES}), panels.family),),
-    table=lambda found: tables.modes_table(found, FIGURES["modes"].at(found.scale).jobs), size=(7.5, 13))
-
-# Rates in the paper's units. We leave out 2.4e-3 at 82M: vanilla's loss was 6.1 after 1,200 steps.
-RATES = {"82M": (0.75e-4, 1.5e-4, 3e-4, 6e-4, 1.2e-3), "2M": (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3)}
-TUNED = ("vanilla", "resformer", "svformer", "resformer_lambda", "resformer_plus", "neutreno", "denseformer")
-GRID = {size: [line for mode in TUNED for line in lines(mode, label="{0.size}", size=size, lr=RATES[size])]
-        for size in RATES}
-FIGURES["rates"] = Figure(
-    "Each mode at its best rate; losses by rate beside vanilla's (grey), the best filled, above 2.62 cut off. Ticks: "
-    "seeds. Seed 42 names a mode's best two rates, and the seeds both have decide. The table has vanilla's "
-    "losses, and the others minus vanilla's at the same rate.",
-    (Panel(panels.forest, "each at its best rate", lines(*TUNED[1:], lr=RATES["82M"])),
-     *(Panel(panels.rates, "{0.mode}", lines("vanilla", mode, lr=RATES["82M"]), panels.LOSS_BY_RATE) for mode in (
-         "resformer", "resformer_lambda", "resformer_plus", "svformer", "neutreno", "denseformer"))),
-    table=lambda found: tables.gaps_table(found, (*GRID["82M"], *GRID["2M"])),
-    runs=tuple(job for _, job in (*GRID["82M"], *GRID["2M"])), mosaic="AABCD\nAAEFG", size=(12.5, 5.5))
-
-# What the paper's last version claims, and a control: does λ = 2 gain only because its values are larger?
-FIGURES["v5"] = compared(
-    "Variants of v5, known from others' notes, and a control: √5 times vanilla's values, at the start as large as with "
-    "λ = 2. The table has the learned weights.",
-    {"ResFormer": "resformer", "Constant (λ = 2)": "resformer_lambda", "Learnable": "resformer_learned",
-     "Learnable-Plus": "resformer_plus", "Sparse": "resformer_sparse", "control: √5 V": "scaled"},
-    "resformer_plus resformer_sparse", "resformer_sparse resformer_lambda", "resformer_lambda resformer_learned",
-    "resformer_learned resformer", "vanilla hidden", "vanilla probs", parts=ZOOMED,
-    more=(Claim(Job("resformer_lambda"), Job("scaled")), Claim(Job("scaled"), Job())),
-    runs=(Job("hidden"), Job("probs")), table=tables.weights_table)
-
-# What may move the sign of a gain: one thing at a time, at the same number of tokens. Smaller and larger models and
-# longer sequences want another rate than the base, so these have two or three; the others have the base's.
-LOW_RATES, HIGH_RATES = (1.5e-4, 3e-4), (3e-4, 6e-4)
-DEEPER = Job("resformer", change=DEEP)
-REGIME_LINES = tuple(line for label, settings in {
-    "base": {},
-    "width 64, 2 heads": {"change": "n_embd=64,n_head=2", "lr": HIGH_RATES},
-    "width 160, 5 heads": {"size": "180M", "lr": LOW_RATES},
-    "width 192, 6 heads, 8 layers": {"size": "468M", "lr": (0.75e-4, 1.5e-4)},
-    "3 layers": {"change": "n_layer=3", "lr": HIGH_RATES},
-    "12 layers": {"change": DEEP, "lr": (0.75e-4, *LOW_RATES)},
-    "2 wider heads": {"change": "n_head=2"},
-    "8 narrower heads": {"change": "n_head=8"},
-    "length 32": {"length": 512},
-    "length 512": {"length": 32000, "lr": LOW_RATES},
-    "no weight decay": {"change": "weight_decay=0.0"},
-    "weight decay 0.5": {"change": "weight_decay=0.5"},
-    "half the batch, twice the steps":  # night's have 2,048 tokens and 6,000 steps
-        {"change": "batch_tokens=1024,micro_batch=8,max_steps=12000,warmup_steps=200"},
-}.items() for line in lines("resformer", label=label, **settings))
-FIGURES["regime"] = Figure(
-    "ResFormer's loss minus vanilla's when one thing differs from the base, each at the best rate tried. Hollow: one "
-    "seed; in the grey band it tells nothing.",
-    (Panel(panels.forest, "", REGIME_LINES),),
-    (Claim(DEEPER, DEEPER.baseline, "lower", LOWER), Claim(DEEPER, Job("resformer"), **MINUS)),
-    table=lambda found: tables.gaps_table(found, REGIME_LINES), size=(7.5, 4.8))
-
-# Do the gains last when training does? Each run has a schedule of its own: a quarter of night's steps, as many, four
-# times as many. The longest sees nearly all of the data.
-LONGER_LINES = tuple(
-    line for label, change, lr in zip(
-        ("3.1M tokens", "12.3M tokens", "49.2M tokens"), SCHEDULES, (HIGH_RATES, None, None), strict=True)
-    for mode in SCALED for line in lines(mode, label=label, change=change, lr=lr))
-FIGURES["longer"] = Figure(
-    "Losses after three schedules, how many times its tokens vanilla needs for them, and training along the longest. "
-    "Rates are the best at 12.3M tokens; the table has the better of two at 3.1M. Bars: 95 %, of the seeds' noise and "
-    "of how vanilla's curve may go between two points.",
-    (OVER_TOKENS, Panel(panels.points, "", tuple(line for line in SCHEDULE_LINES if line[1].mode != "vanilla"),
-                        panels.MULTIPLIER_BY_TOKENS),
-     Panel(panels.relative, "along 49.2M tokens", lines(*SCALED, change=SCHEDULES[-1]))),
-    table=lambda found: tables.gaps_table(found, LONGER_LINES, in_tokens=True),
-    runs=tuple(of for _, job in LONGER_LINES for of in (job, job.baseline)), mosaic="AC\nBC", size=(10.5, 7.5))
-
-# Do the gains last in larger models?
-FIGURES["sizes"] = Figure(
-    "Loss minus vanilla's by size. Above the smallest, vanilla and ResFormer have the best of two or three rates, "
-    "λ = 2 and SVFormer half of their rate at the smallest, untuned.",
-    (Panel(panels.points, "", (*lines(*SCALED, size=TABLE5_SIZES), ("12 layers", DEEPER)), panels.GAP_BY_SIZE),),
-    # of how a gain changes with size the paper says nothing
-    tuple(Claim(Job(mode, "468M"), Job(mode), **MINUS) for mode in SCALED),
-    table=lambda found: tables.gaps_table(found, lines(*SCALED, label="{0.shape}", size=TABLE5_SIZES)))
 # fmt: on
-
-
-def jobs_at(scale):
-    """All Jobs of a Scale, as they are there."""
-    return list(dict.fromkeys(scale.here(job) for figure in FIGURES.values() for job in figure.at(scale).jobs))

@@ -5,7 +5,6 @@ and bands are 95 % intervals. Read next: figures.py.
 """
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -13,13 +12,11 @@ import plot
 from analyze import uniform_entropy
 from common.statistics import mean_interval
 from configurator import UserError
-from paper.claims import best_gaps, best_rate, critical, multipliers
-from paper.runs import CONTROL, WITH_BOS
-from plot import COLORS, LEGEND, LEVEL, ZERO, count_range, legend, page, short_count, style_of, styles_of
-from value_modes import get_mode, row_and_number
+from paper.claims import critical
+from plot import COLORS, LEGEND, LEVEL, count_range, legend, page, short_count, style_of, styles_of
 
-MOST = 0.13  # nats: greater gaps stand at the edge of a forest, so that the others keep their room
 UNIFORM = "uniform attention"
+LOSS = "validation loss (nats per token)"
 QUANTITIES = {
     "entropy": "entropy of token importance (nats)", "first": "importance of the first token",
     "value_norm_first": "norm of the first token's value",
@@ -30,14 +27,13 @@ QUANTITIES = {
 
 
 def heading(panel, found):
-    """A panel's title, the size of its runs, and whether their sequences begin with end-of-text."""
+    """A panel's title, and the size of its runs."""
     if not panel.jobs:
         return panel.title
-    title = panel.title(found) if callable(panel.title) else found.in_words(panel.title, panel.jobs[-1])
+    title = found.in_words(panel.title, panel.jobs[-1])
     lengths = count_range([found.scale.lengths[job.length][0] for job in panel.jobs], "{:,}".format)
-    size = f"\n{count_range([found.parameters(job) for job in panel.jobs])} parameters, length {lengths}"
-    size += ",\ntrained with end-of-text first" * (found.scale.here(panel.jobs[0]).change == WITH_BOS)
-    return title if panel.draw is rates else f"{title}{size}".strip()  # six panels of rates have one size
+    size = f"{count_range([found.parameters(job) for job in panel.jobs])} parameters, length {lengths}"
+    return f"{title}\n{size}".strip()
 
 
 # -- kinds of panels: functions (ax, panel, found)
@@ -47,24 +43,18 @@ def relative(ax, panel, found):
     """Training loss over tokens, minus vanilla's with the same seed, from a share `key` of the tokens on."""
     pairs, modes = {}, {}
     for label, job in found.labels(panel.lines):
-        label += f", rate {found.rate(job)}" if found.rate(job) != found.rate(job.baseline) else ""
-        for seed in found.common_seeds(job, job.baseline):
-            both = [SimpleNamespace(steps=found.steps(of, seed)) for of in (job, job.baseline)]
-            if all(len(of.steps["loss"]) for of in both):  # a record may have none
-                pairs.setdefault(label, []).append(both)
-                modes[label] = job.mode
-    if not pairs:
-        raise UserError("no run of this panel has training losses; leave out --kept to make them again")
+        pairs[label] = [[found.run(of, seed) for of in (job, job.baseline)] for seed in found.seeds]
+        modes[label] = job.mode
     plot.relative_panel(ax, pairs, styles_of(modes), since=panel.key or plot.SHOWN)
 
 
 def layers(ax, panel, found):
-    """A quantity of the analysis over layers, of our runs and of public models; a control is grey."""
-    lines, modes, named, key = {}, {}, found.labels(panel.lines), panel.key
-    for label, job in named:
+    """A quantity of the analysis over layers, of our runs and of public models."""
+    lines, modes, key = {}, {}, panel.key
+    for label, job in found.labels(panel.lines):
         key = panel.key[label] if isinstance(panel.key, dict) else panel.key
-        lines[label], modes[label] = [found.by_layer(job, seed, key) for seed in found.seeds(job)], job.mode
-    lengths = {found.analysis(job, found.seeds(job)[0])["length"] for job in panel.jobs}
+        lines[label], modes[label] = [found.by_layer(job, seed, key) for seed in found.seeds], job.mode
+    lengths = {found.analysis(job, found.seeds[0])["length"] for job in panel.jobs}
     for name, folder in found.public.items() if panel.has_public else ():
         analysis = plot.read_analysis(folder)
         lines[name], modes[name] = found.means(analysis, key), name  # a colour for each
@@ -76,15 +66,12 @@ def layers(ax, panel, found):
         (T,) = lengths
         level["entropy"] = uniform_entropy(T), UNIFORM
         level["first"] = sum(1 / n for n in range(1, 1 + T)) / T, UNIFORM
-    styles = styles_of(modes)
-    for label, job in named:
-        styles[label] |= {"color": "0.6"} if job.size == CONTROL else {}
-    plot.layer_panel(ax, lines, styles, QUANTITIES[key], 0 if key.startswith("hidden") else 1, level.get(key))
+    plot.layer_panel(ax, lines, styles_of(modes), QUANTITIES[key], 0 if key.startswith("hidden") else 1, level.get(key))
 
 
 def before_training(ax, panel, found):
     """The entropy of a model without training, and on the right axis how alike its hidden states are."""
-    (job,), (seed, *_) = panel.jobs, found.seeds(panel.jobs[0])
+    (job,), seed = panel.jobs, found.seeds[0]
     entropy, similarity = (found.by_layer(job, seed, key) for key in ("entropy", "hidden_similarity"))
     other, x = ax.twinx(), 1 + np.arange(len(entropy))
     ax.plot(x, entropy, "o-", color=COLORS[0], markerfacecolor="none", label="entropy")
@@ -102,7 +89,7 @@ def spectrum(ax, panel, found):
     named, top = found.labels(panel.lines), 0
     styles = styles_of({label: job.mode for label, job in named})
     for label, job in named:
-        y = np.array([found.arrays(job, seed)["value_spectrum"][0] for seed in found.seeds(job)])  # (seeds, rank)
+        y = np.array([found.arrays(job, seed)["value_spectrum"][0] for seed in found.seeds])  # (seeds, rank)
         plot.draw_line(ax, 1 + np.arange(y.shape[1]), np.maximum(y, 1e-12), label, styles[label])
         top = max(top, y.max())
     ax.set(xlabel="rank of the eigenvalue", ylabel="eigenvalue", xscale="log", yscale="log", ylim=(top / 1e6, top * 2))
@@ -113,7 +100,7 @@ def heat(ax, panel, found):
     """One quantity over tokens and layers, the models one above the other on one logarithmic colour scale."""
     maps = []  # (layers, positions) of each model, mean over its seeds
     for job in panel.jobs:
-        maps.append(np.mean([found.arrays(job, seed)[panel.key][:, :100] for seed in found.seeds(job)], 0))
+        maps.append(np.mean([found.arrays(job, seed)[panel.key][:, :100] for seed in found.seeds], 0))
     rows, height = np.concatenate(maps), len(maps[0])
     floor = max(rows[rows > 0].min(), rows.max() / 1e4)
     image = ax.imshow(np.maximum(rows, floor), norm="log", aspect="auto", interpolation="nearest")
@@ -124,178 +111,106 @@ def heat(ax, panel, found):
     ax.figure.colorbar(image, ax=ax, location="bottom", aspect=40, label=panel.key.replace("_", " "))
 
 
-# -- points over another axis: its name, the name of y, a level to compare with, and a function (found, job) ->
-# [(x, y, half of its 95 % interval or None, numbers of its seeds)]
+# -- points over another axis
 
 
-def losses_along(found, job):
-    x, y = plot.align([found.validation(job, seed) for seed in found.seeds(job)])
-    return [(tokens, np.mean(losses), None, losses) for tokens, losses in zip(x, y.T, strict=True)]
-
-
-def times_tokens(found, job):
-    ends, (least, most) = multipliers(found, job)
-    middle = math.sqrt(math.prod(ends))
-    return [(found.tokens(job), middle, [[middle - least], [most - middle]], [])]
-
-
-def critical_point(found, job):
-    """The table beside counts the seeds that have none. Beyond the last step it is a prediction."""
-    every = (critical(job, found, seed) for seed in found.common_seeds(job, job.baseline))
-    steps = [step for step in every if 0 < step < math.inf]
-    return [(found.scale.lengths[job.length][0], *mean_interval(steps), steps)] if steps else []
-
-
-def losses_at(x):
-    return lambda found, job: [(x(found, job), np.mean(found.losses(job)), None, found.losses(job))]
-
-
-# fmt: off
-LOSS, TOKENS, N = "validation loss (nats per token)", "training tokens", "parameters"
-LOSS_BY_SIZE = N, LOSS, None, losses_at(lambda found, job: found.parameters(job))
-LOSS_BY_RATE = "peak learning rate / 0.001", LOSS, None, losses_at(lambda found, job: 1000 * float(found.rate(job)))
-LOSS_BY_TOKENS = TOKENS, LOSS, None, losses_at(lambda found, job: found.tokens(job))
-LOSS_ALONG = TOKENS, LOSS, None, losses_along
-GAP_BY_SIZE = (f"{N}, and tokens for each", "validation loss minus vanilla's\n(nats per token)", 0,
-               lambda found, job: [(found.parameters(job.baseline), *found.gap(job)[:2], [])])
-MULTIPLIER_BY_TOKENS = TOKENS, "× tokens that vanilla needs for that loss", 1, times_tokens
-CRITICAL = "sequence length (tokens)", "critical point (step)", None, critical_point
-# fmt: on
-
-
-def points(ax, panel, found, is_small=False):
-    """A line for each label, thin if its rate is not vanilla's, with bars and, as ticks, its seeds. A small panel has a
-    grey vanilla and no names."""
-    (xlabel, ylabel, level, points_of), lines, colors = panel.key, {}, {}
+def draw_points(ax, panel, found, points_of, xlabel, ylabel):
+    """A line for each label, with bars and, as ticks, its seeds. points_of: function (job, found) -> [(x, y, half of
+    its 95 % interval or None, numbers of its seeds)]."""
+    lines = {}  # {label: (mode, points)}
     for label, job in found.labels(panel.lines):
-        lines.setdefault(label, (job, []))[1].extend(points_of(found, job))
-    styles = styles_of({label: job.mode for label, (job, _) in lines.items()})
-    for i, (label, (job, marks)) in enumerate(lines.items()):
-        style = styles[label] | {"linewidth": 1.6 if found.rate(job) == found.rate(job.baseline) else 0.8}
-        style |= {"color": "0.6"} if is_small and job.mode == "vanilla" else {}
-        colors[label] = style["color"]
-        if any(bar is not None for _, _, bar, _ in marks):  # bars must not hide each other
-            marks[:] = [(x * (1 + 0.02 * i), *rest) for x, *rest in marks]
+        lines.setdefault(label, (job.mode, []))[1].extend(points_of(job, found))
+    styles = styles_of({label: mode for label, (mode, _) in lines.items()})
+    for label, (_, marks) in lines.items():
+        style = styles[label]
         ax.plot([x for x, *_ in marks], [y for _, y, *_ in marks], **style)
         for x, y, bar, seeds in marks:
             ax.errorbar(x, y, yerr=bar, **style)
             ax.plot([x] * len(seeds), seeds, "_", color=style["color"], alpha=0.6)
-    if points_of is not losses_along:
-        ax.set_xscale("log")
-        ax.set_xticks([x for x, *_ in next(iter(lines.values()))[1]])
-        ax.set_xticks([], minor=True)
     ax.set(xlabel=xlabel, ylabel=ylabel)
-    tokens = found.tokens(panel.jobs[0])  # of all sizes
-    per_n = (lambda n: f"\n{tokens / n:.1f}") if panel.key == GAP_BY_SIZE else (lambda n: "")
-    ax.xaxis.set_major_formatter(lambda x, _: (f"{x:.4g}" if x < 1000 else short_count(x)) + per_n(x))
-    if level is not None:
-        ax.axhline(level, **ZERO)
+    ax.xaxis.set_major_formatter(lambda x, _: short_count(x))
     ax.margins(x=0.08)
-    if not is_small:
-        name_ends(ax, {label: marks for label, (_, marks) in lines.items() if marks}, colors)
+    name_ends(ax, {label: marks for label, (_, marks) in lines.items() if marks}, styles)
 
 
-def name_ends(ax, lines, colors):
-    """Write the name of each line at its right end, moved apart, or beside a mark that is alone."""
+def logarithmic(ax, ticks, text=short_count):
+    ax.set_xscale("log")
+    ax.set_xticks(ticks)
+    ax.set_xticks([], minor=True)
+    ax.xaxis.set_major_formatter(lambda x, _: text(x))
+
+
+def name_ends(ax, lines, styles):
+    """Write the name of each line at its right end, moved apart."""
     last, (low, high) = -math.inf, ax.get_ylim()
     for label, marks in sorted(lines.items(), key=lambda line: line[1][-1][1]):
-        x, y, *_ = marks[-1]
-        text = {"color": colors[label], "va": "center", "fontsize": 8, "bbox": {"fc": "w", "ec": "w", "pad": 0}}
-        if len(marks) == 1:
-            ax.annotate(label, (x, y), (0, 28), textcoords="offset points", **text | {"ha": "center"})
-        else:
-            last = max(y, last + 0.065 * (high - low))
-            ax.text(1.02, last, label, transform=ax.get_yaxis_transform(), **text)
+        _, y, *_ = marks[-1]
+        last = max(y, last + 0.065 * (high - low))
+        text = {
+            "color": styles[label]["color"],
+            "va": "center",
+            "fontsize": 8,
+            "bbox": {"fc": "w", "ec": "w", "pad": 0},
+        }
+        ax.text(1.02, last, label, transform=ax.get_yaxis_transform(), **text)
 
 
-def critical_points(ax, panel, found):
-    """Critical points; those that all seeds have reached are filled."""
-    points(ax, panel, found)
-    for job in panel.jobs:
-        style = style_of(job.mode)
-        for x, y, _, steps in critical_point(found, job):
-            if max(steps) <= found.scale.steps:
-                ax.plot(x, y, **style | {"markerfacecolor": style["color"]})
+def along(ax, panel, found):
+    """Validation losses along training."""
+
+    def points_of(job, found):
+        x, y = plot.align([found.validation(job, seed) for seed in found.seeds])
+        return [(tokens, np.mean(losses), None, losses) for tokens, losses in zip(x, y.T, strict=True)]
+
+    draw_points(ax, panel, found, points_of, "training tokens", LOSS)
+
+
+def at_the_end(job, found):
+    return [(found.parameters(job), np.mean(found.losses(job)), None, found.losses(job))]
 
 
 def by_size(ax, panel, found):
     """Losses over parameters, and the lines over ln N by which claims.saving measures; they leave out the smallest
     model, which is nearly all embeddings."""
-    points(ax, panel, found)
+    draw_points(ax, panel, found, at_the_end, "parameters", LOSS)
     for mode in dict.fromkeys(job.mode for job in panel.jobs):
         jobs = [job for job in panel.jobs if job.mode == mode and job.size != "2M"]
         n = np.array([found.parameters(job) for job in jobs])
         line = np.polyfit(np.log(n), [np.mean(found.losses(job)) for job in jobs], 1)
         ax.plot(n, np.polyval(line, np.log(n)), color=style_of(mode)["color"], linewidth=0.8, linestyle=":")
+    logarithmic(ax, [found.parameters(job) for job in panel.jobs if job.mode == panel.jobs[0].mode])
 
 
-def rates(ax, panel, found):
-    """Losses over the learning rate beside vanilla's; each at its best rate is filled."""
-    points(ax, panel, found, is_small=True)
-    for mode in ("vanilla", panel.jobs[-1].mode):
-        best = best_rate(found, [job for job in panel.jobs if job.mode == mode])
-        ((x, y, *_),) = panel.key[-1](found, best)
-        ax.plot(x, y, "o", color="0.6" if mode == "vanilla" else style_of(mode)["color"], markersize=6)
-    ax.set_ylim(2.38, 2.62)
+def critical_point(job, found):
+    """The table beside counts the seeds that have none. Beyond the last step it is a prediction."""
+    every = (critical(job, found, seed) for seed in found.seeds)
+    steps = [step for step in every if 0 < step < math.inf]
+    return [(found.scale.lengths[job.length][0], *mean_interval(steps), steps)] if steps else []
 
 
-# -- gaps
+def critical_points(ax, panel, found):
+    """Critical points by length; those that all seeds have reached are filled."""
+    draw_points(ax, panel, found, critical_point, "sequence length (tokens)", "critical point (step)")
+    for job in panel.jobs:
+        style = style_of(job.mode)
+        for x, y, _, steps in critical_point(job, found):
+            if max(steps) <= found.scale.steps:
+                ax.plot(x, y, **style | {"markerfacecolor": style["color"]})
+    logarithmic(ax, [found.scale.lengths[job.length][0] for job in panel.jobs], "{:,.0f}".format)
 
 
-def family(found, job):
-    """What kind of variant a mode is, for its colour."""
-    residuals = get_mode(job.mode).residuals
-    if found.start(job)["kv_bytes_per_token"] < found.start(job.baseline)["kv_bytes_per_token"]:
-        return "smaller KV cache"
-    if any(r.source == "token" for r in residuals):
-        return "adds values of a token table"
-    is_of_values = residuals and residuals[0].of == "v" and job.mode != "scaled"
-    return "adds values of earlier layers" if is_of_values else "another change"
-
-
-def forest(ax, panel, found):
-    """Losses minus vanilla's, the lowest on top, each mode at the best of its rates. Grey: cannot be told from vanilla;
-    where seeds are single, in the band. A triangle ran on another processor. key: function of a Job's family."""
-    rows, colors, band = [], {}, found.one_seed()
-    for at in best_gaps(found, panel.lines):
-        is_grey = abs(at.gap) < (at.interval or band)
-        color = "0.5" if is_grey else style_of(row_and_number(at.mode)[0])["color"]
-        if panel.key:
-            color = colors.setdefault(panel.key(found, at.best), COLORS[1 + len(colors)])
-        seeds = at.seeds.values() if at.interval else ()
-        marker = "^" if "‡" in at.marks else "o"
-        rows.append((at.label, color, marker, at.gap, at.interval, list(seeds), " edge" if any(at.edges) else ""))
-    rows.sort(key=lambda row: -row[3])
-    plot.forest(ax, rows)
-    if not all(row[4] for row in rows):
-        ax.axvspan(-band, band, color="0.93", linewidth=0, zorder=0)
-        hint = "hollow: one seed, which cannot tell those in the band from vanilla"
-        hint += "\ntriangle: on another processor" if "^" in [row[2] for row in rows] else ""
-        ax.set_xlabel(f"{ax.get_xlabel()}\n{hint}")
-    for y, (_, color, _, gap, *_) in enumerate(rows):
-        if gap > MOST:
-            ax.set_xlim(right=MOST + 0.01)
-            ax.plot(MOST, y, ">", color=color)
-    for kind, color in colors.items():
-        ax.plot([], [], "o", color=color, label=kind)
-    if colors:
-        legend(ax)
-
-
-MINUS_VANILLA = (relative, forest, GAP_BY_SIZE, MULTIPLIER_BY_TOKENS, CRITICAL)  # these need vanilla's runs, too
+MINUS_VANILLA = (relative, critical_points)  # these need vanilla's runs, too
 OF_ANALYSES = (layers, before_training, spectrum, heat)
 
 
 def page_of_panels(path, figure, found):
-    """A whole figure: up to three panels in a row, more in two columns, or as figure.mosaic says. If all panels have
-    the same lines, one legend serves them."""
-    panels, names = figure.panels, "ABCDEFGHI"[: len(figure.panels)]
+    """A whole figure: up to three panels in a row, more in two columns. If all panels have the same lines, one legend
+    serves them."""
+    panels = figure.panels
     columns = len(panels) if len(panels) < 4 else 2
-    rows = [names[i : i + columns].ljust(columns, ".") for i in range(0, len(panels), columns)]
-    size = (4.5 * columns, 4 * len(rows)) if len(panels) > 1 else (6, 4.4)
-    with page(path, figure.size or size) as fig:
-        places = fig.subplot_mosaic(figure.mosaic or "\n".join(rows))
-        axes = [places[name] for name in names]
+    rows = math.ceil(len(panels) / columns)
+    with page(path, (4.5 * columns, 4 * rows) if len(panels) > 1 else (6, 4.4)) as fig:
+        axes = [fig.add_subplot(rows, columns, n) for n in range(1, 1 + len(panels))]
         for ax, panel in zip(axes, panels, strict=True):
             ax.set_title(heading(panel, found), loc="left", fontsize=9)
             panel.draw(ax, panel, found)

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +24,14 @@ from common.hf import hf_config, is_hf_folder
 from common.jobs import Job, flags_of, lanes_of, run_jobs
 from common.plan import count_parameters, flops_per_token
 from common.ranks import PEAK_FLOPS, environment
-from common.report import markdown
-from common.runs import read_kept, write_kept
+from common.report import compact, markdown
 from common.tasks import TABLE1
 from common.tokenizer import HFTokenizer
 from compare import SEEDS
 from configurator import UserError, check_fields, need, run, setting
-from paper.claims import HEADER, claim_cells, claim_rows
-from paper.figures import FIGURES, PAPER, jobs_at
-from paper.found import Found, decisive, finished, make_record, scores
+from paper.claims import HEADER, claim_cells, claim_row
+from paper.figures import FIGURES
+from paper.found import Found, finished, scores
 from paper.panels import page_of_panels
 from paper.runs import SCALES, VOCAB, train_settings
 from plot import short_names
@@ -47,12 +45,11 @@ MFU = 0.4  # the share of a GPU's peak with which a plan counts
 class ReproduceConfig:
     """Every setting of paper.reproduce."""
 
-    words: tuple[str, ...] = setting((), "fig1, tab5, modes, …, see docs/reproduction.md; or all", positional=True)
-    scale: Literal["", "cpu", "night", "paper"] = setting("", "see runs.py; empty = cpu, for our own figures night")
-    seeds: int = setting(0, "seeds of every run; 0 = as many as the scale says", least=0, most=len(SEEDS))
+    words: tuple[str, ...] = setting((), "fig1, tab5, …, see docs/reproduction.md; or all", positional=True)
+    scale: Literal["cpu", "paper"] = setting("cpu", "cpu: small models, which show that it works; paper: the paper's")
+    seeds: int = setting(1, "seeds of every run", least=1, most=len(SEEDS))
     dry_run: bool = setting(False, "only say what would run")
     run: bool = setting(True, "train and analyse what is missing; false = only draw what is there")
-    kept: bool = setting(False, "take runs from results/<scale>/runs.jsonl where it has them, and add new ones to it")
     public: tuple[str, ...] = setting((), "folders of Llama and Mistral models, for fig1 and fig18")
     public_dtype: Literal["float32", "bfloat16"] = setting("float32", "of their weights")
     eval_dir: str = setting("", "folder with files of tab1's tasks, see eval.py; empty = from the hub")
@@ -67,21 +64,15 @@ class ReproduceConfig:
         for word in self.words:
             if word not in (*FIGURES, "all"):
                 raise UserError(f"cannot reproduce {word!r}; there are {', '.join(FIGURES)}, all")
-        # we made the figures that the paper does not have for scale night
-        own = [word for word in self.words if word in FIGURES and word not in PAPER]
-        object.__setattr__(self, "scale", self.scale or ("night" if own else "cpu"))
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.scale}")
-        if own and self.scale != "night":
-            raise UserError(f"{own[0]} is for scale=night, not for scale={self.scale}")
         if self.public and not any(figure.has_public for figure in self.figures.values()):
             raise UserError(f"{self.words[0]} draws no public models; fig1 and fig18 do")
 
     @property
     def figures(self):
         """{name: Figure} in the order in which they were asked for."""
-        of_all = [name for name in PAPER if name not in self.units.without]
-        names = [name for word in self.words for name in (of_all if word == "all" else [word])]
-        return {name: FIGURES[name].at(self.units, bool(self.public)) for name in names}
+        names = [name for word in self.words for name in (FIGURES if word == "all" else [word])]
+        return {name: FIGURES[name].shown(bool(self.public)) for name in names}
 
     @property
     def analyses(self):
@@ -107,10 +98,6 @@ class ReproduceConfig:
         """Where figures and records of runs go."""
         return Path(self.results_dir, self.scale)
 
-    def seeds_of(self, job):
-        """The seeds of a Job: as many as were asked for, or as the scale says."""
-        return SEEDS[: self.seeds or self.units.n_seeds(self.units.here(job))]
-
 
 # -- the plan
 
@@ -120,14 +107,13 @@ def runs_of(cfg, figures):
     runs = {}
     for figure in figures:
         for job in figure.jobs:
-            for seed in cfg.seeds_of(job):
-                name = f"{cfg.units.here(job).name}-{seed}"
+            for seed in SEEDS[: cfg.seeds]:
+                name = f"{cfg.units.name(job)}-{seed}"
                 settings = train_settings(job, cfg.units, seed, Path(cfg.out_dir, name))
                 _, needs = runs.setdefault(name, (settings, set()))
                 if job in figure.analysed:
                     needs.add("analysis")
-                # tasks cost more than small runs, so one seed is enough unless somebody asks for more
-                if figure.scored and (seed == SEEDS[0] or cfg.seeds):
+                if figure.scored:
                     needs.add("scores")
     return runs
 
@@ -192,36 +178,37 @@ def job_of(words, log, steps=0):
     return Job((*launcher, *words[1:]), log, log.parent if steps else "", steps)
 
 
-def check_data(records, cfg):
+def check_data(finished_runs, cfg):
     """Raise UserError if runs have seen different data, because nobody could compare them."""
-    seen = {record["start"]["data"]: name for name, record in records.items()}
+    seen = {run.start["data"]: name for name, run in finished_runs.items()}
     if cfg.run and has_data(cfg):
         seen[Corpus(cfg.units.data_dir, 1, verify=False).hash] = cfg.units.data_dir
     if len(seen) > 1:
-        raise UserError(f"the data of {' and '.join(seen.values())} differ; leave out --kept, or set another --out_dir")
+        raise UserError(f"the data of {' and '.join(seen.values())} differ; set another --out_dir")
 
 
-def make_all(runs, records, public, cfg):
-    """Make the runs that have no record yet, and add theirs to `records`, and the analyses of `public`, see
-    public_commands. Returns {name: why it failed}."""
-    failed = {}  # names of runs, and logs of what a run is still a run without: a task's score, a public model
+def make_all(runs, public, cfg):
+    """Make the runs that are missing, see runs_of, and the analyses of `public`, see public_commands. Returns ({name:
+    Curves} of those that are there, {name: why it failed})."""
+    made, failed = {}, {}  # names of runs, and logs of what a run is still a run without: a task's score, an analysis
 
     def note(what, error):
         print(f"note: {error}", flush=True)
         failed[what] = error
 
     def next_job(name, settings, needs):
-        """The first command of a run that is neither done nor has failed. After the last one it gets its record."""
+        """The first command of a run that is neither done nor has failed; after the last one the run is made."""
         for what, words in commands(settings, needs, cfg).items() if cfg.run else ():
             log = Path(settings["out_dir"], f"{what}.log")
             if log not in failed:
                 return job_of(words, log, settings["max_steps"] if what == "train" else 0)
-        record = records[name] = make_record(settings, cfg.units.every)
-        n, loss = len(runs.keys() & records.keys()), list(record["val"].values())[-1]
-        print(f"{n} of {len(runs)}, {settings['out_dir']}: validation loss {loss:.4f}", flush=True)
-        if cfg.run and cfg.kept:
-            path = cfg.folder / "runs.jsonl"
-            write_kept(path, read_kept(path) | {name: record})
+        run = finished(settings)
+        if run is None:
+            raise UserError(
+                f"{settings['out_dir']} is missing or not finished; leave out --run=false, or see its train.log"
+            )
+        made[name] = run
+        print(f"{len(made)} of {len(runs)}, {settings['out_dir']}: validation loss {run.final_loss:.4f}", flush=True)
 
     def wanted():
         if cfg.run and not has_data(cfg):
@@ -229,11 +216,12 @@ def make_all(runs, records, public, cfg):
         jobs = [job_of(words, out / "analyze.log") for out, words in public.items() if cfg.run]
         jobs = [job for job in jobs if job.log not in failed]
         for name, (settings, needs) in runs.items():
-            if name not in records and name not in failed:
+            if name not in made and name not in failed:
                 try:
                     jobs.append(next_job(name, settings, needs))
                 except UserError as e:
                     note(name, e)
+        check_data(made, cfg)  # before anything trains
         return list(filter(None, jobs))
 
     def ended(job, code, last_words):
@@ -244,11 +232,9 @@ def make_all(runs, records, public, cfg):
             is_of_run = job.log.parent.name in runs and job.log.stem not in TABLE1
             note(job.log.parent.name if is_of_run else job.log, error)
 
-    check_data(records, cfg)
     # a run on GPUs takes all of them
     run_jobs(wanted, ended, [{}] if cfg.units.gpus else lanes_of("cpu", 0, len(runs) or 1))
-    check_data(records, cfg)
-    return failed
+    return made, failed
 
 
 # -- figures, numbers and the report
@@ -258,10 +244,10 @@ def publish(name, figure, cfg, found):
     """Draw a figure or print a table, write its numbers into results/<scale>.json, and the report anew."""
     print(f"{name}: {figure.caption}")
     record = {"caption": figure.caption, "environment": environment()}  # before it changes files of the repository
-    record["runs"] = {found.name(job, s): found.loss(job, s) for job in figure.jobs for s in found.seeds(job)}
+    record["runs"] = {found.name(job, s): found.loss(job, s) for job in figure.jobs for s in found.seeds}
     if figure.table:
         record["table"] = list(figure.table(found))
-    record["rows"] = claim_rows(figure, found)
+    record["rows"] = [claim_row(claim, found) for claim in figure.claims]
     print(*tables_of(record), sep="\n", flush=True)
     if figure.panels:  # last, so that an error leaves the old picture beside the old numbers
         page_of_panels(cfg.folder / f"{name}.png", figure, found)
@@ -279,11 +265,9 @@ def publish(name, figure, cfg, found):
 
 
 ABOUT = """Losses are in nats per token. "82M" and the like are the paper's sizes, see Tables 3 and 4. A claim is on the
-base unless it says more: "82M", the paper's length 2,048, the best rate; "a − b" is a's loss minus b's. ± is half of a
-95 % interval over n seeds; one seed has none. Differences of losses share [one error](../README.md#how-sure), those of
-0.5M parameters or at other rates one with their like; the rest has Student's t. "here": on which side of the paper's
-sign or bound the whole interval is; "?": one seed. We correct nothing for the number of verdicts. (edge): a better rate
-may lie beyond. ‡: different processors. †: no commit on record."""
+base unless it says more: "82M" and the paper's length 2,048; "a − b" is a's loss minus b's. ± is half of a 95 %
+interval over n seeds, by Student's t; one seed has none. "here": on which side of the paper's sign or bound the whole
+interval is; "?": one seed. We correct nothing for the number of verdicts."""
 
 
 def tables_of(record):
@@ -292,11 +276,6 @@ def tables_of(record):
         yield markdown(record["table"][0], record["table"][1:])
     if record["rows"]:
         yield markdown(HEADER, map(claim_cells, record["rows"]), left=3)
-
-
-def compact(table):
-    """A Markdown table without the spaces around its pipes."""
-    return re.sub(r" *\| *", "|", table)
 
 
 def section(name, record):
@@ -318,18 +297,11 @@ def main(cfg: ReproduceConfig):
     if cfg.eval_dir and not Path(cfg.eval_dir).is_dir():
         raise UserError(f"eval_dir={cfg.eval_dir} is no folder; it takes one with <task>.jsonl files")
     runs = runs_of(cfg, cfg.figures.values())
-    every = runs_of(cfg, [figure.at(cfg.units) for figure in FIGURES.values()])
-    kept, repeats = (read_kept(cfg.folder / name) if cfg.kept else {} for name in ("runs.jsonl", "repeats.jsonl"))
-    # records of other figures tell how noisy losses are; a record of other settings is of another run
-    same = [
-        name for name in every if name in kept and decisive(every[name][0]).items() <= kept[name]["settings"].items()
-    ]
-    records = {name: kept[name] for name in same}
     public = public_commands(cfg)  # refuses what is no Llama before anything runs
     if cfg.dry_run:
         if not has_data(cfg):
             print(cfg.units.prepare)
-        missing = {name: commands(*run, cfg) for name, run in runs.items() if name not in records}
+        missing = {name: commands(*run, cfg) for name, run in runs.items()}
         missing = {name: of_run for name, of_run in missing.items() if of_run}
         every_word = [*public.values(), *(words for of_run in missing.values() for words in of_run.values())]
         print(*map(shlex.join, every_word), f"{len(missing)} runs of {cfg.units.what}", sep="\n")
@@ -344,9 +316,9 @@ def main(cfg: ReproduceConfig):
     if cfg.run and not has_data(cfg) and (cfg.data_dir or " pysource " not in cfg.units.prepare):
         raise UserError(f"{cfg.units.data_dir} has no manifest.json; make the data: `{cfg.units.prepare}`")
     with hold(cfg.out_dir) if cfg.run else contextlib.nullcontext():
-        failed = make_all(runs, records, public, cfg)
+        made, failed = make_all(runs, public, cfg)
     analyses = {name: out for name, (_, out) in cfg.analyses.items() if (out / "analysis.json").exists()}
-    found = Found(records, cfg.units, cfg.seeds_of, jobs_at(cfg.units), repeats, cfg.out_dir, failed, analyses)
+    found = Found(made, cfg.units, SEEDS[: cfg.seeds], cfg.out_dir, failed, analyses)
     # a figure that lacks a run is skipped with a note, so that the others are still drawn
     missing = {}
     for name, figure in cfg.figures.items():

@@ -1,4 +1,4 @@
-"""Tables as rows of texts, the header first: the paper's five, ours beside its numbers, and those of our own figures.
+"""Tables as rows of texts, the header first: the paper's five, ours beside its numbers, and two beside figures.
 
 The first argument of each is a found.Found. Read next: panels.py.
 """
@@ -54,17 +54,6 @@ def interval(values):
     return with_interval(*mean_interval(values))
 
 
-def loss_in_words(found, job):
-    """A cell: a Job's loss, and Found.marks."""
-    return interval(found.losses(job)) + found.marks(job)
-
-
-def gap_in_words(found, job):
-    """A cell: a Job's loss minus vanilla's, and Found.marks."""
-    gap, half, _ = found.gap(job)
-    return with_interval(gap, half, sign=True) + found.marks(job, job.baseline)
-
-
 # -- the paper's tables
 
 
@@ -73,7 +62,7 @@ def table1(found):
     yield ["", *TABLE1, "Avg"]
     for (mode, length), paper in PAPER_ACCURACIES.items():
         job = Job(mode, length=length)
-        rows = np.stack([claims.accuracies(job, found, seed) for seed in found.seeds(job)])  # (seeds, tasks)
+        rows = np.stack([claims.accuracies(job, found, seed) for seed in found.seeds])  # (seeds, tasks)
         rows = rows[~np.isnan(rows).all(axis=1)]
         if not len(rows):
             raise UserError(f"no task is scored at length {length:,}; without the hub, name files by --eval_dir")
@@ -126,68 +115,27 @@ def table4(found):
 
 def table5(found):
     """Validation losses by domain, means over seeds; the paper's in brackets where the domain is one of its own."""
-    jobs = {Job(*key): paper for key, paper in PAPER_LOSSES.items() if found.scale.has(Job(*key))}
-    first = next(iter(jobs))
-    names = list(found.record(first, found.seeds(first)[0])["domains"])  # each data set has its own
+    jobs = {Job(*key): paper for key, paper in PAPER_LOSSES.items()}
+    names = list(found.domains(Job(), found.seeds[0]))  # each data set has its own
     yield ["", *names, "Avg"]
     for job, paper in jobs.items():
-        domains = [found.record(job, seed)["domains"] for seed in found.seeds(job)]
+        domains = [found.domains(job, seed) for seed in found.seeds]
         *of_domains, average = (f"{loss:.4f}" for loss in paper)
         theirs = dict(zip(DOMAINS, of_domains, strict=True))
         cells = [beside([losses[name] for losses in domains], theirs.get(name)) for name in names]
         yield [found.in_words("{0.mode} {0.size}", job), *cells, beside(found.losses(job), average)]
 
 
-# -- tables of our own figures. lines: [(label, Job)]
+# -- tables beside figures. lines: [(label, Job)]
 
 
 def critical_table(found, lines):
     """When vanilla overtakes for the last time."""
     yield ["", "overtaken at step", "in seeds"]
     for label, job in found.labels(lines):
-        points = [critical(job, found, seed) for seed in found.common_seeds(job, job.baseline)]
+        points = [critical(job, found, seed) for seed in found.seeds]
         crossed = [point for point in points if 0 < point <= found.scale.steps]
         yield [label, plus_minus(*mean_interval(crossed), digits=0), f"{len(crossed)} of {len(points)}"]
-
-
-def gaps_table(found, lines, in_tokens=False):
-    """Losses minus vanilla's: with both modes at each rate, where a mode has several, then each mode at its best one,
-    with vanilla's loss at its own. A row of vanilla itself has its losses. A label, or vanilla's loss, is left out
-    where the row above has the same. Then between the rates, if there is a parabola. in_tokens: claims.multipliers."""
-    gaps = list(claims.best_gaps(found, lines))
-    # with one rate vanilla may have another, so the gap would not be what the column says
-    rates = dict.fromkeys(found.rate(job) for at in gaps for job in at.jobs if len(at.jobs) > 1)
-    rates, above = sorted(rates, key=float), ("", "")
-    header = ["", "mode", *(f"at {rate}" for rate in rates), "best rate", "vanilla's best: loss", "each at its best"]
-    has_between = any(at.between for at in gaps)
-    header += ["between the rates"] * has_between
-    yield header + ["times vanilla's tokens", "with the seeds' noise"] * in_tokens
-    for at in gaps:
-        gap, shown = with_interval(at.gap, at.interval, sign=True) + at.marks, gap_in_words
-        if at.mode == "vanilla":
-            gap, shown = "-", loss_in_words
-        at_each = {found.rate(job): shown(found, job) for job in at.jobs if len(at.jobs) > 1}
-        best, base = (
-            found.rate(job) + " (edge)" * is_edge for job, is_edge in zip((at.best, at.base), at.edges, strict=True)
-        )
-        once = at.label, f"{base}: {interval(found.losses(at.base))}"
-        label, loss = ("" if new == old else new for new, old in zip(once, above, strict=True))
-        above = once
-        times = claims.multipliers(found, at.best) if in_tokens else []
-        cells = [*(at_each.get(rate, "-") for rate in rates), best, loss, gap]
-        if has_between:
-            cells.append(with_interval(*at.between, sign=True) + at.marks if at.between else "-")
-        yield [label, at.mode, *cells, *("{:.2f} to {:.2f}".format(*ends) for ends in times)]
-
-
-def weights_table(found):
-    """What modes with learned weights have learned: the weights of V_n and V_1 at the end, by seed and layer."""
-    n_layer = found.scale.sizes["82M"][0]
-    yield ["V_n + V_1", "seed", *(f"layer {n}" for n in range(2, 1 + n_layer))]
-    for job in map(Job, ("resformer_learned", "resformer_plus")):
-        for seed in found.seeds(job):
-            (layers,) = found.record(job, seed)["lam"]
-            yield [job.mode, str(seed), *(f"{own:.2f}+{first:.2f}" for own, first in layers[1:])]
 
 
 def concentration_table(found, lines):
@@ -196,14 +144,5 @@ def concentration_table(found, lines):
     yield ["mode", "loss", *measured]
     for label, job in found.labels(lines):
         quantities = [claims.MEASURED[what][-1] for what in measured]
-        cells = [interval([quantity(job, found, seed) for seed in found.seeds(job)]) for quantity in quantities]
+        cells = [interval([quantity(job, found, seed) for seed in found.seeds]) for quantity in quantities]
         yield [label, interval(found.losses(job)), *cells]
-
-
-def modes_table(found, jobs):
-    """Validation losses of runs, the lowest first."""
-    yield ["mode", "loss", "minus vanilla's", "n", "parameters", "KV bytes per token"]
-    for job in sorted(jobs, key=lambda job: (np.mean(found.losses(job)), job.mode)):
-        cells = [interval(found.losses(job)), "-" if job == job.baseline else gap_in_words(found, job)]
-        cells += [str(len(found.seeds(job))), f"{found.parameters(job):,}"]
-        yield [f"`{job.mode}`", *cells, f"{found.start(job)['kv_bytes_per_token']:,}"]

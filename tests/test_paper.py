@@ -1,16 +1,14 @@
-"""The paper's figures: scales, made-up runs whose numbers follow by hand, runs that are small but real, committed
-results. The committed numbers of scale night are the oracle for nearly all claims and tables."""
+"""The paper's figures: scales, made-up runs whose numbers follow by hand, runs that are small but real."""
 
 import contextlib
 import dataclasses
-import json
 import math
+import operator
 import re
 import shlex
 import shutil
 import zlib
-from collections import defaultdict
-from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,24 +20,23 @@ import plot
 import train
 from analyze import AnalyzeConfig
 from common import jobs
-from common.files import read_record
+from common.files import read_record, read_record_lines, record_line
 from common.plan import count_parameters
-from common.runs import read_kept, read_run, write_kept
-from compare import SEEDS
+from common.report import METRICS
+from common.runs import read_kept, read_run
 from configurator import UserError, load_settings
 from eval import EvalConfig
-from paper import claims, figures, found, panels, reproduce, tables
-from paper.claims import Claim, claim_cells, claim_row, claim_rows
-from paper.figures import FIGURES, PAPER
-from paper.found import Found
+from paper import claims, figures, panels, reproduce, tables
+from paper.claims import Claim, claim_cells, claim_row
+from paper.figures import FIGURES
+from paper.found import Found, finished
 from paper.reproduce import ReproduceConfig, runs_of
-from paper.runs import SCALES, UNTRAINED, Job, train_settings
+from paper.runs import SCALES, Job, train_settings
 from prepare import PrepareConfig
 from train import TrainConfig
 
 N = {"2M": 1_623_856, "82M": 81_901_056, "180M": 179_874_048, "320M": 331_064_320, "468M": 467_921_920}
 SIX = ("hellaswag", "openbookqa", "winogrande", "arc_challenge", "arc_easy", "piqa")
-NIGHT = SCALES["night"]
 
 
 def asked(*words):
@@ -47,9 +44,9 @@ def asked(*words):
 
 
 def jobs_at(scale):
-    """The runs of `all`, as they are there."""
+    """The runs of `all`."""
     every = asked("all", f"--scale={scale}").figures.values()
-    return list(dict.fromkeys(SCALES[scale].here(job) for figure in every for job in figure.jobs))
+    return list(dict.fromkeys(job for figure in every for job in figure.jobs))
 
 
 # ---- scales
@@ -78,28 +75,25 @@ def test_scale_paper_is_tables_3_and_4():
 def test_every_run_of_every_figure_is_valid(name):
     scale, every = SCALES[name], jobs_at(name)
     for job in every:
-        cfg = TrainConfig(**train_settings(job, scale, 7, f"out/{job.name}"))
+        cfg = TrainConfig(**train_settings(job, scale, 7, "x"))
         assert cfg.split_batch(max(1, scale.gpus))[0] == cfg.micro_batch
         assert cfg.value_mode.name == job.mode and cfg.arch == job.arch and cfg.seed == 7
-        is_trained = job.change != UNTRAINED
-        assert not is_trained or (1 <= cfg.warmup_steps < cfg.max_steps and cfg.save_every <= cfg.max_steps / 2)
-    assert len({str(train_settings(job, scale, 7, "same")) for job in every}) == len({job.name for job in every})
+        assert not job.is_trained or (1 <= cfg.warmup_steps < cfg.max_steps and cfg.save_every <= cfg.max_steps / 2)
+    assert len({str(train_settings(job, scale, 7, "same")) for job in every}) == len({scale.name(job) for job in every})
     tokens = [block * batch for block, batch, _ in scale.lengths.values()]
     assert max(tokens) / min(tokens) < 1.03 and scale.steps >= 10 * scale.window
 
 
-def test_config_file_of_scale_night_has_its_settings():
-    mine = TrainConfig(**train_settings(Job("cla2"), NIGHT, 1, "x"))
-    file = load_settings(TrainConfig, [str(ROOT / "config/night.py"), "--value_mode=cla2", "--seed=1", "--out_dir=x"])
-    free = ("save_every", "log_every", "keep", "compile", "device", "data_dir")
-    mine, file = ({k: v for k, v in dataclasses.asdict(of).items() if k not in free} for of in (mine, file))
-    assert mine == file
+def test_names_of_runs_are_in_this_scales_numbers():
+    jobs = (Job(), Job("svformer", lr=1e-4), Job("cla2", "468M", 64000), Job("svformer", warmup=1200, arch="gpt2"))
+    names = [SCALES["cpu"].name(job) for job in (*jobs, Job(is_trained=False))]
+    assert names[:3] == ["base-vanilla", "base-svformer-rate0.0005", "12x128-cla2-length1024"]
+    assert names[3:] == ["base-svformer-warmup60-gpt2", "base-vanilla-untrained"]
 
 
 def test_all_figures_are_there():
-    assert list(PAPER) == [f"fig{i}" for i in (1, 2, *range(4, 23))] + [f"tab{i}" for i in range(1, 6)]
-    assert sum(len(figure.claims) for figure in FIGURES.values()) == 95
-    assert list(FIGURES) == [*PAPER, "first", "modes", "rates", "v5", "regime", "longer", "sizes"]
+    assert list(FIGURES) == [f"fig{i}" for i in (1, 2, *range(4, 23))] + [f"tab{i}" for i in range(1, 6)]
+    assert sum(len(figure.claims) for figure in FIGURES.values()) == 82
 
 
 # ---- what the paper draws: the legends of each of its panels, with what is on its y axis
@@ -115,10 +109,10 @@ def each(name, *values):
 
 
 FOUR, LOSS, LENGTHS = "vanilla neutreno resformer svformer", "loss minus vanilla's", (512, 2048, 8192, 32000, 64000)
-INSPECTED = of(FOUR, size="inspected")
+INSPECTED = of(FOUR, size="468M")
 DRAWN = {
     "fig1": [
-        ("entropy, similarity", of("vanilla", size="468M", change=UNTRAINED)),
+        ("entropy, similarity", of("vanilla", size="468M", is_trained=False)),
         ("entropy", "public"), ("entropy", INSPECTED),
     ],
     "fig2": [("first", INSPECTED), ("value_norm_first", INSPECTED), ("hidden_norm_first", INSPECTED)],
@@ -146,8 +140,8 @@ DRAWN = {
         (LOSS, of("svformer_gqa4 gqa8 cla2_gqa4", length=64000)),
     ],
     "fig14": [
-        (LOSS, of("svformer", *each("length", *LENGTHS), lr="one")),
-        ("critical point by length", of("svformer", *each("length", *LENGTHS), lr="one")),
+        (LOSS, of("svformer", *each("length", *LENGTHS))),
+        ("critical point by length", of("svformer", *each("length", *LENGTHS))),
     ],
     "fig15": [
         (LOSS, of("svformer", *each("lr", 1e-4, 3e-4, 6e-4))), (LOSS, of("svformer", *each("warmup", 120, 1200))),
@@ -159,7 +153,7 @@ DRAWN = {
     "fig18": [("hidden_similarity", INSPECTED), ("hidden_similarity", "public")],
     "fig19": [(f"map of {key}", INSPECTED) for key in ("importance", "value_norm", "hidden_norm")],
     "fig20": [(key, of(f"{FOUR} cross")) for key in ("entropy", "first", "value_norm_first", "hidden_norm_first")],
-    "fig21": [("importance at ranks 1, 2, 3, 10, 1%", of(mode, size="inspected")) for mode in FOUR.split()],
+    "fig21": [("importance at ranks 1, 2, 3, 10, 1%", of(mode, size="468M")) for mode in FOUR.split()],
     "fig22": [(LOSS, of("neutreno neutreno_0.2 neutreno_0.6 neutreno_0.8"))],
 }  # fmt: skip
 
@@ -168,9 +162,7 @@ def what_is_drawn(panel):
     """The words of DRAWN for what is on a panel's y axis."""
     names = {panels.relative: LOSS, panels.before_training: "entropy, similarity", panels.by_size: "loss by parameters"}
     names |= {panels.spectrum: "eigenvalues of layer 1", panels.critical_points: "critical point by length"}
-    names |= {panels.heat: f"map of {panel.key}"}
-    if panel.draw is panels.points:
-        return {panels.LOSS_ALONG: "loss by tokens"}[panel.key]
+    names |= {panels.heat: f"map of {panel.key}", panels.along: "loss by tokens"}
     if panel.draw is panels.layers and isinstance(panel.key, dict):
         assert [label for label, _ in panel.lines] == list(panel.key)  # a line for each
         ranks = [key.removeprefix("top_") for key in panel.key.values()]
@@ -186,8 +178,8 @@ def what_is_drawn(panel):
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_figure_has_all_panels_and_lines_of_the_papers(name):
-    """At scale paper. A line more is ours; a line or a panel less is the paper's, and lost."""
-    shown = FIGURES[name].at(SCALES["paper"], is_public_named=True).panels
+    """A line more is ours; a line or a panel less is the paper's, and lost."""
+    shown = FIGURES[name].shown(is_public_named=True).panels
     for what, wanted in DRAWN[name]:
         alike = [panel for panel in shown if what_is_drawn(panel) == what]
         is_there = [panel.has_public if wanted == "public" else wanted <= set(panel.jobs) for panel in alike]
@@ -195,18 +187,13 @@ def test_a_figure_has_all_panels_and_lines_of_the_papers(name):
 
 
 def test_the_papers_figures_are_all_in_that_table():
-    assert list(DRAWN) == [name for name in PAPER if name.startswith("fig")]
+    assert list(DRAWN) == [name for name in FIGURES if name.startswith("fig")]
 
 
 # ---- made-up runs
 
 CPU = dataclasses.replace(SCALES["cpu"], steps=40, window=5)
-KEPT = read_kept(ROOT / "results/night/runs.jsonl")
-LIKE = KEPT["82M-2048-vanilla-lr0.0003-bosTrue-42"] | {"lam": [[None, [0.5, 2]]]}  # a record that has everything
-
-
-REPEATS = read_kept(ROOT / "results/night/repeats.jsonl")
-FOUND = Found(KEPT, NIGHT, lambda job: SEEDS[: NIGHT.n_seeds(NIGHT.here(job))], figures.jobs_at(NIGHT), REPEATS)
+ANALYSIS = read_kept(ROOT / "results/night/runs.jsonl")["82M-2048-vanilla-lr0.0003-bosTrue-42"]["analysis"]
 
 
 def rng(*words):
@@ -216,25 +203,22 @@ def rng(*words):
 class Made(Found):
     """Runs with random losses, arrays and scores. It notes what it is asked for."""
 
-    def __init__(self, scale=CPU):
-        super().__init__(
-            defaultdict(dict), scale, lambda job: (42, 1) if (job.size, job.length) == ("82M", 2048) else (42,)
-        )
+    def __init__(self, scale=CPU, seeds=(42, 1)):
+        super().__init__({}, scale, seeds)
         self.asked, self.analysed, self.scored = set(), set(), set()
 
-    def record(self, job, seed):
-        self.records[self.name(job, seed)]  # a defaultdict has from now on what it is asked for
-        name, last = self.name(job, seed), train_settings(job, self.scale, seed, "x")["max_steps"]
+    def run(self, job, seed):
         self.asked.add(job)
-        start = LIKE["start"] | {"max_steps": last, "parameters": N[self.scale.here(job).size] + len(job.mode)}
-        losses, loss = rng("steps", name).random(last // self.scale.every) + 3, rng("loss", name).random()
-        made = {"name": name, "start": start, "every": self.scale.every, "losses": losses.tolist()}
-        made |= {"val": {str(last // 2): 3.0, str(last): loss}, "domains": {"C4": loss, "mine": loss + 0.2}}
-        return LIKE | made
+        name, n = self.name(job, seed), train_settings(job, self.scale, seed, "x")["max_steps"]
+        step, loss = np.arange(1.0, 1 + n), rng("loss", name).random()
+        steps = {"step": step, "tokens": step * 1024, "loss": rng("steps", name).random(n) + 3}
+        val, start = {max(1, n // 2): 3.0} | {n: loss}, {"parameters": N[job.size] + len(job.mode)}
+        evaluation = {"val": {"C4": loss, "mine": loss + 0.2}}
+        return SimpleNamespace(start=start, steps=steps, val=val, evaluation=evaluation, final_loss=loss)
 
     def analysis(self, job, seed):
         self.analysed.add(job)
-        return super().analysis(job, seed)
+        return ANALYSIS
 
     def arrays(self, job, seed):
         self.analysed.add(job)
@@ -272,28 +256,24 @@ def lines(ax):
     return {label: line.get_data() for line, label in labels.items() if label[0] != "_"}
 
 
-@pytest.mark.parametrize("scale", ["cpu", "night"])
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_names_all_runs_that_it_needs_and_no_more(name, scale, made):
-    if (scale == "cpu" and name not in PAPER) or name in SCALES[scale].without:
-        pytest.skip("not at this scale")
-    made.scale = dataclasses.replace({"cpu": CPU, "night": NIGHT}[scale], data_dir=made.scale.data_dir)
-    figure, here = FIGURES[name].at(made.scale), made.scale.here
+def test_a_figure_names_all_runs_that_it_needs_and_no_more(name, made):
+    figure = FIGURES[name].shown()
     if figure.panels:
         axes_of(figure, made)
     if figure.table:
         assert list(figure.table(made))[1:]
-    claim_rows(figure, made)
-    asked = made.asked | made.analysed | made.scored
-    assert {here(job) for job in asked} == {here(job) for job in figure.jobs}
-    assert {here(job) for job in made.analysed} == {here(job) for job in figure.analysed}
+    for claim in figure.claims:
+        claim_row(claim, made)
+    assert made.asked | made.analysed | made.scored == set(figure.jobs)
+    assert made.analysed == set(figure.analysed)
     assert made.scored == (set(figure.jobs) if figure.scored else set())
 
 
 def test_relative_panels(made):
     """Each line is the run's loss minus vanilla's with its seed and all its settings, averaged over growing windows."""
     for label, job in made.labels(FIGURES["fig15"].panels[2].lines):
-        gaps = [made.steps(job, s)["loss"] - made.steps(job.baseline, s)["loss"] for s in made.seeds(job)]
+        gaps = [made.steps(job, s)["loss"] - made.steps(job.baseline, s)["loss"] for s in made.seeds]
         x, (y,) = plot.growing_means(made.steps(job, 42)["tokens"], np.mean(gaps, 0)[None])
         np.testing.assert_allclose(lines(axes_of(FIGURES["fig15"], made)[2])[label], [x, y], atol=1e-9)
 
@@ -301,10 +281,10 @@ def test_relative_panels(made):
 @pytest.mark.parametrize("name", ["fig4", "fig18", "fig21"])
 def test_layer_panels(name, made):
     """Means over seeds; layers count from 1, states from 0; layers without the quantity are left out."""
-    for ax, panel in zip(axes_of(FIGURES[name], made), FIGURES[name].panels, strict=True):
+    for ax, panel in zip(axes_of(FIGURES[name].shown(), made), FIGURES[name].panels, strict=True):
         for label, job in made.labels(panel.lines):
             key = panel.key[label] if isinstance(panel.key, dict) else panel.key
-            y = np.array([made.by_layer(job, s, key) for s in made.seeds(job)], float).mean(0)
+            y = np.array([made.by_layer(job, s, key) for s in made.seeds], float).mean(0)
             x = np.flatnonzero(np.isfinite(y))
             np.testing.assert_allclose(lines(ax)[label], [x + (not key.startswith("hidden")), y[x]])
 
@@ -330,7 +310,7 @@ def test_a_critical_point_beyond_training_is_hollow(step, is_filled, made, monke
     assert (style["color"] in faces) == is_filled and "none" in faces
     monkeypatch.setattr(tables, "critical", lambda job, found, seed: step)
     table = {row[0]: row[1:] for row in tables.critical_table(made, figures.SV_LENGTHS[:1])}
-    assert table["SVFormer, length 64"] == [f"{step}" if is_filled else "-", f"{int(is_filled)} of 1"]
+    assert table["SVFormer, length 64"] == [f"{step} ± 0" if is_filled else "-", f"{2 * is_filled} of 2"]
 
 
 # ---- tables of the paper
@@ -369,30 +349,6 @@ def test_tables_of_settings(made, data_dir):
     total = 2 * 257 * 512 + 8 * (4 * 512**2 + 3 * 512 * 1792 + 2 * 512) + 512
     assert four["parameters"][1] == f"{total:,}" and four["peak learning rate"] == ["0.0006 (0.0006)"] * 5
     assert [four[name][3] for name in ("layers", "width", "FFN width")] == ["15 (-)", "1,024 (-)", "3,584 (-)"]
-
-
-# ---- differences of losses
-
-
-def test_how_noisy_night_is():
-    """By another program: a two-way analysis of variance, and multipliers from losses that were typed in."""
-    fits = [FOUND.fit([job, job.baseline]) for job in (
-        Job("resformer"), Job("resformer", lr=6e-4), Job("svformer", lr=0.75e-4), Job("resformer", "2M"))]  # fmt: skip
-    assert [(fit.df, len(fit.cells)) for fit in fits] == [(42, 26), (4, 3), (4, 3), (14, 8)]
-    assert [fit.noise for fit in fits] == pytest.approx([0.00953, 0.0039, 0.0567, 0.0824], abs=6e-5)
-    deep = figures.DEEPER
-    twelve_minus_six = FOUND.contrast({deep: 1, deep.baseline: -1, Job("resformer"): -1, Job(): 1})
-    found = [FOUND.gap(Job("resformer_lambda"))[:2], twelve_minus_six[:2], (FOUND.gap(Job("key"))[0], FOUND.one_seed())]
-    assert np.round(found, 4).tolist() == [[-0.0692, 0.0157], [-0.0567, 0.0222], [0.0032, 0.0272]]  # the last: one seed
-    times = [claims.multipliers(FOUND, Job("resformer_lambda", change=of)) for of in claims.SCHEDULES[1:]]
-    assert np.round(times, 3).tolist() == [[[1.255, 1.456], [1.19, 1.58]], [[1.116, 1.311], [0.927, 2.45]]]
-
-
-def test_edges_and_marks():
-    jobs = [Job("resformer", change="n_embd=64,n_head=2", lr=lr) for lr in (3e-4, 6e-4)]
-    edges = [next(claims.best_gaps(FOUND, [("", job) for job in of])).edges for of in (jobs, jobs[:1])]
-    marks = [FOUND.marks(job, job.baseline) for job in (Job("cut"), Job("neutreno", "2M"), Job("key"))]
-    assert edges == [[True, True], [False, False]] and marks == ["‡", "†", ""]
 
 
 # ---- claims
@@ -434,24 +390,60 @@ def test_critical_points():
     assert claims.critical_point(x, x, 1) == 0
 
 
-def test_quantities_that_scale_night_does_not_have(made):
-    """A naive second computation of those that no committed number proves."""
+def test_losses_and_differences_of_a_claim(made):
+    of = {(mode, seed): made.loss(Job(mode), seed) for mode in ("vanilla", "key", "query") for seed in (42, 1)}
+    values = [of["key", seed] - of["query", seed] for seed in (42, 1)]
+    for value in (claims.loss, claims.gap):  # vanilla's loss cancels
+        row = claim_row(Claim(Job("key"), Job("query"), "lower", claims.LOWER, value), made)
+        assert row["values"] == pytest.approx(values) and row["mean"] == pytest.approx(sum(values) / 2)
+    assert claims.gap(Job("key"), made, 1) == of["key", 1] - of["vanilla", 1]
+
+
+LAYERS = {key: ANALYSIS["layers"][key]["mean"] for key in ANALYSIS["layers"]}
+STATES = {key: ANALYSIS["states"][key]["mean"] for key in ANALYSIS["states"]}
+NAIVE = {  # what the claims take from an analysis of six layers, a second time
+    "entropy in the deeper layers": sum(LAYERS["entropy"][3:]) / 3,
+    "first token's importance": max(LAYERS["first"]),
+    "first token's value": min(map(operator.truediv, LAYERS["value_norm_first"], LAYERS["value_norm_rest"])),
+    "first token's hidden state": max(map(operator.truediv, STATES["hidden_norm_first"], STATES["hidden_norm_rest"])),
+    "largest importance": sum(LAYERS["top_1"]) / 6,
+    "ln of a layer's largest eigenvalue": math.log(math.prod(LAYERS["value_largest"])) / 6,
+}
+
+
+@pytest.mark.parametrize("what", claims.MEASURED)
+def test_quantities_of_an_analysis(what, made):
+    assert claims.MEASURED[what][-1](Job(), made, 42) == pytest.approx(NAIVE[what])
+
+
+def test_other_quantities_of_analyses(made):
     row = max(row[0] / (sum(row[1:100]) / 99) for row in made.arrays(Job(), 42)["importance"].tolist())
     assert claims.importance_ratio(Job(), made, 42) == pytest.approx(row)
-    values = [math.log(x) for x in made.by_layer(Job(), 42, "value_largest")]
-    *_, quantity = claims.MEASURED["ln of a layer's largest eigenvalue"]
-    assert quantity(Job(), made, 42) == pytest.approx(sum(values) / 6)
+    above = sum(LAYERS["entropy_minus_uniform"]) / 6
+    assert claims.entropy_minus_uniform(Job(), made, 42) == pytest.approx(above)
+    deeper = sum(x for x in LAYERS["eq4"] if x is not None) - sum(x for x in LAYERS["eq6"] if x is not None)
+    n = sum(x is not None for x in LAYERS["eq4"])
+    assert claims.eq4_minus_eq6(Job(), made, 42) == pytest.approx(deeper / n)
 
 
 def row_of(values, job, side):
     claim = Claim(job, None, "paper", side, lambda job, found, seed: values[seed], ": a − b")
-    return claim_row(claim, Made(), values)
+    return claim_row(claim, Made(seeds=tuple(values)))
 
 
 def test_what_decides_nothing():
-    """Equal values show no spread, and some may be missing. The committed claims have all other verdicts."""
-    for values in ([0.5, 0.5], [0.1, 0.1001, None], []):
+    """Equal values show no spread, and some may be missing."""
+    for values in ([0.5, 0.5], [0.1, 0.1001, None]):
         assert row_of(dict(enumerate(values)), Job(), (0, math.inf))["verdict"] == "cannot tell"
+
+
+@pytest.mark.parametrize("values, verdict", [
+    ([0.5, 0.51], "same side"), ([-0.5, -0.51], "other side"), ([0.5, -0.4], "cannot tell"),
+    ([0.5], "same side?"), ([-0.5], "other side?"), ([0.9, 0.91], "other side"),
+])  # fmt: skip
+def test_verdicts(values, verdict):
+    """The paper's side is between 0 and 0.8; the interval of two is wide."""
+    assert row_of(dict(enumerate(values)), Job(), (0, 0.8))["verdict"] == verdict
 
 
 def test_a_row_has_json_numbers(made):
@@ -471,7 +463,7 @@ def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
     assert result.returncode == 0 and not list(tmp_path.iterdir())
     cfg, text = asked("all", f"--scale={scale}"), result.stdout
     runs = {settings["out_dir"]: (settings, needs) for settings, needs in runs_of(cfg, cfg.figures.values()).values()}
-    assert list(runs) == [f"out/{scale}/{job.name}-{seed}" for job in jobs_at(scale) for seed in cfg.seeds_of(job)]
+    assert list(runs) == [f"out/{scale}/{SCALES[scale].name(job)}-42" for job in jobs_at(scale)]
     made = {"train": set(), "analyze": set(), "eval": set(), "prepare": set()}
     for command, name, words in re.findall(r"^(python|torchrun \S+) (\w+)\.py (.*)", text, re.M):
         kinds = {"train": TrainConfig, "analyze": AnalyzeConfig, "eval": EvalConfig, "prepare": PrepareConfig}
@@ -486,13 +478,12 @@ def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
     assert made["train"] == runs.keys() and made["prepare"] == {cfg.units.data_dir}
     assert made["analyze"] == {name for name, (_, needs) in runs.items() if "analysis" in needs}
     scored = {name for name, (_, needs) in runs.items() if "scores" in needs}
-    assert made["eval"] == scored and len(scored) == {"paper": 4, "cpu": 4, "night": 0}[scale]
+    assert made["eval"] == scored and len(scored) == 4
 
 
 @pytest.mark.parametrize("words, says", [
     ("", "say which figure, as in `python -m paper.reproduce fig7 --dry_run`"),
     ("fig3", "cannot reproduce 'fig3'; there are fig1, "),
-    ("rates fig4 --scale=cpu", "rates is for scale=night, not for scale=cpu"),
     ("tab5 --scale=paper", "scale=paper needs GPUs, and there is none; add --dry_run, or set --scale=cpu"),
     ("fig4 --data_dir=missing", "missing has no manifest.json; make the data: `python prepare.py pysource"),
 ])  # fmt: skip
@@ -519,7 +510,7 @@ def test_public_models_that_are_none(words, says, tmp_path):
 
 # ---- runs that are small but real
 
-RUNS = ("82M-2048-vanilla-42", "82M-2048-resformer-42")
+RUNS = ("base-vanilla-42", "base-resformer-42")
 
 
 def shrink(monkeypatch):
@@ -528,8 +519,10 @@ def shrink(monkeypatch):
     quick = {"eval_tokens": 512, "dtype": "float32", "compile": False}
     tiny = dataclasses.replace(SCALES["cpu"], what="tiny", settings=quick, **shape)
     value = figures.compared("Values.", {"Value": "resformer"}, "resformer vanilla")
-    few = {"fig4": FIGURES["fig4"], "fig9": value, "tab5": FIGURES["tab5"]}
-    monkeypatch.setattr(reproduce, "PAPER", tuple(few))
+    five = figures.Figure("Losses.", claims=value.claims, table=tables.table5, runs=(Job(), Job("resformer")))
+    few = {"fig4": FIGURES["fig4"], "fig9": value, "tab5": five}
+    losses = {key: paper for key, paper in tables.PAPER_LOSSES.items() if key[1] == "82M"}
+    monkeypatch.setattr(tables, "PAPER_LOSSES", losses)
     monkeypatch.setattr(reproduce, "SCALES", SCALES | {"cpu": tiny})
     monkeypatch.setattr(reproduce, "FIGURES", few)
     monkeypatch.chdir(ROOT)
@@ -587,33 +580,32 @@ def test_it_trains_analyses_and_draws(real):
     assert (folder / "results" / drawn["fig9"]["png"]).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_what_is_finished_or_kept_does_not_run_again(copied, monkeypatch):
-    """A kept record counts if its settings and its data are those that we ask for."""
+def test_what_is_finished_does_not_run_again(copied, monkeypatch):
     folder, call = copied
-    before, file = numbers_in(folder), folder / "results/cpu/runs.jsonl"
+    before = numbers_in(folder)
     monkeypatch.setattr(reproduce, "run_jobs", lambda wanted, ended, lanes: wanted() and pytest.fail("it runs"))
-    assert call("all", "--kept").returncode == 0
-    shutil.rmtree(folder / "out")
-    assert call("all", "--kept").returncode == 0 and numbers_in(folder) == before
-    refused(call("fig9", "--run=false"), f"{RUNS[1]} is missing or not finished; leave out --run=false")
-    kept = read_kept(file)
-    kept[RUNS[0]]["settings"]["learning_rate"] = 1
-    kept[RUNS[1]]["start"]["data"] = "other"
-    write_kept(file, kept)
-    asked_again = call("fig9", "--kept", "--dry_run").stdout
-    assert RUNS[0] in asked_again and RUNS[1] not in asked_again
-    refused(call("fig9", "--kept"), f"the data of {RUNS[1]} and", "differ; leave out --kept")
+    assert call("all").returncode == 0 and numbers_in(folder) == before
     assert "![fig9](fig9.png)" in (folder / "results/cpu/README.md").read_text()
 
 
-def test_a_record_of_a_run(copied):
+def test_what_is_missing_or_of_other_data_is_refused(copied):
+    folder, call = copied
+    path = folder / "out" / RUNS[1] / "metrics.jsonl"
+    lines = list(read_record_lines(path, METRICS))
+    path.write_text(
+        "".join(record_line(METRICS, {**line, **({"data": "x"} if "data" in line else {})}) for line in lines)
+    )
+    refused(call("fig9"), "the data of", RUNS[1], "differ; set another --out_dir")
+    shutil.rmtree(folder / "out" / RUNS[1])
+    refused(call("fig9", "--run=false"), f"{RUNS[1]} is missing or not finished; leave out --run=false")
+
+
+def test_a_finished_run_has_the_settings_that_we_ask_for(copied):
     folder = copied[0] / "out" / RUNS[0]
-    run, settings = read_run(folder), {"max_steps": 4, "value_mode": "vanilla", "out_dir": folder}
-    record = found.make_record(settings, 2)
-    assert record["settings"] == {"max_steps": 4, "value_mode": "vanilla"} and "lam" not in record
-    assert record["losses"] == pytest.approx(run.steps["loss"].reshape(2, 2).mean(1), abs=1e-5)
+    wanted = {"max_steps": 4, "value_mode": "vanilla", "out_dir": folder}
+    assert finished(wanted).final_loss == read_run(folder).final_loss
     with pytest.raises(UserError, match="was made with max_steps=4 instead of 8; remove it, or set another --out_dir"):
-        found.make_record(settings | {"max_steps": 8}, 1)
+        finished(wanted | {"max_steps": 8})
 
 
 def test_one_failure_does_not_stop_the_rest(copied, monkeypatch):
@@ -626,54 +618,8 @@ def test_one_failure_does_not_stop_the_rest(copied, monkeypatch):
     assert list(numbers_in(folder)) == ["fig4"]
 
 
-# ---- committed results
-
-
-def draw_again(folder, monkeypatch, *names):
-    """Scale night's numbers from the committed records of its runs: night.json in a folder."""
-    (folder / "night").mkdir(exist_ok=True)
-    for name in ("runs.jsonl", "repeats.jsonl"):
-        shutil.copy(ROOT / "results/night" / name, folder / "night")
-    monkeypatch.setattr(reproduce, "page_of_panels", lambda *_: None)
-    words = [*names, "--scale=night", "--kept", "--run=false", f"--results_dir={folder}"]
-    again = in_process(reproduce, *words, cwd=folder)
-    assert again.returncode == 0, again.stderr
-    return (folder / "night.json").read_bytes()
-
-
-def test_drawing_again_changes_nothing(tmp_path, monkeypatch):
-    times = iter(["then", "now"])
-    monkeypatch.setattr(reproduce, "environment", lambda: {"time": next(times)})
-    first = draw_again(tmp_path, monkeypatch, "fig9")
-    assert b"then" in first and draw_again(tmp_path, monkeypatch, "fig9") == first
-
-
-def test_night_follows_from_its_records(tmp_path, monkeypatch):
-    """We compute the numbers and verdicts of scale night again from the committed records of its runs."""
-    committed = read_record(ROOT / "results/night.json", reproduce.RESULTS)["figures"]
-    draw_again(tmp_path, monkeypatch, *(committed.keys() - {"fig19", "tab2", "tab4"}))  # those need more than records
-
-    def comparable(record):  # numpy's last digits depend on the processor
-        text = json.dumps({**record, "environment": None})
-        return json.loads(text, parse_float=lambda text: float(f"{float(text):.9g}"))
-
-    for name, record in read_record(tmp_path / "night.json", reproduce.RESULTS)["figures"].items():
-        assert comparable(record) == comparable(committed[name]), name
-
-
-def test_committed_results_are_those_of_the_code():
-    committed = read_record(ROOT / "results/night.json", reproduce.RESULTS)
-    assert committed["scale"] == NIGHT.what
-    assert (ROOT / "results/night/README.md").read_text(encoding="utf-8") == reproduce.report_text(committed, "night")
-    for name, record in committed["figures"].items():
-        assert record["caption"] == FIGURES[name].caption
-        assert "png" not in record or (ROOT / "results" / record["png"]).exists()
-        assert not re.search(r"[= ](/|~|[A-Z]:)", record["environment"]["command"]), f"{name}: a folder of one machine"
-
-
-def test_the_rates_of_scale_night_are_the_best():
-    every = [*product(("82M", "2M"), figures.TUNED), *product(("180M", "468M"), ("vanilla", "resformer"))]
-    for size, mode in (of for of in every if of[0] == "82M" or of in NIGHT.tuned):
-        jobs = [Job(mode, size, lr=lr) for lr in figures.RATES["2M" if size == "2M" else "82M"]]
-        tried = [job for job in jobs if f"{job.name}-42" in KEPT]
-        assert claims.best_rate(FOUND, tried) == NIGHT.here(Job(mode, size)), (size, mode)
+def test_drawing_again_changes_nothing(copied, monkeypatch):
+    folder, call = copied
+    monkeypatch.setattr(reproduce, "environment", lambda: {"time": "now"})
+    before = (folder / "results/cpu.json").read_bytes()
+    assert call("all").returncode == 0 and (folder / "results/cpu.json").read_bytes() == before
