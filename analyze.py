@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from common import checkpoint
 from common.data import EOT, Corpus, raw_bits
 from common.files import write_atomic, write_record
-from common.layers import attend, attend_across, repeat_heads
-from common.plan import count_parameters
 from common.ranks import enough_memory, environment, only_process
 from common.report import markdown, plus_minus, progress
+from common.sizes import count_parameters
 from configurator import UserError, check_fields, run, setting
 from model import join_scores
+from net.layers import attend, attend_across, repeat_heads
 
 NUMBERS = "analyze.py's numbers"  # the kind of analysis.json
 BLOCK = 2**24  # attention probabilities at a time, so that no memory grows with the length's square

@@ -25,10 +25,10 @@ from common.data import Corpus
 from common.files import hold, read_record, write_text
 from common.jobs import Job, flags_of, lanes_of, run_jobs, tokens_per_s
 from common.modes import read_mode
-from common.plan import count_parameters, notes_of
 from common.ranks import environment
 from common.report import markdown, say, with_interval
 from common.runs import as_kept, made_as, read_run, rounded_otherwise, write_kept
+from common.sizes import count_parameters, notes_of
 from common.statistics import Fit
 from common.verdict import GROWTHS, LOOKS, in_times, judge, noisy, search, sentences
 from configurator import UserError, need, run, setting

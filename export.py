@@ -1,12 +1,12 @@
 """Write a trained model as a Hugging Face folder, for transformers, lm-eval and whatever reads such folders.
 
-    python export.py out/svformer --out_dir=hf/svformer
-    python export.py out/vanilla --out_dir=hf/vanilla --dtype=bfloat16
+    python export.py out/svformer --out_dir=exports/svformer
+    python export.py out/vanilla --out_dir=exports/vanilla --dtype=bfloat16
 
 vanilla of arch=llama becomes a plain Llama; every other model brings its code along. transformers writes the folder and
 loads it again. We compare logits, of a full pass and while it generates, and token ids with ours, before the folder
 gets its name.
-Read before: common/hf.py and common/modeling_nanoresformer.py.
+Read before: hf/layout.py and hf/modeling_nanoresformer.py.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ import torch
 
 from common import checkpoint
 from common.files import write_text, writing
-from common.hf import fast_tokenizer, is_plain_llama, is_tied, to_llama
 from configurator import UserError, check_fields, need, run, setting
+from hf.layout import fast_tokenizer, is_plain_llama, is_tied, to_llama
 from value_modes import TABLE
 
 HERE = Path(__file__).parent
 # The wrapper for transformers, and all that it imports of ours. It lands in one flat folder.
 CODE = (
-    "configurator.py", "value_modes.py", "model.py", "common/problems.py",
-    "common/layers.py", "common/loss.py", "common/modeling_nanoresformer.py",
+    "configurator.py", "value_modes.py", "model.py", "net/rules.py",
+    "net/layers.py", "net/loss.py", "hf/modeling_nanoresformer.py",
 )  # fmt: skip
 CLASSES = {
     "AutoConfig": "modeling_nanoresformer.NanoResFormerConfig",
@@ -45,7 +45,7 @@ class ExportConfig:
     run: str = setting("", "run or checkpoint file; empty = the newest run in out/", positional=True, group="Model")
     which: Literal["last", "best"] = setting("last", "a run's last checkpoint, or its best in validation")
     dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "dtype of the weights")
-    out_dir: str = setting("", "the new folder; empty = hf/<name of the run>", group="Result")
+    out_dir: str = setting("", "the new folder; empty = exports/<name of the run>", group="Result")
 
     def __post_init__(self):
         check_fields(self)
@@ -56,7 +56,7 @@ def to_transformers(model, start, end):
     start, end: the ids that begin a sequence and that end it."""
     if is_plain_llama(model.cfg):
         return to_llama(model, start, end)
-    wrapper = need("common.modeling_nanoresformer", "transformers")
+    wrapper = need("hf.modeling_nanoresformer", "transformers")
     shape = dataclasses.asdict(model.cfg)
     config = wrapper.NanoResFormerConfig(shape=shape, bos_token_id=start, eos_token_id=end, auto_map=CLASSES)
     peer = wrapper.NanoResFormerForCausalLM(config)
@@ -69,7 +69,7 @@ def write_code(folder):
     names = [Path(file).stem for file in CODE]
     for file in CODE:
         source = (HERE / file).read_text(encoding="utf-8")
-        source = re.sub(rf"^from (?:common\.)?({'|'.join(names)}) import", r"from .\1 import", source, flags=re.M)
+        source = re.sub(rf"^from (?:net\.|hf\.)?({'|'.join(names)}) import", r"from .\1 import", source, flags=re.M)
         if file == CODE[-1]:  # the wrapper: early releases of version 5 take along what it imports itself, and no more
             source += "\n" + "".join(f"from .{name} import __name__ as _  # noqa\n" for name in names[:-1])
         write_text(folder / Path(file).name, source)
@@ -110,9 +110,9 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
 
 
 def card(name, header, start, end, dtype):
-    """The text of README.md, of a checkpoint's header: common/card.md, for a Llama without what our own code needs.
+    """The text of README.md, of a checkpoint's header: hf/card.md, for a Llama without what our own code needs.
     start, end: the tokens with which its sequences begin, or "", and end."""
-    cfg, text = header["config"], (HERE / "common/card.md").read_text(encoding="utf-8")
+    cfg, text = header["config"], (HERE / "hf/card.md").read_text(encoding="utf-8")
     about = {"name": name, "mode": cfg.value_mode.name, "step": header["step"], "dtype": dtype}
     about["end"] = end
     about["version"], about["block_size"] = need("transformers").__version__, cfg.block_size
@@ -159,7 +159,7 @@ def main(cfg: ExportConfig):
     path = checkpoint.find(cfg.run, cfg.which)
     if checkpoint.is_hf_file(path):
         raise UserError(f"{path.parent} is a Hugging Face folder already; name a run of train.py")
-    out = Path(cfg.out_dir or Path("hf", path.parent.resolve().name))
+    out = Path(cfg.out_dir or Path("exports", path.parent.resolve().name))
     if out.exists():
         raise UserError(f"{out} exists; remove it, or choose another --out_dir")
     transformers = need("transformers")

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.layers import (
+from configurator import need, run
+from net.layers import (
     MLP,
     DepthAverage,
     Linear,
@@ -33,8 +34,7 @@ from common.layers import (
     normal,
     repeat_heads,
 )
-from common.loss import chunked_cross_entropy
-from configurator import need, run
+from net.loss import chunked_cross_entropy
 from value_modes import plan_layers, stored_tensors
 
 
@@ -428,4 +428,4 @@ class KVCache:
 
 if __name__ == "__main__":
     # need, not import: transformers refuses an exported model.py that imports what does not come with it
-    run(need("common.plan").main, __doc__, skip_unknown=True)
+    run(need("common.sizes").main, __doc__, skip_unknown=True)

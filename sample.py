@@ -16,10 +16,10 @@ import torch
 
 from common import checkpoint
 from common.files import reading
-from common.layers import to_fp32
 from common.ranks import clock, enough_memory, only_process, weights_dtype
 from configurator import UserError, check_fields, run, setting
 from model import KVCache
+from net.layers import to_fp32
 
 CHECK_EVERY = 16  # steps. Looking whether all rows have ended makes a GPU wait
 

@@ -29,9 +29,9 @@ from common.checkpoint import RUN
 from common.curves import read_run
 from common.data import Corpus
 from common.files import hold, read_record, write_record
-from common.plan import count_parameters, flops_per_token, notes_of
 from common.report import Metrics, heard
 from common.scoring import domain_losses
+from common.sizes import count_parameters, flops_per_token, notes_of
 from configurator import UserError, check_fields, run, setting
 from model import GPT
 from value_modes import ModelConfig, ValueMode, get_mode, kv_floats_per_token

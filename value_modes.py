@@ -17,8 +17,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from common.problems import problems_of_mode, problems_of_residual, refuse
 from configurator import UserError, check_fields, setting
+from net.rules import problems_of_mode, problems_of_residual, refuse
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from common.files import write_json
-from common.hf import to_llama
-from common.loss import chunked_cross_entropy
 from common.ranks import environment
 from common.report import markdown
 from configurator import check_fields, setting
+from hf.layout import to_llama
 from model import GPT
+from net.loss import chunked_cross_entropy
 from value_modes import ModelConfig
 
 SHAPES = {

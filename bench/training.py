@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 import bench
-from common.plan import count_parameters, flops_per_token
 from common.ranks import clock, only_process, peak_flops
+from common.sizes import count_parameters, flops_per_token
 from configurator import run, setting
 from train import adamw
 

@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict as dcp
 
 from common.files import read_record, reading, sealed, unsealed, write_atomic
-from common.hf import hf_config, hf_files, is_hf_folder, is_tied, load_hf, made_by_us, parts_of
 from common.tokenizer import HFTokenizer, Tokenizer
 from configurator import UserError
+from hf.layout import hf_config, hf_files, is_hf_folder, is_tied, load_hf, made_by_us, parts_of
 from model import GPT
 from value_modes import ModelConfig
 

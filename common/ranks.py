@@ -244,7 +244,7 @@ def code_of_results(root=Path(__file__).parent.parent):
     """{file at the heart of a run's numbers: a digest of its statements}. Comments, docstrings and help texts do not
     count; error messages do."""
     digests = {}
-    for name in ("model", "value_modes", "train", "common/layers", "common/loss", "common/data", "common/scoring"):
+    for name in ("model", "value_modes", "train", "net/layers", "net/loss", "common/data", "common/scoring"):
         tree = without_words(ast.parse(Path(root, f"{name}.py").read_text(encoding="utf-8")))
         digests[f"{name}.py"] = hashlib.sha256(as_text(tree).encode()).hexdigest()[:8]
     return digests

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common.layers import to_fp32
 from configurator import UserError
+from net.layers import to_fp32
 
 MAX_BRANCHES = 8  # most choices in a row, because the mask grows with the square of the row's width
 

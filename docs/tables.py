@@ -12,8 +12,8 @@ from pathlib import Path
 from PIL import Image
 
 from common.files import write_text
-from common.plan import mode_table
 from common.report import compact
+from common.sizes import mode_table
 from plot import plans
 from value_modes import TABLE, ModelConfig
 

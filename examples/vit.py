@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.files import write_json
-from common.layers import MLP, Linear
 from common.ranks import environment
 from common.report import markdown, plus_minus, progress
 from common.statistics import mean_interval
 from configurator import UserError, check_fields, need, run, setting
 from model import GPT
+from net.layers import MLP, Linear
 from train import adamw, learning_rate
 from value_modes import ModelConfig, get_mode
 

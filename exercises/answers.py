@@ -1,4 +1,4 @@
-"""Your answers to docs/exercises.md. Fill in a function, then check it: python -m tests.exercises 1
+"""Your answers to docs/exercises.md. Fill in a function, then check it: python -m exercises.check 1
 
 Equations count layers from 1, so V_1 is the first layer's; the code counts from 0. Shapes: B sequences, H heads, T
 tokens, D numbers per head. a is the attention A_n of a layer n > 1: a[b, h, t, s] is the weight of token s for token t,

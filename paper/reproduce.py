@@ -20,15 +20,15 @@ import torch
 
 from common.data import Corpus
 from common.files import hold, read_record, write_record, write_text
-from common.hf import hf_config, is_hf_folder
 from common.jobs import Job, flags_of, lanes_of, run_jobs
-from common.plan import count_parameters, flops_per_token
 from common.ranks import PEAK_FLOPS, environment
 from common.report import compact, markdown
+from common.sizes import count_parameters, flops_per_token
 from common.tasks import TABLE1
 from common.tokenizer import HFTokenizer
 from compare import SEEDS
 from configurator import UserError, check_fields, need, run, setting
+from hf.layout import hf_config, is_hf_folder
 from paper.claims import HEADER, claim_cells, claim_row
 from paper.figures import FIGURES
 from paper.found import Found, finished, scores

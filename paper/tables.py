@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from common.data import Tokenizer, load_manifest
-from common.plan import count_parameters
 from common.report import plus_minus, with_interval
+from common.sizes import count_parameters
 from common.statistics import mean_interval
 from common.tasks import TABLE1
 from configurator import UserError

@@ -283,7 +283,7 @@ def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None, n_val=3_
 
 def hf_folder(folder, model, **changes):
     """Write our model as a Hugging Face folder; a change to None takes a field out."""
-    from common.hf import FIELDS, named_tensors
+    from hf.layout import FIELDS, named_tensors
 
     folder.mkdir(exist_ok=True)
     c = {theirs: getattr(model.cfg, ours) for ours, theirs in FIELDS.items()}

@@ -29,9 +29,9 @@ from analyze import Recorder, importance, parts_of, received, uniform_entropy
 from common import checkpoint
 from common.data import Corpus
 from common.files import read_record
-from common.layers import attend
 from configurator import UserError
 from model import GPT
+from net.layers import attend
 from value_modes import Residual, ValueMode
 
 COMBINED = {  # more than one residual that changes A_n: no row has that

@@ -30,8 +30,8 @@ from configurator import UserError, types_of
 from model import GPT
 from value_modes import ModelConfig, Residual, ValueMode
 
-SCRIPTS = "train prepare eval sample export analyze plot compare common.plan bench.decoding bench.training examples.vit"
-SCRIPTS = {name: importlib.import_module(name) for name in [*SCRIPTS.split(), "paper.reproduce"]}
+SCRIPTS = "train prepare eval sample export analyze plot compare common.sizes bench.decoding bench.training"
+SCRIPTS = {name: importlib.import_module(name) for name in [*SCRIPTS.split(), "examples.vit", "paper.reproduce"]}
 SHAPE = "--data_dir=data --n_layer=2 --n_head=2 --n_embd=16 --block_size=32 --batch_tokens=64 --eval_tokens=64"
 SHAPE += " --dtype=float32 --save_every=2 --eval_every=2 --warmup_steps=1 --keep=0"
 TRAIN = f"train {SHAPE} --resume=auto"

@@ -11,7 +11,7 @@ from conftest import ROOT, finished, in_process
 
 import bench
 from bench import decoding, training
-from common.plan import flops_per_token
+from common.sizes import flops_per_token
 from configurator import load_settings
 
 LLAMAS = [bench.LLAMA, bench.NO_MASK, bench.OUR_LOSS] if importlib.util.find_spec("transformers") else []

@@ -17,11 +17,12 @@ import pytest
 from conftest import ROOT, SHARED, byte_tokenizer, finished, gpt2_json, in_process, make_data, needs_shared, refused
 
 import prepare
-from common import data, hf, scoring
+from common import data, scoring
 from common.data import Corpus
 from common.tokenizer import EOT, PATTERN, Tokenizer
 from common.vocabularies import PUBLIC, byte_level_spec, read_vocabulary, vocabulary_file
 from configurator import UserError
+from hf import layout
 
 SPACES = "\n|\r\n|\t|\x0b|\x0c|\x1c|\x85|\u00a0|\u1680|\u2003|\u2028|\u200b|\u3000".split("|")
 LETTERS = "a|B|é|e\u0301|\u0301|A\u030a|中文|\u1112\u1161\u11ab|1|23|²|½|٣|ﬁ|İ".split("|")
@@ -137,7 +138,7 @@ def test_another_vocabulary_is_refused(small, tmp_path):
 def test_vocabularies_in_other_peoples_files(tmp_path):
     """An export's tokenizer.json is the vocabulary again. GPT-2's older files have the ids alone."""
     ours = byte_tokenizer(PATTERN)
-    hf.fast_tokenizer(ours).save(str(tmp_path / "tokenizer.json"))
+    layout.fast_tokenizer(ours).save(str(tmp_path / "tokenizer.json"))
     assert read_vocabulary(vocabulary_file(tmp_path)).hash == ours.hash
     if SHARED.is_dir():
         (tmp_path / "hub").mkdir()

@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, finished
 from PIL import Image
 
-from common.plan import PlanConfig
+from common.sizes import PlanConfig
 from configurator import UserError, load_settings
 from docs import tables
 from value_modes import TABLE
@@ -173,7 +173,7 @@ def test_pictures_are_current(name, tmp_path):
 OWN_MODE = """
 import torch
 import test_modes
-from common.plan import describe
+from common.sizes import describe
 from conftest import config, tiny, tokens
 from model import GPT
 
@@ -208,7 +208,7 @@ def test_the_patch_makes_a_mode(tmp_path):
     """Its plan is the page's, its mode is what the page says, and the generated tests of the new row pass."""
     blocks = BLOCK.findall(TEXTS["docs/own_mode.md"])
     plan = next(block for _, block in blocks if block.startswith("resformer_linear: "))
-    code = [*ROOT.glob("*.py"), *ROOT.glob("common/*.py")]
+    code = [path for room in ("", "common/", "hf/", "net/") for path in ROOT.glob(f"{room}*.py")]
     for path in (*code, ROOT / "tests/conftest.py", ROOT / "tests/test_modes.py"):
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)

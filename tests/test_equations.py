@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import MODES, tiny, tokens, widths
 
-from common.layers import Rope
+from net.layers import Rope
 from value_modes import TABLE, VALUE_MODES
 
 EXACT = dict(rtol=0, atol=1e-10)

@@ -11,8 +11,8 @@ from conftest import in_process, in_this_process
 import prepare
 from common.data import Corpus, plain_sum
 from common.files import sealed
-from common.layers import normal
 from common.ranks import as_text, without_words
+from net.layers import normal
 from value_modes import Residual, ValueMode, get_mode
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, in_process, refused
 
-from tests import exercises
+from exercises import check as exercises
 
 SOLUTIONS = ROOT / "exercises/solutions"
 # (exercise, what its solution says, what a wrong answer says instead, a part of the sentence that the reader gets)

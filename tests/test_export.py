@@ -21,7 +21,7 @@ import export
 import prepare
 import sample
 import train
-from common import checkpoint, files, hf, scoring
+from common import checkpoint, files, scoring
 from common.curves import read_run
 from common.data import Corpus
 from common.tokenizer import HFTokenizer, Tokenizer
@@ -35,7 +35,8 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from transformers.models.auto import modeling_auto  # noqa: E402
 
-from common.modeling_nanoresformer import NanoResFormerConfig, NanoResFormerForCausalLM  # noqa: E402
+from hf import layout  # noqa: E402
+from hf.modeling_nanoresformer import NanoResFormerConfig, NanoResFormerForCausalLM  # noqa: E402
 
 SHAPE = dict(n_layer=4, n_head=4, n_embd=32, block_size=96, batch_tokens=192, micro_batch=2, warmup_steps=1)
 SHAPE |= dict(max_steps=2, eval_every=2, eval_tokens=192, dtype="float32", learning_rate=1e-2)
@@ -299,7 +300,8 @@ def test_a_longer_block(runs):
 
 def test_its_code_needs_none_of_our_files(runs, tmp_path, monkeypatch):
     """Elsewhere `from model import GPT` would find nothing, so here it must not find ours."""
-    ours = (export.HERE, export.HERE / "common", export.HERE / "tests")  # but not .venv, which is in there too
+    rooms = ("", "common", "hf", "net", "tests")  # but not .venv, which is in there too
+    ours = [export.HERE / room for room in rooms]
     for name, module in list(sys.modules.items()):
         if Path(getattr(module, "__file__", None) or "/").parent in ours:
             monkeypatch.delitem(sys.modules, name)
@@ -307,7 +309,7 @@ def test_its_code_needs_none_of_our_files(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = shutil.copytree(runs["svformer"][1], tmp_path / "elsewhere")  # under another name it is loaded again
     transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    assert not {"model", "value_modes", "common"} & sys.modules.keys()
+    assert not {"model", "value_modes", "common", "net"} & sys.modules.keys()
     # early releases of version 5 take along what the wrapper itself imports
     source = (folder / "modeling_nanoresformer.py").read_text()
     assert all(f"from .{Path(file).stem} import" in source for file in export.CODE[:-1])
@@ -339,7 +341,7 @@ def test_a_mode_comes_back_bit_for_bit(data_dir, tmp_path, mode, arch):
     assert read.encode("abc <|endoftext|>") == tokenizer.encode("abc <|endoftext|>") and read.prefix == [tokenizer.eot]
     # version 4 of transformers reads rope_theta there, and knows the tokenizer's class by this name
     assert "PreTrainedTokenizerFast" in (folder / "tokenizer_config.json").read_text()
-    is_llama, about = hf.is_plain_llama(model.cfg), json.loads((folder / "config.json").read_text())
+    is_llama, about = layout.is_plain_llama(model.cfg), json.loads((folder / "config.json").read_text())
     assert about.get("rope_theta") == (5e5 if is_llama else None)
     assert ("trust_remote_code" in (folder / "README.md").read_text()) != is_llama
 
@@ -370,7 +372,7 @@ def test_an_export_that_is_another_model_is_not_kept(runs, tmp_path, monkeypatch
 # ---- folders of other people
 
 SMALL = (8.0, 1.0, 4.0, 32.0)  # at theta 10000 and width 16: one pair is unchanged, one between, six slowed in full
-SCALED = dict(zip(hf.SCALING, SMALL, strict=True), rope_type="llama3")
+SCALED = dict(zip(layout.SCALING, SMALL, strict=True), rope_type="llama3")
 
 
 def test_logits_of_a_llama_are_those_of_transformers(tmp_path):
@@ -380,7 +382,7 @@ def test_logits_of_a_llama_are_those_of_transformers(tmp_path):
     right = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, initializer_range=0.15)).eval()
     right.save_pretrained(tmp_path, max_shard_size="15KB")
     assert len([*tmp_path.glob("model-*.safetensors")]) > 2
-    model, half, idx = hf.load_hf(tmp_path), hf.load_hf(tmp_path, dtype=torch.bfloat16), tokens((2, 128))
+    model, half, idx = layout.load_hf(tmp_path), layout.load_hf(tmp_path, dtype=torch.bfloat16), tokens((2, 128))
     logits = right(idx).logits
     assert logits.std() > 0.5
     close(model(idx)[0], logits)
@@ -403,7 +405,7 @@ def test_logits_of_a_llama_are_those_of_transformers(tmp_path):
 )
 def test_configs_of_other_models_are_refused(tmp_path, fields, says):
     with pytest.raises(UserError) as e:
-        hf.load_hf(hf_folder(tmp_path, tiny(n_kv_head=2).float(), **fields))
+        layout.load_hf(hf_folder(tmp_path, tiny(n_kv_head=2).float(), **fields))
     assert says in str(e.value) and "\n" not in str(e.value)
 
 
@@ -420,7 +422,7 @@ def test_a_tied_llama_of_old_files(tmp_path):
     tensors = load_file(file)
     assert "lm_head.weight" not in tensors
     save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, file, {"format": "pt"})
-    model, idx = hf.load_hf(tmp_path), tokens((2, 32))
+    model, idx = layout.load_hf(tmp_path), tokens((2, 32))
     close(model(idx)[0], right(idx).logits)
     assert model.head.weight.data_ptr() != model.embed.weight.data_ptr()
 
@@ -433,7 +435,7 @@ def test_a_mistral_without_a_window_is_a_llama(window, tmp_path):
     right = transformers.MistralForCausalLM(transformers.MistralConfig(**shape)).eval()
     right.save_pretrained(tmp_path)
     idx = tokens((2, 32))
-    close(hf.load_hf(tmp_path)(idx)[0], right(idx).logits)
+    close(layout.load_hf(tmp_path)(idx)[0], right(idx).logits)
 
 
 def test_a_model_larger_than_the_machines_memory(tmp_path, monkeypatch):
@@ -441,23 +443,23 @@ def test_a_model_larger_than_the_machines_memory(tmp_path, monkeypatch):
     folder = hf_folder(tmp_path / "m", tiny().float(), vocab_size=2**26)
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 2_000_000}[name])
     with pytest.raises(UserError, match=r"m takes 17\.2 GB in float32, and this machine has 2\.0 GB; "):
-        hf.load_hf(folder)
+        layout.load_hf(folder)
     with pytest.raises(UserError, match=r"m takes 8\.6 GB in bfloat16"):
-        hf.load_hf(folder, dtype=torch.bfloat16)
+        layout.load_hf(folder, dtype=torch.bfloat16)
 
 
 def test_a_mistral_has_eight_key_heads_where_its_file_says_nothing(tmp_path):
     """That is transformers' default, and for Llama it is one for each query head."""
     hf_folder(tmp_path / "m", tiny().float(), model_type="mistral", num_key_value_heads=None, num_attention_heads=16)
     path = tmp_path / "m/config.json"
-    assert hf.hf_config(tmp_path / "m").n_kv_head == 8
+    assert layout.hf_config(tmp_path / "m").n_kv_head == 8
     path.write_text(path.read_text().replace('"mistral"', '"llama"'))
-    assert hf.hf_config(tmp_path / "m").n_kv_head == 16
+    assert layout.hf_config(tmp_path / "m").n_kv_head == 16
 
 
 def test_widths_of_heads_may_be_missing(tmp_path):
     hf_folder(tmp_path, tiny().float(), num_key_value_heads=None, head_dim=None)
-    assert hf.is_hf_folder(tmp_path) and hf.load_hf(tmp_path).cfg == config()
+    assert layout.is_hf_folder(tmp_path) and layout.load_hf(tmp_path).cfg == config()
 
 
 # ---- tokenizers
@@ -468,7 +470,7 @@ def test_widths_of_heads_may_be_missing(tmp_path):
 def test_token_ids_are_ours_on_all_text(tmp_path, kind):
     _, tokenizer = reference(kind, tmp_path)
     play = (SHARED / "data/text/tinyshakespeare.txt").read_text()[:200_000]
-    theirs = hf.fast_tokenizer(tokenizer)
+    theirs = layout.fast_tokenizer(tokenizer)
     theirs.encode_special_tokens = True
     for text in (play, *hostile(3, 300), "a<|endoftext|><|end", "👨\u200d👩\u200d👧\u202e"):
         ids = tokenizer.encode(text)
@@ -600,7 +602,7 @@ def test_a_retrofit_starts_as_the_model(retrofit):
     assert note.endswith("; it has seen no more than 48 positions")
     idx = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(1))
     logits, _ = model(idx)
-    assert torch.equal(logits, hf.load_hf(folder / "model")(idx)[0])
+    assert torch.equal(logits, layout.load_hf(folder / "model")(idx)[0])
     close(logits, right(idx).logits)
     model(idx[:, :-1], idx[:, 1:])[1].backward()
     assert all(weights.grad.abs().max() > 0 for weights in model.mixing.parameters())

@@ -10,9 +10,9 @@ from conftest import COMPILED, config, fewest_layers, in_process, refused
 
 import train
 from common import ranks, scoring
-from common.layers import attend
 from configurator import UserError
 from model import GPT, KVCache
+from net.layers import attend
 from sample import next_logits, sample_token
 
 

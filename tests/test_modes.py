@@ -34,12 +34,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import value_modes
-from common import checkpoint, plan
-from common.hf import hf_parts, load_hf
-from common.layers import DepthAverage
-from common.loss import LinearCrossEntropy
+from common import checkpoint, sizes
 from common.scoring import PrefixTree
+from hf.layout import hf_parts, load_hf
 from model import GPT, KVCache
+from net.layers import DepthAverage
+from net.loss import LinearCrossEntropy
 from train import adamw, learning_rate
 from value_modes import TABLE, VALUE_MODES, ModelConfig, Residual, ValueMode, get_mode, mode_with, plan_layers
 
@@ -467,7 +467,7 @@ def test_loss_never_holds_all_logits(monkeypatch):
         return linear(*args)
 
     monkeypatch.setattr(F, "linear", watched)
-    monkeypatch.setattr("common.loss.MOST_LOGITS", 2**12)
+    monkeypatch.setattr("net.loss.MOST_LOGITS", 2**12)
     loss_of(model, idx)
     assert [size[0] for size in sizes if size[-1] == 61] == [67, 67, 66]  # 68 rows would be too many
 
@@ -491,16 +491,16 @@ def shape(size, **kw):
 @pytest.mark.parametrize("size", SIZES)
 def test_parameters_and_flops_of_the_papers_sizes(size):
     cfg = shape(size)
-    assert plan.count_parameters(cfg) == SIZES[size][-1]
+    assert sizes.count_parameters(cfg) == SIZES[size][-1]
     d, ffn, V = cfg.n_embd, 7 * cfg.n_embd // 2, 50277
     multiply = cfg.n_layer * (4 * d * d + 3 * d * ffn) + d * V
-    assert plan.flops_per_token(cfg) == 6 * multiply + 12 * cfg.n_layer * d * 2048
+    assert sizes.flops_per_token(cfg) == 6 * multiply + 12 * cfg.n_layer * d * 2048
 
 
 @pytest.mark.parametrize("mode,more", [("cross", 7 / 8), ("probs", 7 / 8), ("scores", 7 / 16)])
 def test_attention_that_costs_more_is_counted(mode, more):
     """Of the 12 L C T for attention: seven layers do it twice, or only the half that is q k^T."""
-    flops = plan.flops_per_token(ModelConfig(value_mode=mode)) - plan.flops_per_token(ModelConfig())
+    flops = sizes.flops_per_token(ModelConfig(value_mode=mode)) - sizes.flops_per_token(ModelConfig())
     assert flops == 12 * 8 * 512 * 2048 * more
 
 
@@ -682,13 +682,13 @@ PRINTED = {
 
 @pytest.mark.parametrize("mode", PRINTED)
 def test_the_plan_says_what_a_mode_does(mode):
-    assert PRINTED[mode] in plan.describe(config(mode))
+    assert PRINTED[mode] in sizes.describe(config(mode))
 
 
 def test_the_table_leaves_out_rows_that_do_not_fit():
-    assert "| `value_embed_gated2` |" not in plan.mode_table(config(n_layer=2))
+    assert "| `value_embed_gated2` |" not in sizes.mode_table(config(n_layer=2))
 
 
 def test_a_mode_is_printed_by_its_name():
-    by_name, by_flag = (in_process(plan, word, "--n_layer=4") for word in ("svformer", "--value_mode=svformer"))
+    by_name, by_flag = (in_process(sizes, word, "--n_layer=4") for word in ("svformer", "--value_mode=svformer"))
     assert by_name.returncode == 0 and by_name.stdout == by_flag.stdout

@@ -21,9 +21,9 @@ import train
 from analyze import AnalyzeConfig
 from common import jobs
 from common.files import read_record, read_record_lines, record_line
-from common.plan import count_parameters
 from common.report import METRICS
 from common.runs import read_kept, read_run
+from common.sizes import count_parameters
 from configurator import UserError, load_settings
 from eval import EvalConfig
 from paper import claims, figures, panels, reproduce, tables

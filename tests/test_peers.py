@@ -9,7 +9,7 @@ from conftest import tiny, tokens
 
 transformers = pytest.importorskip("transformers")
 
-from common.modeling_nanoresformer import NanoResFormerConfig, NanoResFormerForCausalLM  # noqa: E402
+from hf.modeling_nanoresformer import NanoResFormerConfig, NanoResFormerForCausalLM  # noqa: E402
 
 MODES = ("svformer", "resformer_learned", "denseformer")
 

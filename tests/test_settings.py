@@ -13,8 +13,8 @@ from conftest import ROOT, in_process
 
 import train
 from common import files
-from common.plan import PlanConfig, count_parameters
 from common.report import progress
+from common.sizes import PlanConfig, count_parameters
 from configurator import UserError, check_fields, load_settings, need, setting
 from eval import EvalConfig
 from plot import PlotConfig

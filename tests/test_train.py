@@ -25,9 +25,9 @@ import train
 from common import checkpoint, files, report
 from common.curves import read_run
 from common.data import Corpus
-from common.plan import notes_of
 from common.ranks import Distributed, code_of_results
 from common.report import METRICS, Metrics
+from common.sizes import notes_of
 from model import GPT
 from train import TrainConfig, learning_rate
 
@@ -247,7 +247,7 @@ def test_a_terminal_that_is_gone_does_not_end_a_run():
 def test_what_may_surprise_is_said(monkeypatch):
     cfg = SimpleNamespace(max_steps=20, batch_tokens=320, block_size=16, warmup_steps=20, shard="none")
     vars(cfg).update(device="cpu", dtype="bfloat16")
-    monkeypatch.setattr("common.plan.pick_dtype", lambda *_: torch.float32)  # of a processor without bf16
+    monkeypatch.setattr("common.sizes.pick_dtype", lambda *_: torch.float32)  # of a processor without bf16
     corpus = SimpleNamespace(domains=["big", "tiny"], mixture={"big": 0.1, "tiny": 0.9})
     corpus.windows = lambda split, domain: {"big": 900, "tiny": 100}[domain]
     epochs, warmup, slow = notes_of(cfg, corpus, 1)

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from common.files import reading
-from common.plan import count_parameters
+from common.sizes import count_parameters
 from common.tokenizer import ARCHITECTURES, HFTokenizer, byte_letters
 from configurator import UserError, need
 from model import GPT

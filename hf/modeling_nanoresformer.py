@@ -1,7 +1,7 @@
 """Our model as transformers sees it. export.py puts this file, and ours that it imports, into the folder it writes.
 
     from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained("hf/svformer", trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained("exports/svformer", trust_remote_code=True)
 
 The network is model.py's own. Its cache is transformers' DynamicCache, which holds only the keys and values that layers
 own: SVFormer's holds the values of one layer.
@@ -19,8 +19,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from common.layers import Linear, Rope
 from model import GPT
+from net.layers import Linear, Rope
 from value_modes import ModelConfig, stored_tensors
 
 NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head"}

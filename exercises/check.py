@@ -1,7 +1,7 @@
 """Checks of docs/exercises.md.
 
-    python -m tests.exercises 3        exercise 3, as you wrote it in exercises/answers.py
-    python -m tests.exercises          all eight
+    python -m exercises.check 3        exercise 3, as you wrote it in exercises/answers.py
+    python -m exercises.check          all eight
 
 A check computes the right numbers once more, naively and in float64, and the numbers of typical mistakes, so it can say
 which mistake gives yours. Equal means to 1e-6.
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import analyze
-from common.plan import describe
+from common.sizes import describe
 from configurator import UserError, check_fields, run, setting
 from model import GPT, KVCache
 from value_modes import ModelConfig, Residual, ValueMode, kv_floats_per_token

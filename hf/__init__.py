@@ -1,0 +1,1 @@
+"""Models in Hugging Face layout: we read other people's, and ours become theirs."""
