@@ -25,12 +25,12 @@ from common.data import EOT, Corpus, raw_bits
 from common.files import write_atomic, write_record
 from common.ranks import enough_memory, environment, only_process
 from common.report import markdown, plus_minus, progress
+from common.runs import ANALYSIS
 from common.sizes import count_parameters
 from configurator import UserError, check_fields, run, setting
 from model import join_scores
 from net.layers import attend, attend_across, repeat_heads
 
-NUMBERS = "analyze.py's numbers"  # the kind of analysis.json
 BLOCK = 2**24  # attention probabilities at a time, so that no memory grows with the length's square
 SEED = 42  # for the choice of chunks
 SINK = 0.3  # a sink gets more than this share of a head's attention (arXiv 2410.10781)
@@ -368,7 +368,7 @@ def analyze(path, cfg, device):
     archive = io.BytesIO()  # numpy would add .npz to the name of a temporary file
     np.savez_compressed(archive, **arrays)
     write_atomic(out / "analysis.npz", lambda temporary: temporary.write_bytes(archive.getvalue()))
-    write_record(out / "analysis.json", NUMBERS, about | numbers)
+    write_record(out / "analysis.json", ANALYSIS, about | numbers)
 
     print(f"{path.parent} ({about['mode']}): {N} of {cfg.chunks} chunks of {T} tokens; wrote {out}/analysis.json")
     print("layers n count from 1, as in the paper:")

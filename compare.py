@@ -20,21 +20,20 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.checkpoint import RUN
+from common.checkpoint import made_as
 from common.data import Corpus
 from common.files import hold, read_record, write_text
 from common.jobs import Job, flags_of, lanes_of, run_jobs, tokens_per_s
-from common.modes import read_mode
 from common.ranks import environment
 from common.report import markdown, say, with_interval
-from common.runs import as_kept, made_as, read_run, rounded_otherwise, write_kept
+from common.runs import RUN, as_kept, read_run, rounded_otherwise, write_kept
 from common.sizes import count_parameters, notes_of
 from common.statistics import Fit
 from common.verdict import GROWTHS, LOOKS, in_times, judge, noisy, search, sentences
 from configurator import UserError, need, run, setting
 from plot import align, comparison, growing_means, short_count
 from train import ENVIRONMENT, MAY_DIFFER, TrainConfig, settings_of
-from value_modes import get_mode, kv_floats_per_token
+from value_modes import get_mode, kv_floats_per_token, read_mode
 
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
 

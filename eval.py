@@ -24,14 +24,13 @@ import torch
 from common import checkpoint
 from common.checkpoint import load_tokenizer, trained_on, trained_with_bos
 from common.data import Corpus, Tokenizer, allow_open_files
-from common.files import hold, read_record, sha256, write_record, write_text
+from common.files import hold, sha256, write_record, write_text
 from common.ranks import Distributed, enough_memory, environment, weights_dtype
 from common.report import markdown, progress, side_by_side
+from common.runs import RESULTS, read_results
 from common.scoring import domain_losses, requests_of, rows_of, score
 from common.tasks import GROUPS, TABLE1, TASKS, per_document, questions, task_record
 from configurator import UserError, check_fields, run, setting
-
-RESULTS = "eval.py's results"
 
 
 @dataclass(frozen=True)
@@ -147,12 +146,6 @@ def loss_record(corpus, model, cfg, world):
     sums = world.sum(sums).numpy()
     require_finite(sums, "loss")
     return domain_losses(corpus, sums) | {"data": corpus.val_hash}
-
-
-def read_results(folder):
-    """{checkpoint's file: {mode, step, sha256, env, results {task: record}}} from eval.json; {} without one."""
-    path = Path(folder, "eval.json")
-    return read_record(path, RESULTS) if path.exists() else {}
 
 
 def store(entry, name):

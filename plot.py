@@ -16,12 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from common import picture
-from common.curves import read_run
-from common.files import read_record, write_atomic
-from common.modes import read_mode
+from common.files import write_atomic
+from common.runs import read_analysis, read_run
 from common.statistics import t_95
 from configurator import UserError, check_fields, need, run, setting
-from value_modes import ModelConfig
+from value_modes import ModelConfig, read_mode
 
 GROWTH = 1.15  # a point averages the losses over the last 1 - 1/1.15 = 13 % of the tokens so far
 SHOWN, EARLY = 1 / 40, 1 / 10  # the x axis begins at 1/40 of training; losses before 1/10 may leave the y axis
@@ -315,11 +314,6 @@ ANALYSIS = (
     ("token similarity of the states", "states", "hidden_similarity", None),
     ("effective rank of the values", "layers", "value_rank", None),
 )
-
-
-def read_analysis(folder):
-    """What analyze.py found, from the analysis.json of a folder."""
-    return read_record(Path(folder, "analysis.json"), "analyze.py's numbers")
 
 
 def analysis(path, names):

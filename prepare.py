@@ -41,8 +41,7 @@ from common.data import MANIFEST, load_manifest, plain_sum
 from common.files import hold, read_record, reading, sha256, write_atomic, write_record, writing
 from common.report import heard, progress
 from common.texts import find_inputs, raw_items, sizes_of, to_documents
-from common.tokenizer import EOT, PATTERN, Tokenizer, make_spec
-from common.vocabularies import read_vocabulary, vocabulary_file
+from common.tokenizer import EOT, PATTERN, Tokenizer, make_spec, read_vocabulary, vocabulary_file
 from configurator import UserError, check_fields, need, run, setting
 
 PART = "prepare.py's part"

@@ -25,11 +25,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from common import checkpoint, ranks
-from common.checkpoint import RUN
-from common.curves import read_run
 from common.data import Corpus
 from common.files import hold, read_record, write_record
-from common.report import Metrics, heard
+from common.report import heard
+from common.runs import RUN, Metrics, read_run
 from common.scoring import domain_losses
 from common.sizes import count_parameters, flops_per_token, notes_of
 from configurator import UserError, check_fields, run, setting

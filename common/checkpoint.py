@@ -23,13 +23,15 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict as dcp
 
 from common.files import read_record, reading, sealed, unsealed, write_atomic
+from common.ranks import code_of_results
+from common.runs import RUN, differences, read_run
 from common.tokenizer import HFTokenizer, Tokenizer
 from configurator import UserError
 from hf.layout import hf_config, hf_files, is_hf_folder, is_tied, load_hf, made_by_us, parts_of
 from model import GPT
 from value_modes import ModelConfig
 
-RUN, WEIGHTS, STATE = "train.py's settings", "train.py's weights", "train.py's training state"  # kinds of records
+WEIGHTS, STATE = "train.py's weights", "train.py's training state"  # kinds of records
 STEP = f"step_{'[0-9]' * 8}.safetensors"  # the names of weights files
 AGAIN = "copy it again, or move this step's files away to go back to the step before"
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # rank 0 gets tensors as if there were one rank
@@ -283,3 +285,55 @@ def trained_on(folder, given, instead):
 def trained_with_bos(folder):
     """Whether the sequences that a run in `folder` was trained on begin with end-of-text."""
     return bool(run_settings(folder).get("bos"))
+
+
+# ---- whether a folder has the run that is wanted
+
+
+def made_as(wanted, folder):
+    """The Curves of the run in a folder, None if there is none. wanted: what its config.json must have.
+
+    Raises UserError if it is another run: other settings, other data, other code.
+    """
+    path = Path(folder, "metrics.jsonl")
+    if not Path(folder, "config.json").exists():
+        # train.py writes it before the first record
+        if path.exists() and path.stat().st_size:
+            raise UserError(f"{folder} has lost its config.json; remove it, or set another --out_dir")
+        return None
+    made, found = read_record(Path(folder, "config.json"), RUN), read_run(folder)
+    # dtype counts as what auto became, which the records of starts say. Whoever asks for auto takes any
+    wanted = {name: value for name, value in wanted.items() if (name, value) != ("dtype", "auto")}
+    what = differences(made, {name: value for name, value in wanted.items() if name != "dtype"})  # there it may be auto
+    for start in found.starts:  # a run that went on with other settings or other code is of neither
+        then = start | {"value_mode": start["definition"], "value_mode_name": start["value_mode"]}
+        what += differences(made | then, wanted)
+        code = start.get("code", {})
+        what += [f"another {name}" for name, digest in code_of_results().items() if code.get(name) != digest]
+    if found.final_loss is not None:
+        what += other_checkpoints(folder, found)
+    if found.starts and found.starts[0]["step"]:
+        what.append(f"the first {found.starts[0]['step']} steps of another run")
+    if what:
+        raise UserError(f"{folder} was made with {what[0]}; remove it, or set another --out_dir")
+    return found
+
+
+def other_checkpoints(folder, run):
+    """Yields each way in which the last checkpoint of a finished run disagrees with its Curves."""
+    files = steps(folder)
+    if not files:  # they may be deleted: the losses are all there
+        return
+    step = max(files)
+    try:
+        header = read_header(files[step])
+    except UserError:
+        if files[step].exists():  # else the run that writes them has just replaced it
+            raise
+        return
+    if header["mode"] != run.start["value_mode"]:
+        yield f"{files[step].name} of {header['mode']}, and records of {run.start['value_mode']}"
+    if step > max(run.steps["step"], default=0):
+        yield f"{files[step].name}, whose steps its metrics.jsonl lacks"
+    if header["val_loss"] not in (None, run.val.get(step)):
+        yield f"{files[step].name}, whose validation loss is not that of the records"

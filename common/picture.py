@@ -8,9 +8,8 @@ import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
 
-from common.modes import beside_the_plan, equation_of
 from configurator import need
-from value_modes import kv_floats_per_token, plan_layers, stored_tensors
+from value_modes import beside_the_plan, equation_of, kv_floats_per_token, plan_layers, stored_tensors
 
 
 @dataclass(eq=False)

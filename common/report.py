@@ -1,23 +1,15 @@
-"""What every stage shows: numbers with their errors, Markdown tables, progress, and the metrics of a training run.
+"""What every stage shows: numbers with their errors, Markdown tables, progress.
 
 No torch and no numpy here: prepare.py's worker processes and plot.py import this file.
 """
 
 import contextlib
-import dataclasses
-import datetime
 import math
 import os
 import re
 import signal
 import sys
 import time
-from pathlib import Path
-
-from common.files import read_record_lines, record_line, write_text, writing
-from configurator import UserError, need
-
-METRICS = "train.py's metrics"  # the kind of record in each line of metrics.jsonl
 
 
 def plus_minus(value, error=None, digits=4, sign=False):
@@ -113,87 +105,3 @@ def heard(what):
     if os.environ.get("RANK", "0") == "0":  # under torchrun all ranks hear it
         with contextlib.suppress(OSError):  # the terminal may be gone
             os.write(2, f"\n{what}\n".encode())  # no print, in which the signal may have come
-
-
-class Metrics:
-    """metrics.jsonl of a run, wandb if asked for, and the lines on the screen. Only rank 0 writes.
-
-    done: steps that the checkpoint has. We drop later records: they are of a run that was cut off after it.
-    """
-
-    def __init__(self, cfg, world, done):
-        self.cfg, self.is_main, self.wandb, self.wandb_id = cfg, world.rank == 0, None, None
-        self.path = path = Path(cfg.out_dir, "metrics.jsonl")
-        if not self.is_main:
-            return
-        records = [r for r in read_record_lines(path, METRICS) if r["step"] <= done] if path.exists() else []
-        steps = [r["step"] for r in records if "event" not in r]
-        # The first record is of a start, after as many steps as the checkpoint had that it went on from. A new folder
-        # has none, though it may go on from a checkpoint elsewhere.
-        is_new = not any(path.parent.glob("step_*.safetensors"))
-        first = records[0]["step"] if records else 0
-        if steps != list(range(first + 1, done + 1)) and not (is_new and not records):
-            remedy = f"copy it again, or go on in another folder by --resume={path.parent}/step_{done:08d}.safetensors"
-            raise UserError(f"{path} lacks steps before {done}, or has some twice; {remedy}")
-        write_text(path, "".join(record_line(METRICS, r) for r in records))
-        # a resumed run goes on in wandb, too: its records of starts know under which id
-        self.wandb_id = next((r["wandb"] for r in reversed(records) if r.get("wandb")), None)
-        if cfg.log == "wandb":
-            wandb, how = need("wandb"), {"name": Path(cfg.out_dir).name, "dir": cfg.out_dir, "resume": "allow"}
-            how |= {"project": os.environ.get("WANDB_PROJECT", "nanoresformer"), "config": dataclasses.asdict(cfg)}
-            self.wandb = self.tried(lambda: wandb.init(id=self.wandb_id, **how))
-            self.wandb_id = self.wandb.id if self.wandb else self.wandb_id
-
-    def tried(self, call):
-        """What a call of wandb returns. If it fails we say so and go on without, because metrics.jsonl has it all."""
-        try:
-            return call()
-        except Exception as e:  # its server, its login and its own process can fail in many ways
-            self.wandb = None
-            why = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-            self.say(f"note: wandb failed ({why}); the run goes on without it. See `wandb login`, WANDB_MODE=offline")
-
-    def write(self, record):
-        """Append a record. All have "step"; those of evaluations and starts also have "event": "eval" or "start"."""
-        if self.is_main:
-            # not "a", which would begin a new file in a folder that somebody has removed
-            with writing(self.path), open(os.open(self.path, os.O_WRONLY | os.O_APPEND), "w", encoding="utf-8") as file:
-                file.write(record_line(METRICS, record))
-        if self.wandb and record.get("event") != "start":
-            self.tried(lambda: self.wandb.log(record, step=record["step"]))
-
-    def sync(self):
-        """Let all records reach the disk, so that a power cut leaves none behind the checkpoint that is saved next."""
-        if self.is_main:
-            with writing(self.path), open(self.path, "rb+") as file:
-                os.fsync(file.fileno())
-
-    def say(self, text):
-        if self.is_main:
-            say(text)
-
-    def step(self, record):
-        """Record a step, and say so now and then."""
-        self.write(record)
-        n = record["step"]
-        if n % self.cfg.log_every and n not in (1, self.cfg.max_steps):
-            return
-        # in fp16 an overflow has no norm, and a device whose peak we do not know has no mfu
-        norm = "overflow" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
-        mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] else ""
-        left = datetime.timedelta(seconds=round((self.cfg.max_steps - n) * record["seconds"]))
-        self.say(
-            f"step {n}/{self.cfg.max_steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  norm {norm}  "
-            f"{record['tokens_per_s']:,.0f} tok/s{mfu}  input {record['input_s'] / record['seconds']:.1%}  left {left}"
-        )
-
-    def evaluation(self, step, result):
-        """Record an evaluation after `step` steps, and say its means. result: what train.validate returns."""
-        self.write({"event": "eval", "step": step, **result})
-        means = [f"{key} {result[key]:.4f}" for key in ("val_mean", "val_mixture", "bpb_mean")]
-        self.say(f"step {step}  " + "  ".join(means))
-
-    def close(self):
-        self.sync()
-        if self.wandb:
-            self.tried(self.wandb.finish)

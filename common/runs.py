@@ -1,20 +1,171 @@
-"""Runs of train.py that are there: what their metrics.jsonl says, whether they are the runs that we want, in what their
-machines differ, and what is kept of them where their folders are gone."""
+"""The folder of a run: its settings, the metrics that train.py writes and we read again as curves, what eval.py and
+analyze.py add, and what is kept of a run where its folder is gone.
 
+No torch here, so that plot.py starts fast. The weights are checkpoint.py's.
+"""
+
+import dataclasses
+import datetime
+import math
+import os
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from common import checkpoint
-from common.checkpoint import RUN
-from common.curves import read_run
-from common.files import read_record, read_record_lines, record_line, write_text
-from common.ranks import code_of_results
-from common.report import some
-from configurator import UserError
+from common.files import read_record, read_record_lines, reading, record_line, write_text, writing
+from common.report import say, some
+from configurator import UserError, need
 
-KEPT = "a run's record"  # the kind of record in each line of a file of kept runs
+# kinds of records: config.json, each line of metrics.jsonl, eval.json, analysis.json, each line of a file of kept runs
+RUN, METRICS, RESULTS = "train.py's settings", "train.py's metrics", "eval.py's results"
+ANALYSIS, KEPT = "analyze.py's numbers", "a run's record"
+
+
+# ---- metrics.jsonl, written
+
+
+class Metrics:
+    """metrics.jsonl of a run, wandb if asked for, and the lines on the screen. Only rank 0 writes.
+
+    done: steps that the checkpoint has. We drop later records: they are of a run that was cut off after it.
+    """
+
+    def __init__(self, cfg, world, done):
+        self.cfg, self.is_main, self.wandb, self.wandb_id = cfg, world.rank == 0, None, None
+        self.path = path = Path(cfg.out_dir, "metrics.jsonl")
+        if not self.is_main:
+            return
+        records = [r for r in read_record_lines(path, METRICS) if r["step"] <= done] if path.exists() else []
+        steps = [r["step"] for r in records if "event" not in r]
+        # The first record is of a start, after as many steps as the checkpoint had that it went on from. A new folder
+        # has none, though it may go on from a checkpoint elsewhere.
+        is_new = not any(path.parent.glob("step_*.safetensors"))
+        first = records[0]["step"] if records else 0
+        if steps != list(range(first + 1, done + 1)) and not (is_new and not records):
+            remedy = f"copy it again, or go on in another folder by --resume={path.parent}/step_{done:08d}.safetensors"
+            raise UserError(f"{path} lacks steps before {done}, or has some twice; {remedy}")
+        write_text(path, "".join(record_line(METRICS, r) for r in records))
+        # a resumed run goes on in wandb, too: its records of starts know under which id
+        self.wandb_id = next((r["wandb"] for r in reversed(records) if r.get("wandb")), None)
+        if cfg.log == "wandb":
+            wandb, how = need("wandb"), {"name": Path(cfg.out_dir).name, "dir": cfg.out_dir, "resume": "allow"}
+            how |= {"project": os.environ.get("WANDB_PROJECT", "nanoresformer"), "config": dataclasses.asdict(cfg)}
+            self.wandb = self.tried(lambda: wandb.init(id=self.wandb_id, **how))
+            self.wandb_id = self.wandb.id if self.wandb else self.wandb_id
+
+    def tried(self, call):
+        """What a call of wandb returns. If it fails we say so and go on without, because metrics.jsonl has it all."""
+        try:
+            return call()
+        except Exception as e:  # its server, its login and its own process can fail in many ways
+            self.wandb = None
+            why = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            self.say(f"note: wandb failed ({why}); the run goes on without it. See `wandb login`, WANDB_MODE=offline")
+
+    def write(self, record):
+        """Append a record. All have "step"; those of evaluations and starts also have "event": "eval" or "start"."""
+        if self.is_main:
+            # not "a", which would begin a new file in a folder that somebody has removed
+            with writing(self.path), open(os.open(self.path, os.O_WRONLY | os.O_APPEND), "w", encoding="utf-8") as file:
+                file.write(record_line(METRICS, record))
+        if self.wandb and record.get("event") != "start":
+            self.tried(lambda: self.wandb.log(record, step=record["step"]))
+
+    def sync(self):
+        """Let all records reach the disk, so that a power cut leaves none behind the checkpoint that is saved next."""
+        if self.is_main:
+            with writing(self.path), open(self.path, "rb+") as file:
+                os.fsync(file.fileno())
+
+    def say(self, text):
+        if self.is_main:
+            say(text)
+
+    def step(self, record):
+        """Record a step, and say so now and then."""
+        self.write(record)
+        n = record["step"]
+        if n % self.cfg.log_every and n not in (1, self.cfg.max_steps):
+            return
+        # in fp16 an overflow has no norm, and a device whose peak we do not know has no mfu
+        norm = "overflow" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
+        mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] else ""
+        left = datetime.timedelta(seconds=round((self.cfg.max_steps - n) * record["seconds"]))
+        self.say(
+            f"step {n}/{self.cfg.max_steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  norm {norm}  "
+            f"{record['tokens_per_s']:,.0f} tok/s{mfu}  input {record['input_s'] / record['seconds']:.1%}  left {left}"
+        )
+
+    def evaluation(self, step, result):
+        """Record an evaluation after `step` steps, and say its means. result: what train.validate returns."""
+        self.write({"event": "eval", "step": step, **result})
+        means = [f"{key} {result[key]:.4f}" for key in ("val_mean", "val_mixture", "bpb_mean")]
+        self.say(f"step {step}  " + "  ".join(means))
+
+    def close(self):
+        self.sync()
+        if self.wandb:
+            self.tried(self.wandb.finish)
+
+
+# ---- and read
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What the metrics.jsonl of a run says. Losses are in nats per token."""
+
+    starts: list  # what train.py knew at each start
+    steps: dict  # arrays over training: step, loss, tokens (so far), tokens_per_s
+    val: dict  # {step: validation loss, mean over the domains}
+    evaluation: dict  # the record of the last one, {} before it
+    final_loss: float | None  # the validation loss at the end, infinite if the run diverged; None before its end
+
+    @property
+    def start(self):
+        return self.starts[-1]  # a resumed run has several, and the last one's max_steps counts
+
+
+def read_run(folder):
+    """The Curves of a run's folder."""
+    path, events = Path(folder, "metrics.jsonl"), {"start": [], "eval": [], "step": [], "diverged": []}
+    with reading(path, METRICS):
+        for record in read_record_lines(path, METRICS):
+            events[record.get("event", "step")].append(record)
+        # steps count on evenly from the first start, one by one or, in a run that was kept, in fifties
+        steps = [record["step"] for record in events["step"]]
+        begin = events["start"][0]["step"] if events["start"] else 0
+        by = steps[0] - begin if steps else 1
+        if by < 1 or steps != [begin + by * n for n in range(1, 1 + len(steps))]:
+            raise ValueError("it lacks steps, or has some twice")
+        if not events["start"] and events["step"]:
+            raise ValueError("it has no record of a start")
+        if len({record["step"] for record in events["eval"]}) < len(events["eval"]):
+            raise ValueError("it has an evaluation twice")
+        names, val = ("step", "loss", "tokens", "tokens_per_s"), {r["step"]: r["val_mean"] for r in events["eval"]}
+        steps = {name: np.array([record[name] for record in events["step"]], float) for name in names}
+        final = val.get(events["start"][-1]["max_steps"]) if val else None
+        evaluation = events["eval"][-1] if val else {}
+        return Curves(events["start"], steps, val, evaluation, math.inf if events["diverged"] else final)
+
+
+# ---- what other stages add
+
+
+def read_results(folder):
+    """{checkpoint's file: {mode, step, sha256, env, results {task: record}}} from eval.json; {} without one."""
+    path = Path(folder, "eval.json")
+    return read_record(path, RESULTS) if path.exists() else {}
+
+
+def read_analysis(folder):
+    """What analyze.py found, from the analysis.json of a folder."""
+    return read_record(Path(folder, "analysis.json"), ANALYSIS)
+
+
+# ---- runs beside each other
 
 
 def differences(made, wanted, of=""):
@@ -28,55 +179,6 @@ def differences(made, wanted, of=""):
         elif one != two:
             what.append("{}={:.60} instead of {:.60}".format(f"{of}{name}", *map(str, pair)))
     return what
-
-
-def made_as(wanted, folder):
-    """The Curves of the run in a folder, None if there is none. wanted: what its config.json must have.
-
-    Raises UserError if it is another run: other settings, other data, other code.
-    """
-    path = Path(folder, "metrics.jsonl")
-    if not Path(folder, "config.json").exists():
-        # train.py writes it before the first record
-        if path.exists() and path.stat().st_size:
-            raise UserError(f"{folder} has lost its config.json; remove it, or set another --out_dir")
-        return None
-    made, found = read_record(Path(folder, "config.json"), RUN), read_run(folder)
-    # dtype counts as what auto became, which the records of starts say. Whoever asks for auto takes any
-    wanted = {name: value for name, value in wanted.items() if (name, value) != ("dtype", "auto")}
-    what = differences(made, {name: value for name, value in wanted.items() if name != "dtype"})  # there it may be auto
-    for start in found.starts:  # a run that went on with other settings or other code is of neither
-        then = start | {"value_mode": start["definition"], "value_mode_name": start["value_mode"]}
-        what += differences(made | then, wanted)
-        code = start.get("code", {})
-        what += [f"another {name}" for name, digest in code_of_results().items() if code.get(name) != digest]
-    if found.final_loss is not None:
-        what += other_checkpoints(folder, found)
-    if found.starts and found.starts[0]["step"]:
-        what.append(f"the first {found.starts[0]['step']} steps of another run")
-    if what:
-        raise UserError(f"{folder} was made with {what[0]}; remove it, or set another --out_dir")
-    return found
-
-
-def other_checkpoints(folder, run):
-    """Yields each way in which the last checkpoint of a finished run disagrees with its Curves."""
-    files = checkpoint.steps(folder)
-    if not files:  # they may be deleted: the losses are all there
-        return
-    step = max(files)
-    try:
-        header = checkpoint.read_header(files[step])
-    except UserError:
-        if files[step].exists():  # else the run that writes them has just replaced it
-            raise
-        return
-    if header["mode"] != run.start["value_mode"]:
-        yield f"{files[step].name} of {header['mode']}, and records of {run.start['value_mode']}"
-    if step > max(run.steps["step"], default=0):
-        yield f"{files[step].name}, whose steps its metrics.jsonl lacks"
-    if header["val_loss"] not in (None, run.val.get(step)):
-        yield f"{files[step].name}, whose validation loss is not that of the records"
 
 
 def rounded_otherwise(runs):
@@ -95,7 +197,7 @@ def rounded_otherwise(runs):
         yield f"The runs differ in {' and in '.join(differ)}. Rounding alone has moved a loss of ours by 0.02."
 
 
-# -- what is kept of finished runs
+# ---- what is kept of finished runs
 
 
 def as_kept(run, folder, settings, environment, every=50):

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from common.modes import beside_the_plan, equation_of
 from common.ranks import pick_dtype
 from common.report import markdown
 from configurator import setting
 from model import GPT, MixingWeights
-from value_modes import TABLE, ModelConfig, kv_floats_per_token, plan_layers
+from value_modes import TABLE, ModelConfig, beside_the_plan, equation_of, kv_floats_per_token, plan_layers
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 
 import plot
+from common.checkpoint import made_as
 from common.files import reading
-from common.runs import made_as
+from common.runs import read_analysis, read_results
 from configurator import UserError
-from eval import read_results
 from paper.runs import LABELS, Job
 from train import MAY_DIFFER
 
@@ -85,7 +85,7 @@ class Found:
         folder = self.root / self.name(job, seed)
         if not (folder / "analysis.json").exists():
             raise UserError(f"{folder} has no analysis.json; make it: `python analyze.py {folder}`")
-        return plot.read_analysis(folder)
+        return read_analysis(folder)
 
     def by_layer(self, job, seed, key):
         """A quantity's means by layer or state; None in layers without it. key "value_norm" or "hidden_norm": the first

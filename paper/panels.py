@@ -10,6 +10,7 @@ import numpy as np
 
 import plot
 from analyze import uniform_entropy
+from common.runs import read_analysis
 from common.statistics import mean_interval
 from configurator import UserError
 from paper.claims import critical
@@ -56,7 +57,7 @@ def layers(ax, panel, found):
         lines[label], modes[label] = [found.by_layer(job, seed, key) for seed in found.seeds], job.mode
     lengths = {found.analysis(job, found.seeds[0])["length"] for job in panel.jobs}
     for name, folder in found.public.items() if panel.has_public else ():
-        analysis = plot.read_analysis(folder)
+        analysis = read_analysis(folder)
         lines[name], modes[name] = found.means(analysis, key), name  # a colour for each
         lengths.add(analysis["length"])
     if not lines:

@@ -684,7 +684,7 @@ def test_runs_at_a_time_without_gpus(device, jobs, n_runs, n, monkeypatch):
 
 UNTIL_ASKED = """
 import signal, time
-from common.report import Metrics
+from common.runs import Metrics
 from value_modes import Residual, ValueMode
 def _step(self, record, step=Metrics.step):
     step(self, record)

@@ -19,8 +19,15 @@ from conftest import ROOT, SHARED, byte_tokenizer, finished, gpt2_json, in_proce
 import prepare
 from common import data, scoring
 from common.data import Corpus
-from common.tokenizer import EOT, PATTERN, Tokenizer
-from common.vocabularies import PUBLIC, byte_level_spec, read_vocabulary, vocabulary_file
+from common.tokenizer import (
+    EOT,
+    PATTERN,
+    PUBLIC,
+    Tokenizer,
+    byte_level_spec,
+    read_vocabulary,
+    vocabulary_file,
+)
 from configurator import UserError
 from hf import layout
 

@@ -22,10 +22,9 @@ import prepare
 import sample
 import train
 from common import checkpoint, files, scoring
-from common.curves import read_run
 from common.data import Corpus
-from common.tokenizer import HFTokenizer, Tokenizer
-from common.vocabularies import read_vocabulary
+from common.runs import ANALYSIS, read_run
+from common.tokenizer import HFTokenizer, Tokenizer, read_vocabulary
 from configurator import UserError, load_settings
 from model import GPT
 from value_modes import kv_floats_per_token
@@ -667,7 +666,7 @@ def test_analysis_and_loss_on_data_of_a_models_own_tokens(retrofit, tmp_path):
     """Its ids are read as they are; what is measured of them is what they are worth."""
     _, folder, _, _ = retrofit
     ran(analyze, folder / "model", f"--data_dir={folder / 'data'}", "--chunks=3", f"--out_dir={tmp_path}")
-    assert files.read_record(tmp_path / "analysis.json", analyze.NUMBERS)["chunks"] == 3
+    assert files.read_record(tmp_path / "analysis.json", ANALYSIS)["chunks"] == 3
     ran(evaluate, folder / "model", "--task=loss", f"--corpus={folder / 'data'}")
     (record,) = evaluate.read_results(folder / "model").values()
     assert 4 < record["results"]["loss"]["val_mean"] < 12

@@ -21,8 +21,7 @@ import train
 from analyze import AnalyzeConfig
 from common import jobs
 from common.files import read_record, read_record_lines, record_line
-from common.report import METRICS
-from common.runs import read_kept, read_run
+from common.runs import METRICS, read_kept, read_run
 from common.sizes import count_parameters
 from configurator import UserError, load_settings
 from eval import EvalConfig

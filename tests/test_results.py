@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from common.curves import read_run
 from common.files import read_record_lines
+from common.runs import read_run
 from common.statistics import Fit, holm, multiplier, t_95
 from common.verdict import judge, search
 from value_modes import TABLE, row_and_number

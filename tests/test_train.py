@@ -23,10 +23,9 @@ from safetensors.torch import load_file
 import configurator
 import train
 from common import checkpoint, files, report
-from common.curves import read_run
 from common.data import Corpus
 from common.ranks import Distributed, code_of_results
-from common.report import METRICS, Metrics
+from common.runs import METRICS, Metrics, read_run
 from common.sizes import notes_of
 from model import GPT
 from train import TrainConfig, learning_rate
