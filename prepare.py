@@ -14,6 +14,7 @@ end, so until then the folder takes up to twice the disk space of the result (80
 Read next: texts.py (what we read), tokenizer.py, data.py (the layout of the result, and its reader).
 """
 
+import contextlib
 import functools
 import gc
 import hashlib
@@ -119,25 +120,25 @@ class PrepareConfig:
 # --------------------------------------------------------------------------------------------------------- tokenizers
 
 
-def train_texts(cfg, inputs):
+def train_texts(pool, cfg, inputs):
     """Yield the first bpe_bytes of the text that will be train text."""
     # Nothing is placed yet: this Placement only counts, so that it holds out what the later one will hold out.
     placement = Placement(cfg, inputs)
     train = [source for source in inputs if source.split == "train"]
     if cfg.source != "files":
-        yield from first_texts(cfg, placement, train, cfg.bpe_bytes)
+        yield from first_texts(pool, cfg, placement, train, cfg.bpe_bytes)
         return
     # Each domain gives its share: else one large file could be all that the vocabulary knows.
     for domain, share in placement.shares.items():
         of_domain = [source for source in train if source.domain == domain]
-        yield from first_texts(cfg, placement, of_domain, cfg.bpe_bytes * share)
+        yield from first_texts(pool, cfg, placement, of_domain, cfg.bpe_bytes * share)
 
 
-def first_texts(cfg, placement, inputs, most):
+def first_texts(pool, cfg, placement, inputs, most):
     """Yield the first `most` bytes of the text of these inputs that is not held out."""
     n_bytes = 0
     batches = read_batches(cfg, inputs, lambda: n_bytes >= most)
-    for items in in_workers(cfg, read_batch, ((batch,) for batch in batches)):
+    for items in in_workers(pool, cfg, read_batch, ((batch,) for batch in batches)):
         for docs in items:
             if placement.is_held_out(docs):
                 continue
@@ -147,7 +148,7 @@ def first_texts(cfg, placement, inputs, most):
                     yield text
 
 
-def make_tokenizer(cfg, inputs):
+def make_tokenizer(pool, cfg, inputs):
     """The Tokenizer that cfg.tokenizer names, loaded or trained."""
     path = cfg.tokenizer_file
     if cfg.tokenizer in PUBLIC and not path:
@@ -165,7 +166,7 @@ def make_tokenizer(cfg, inputs):
     n_vocab = int(cfg.tokenizer.removeprefix("bpe:"))
     bpe = need("rustbpe").Tokenizer()
     print(f"training {cfg.tokenizer} on at most {cfg.bpe_bytes:,} bytes of text", flush=True)
-    bpe.train_from_iterator(train_texts(cfg, inputs), n_vocab - 1, pattern=PATTERN)
+    bpe.train_from_iterator(train_texts(pool, cfg, inputs), n_vocab - 1, pattern=PATTERN)
     ranks = [(bytes(b), i) for b, i in sorted(bpe.get_mergeable_ranks(), key=lambda rank: rank[1])]
     if len(ranks) + 1 < n_vocab:
         print(f"note: so little text gives {len(ranks) + 1:,} tokens, not {n_vocab:,}")
@@ -208,22 +209,28 @@ def start_worker():
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def in_workers(cfg, function, calls):
-    """Yield function(cfg, *call) of each call, in order, computed by cfg.workers processes. A round of calls at a time,
-    so that memory does not grow with the input."""
+@contextlib.contextmanager
+def processes(cfg):
+    """cfg.workers processes, for `in_workers`. Ctrl-C stops them, whatever the main process is doing."""
     # A forked process would inherit locks that threads of the main process hold, so we start fresh ones.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(cfg.workers, context, start_worker) as pool:
         try:
-            while some := list(itertools.islice(calls, 4 * cfg.workers)):
-                # map takes a list for each parameter
-                yield from pool.map(functools.partial(function, cfg), *zip(*some, strict=True))
+            yield pool
         except KeyboardInterrupt:
             heard("stopping; what is finished stays, and the same command goes on")
             pool.shutdown(cancel_futures=True)
             raise
         except BrokenProcessPool:
             raise UserError("a worker died, perhaps for lack of memory; run again with fewer --workers") from None
+
+
+def in_workers(pool, cfg, function, calls):
+    """Yield function(cfg, *call) of each call, in order, computed by a pool of processes. They get a round of calls at
+    a time, so that memory does not grow with the input."""
+    while some := list(itertools.islice(calls, 4 * cfg.workers)):
+        # map takes a list for each parameter
+        yield from pool.map(functools.partial(function, cfg), *zip(*some, strict=True))
 
 
 def read_batch(cfg, batch):
@@ -350,7 +357,7 @@ class Placement:
                 f.write(content)
 
 
-def make_parts(cfg, inputs, placement):
+def make_parts(pool, cfg, inputs, placement):
     """Yield all parts in order. A part is what a batch becomes: its split, its items [[(domain, tokens, bytes of
     text, digest), …], …], and their token ids, (tokens,) uint16. Its file is named after its split and number."""
 
@@ -361,17 +368,17 @@ def make_parts(cfg, inputs, placement):
             for number, batch in enumerate(batches):
                 yield Path(cfg.out_dir, "parts", f"{split}-{number:09}"), split, batch, placement.full(split)
 
-    return in_workers(cfg, make_part, calls())
+    return in_workers(pool, cfg, make_part, calls())
 
 
-def write_corpus(cfg, inputs):
+def write_corpus(pool, cfg, inputs):
     """Make the token files. Returns the Placement, which says what they hold."""
     placement = Placement(cfg, inputs)
     # What a stopped run has joined is joined again. The folders may be links to another disk.
     for file in Path(cfg.out_dir).glob("[tv]*/*.bin"):
         file.unlink()
     with progress("prepare", cfg.tokens or math.inf, "tok") as bar:
-        for split, items, ids in make_parts(cfg, inputs, placement):
+        for split, items, ids in make_parts(pool, cfg, inputs, placement):
             # The workers were given more than is needed, because we did not know yet how many tokens it would be.
             if not placement.is_done(split):
                 placement.add(split, items, ids)
@@ -469,14 +476,15 @@ def main(cfg: PrepareConfig):
             Tokenizer.load(out / "tokenizer.json")  # the data is worth nothing without it
             print(f"{out} is complete already; there is nothing to do")
         else:
-            # settings.json comes after the tokenizer is made: if that fails, other settings may be tried.
-            if not (out / "tokenizer.json").exists():
-                tokenizer = make_tokenizer(cfg, inputs)
-                write_record(out / "settings.json", SETTINGS, settings)
-                tokenizer.save(out / "tokenizer.json")
-            tokenizer = Tokenizer.load(out / "tokenizer.json")
-            print(f"writing {out}; stop at any time, the same command goes on", flush=True)
-            placement = write_corpus(cfg, inputs)
+            with processes(cfg) as pool:
+                # settings.json comes after the tokenizer is made: if that fails, other settings may be tried.
+                if not (out / "tokenizer.json").exists():
+                    tokenizer = make_tokenizer(pool, cfg, inputs)
+                    write_record(out / "settings.json", SETTINGS, settings)
+                    tokenizer.save(out / "tokenizer.json")
+                tokenizer = Tokenizer.load(out / "tokenizer.json")
+                print(f"writing {out}; stop at any time, the same command goes on", flush=True)
+                placement = write_corpus(pool, cfg, inputs)
             write_manifest(cfg, placement, tokenizer)
             print_result(cfg, placement)
         shutil.rmtree(out / "parts", ignore_errors=True)

@@ -217,12 +217,20 @@ def in_process(module, *words, cwd=None):
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
-def in_this_process(cfg, function, calls):
-    """Stands in for prepare.in_workers, without the seconds to start processes."""
-    import prepare
+class InThisProcess(contextlib.nullcontext):
+    """Stands in for prepare.py's ProcessPoolExecutor, without the seconds to start processes."""
 
-    prepare.load_tokenizer.cache_clear()
-    return (function(cfg, *call) for call in calls)
+    def __init__(self, *_):
+        import prepare
+
+        super().__init__(self)
+        prepare.load_tokenizer.cache_clear()
+
+    def map(self, function, *lists):
+        return map(function, *lists)
+
+    def shutdown(self, cancel_futures):
+        self.is_cancelled = cancel_futures
 
 
 def refused(result, *fragments):

@@ -22,7 +22,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from conftest import in_process, in_this_process, make_data, refused
+from conftest import InThisProcess, in_process, make_data, refused
 from test_eval import ROWS, write_rows
 
 import prepare
@@ -312,7 +312,7 @@ def house(tmp_path_factory):
         path.write_text(str([line.get_xydata() for axes in figure.axes for line in axes.lines]))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "in_workers", in_this_process)
+        patch.setattr(prepare, "ProcessPoolExecutor", InThisProcess)
         patch.setattr(prepare, "BATCH_BYTES", 500)
         patch.setattr("matplotlib.figure.Figure.savefig", lines)
         patch.setenv("GIT_DIR", "/nowhere")

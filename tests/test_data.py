@@ -23,6 +23,7 @@ from common.tokenizer import (
     EOT,
     PATTERN,
     PUBLIC,
+    HFTokenizer,
     Tokenizer,
     byte_level_spec,
     read_vocabulary,
@@ -140,6 +141,15 @@ def test_another_vocabulary_is_refused(small, tmp_path):
         (small[2], "tokenizer.json is damaged or not a tokenizer.json of ours, GPT-2's, GPT-NeoX's or in"),
     ):
         refused(in_process(prepare, *words, f"--tokenizer_file={file}"), says)
+
+
+def test_bytes_of_a_letter_that_is_not_ascii():
+    """In a vocabulary that spells text as it is, with ▁ for a space."""
+    hf = pytest.importorskip("tokenizers")
+    words = hf.models.WordLevel({"<s>": 0, "</s>": 1, "?": 2, "▁é": 3}, "?")
+    spec = dict(name="x", start=0, end=1, n_vocab=4, hash=None, is_ours=False)
+    tokenizer = HFTokenizer(spec | {"tokenizer": json.loads(hf.Tokenizer(words).to_str())})
+    assert tokenizer.token_bytes()[3] == len(" é".encode())
 
 
 def test_vocabularies_in_other_peoples_files(tmp_path):

@@ -6,7 +6,7 @@ import ast
 import hashlib
 
 import pytest
-from conftest import in_process, in_this_process
+from conftest import InThisProcess, in_process
 
 import prepare
 from common.data import Corpus, plain_sum
@@ -26,7 +26,7 @@ def corpus(tmp_path_factory):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"{words} {i}.{line}\n" for line in range(90)), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "in_workers", in_this_process)
+        patch.setattr(prepare, "ProcessPoolExecutor", InThisProcess)
         words = (f"--input_dir={root / 'texts'}", "--tokenizer=bpe:290", "--mixture={'a':0.1,'b':0.4,'c':0.1}")
         done = in_process(prepare, "files", *words, f"--out_dir={root / 'data'}")
     assert done.returncode == 0, done.stderr

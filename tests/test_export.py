@@ -374,6 +374,12 @@ SMALL = (8.0, 1.0, 4.0, 32.0)  # at theta 10000 and width 16: one pair is unchan
 SCALED = dict(zip(layout.SCALING, SMALL, strict=True), rope_type="llama3")
 
 
+def test_an_export_of_our_own_class_keeps_scaled_angles():
+    model = tiny("svformer", rope_scaling=SMALL)
+    peer = export.to_transformers(model, 0, 0).double()
+    torch.testing.assert_close(peer.model.rope.sin, model.rope.sin, rtol=0, atol=0)
+
+
 def test_logits_of_a_llama_are_those_of_transformers(tmp_path):
     torch.manual_seed(0)
     shape = dict(vocab_size=61, hidden_size=64, intermediate_size=112, num_hidden_layers=4, num_attention_heads=4)

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -10,16 +11,19 @@ import shutil
 import signal
 import sys
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import zstandard
-from conftest import ROOT, byte_tokenizer, finished, in_process, in_this_process, refused, script
+from conftest import ROOT, InThisProcess, byte_tokenizer, finished, in_process, refused, script
 
 import prepare
 from common import texts
 from common.data import Corpus, load_manifest
+from common.texts import Input, read_text, to_documents
 from common.tokenizer import PATTERN, Tokenizer
 from configurator import UserError
 
@@ -75,7 +79,7 @@ def decoded(folder, split, domain):
 @pytest.fixture(autouse=True)
 def no_workers(monkeypatch):
     """Scripts that run in this process start no others. `script` and `finished` start all of them."""
-    monkeypatch.setattr(prepare, "in_workers", in_this_process)
+    monkeypatch.setattr(prepare, "ProcessPoolExecutor", InThisProcess)
 
 
 @pytest.fixture(scope="module")
@@ -445,6 +449,40 @@ def test_which_files_are_read(tmp_path, capsys):
     (tmp_path / "in" / "broken.txt").symlink_to("nowhere")
     with pytest.raises(UserError, match="broken.txt is a link to nothing"):
         inputs_of(tmp_path / "in")
+
+
+def test_marks_where_files_were_joined_are_no_text(tmp_path):
+    """As `cat a.jsonl b.jsonl` leaves them."""
+    part = b'\xef\xbb\xbf{"text": "a"}\n'
+    (tmp_path / "a.jsonl").write_bytes(part + part)
+    source = Input("a.jsonl", 1, "train", "text", tmp_path / "a.jsonl")
+    cfg = SimpleNamespace(text_field="text", out_dir="out")
+    assert [to_documents(source, n, raw, cfg) for n, raw in enumerate(read_text(source))] == [[("text", "a")]] * 2
+
+
+@pytest.mark.parametrize("where", ["read_batch", "Placement.add"])
+def test_ctrl_c_is_heard_whatever_the_main_process_is_doing(where, tmp_path, monkeypatch):
+    said, pools = [], []
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    class Pool(InThisProcess):
+        def __enter__(self):
+            pools.append(self)
+            return self
+
+    write_files(tmp_path / "in", ["a.txt"])
+    monkeypatch.setattr(prepare, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(prepare, "heard", said.append)
+    monkeypatch.setattr(f"prepare.{where}", stop)
+    result = call(*files(tmp_path / "in", tmp_path / "out"))
+    assert result.returncode == 130 and len(said) == 1 and pools[0].is_cancelled
+
+
+def test_workers_leave_ctrl_c_to_the_main_process():
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prepare.start_worker) as pool:
+        assert pool.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_IGN
 
 
 def lines_of(rows):
