@@ -68,7 +68,7 @@ def parts_of(attn, args, output):
     _, projected, used = output
     mixes = []
     for m in attn.mixes:
-        sources = [attended[i] for i in m.sources] if m.residual.reads_used else []
+        sources = [attended[i] for i in m.sources] if m.residual.from_used else []
         mixes.append((m.residual, weights[m.index], [{t: widened(x) for t, x in of.items()} for of in sources]))
     return mixes, *({t: widened(x) for t, x in of.items()} for of in (projected, used))
 

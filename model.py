@@ -29,62 +29,62 @@ from net.layers import (
     apply_rope,
     attend,
     attend_across,
-    into_stream_std,
     new_norm,
     normal,
     repeat_heads,
+    residual_proj_std,
 )
 from net.loss import chunked_cross_entropy
 from value_modes import plan_layers, stored_tensors
 
 
-def weighted_sum(weights, own, sources):
-    """w_own * own + w_1 * source_1 + …. Weights are numbers, learned scalars, or tensors that broadcast."""
-    own_weight, *source_weights = weights
-    is_one = isinstance(own_weight, float) and own_weight == 1  # spares a product
-    total = own if is_one else own_weight * own
+def weighted_sum(weights, here, sources):
+    """w_self * here + w_1 * source_1 + …. Weights are numbers, learned scalars, or tensors that broadcast."""
+    w_self, *source_weights = weights
+    is_one = isinstance(w_self, float) and w_self == 1  # spares a product
+    total = here if is_one else w_self * here
     for weight, source in zip(source_weights, sources, strict=True):
-        total = total + weight * source.to(own.dtype)  # under autocast embeddings are fp32
+        total = total + weight * source.to(here.dtype)  # under autocast embeddings are fp32
     return total
 
 
 def join_scores(q, k, weights, others):
-    """(q, k) of wider heads, whose product is a mix of scores: w_own q k^T + sum_i w_i q_i k_i^T.
+    """(q, k) of wider heads, whose product is a mix of scores: w_self q k^T + sum_i w_i q_i k_i^T.
     others: {"q": q_i, "k": k_i} of each layer i."""
-    own_weight, *other_weights = weights
+    w_self, *other_weights = weights
     q_others = [w * other["q"] for w, other in zip(other_weights, others, strict=True)]
     k_others = [other["k"] for other in others]
-    return torch.cat([own_weight * q, *q_others], dim=-1), torch.cat([k, *k_others], dim=-1)
+    return torch.cat([w_self * q, *q_others], dim=-1), torch.cat([k, *k_others], dim=-1)
 
 
 class MixingWeights(nn.Module):
-    """The weights of one residual in all layers: forward() -> {layer: (w_own, one for each source)}.
+    """The weights of one residual in all layers: forward() -> {layer: (w_self, one for each source)}.
 
-    starts: the same dict, of fixed weights or of what learned ones start from. It is empty where a Gate computes the
-    weights, or map="cross" needs none. Learned ones are vectors, which AdamW does not decay: train.adamw decays
-    matrices (embeddings and head too), and no norm, bias or other vector.
+    starts: the same dict, of fixed weights or of what learned ones start from; those of learn="softmax" start as below.
+    It is empty where a Gate computes the weights, or map="cross" needs none. Learned ones are vectors, which AdamW does
+    not decay: train.adamw decays matrices (embeddings and head too), and no norm, bias or other vector.
     """
 
     def __init__(self, residual, index, plan):
         super().__init__()
         # how many sources the residual has in each layer that has it
         counts = {n: len(m.sources) for n, layer in enumerate(plan) for m in layer.mixes if m.index == index}
-        has_none = residual.is_gated or residual.map == "cross"
-        self.starts = {} if has_none else {n: residual.starts(count) for n, count in counts.items()}
-        self.learn = "fixed" if has_none else residual.learn
+        needs_no_weights = residual.is_gated or residual.map == "cross"
+        self.starts = {} if needs_no_weights else {n: residual.starts(count) for n, count in counts.items()}
+        self.learn = "fixed" if needs_no_weights else residual.learn
         # the parameters; what they mean is in forward
         starts, n_mixed = list(self.starts.values()), len(self.starts)  # n_mixed: layers that have the residual
         if self.learn in ("scalar", "unit"):
             self.scalars = nn.ParameterList(torch.tensor(start) for start in starts)
-        if self.learn == "sources":  # the own weight is not learned
+        if self.learn == "sources":  # w_self is not learned
             self.scalars = nn.ParameterList(torch.tensor(start[1:]) for start in starts)
         if self.learn == "unit":
             self.scale = nn.Parameter(torch.ones(n_mixed))
         if self.learn == "lerp":
             self.share = nn.Parameter(torch.tensor([source for _, source in starts]))
         if self.learn == "softmax":  # Learnable-Plus: all layers share logits and scale
-            own, slope = residual.lam or (0.5, 0.0)
-            self.own = nn.Parameter(torch.full((n_mixed,), own))
+            w_self, slope = residual.lam or (0.5, 0.0)
+            self.own = nn.Parameter(torch.full((n_mixed,), w_self))
             self.logits = nn.Parameter(slope * torch.arange(n_mixed))
             self.scale = nn.Parameter(torch.tensor([float(len(plan))]))
 
@@ -94,8 +94,8 @@ class MixingWeights(nn.Module):
         if self.learn == "scalar":
             weights = [tuple(scalars) for scalars in self.scalars]
         elif self.learn == "sources":
-            owns = [own for own, *_ in self.starts.values()]
-            weights = [(own, *scalars) for own, scalars in zip(owns, self.scalars, strict=True)]
+            pairs = zip(self.starts.values(), self.scalars, strict=True)
+            weights = [(start[0], *scalars) for start, scalars in pairs]
         elif self.learn == "unit":
             weights = [tuple(s * ab / ab.norm()) for s, ab in zip(self.scale, self.scalars, strict=True)]
         elif self.learn == "lerp":
@@ -108,7 +108,7 @@ class MixingWeights(nn.Module):
 
 
 class Gate(nn.Module):
-    """Weights that depend on the token: a layer's normed input x (B, T, C) -> (own, source), each a number or
+    """Weights that depend on the token: a layer's normed input x (B, T, C) -> (w_self, w_source), each a number or
     (B, G, T, 1). Heads are key and value heads. A new gate: a branch here, its name in Residual.learn and is_gated."""
 
     def __init__(self, cfg, residual):
@@ -126,10 +126,10 @@ class Gate(nn.Module):
         if self.residual.learn == "head":
             g = z.sigmoid()
             return g, 1 - g
-        # "sigmoid" (modded-nanogpt, nanochat): (l_own, l sigmoid(W x)); "relu" (SATFormer): (l_own, l relu(W x))
+        # "sigmoid" (modded-nanogpt, nanochat): (w_self, l sigmoid(W x)); "relu" (SATFormer): (w_self, l relu(W x))
         activation = {"sigmoid": torch.sigmoid, "relu": torch.relu}[self.residual.learn]
-        own, factor = self.residual.starts(1)
-        return own, factor * activation(z)
+        w_self, factor = self.residual.starts(1)
+        return w_self, factor * activation(z)
 
 
 class Attention(nn.Module):
@@ -147,17 +147,17 @@ class Attention(nn.Module):
         self.n, self.owner, self.kernel = n, plan.owner, kernel
         self.n_head, self.head_dim, self.norm_eps = cfg.n_head, cfg.head_dim, cfg.norm_eps
         self.owns = tuple(plan.heads)  # of "q", "k", "v"; the others it borrows
-        self.heads_from_layer_0 = cfg.n_kv_head - plan.heads.get("v", cfg.n_kv_head)
+        self.n_heads_from_0 = cfg.n_kv_head - plan.heads.get("v", cfg.n_kv_head)
         self.values_are_keys = cfg.value_mode.values == "keys"
         parts = {t: heads * cfg.head_dim for t, heads in plan.heads.items() if not (t == "v" and self.values_are_keys)}
         is_gpt2 = cfg.arch == "gpt2"
         self.proj, self.parts = Linear(cfg.n_embd, parts, bias=is_gpt2), parts
-        self.out = Linear(cfg.n_head * cfg.head_dim, {"o": cfg.n_embd}, bias=is_gpt2, std=into_stream_std(cfg))
+        self.out = Linear(cfg.n_head * cfg.head_dim, {"o": cfg.n_embd}, bias=is_gpt2, std=residual_proj_std(cfg))
         self.mixes = [m for m in plan.mixes if m.residual.place != "input"]  # those at the input are Block's
         self.gates = nn.ModuleDict({str(m.index): Gate(cfg, m.residual) for m in self.mixes if m.residual.is_gated})
         self.output_gate = None if cfg.value_mode.output == "plain" else OutputGate(cfg)
 
-    def at(self, place, weights, x):
+    def mixes_at(self, place, weights, x):
         """[(mix, its weights)] of the residuals that act at a place. A Gate makes weights of the layer's input x."""
         mixes = [m for m in self.mixes if m.residual.place == place]
         return [(m, self.gates[str(m.index)](x) if m.residual.is_gated else weights[m.index]) for m in mixes]
@@ -166,51 +166,51 @@ class Attention(nn.Module):
         """x (B, T, C) -> U_n W_o (B, T, C), this layer's projections, and what its softmax used.
         weights[j]: those of residual j in this layer. angles: see Rope."""
         # 1. Project q, k, v: only those that this layer has weights for.
-        own = self.project(x, angles)
-        mixed = dict(own)
+        projected_here = self.project(x, angles)
+        mixed = dict(projected_here)
 
         # 2. Mix before the softmax. ResFormer (Eq 7, arxiv.org/abs/2410.17897): V' = l_n V_n + l_1 V_1.
         #    V_1 is not detached: its gradients reach layer 0. The same line mixes queries and keys (Fig 9). A layer
         #    mixes what it owns: one that borrows keys still mixes its values.
-        for m, w in self.at("before", weights, x):
-            of = m.residual.of
-            mixed[of] = weighted_sum(w, mixed[of], [projected[i][of] for i in m.sources])
+        for m, w in self.mixes_at("before", weights, x):
+            t = m.residual.of
+            mixed[t] = weighted_sum(w, mixed[t], [projected[i][t] for i in m.sources])
 
         # 3. Borrow what this layer does not own, as its owner used it: SVFormer (Eq 10) is V' = V_1.
         #    Only owners write to the cache, so SVFormer's holds no values of the layers above 0.
-        now = {}
+        used_here = {}
         for t in ("q", "k", "v"):
             if t not in self.owns:
-                now[t] = used[self.owner[t]][t]
+                used_here[t] = used[self.owner[t]][t]
             elif t != "q" and cache is not None:
-                now[t] = cache.extend(t, self.n, mixed[t])  # (B, G, tokens so far, D)
+                used_here[t] = cache.extend(t, self.n, mixed[t])  # (B, G, tokens so far, D)
             else:
-                now[t] = mixed[t]
-        if self.heads_from_layer_0:  # SkipV1Former
-            now["v"] = torch.cat([now["v"], used[0]["v"][:, -self.heads_from_layer_0 :]], dim=1)
+                used_here[t] = mixed[t]
+        if self.n_heads_from_0:  # SkipV1Former
+            used_here["v"] = torch.cat([used_here["v"], used[0]["v"][:, -self.n_heads_from_0 :]], dim=1)
 
         # 4. Attend (Eq 1): U_n = softmax(q k^T / sqrt(D)) V'. Some residuals act under this softmax.
         mask = None if cache is None else cache.mask
-        u = self.softmax(now, self.at("softmax", weights, x), used, mask)  # (B, H, T, D)
+        u = self.attend_with_mixes(used_here, self.mixes_at("softmax", weights, x), used, mask)  # (B, H, T, D)
 
         # 5. Mix after the softmax. NeuTRENO (Eq 8): U_n = A_n V' + l (V_1 - V').
-        for m, w in self.at("after", weights, x):
+        for m, w in self.mixes_at("after", weights, x):
             if m.residual.map == "delta":
-                v = {"mixed": mixed, "projected": own}[m.residual.subtract]["v"]  # V', or V_n
+                v = {"mixed": mixed, "projected": projected_here}[m.residual.subtract]["v"]  # V', or V_n
                 added = [repeat_heads(projected[i]["v"] - v, self.n_head) for i in m.sources]  # (B, H, T, D) each
             elif m.residual.map == "identity":  # U_n = A_n V' + l V_1 (Fig 10); with all layers' values Eq 6
                 added = [repeat_heads(projected[i]["v"], self.n_head) for i in m.sources]
             else:
                 assert m.residual.of == "probs", f"{m.residual} is nowhere computed: add it here"
                 pairs = [(used[i]["q"], used[i]["k"]) for i in m.sources]
-                added = [attend(q, k, now["v"], self.kernel, mask=mask) for q, k in pairs]  # A_i V'
+                added = [attend(q, k, used_here["v"], self.kernel, mask=mask) for q, k in pairs]  # A_i V'
             u = weighted_sum(w, u, added)
         # gates read x alone. "exclusive" reads V' too; no mode has it in a layer that borrows its values
         if self.output_gate:
             u = self.output_gate(u, mixed.get("v"), x)
 
         # 6. Join the heads: (B, H, T, D) -> (B, T, H * D) -> (B, T, C).
-        return self.out(u.transpose(1, 2).flatten(2)), own, now
+        return self.out(u.transpose(1, 2).flatten(2)), projected_here, used_here
 
     def project(self, x, angles):
         """The tensors that this layer owns, from one product: {t: (B, heads of t, T, D)}, q and k rotated."""
@@ -218,19 +218,21 @@ class Attention(nn.Module):
         # one product, then a view for each tensor
         y = self.proj(x).view(B, T, -1, self.head_dim)  # (B, T, heads * D) -> (B, T, heads, D)
         parts = y.split([width // self.head_dim for width in self.parts.values()], dim=2)
-        own = dict(zip(self.parts, parts, strict=True))  # (B, T, heads of t, D) each
+        projected_here = dict(zip(self.parts, parts, strict=True))  # (B, T, heads of t, D) each
         if self.values_are_keys:
-            own["v"] = F.rms_norm(own["k"], (self.head_dim,), eps=self.norm_eps).to(y.dtype)  # else fp32 in autocast
+            projected_here["v"] = F.rms_norm(projected_here["k"], (self.head_dim,), eps=self.norm_eps).to(
+                y.dtype
+            )  # else fp32 in autocast
         # rotary positions turn queries and keys, but no values
         for t in ("q", "k"):
-            if t in own:
-                own[t] = apply_rope(own[t], angles)
+            if t in projected_here:
+                projected_here[t] = apply_rope(projected_here[t], angles)
         # only now (B, heads, T, D), as a view: attention's output and gradient then have the layout that `out` reads
-        return {t: part.transpose(1, 2) for t, part in own.items()}
+        return {t: part.transpose(1, 2) for t, part in projected_here.items()}
 
-    def softmax(self, now, mixes, used, mask):
-        """U_n (B, H, T, D) of q, k, v `now`, with the residuals that act under the softmax."""
-        q, k, v = now["q"], now["k"], now["v"]
+    def attend_with_mixes(self, used_here, mixes, used, mask):
+        """U_n (B, H, T, D) of q, k, v in `used_here`, with the residuals that act under the softmax."""
+        q, k, v = used_here["q"], used_here["k"], used_here["v"]
         # "cross" (Eq 2): keys and values of other layers beside this layer's own
         across = [i for m, _ in mixes if m.residual.map == "cross" for i in m.sources]
         if across:
@@ -238,7 +240,7 @@ class Attention(nn.Module):
             return attend_across(q, keys, values, self.kernel, mask)
         # "scores": w_n q k^T + w_i q_i k_i^T = [w_n q; w_i q_i] [k; k_i]^T, so they add up in one wider product
         for m, w in mixes:
-            assert m.residual.of == "scores", f"add {m.residual} to Attention.softmax"
+            assert m.residual.of == "scores", f"add {m.residual} to Attention.attend_with_mixes"
             q, k = join_scores(q, k, w, [used[i] for i in m.sources])
         wider = q.size(-1) - self.head_dim
         if not wider:
@@ -266,12 +268,12 @@ class Block(nn.Module):
         for m in self.input_mixes:
             h = weighted_sum(weights[m.index], h, [projected[i]["hidden"] for i in m.sources])
         # attention and the MLP add to the stream
-        y, own, now = self.attn(self.norm1(h), angles, weights, projected, used, cache)
+        y, projected_here, used_here = self.attn(self.norm1(h), angles, weights, projected, used, cache)
         h = y.to(h.dtype) if self.is_cut else h + y  # under autocast y alone is bf16
         h = h + self.mlp(self.norm2(h))
         # if a block handed on all of its tensors, they would stay in memory until the last layer
-        own["hidden"] = x
-        return h, {t: own[t] for t in self.keep_projected}, {t: now[t] for t in self.keep_used}
+        kept_projected = {t: (projected_here | {"hidden": x})[t] for t in self.keep_projected}
+        return h, kept_projected, {t: used_here[t] for t in self.keep_used}
 
 
 class GPT(nn.Module):
@@ -325,7 +327,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def mixing_weights(self):
-        """[residual][layer] -> (w_own, w_source, …) as numbers."""
+        """[residual][layer] -> (w_self, w_source, …) as numbers."""
         found = [{n: [float(w) for w in of_layer] for n, of_layer in weights().items()} for weights in self.mixing]
         # None where the layer lacks the residual, a Gate computes the weights, or map="cross" needs none
         return [[of_residual.get(n) for n in range(self.cfg.n_layer)] for of_residual in found]
@@ -335,8 +337,8 @@ class GPT(nn.Module):
         KVCache, whose tokens come before these (it then stores these too), or another class with its methods."""
         # where these tokens stand: at the beginning, or behind those of the cache
         B, T = idx.shape[:2]
-        assert cache or T <= self.cfg.block_size, f"{T} tokens do not fit block_size={self.cfg.block_size}"
-        positions = cache.positions(T) if cache else slice(T)  # a slice, or (B, T)
+        assert cache is not None or T <= self.cfg.block_size, f"{T} tokens do not fit block_size={self.cfg.block_size}"
+        positions = slice(T) if cache is None else cache.positions(T)  # a slice, or (B, T)
         # the residual stream begins with the embeddings
         x = idx if idx.is_floating_point() else self.embed(idx)
         if self.positions:
@@ -354,10 +356,12 @@ class GPT(nn.Module):
     def through_blocks(self, x, angles, projected, cache=None):
         """The residual stream x (B, T, C) through all blocks. projected, used: what earlier layers (and token tables)
         show to later ones, {layer: {name: tensor}}."""
-        used, stream = {}, [x]  # stream: x by depth, for DenseFormer
+        used = {}
+        stream = [x]  # x by depth, for DenseFormer
         weights = [mixing() for mixing in self.mixing]  # [residual] -> {layer: its weights}
         for n, block in enumerate(self.blocks):
-            # copies, because a graph that is never backpropagated must not hold what later layers add to these dicts
+            # copies, because checkpoint keeps its arguments: a shared dict would come to hold this block's own output,
+            # a cycle that leaks if no backward runs
             inputs = (x, angles, [w.get(n) for w in weights], dict(projected), dict(used), cache)
             if self.recompute and torch.is_grad_enabled():
                 x, projected[n], used[n] = checkpoint(block, *inputs, use_reentrant=False)
@@ -387,7 +391,10 @@ class KVCache:
     """
 
     def __init__(self, cfg, lengths, length, device=None, dtype=None):
-        self.length, self.end, self.is_static, self.mask = length, 0, False, None  # end: slots that are filled
+        self.length = length
+        self.end = 0  # slots that are filled
+        self.is_static = False
+        self.mask = None
         self.next = torch.zeros(1, dtype=torch.int64, device=device)  # the same as a tensor, which a graph can count up
         # padding is on the left, so a row's positions are its slots minus its padding
         self.padding = max(lengths) - torch.tensor(lengths, device=device)[:, None]  # (B, 1)

@@ -403,7 +403,8 @@ def train(cfg, world):
             asked, first = time.perf_counter(), (world.rank * accumulation + i) * micro_batch
             x, y = world.to_device(corpus.batch(step, n_sequences, first, first + micro_batch))  # (micro_batch, T)
             input_s += time.perf_counter() - asked
-            # the ranks average their sums in the last backward; with zero3 in each, for want of room for whole sums
+            # the ranks average their sums in the last backward. zero3 reduces after every micro-batch, because
+            # unsharded gradients do not fit
             averages = i == accumulation - 1 or cfg.shard == "zero3"
             if is_sharded:
                 model.set_requires_gradient_sync(averages)
@@ -421,7 +422,7 @@ def train(cfg, world):
         norm = ranks.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf))
         scaler.step(optimizer)
         scaler.update()
-        # means over the ranks (the norm is the same on all). Only now a GPU is waited for: all of the step is launched
+        # means over the ranks (the norm is the same on all). This is the step's first wait for the GPU
         total, norm = (world.sum(torch.stack((total, norm))) / world.size).tolist()
         # a step that failed is not saved
         check_finite(metrics, n, "loss", total)

@@ -30,16 +30,16 @@ class Residual:
         is the embedding); "scores", Q K^T before the softmax; "probs", A itself.
     source: the "first" layer, the one before ("prev"), "all" before, the layer with this number, or a learned table of
         values for each token id ("token"). We never detach a source: gradients flow into it.
-    map: "own" changes the tensor before it is used: U_n = A_n V' with  V' = l_own V_n + sum_i l_i V_i           (Eq 7)
-         "identity" adds after attention, at the same position:     U_n = l_own A_n V' + sum_i l_i V_i         (Eq 6)
-         "delta" adds a difference after attention (NeuTRENO):      U_n = l_own A_n V' + sum_i l_i (V_i - V')  (Eq 8)
+    map: "own" changes the tensor before it is used: U_n = A_n V' with  V' = w_self V_n + sum_i l_i V_i           (Eq 7)
+         "identity" adds after attention, at the same position:     U_n = w_self A_n V' + sum_i l_i V_i         (Eq 6)
+         "delta" adds a difference after attention (NeuTRENO):      U_n = w_self A_n V' + sum_i l_i (V_i - V')  (Eq 8)
          "cross" attends to both layers under one softmax:          U_n = softmax(Q_n [K_n; K_i]^T) [V_n; V_i] (Eq 2)
          A new map: its name here, its place and what it reads below, and its line in model.Attention.
     subtract: what "delta" subtracts: the "mixed" V', or V_n as "projected".
-    lam: the weights (l_own, sum of all l_i); None = the plain mean of the layer's own tensor and its sources.
+    lam: the weights (w_self, sum of all l_i); None = the plain mean of the layer's own tensor and its sources.
     learn: "fixed" weights, or learned ones that start from lam:
          "scalar"   one for the layer's own tensor and one for each source
-         "sources"  one for each source; l_own stays lam[0]
+         "sources"  one for each source; w_self stays lam[0]
          "lerp"     (1 - l, l)
          "unit"     s (a, b) / sqrt(a^2 + b^2), from s = 1
          "softmax"  (Learnable-Plus) a_n and s softmax_n(b), from a_n = lam[0], s = n_layer, and b = lam[1] (0, 1, 2, …)
@@ -90,7 +90,7 @@ class Residual:
         return (self.of,)
 
     @property
-    def reads_used(self):
+    def from_used(self):
         """Whether it reads what its sources used in their softmax (mixed, cached) instead of what they projected."""
         return self.place == "softmax" or self.of == "probs"
 
@@ -100,7 +100,7 @@ class Residual:
         return self.learn in ("head", "sigmoid", "relu")
 
     def starts(self, n_sources):
-        """(l_own, one l_i for each source): the fixed weights, or what learned ones start from."""
+        """(w_self, one l_i for each source): the fixed weights, or what learned ones start from."""
         own, together = self.lam or (1 / (n_sources + 1), n_sources / (n_sources + 1))
         return (own,) + (together / n_sources,) * n_sources
 
@@ -476,7 +476,7 @@ def plan_layers(cfg):
                 plan[owner].keep_used.add(t)
         for mix in layer.mixes:
             for i in mix.sources:
-                if mix.residual.reads_used:
+                if mix.residual.from_used:
                     plan[i].keep_used.update(mix.residual.reads)
                 elif mix.residual.source != "token":
                     plan[i].keep_projected.add(mix.residual.of)

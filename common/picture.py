@@ -18,7 +18,7 @@ class Line:
 
     of: "q", "k", "v", "attention", or "input", what enters a layer. place: where it arrives, as in Residual.place, or
     "instead" of the reader's own tensor. readers: {layer: its weights (own, source), as text}. is_used: see
-    Residual.reads_used. word: "learned" or "gate".
+    Residual.from_used. word: "learned" or "gate".
     """
 
     of: str
@@ -56,7 +56,7 @@ def lines_of(cfg):
         word = "gate" if r.is_gated else word
         for readers in groups.values():
             sources = mixes[max(readers)].sources
-            lines += [Line(of, r.place, sources, readers, r.reads_used, word) for of in boxes]
+            lines += [Line(of, r.place, sources, readers, r.from_used, word) for of in boxes]
 
     if mode.dense:  # layers.DepthAverage: H_n of X_j, j ≡ n (mod dilation), is what layer n reads, or the head if last
         dilation, period = mode.dense

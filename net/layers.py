@@ -1,5 +1,5 @@
-"""Layers that are not ours: products, rotary positions, softmax(q k^T) v by the fastest kernel, output gates, MLP,
-DenseFormer."""
+"""Standard layers, and parts of other papers: products, rotary positions, softmax(q k^T) v by the fastest kernel,
+output gates, MLP, DenseFormer."""
 
 import hashlib
 import math
@@ -83,7 +83,7 @@ def apply_rope(x, angles):
         return x
     cos, signed_sin = angles
     ab = to_fp32(x).unflatten(-1, (2, -1))  # (B, T, heads, 2, D/2)
-    ba = ab.flip(-2)  # by chunk and cat torch.compile would write the gradient twice, in fp32 and packed with v's
+    ba = ab.flip(-2)  # with chunk and cat torch.compile writes the gradient twice
     return torch.addcmul(ab * cos, ba, signed_sin).flatten(-2).to(x.dtype)
 
 
@@ -135,9 +135,8 @@ def fused_attention(q, k, v, mask, is_causal, scale):
 def attend_across(q, keys, values, kernel="sdpa", mask=None):
     """softmax(q [K_1; K_2; …]^T) [V_1; V_2; …] (Eq 2): causal attention to several layers under one softmax.
 
-    q (B, H, T, D); keys, values: one (B, G, S, D) of each layer. The keys of n layers take turns, position by position,
-    so n queries in a row for each token make one causal mask right: the last of them sees all n keys of its position.
-    So the fused kernels' causal flag is enough, and no T x n S mask exists.
+    q (B, H, T, D); keys, values: one (B, G, S, D) of each layer. We order the keys k_n(0) k_1(0) k_n(1) …, repeat
+    each query n times and keep the last copy: then the usual causal mask is right, and no T x n S mask exists.
     """
     n = len(keys)
     k, v = (torch.stack(x, dim=3).flatten(2, 3) for x in (keys, values))  # (B, G, S, n, D) -> (B, G, S * n, D)
@@ -157,7 +156,7 @@ class MLP(nn.Module):
         parts = {"up": cfg.n_hidden} if is_gpt2 else {"gate": cfg.n_hidden, "up": cfg.n_hidden}
         self.is_gpt2 = is_gpt2
         self.up = Linear(cfg.n_embd, parts, bias=is_gpt2)
-        self.down = Linear(cfg.n_hidden, {"down": cfg.n_embd}, bias=is_gpt2, std=into_stream_std(cfg))
+        self.down = Linear(cfg.n_hidden, {"down": cfg.n_embd}, bias=is_gpt2, std=residual_proj_std(cfg))
 
     def forward(self, x):
         if self.is_gpt2:
@@ -166,7 +165,7 @@ class MLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-def into_stream_std(cfg):
+def residual_proj_std(cfg):
     """Initial spread of the projections into the residual stream: GPT-2's are smaller by sqrt(2 n_layer)."""
     is_scaled = cfg.arch == "gpt2" if cfg.scaled_init is None else cfg.scaled_init
     return cfg.init_std / math.sqrt(2 * cfg.n_layer) if is_scaled else None

@@ -70,7 +70,7 @@ def attention(attn, args, output):
     for some in torch.eye(T, dtype=used["v"].dtype).split(D, dim=1):
         v = F.pad(some, (0, D - some.size(1))).expand(B, G, T, D)
         attended_v = {i: tensors | {"v": v} for i, tensors in attended.items()}
-        y = attn.softmax(used | {"v": v}, in_softmax, attended_v, None)
+        y = attn.attend_with_mixes(used | {"v": v}, in_softmax, attended_v, None)
         for m in after:
             own, *others = weights[m.index]
             y = own * y
