@@ -59,7 +59,7 @@ class AnalyzeConfig:
 # -- where attention goes
 
 
-def parts_of(attn, args, output):
+def inside_of(attn, args, output):
     """What we read of a layer: [(residual, its weights, what its sources used)], projected and used q, k, v.
 
     This is the only place that knows the arguments and the result of Attention.forward, and what a Mix is.
@@ -264,7 +264,7 @@ class Recorder:
 
     def layer(self, n, attn, args, output):
         """After the attention of a layer."""
-        mixes, projected, used = parts_of(attn, args, output)
+        mixes, projected, used = inside_of(attn, args, output)
         self.add(n, measure_importance(importance(mixes, used)))
         self.add(n, measure_vectors(join_heads(used["k"])), "key_")
 

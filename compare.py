@@ -23,7 +23,7 @@ from pathlib import Path
 from common.checkpoint import made_as
 from common.data import Corpus
 from common.files import hold, read_record, write_text
-from common.jobs import Job, flags_of, lanes_of, run_jobs, tokens_per_s
+from common.jobs import Command, flags_of, lanes_of, run_jobs, tokens_per_s
 from common.ranks import environment
 from common.report import markdown, say, with_interval
 from common.runs import RUN, as_kept, read_run, rounded_otherwise, write_kept
@@ -126,7 +126,7 @@ class Study:
         settings = self.cfg.of_run(mode, rate, seed)
         flags = flags_of(TrainConfig, vars(settings) | {"value_mode": "vanilla"})  # a word of its own says the mode
         words = (str(Path(__file__).with_name("train.py")), self.cfg.named[mode][0], *flags)
-        return Job(words, Path(settings.out_dir, "train.log"), Path(settings.out_dir), settings.max_steps)
+        return Command(words, Path(settings.out_dir, "train.log"), Path(settings.out_dir), settings.max_steps)
 
     def ended(self, job, code, last_words):
         """Say how a run has ended. Raises UserError if it failed otherwise than by diverging."""

@@ -27,7 +27,7 @@ from common.ranks import code_of_results
 from common.runs import RUN, differences, read_run
 from common.tokenizer import HFTokenizer, Tokenizer
 from configurator import UserError
-from hf.layout import hf_config, hf_files, is_hf_folder, is_tied, load_hf, made_by_us, parts_of
+from hf.layout import hf_config, hf_files, is_hf_folder, is_tied, load_hf, made_by_us, named_parts
 from model import GPT
 from value_modes import ModelConfig
 
@@ -218,9 +218,9 @@ def start_from(path, model, tokenizer_hash):
         raise UserError(
             f"{path.parent} has no tokenizer.json, so nobody knows whether its tokens are those of the data"
         )
-    theirs = {name: parameter.detach()[rows] for name, parameter, rows in parts_of(load(path))}
+    theirs = {name: parameter.detach()[rows] for name, parameter, rows in named_parts(load(path))}
     new = []
-    for name, parameter, rows in parts_of(model):
+    for name, parameter, rows in named_parts(model):
         if name in theirs and theirs[name].shape == parameter[rows].shape:
             parameter.detach()[rows].copy_(theirs.pop(name))
         else:

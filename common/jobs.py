@@ -22,7 +22,7 @@ from model import GPT
 
 
 @dataclass(frozen=True)
-class Job:
+class Command:
     """A command of this Python whose output goes into a file."""
 
     words: tuple  # such as train.py, --seed=1

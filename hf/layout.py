@@ -43,7 +43,7 @@ LAYER_NAMES = {  # our modules in a layer, with the part of a fused product, and
 # ---- weights
 
 
-def parts_of(model):
+def named_parts(model):
     """[(name, its parameter, its rows there)] of all weights, with fused products taken apart: blocks.0.attn.proj.q."""
     found = []
     for full_name, parameter in model.named_parameters():
@@ -58,12 +58,12 @@ def parts_of(model):
 
 
 def hf_parts(model):
-    """`parts_of` a model with the names of Llama's layout. Raises KeyError if a weight has no name there."""
+    """`named_parts` a model with the names of Llama's layout. Raises KeyError if a weight has no name there."""
     names = {"embed": "model.embed_tokens", "norm": "model.norm", "head.head": "lm_head"}
     for n in range(model.cfg.n_layer):
         for ours, theirs in LAYER_NAMES.items():
             names[f"blocks.{n}.{ours}"] = f"model.layers.{n}.{theirs}"
-    return [(f"{names[ours.removesuffix('.weight')]}.weight", p, rows) for ours, p, rows in parts_of(model)]
+    return [(f"{names[ours.removesuffix('.weight')]}.weight", p, rows) for ours, p, rows in named_parts(model)]
 
 
 def named_tensors(model, model_type):

@@ -15,7 +15,7 @@ import plot
 from common.report import with_interval
 from common.statistics import mean_interval
 from common.tasks import TABLE1
-from paper.runs import Job
+from paper.scales import Job
 
 HEADER = ["claim", "paper", "here", "ours", "n"]  # three columns of texts, two of numbers
 LOWER, HIGHER = (-math.inf, 0.0), (0.0, math.inf)  # sides of a number

@@ -10,7 +10,7 @@ from itertools import product
 
 from paper import claims, panels, tables
 from paper.claims import ENTROPY, EXTREMES, HIGHER, LOWER, Claim, over_vanilla
-from paper.runs import SCALES, Job
+from paper.scales import SCALES, Job
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from common.checkpoint import made_as
 from common.files import reading
 from common.runs import read_analysis, read_results
 from configurator import UserError
-from paper.runs import LABELS, Job
+from paper.scales import LABELS, Job
 from train import MAY_DIFFER
 
 

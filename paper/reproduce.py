@@ -20,7 +20,7 @@ import torch
 
 from common.data import Corpus
 from common.files import hold, read_record, write_record, write_text
-from common.jobs import Job, flags_of, lanes_of, run_jobs
+from common.jobs import Command, flags_of, lanes_of, run_jobs
 from common.ranks import PEAK_FLOPS, environment
 from common.report import compact, markdown
 from common.sizes import count_parameters, flops_per_token
@@ -33,7 +33,7 @@ from paper.claims import HEADER, claim_cells, claim_row
 from paper.figures import FIGURES
 from paper.found import Found, finished, scores
 from paper.panels import page_of_panels
-from paper.runs import SCALES, VOCAB, train_settings
+from paper.scales import SCALES, VOCAB, train_settings
 from plot import short_names
 from train import TrainConfig
 
@@ -172,10 +172,10 @@ def has_data(cfg):
     return Path(cfg.units.data_dir, "manifest.json").exists()
 
 
-def job_of(words, log, steps=0):
-    """The Job of a command as we print it. steps: of a training run."""
+def command_of(words, log, steps=0):
+    """The Command of words as we print them. steps: of a training run."""
     launcher = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
-    return Job((*launcher, *words[1:]), log, log.parent if steps else "", steps)
+    return Command((*launcher, *words[1:]), log, log.parent if steps else "", steps)
 
 
 def check_data(finished_runs, cfg):
@@ -201,7 +201,7 @@ def make_all(runs, public, cfg):
         for what, words in commands(settings, needs, cfg).items() if cfg.run else ():
             log = Path(settings["out_dir"], f"{what}.log")
             if log not in failed:
-                return job_of(words, log, settings["max_steps"] if what == "train" else 0)
+                return command_of(words, log, settings["max_steps"] if what == "train" else 0)
         run = finished(settings)
         if run is None:
             raise UserError(
@@ -212,8 +212,8 @@ def make_all(runs, public, cfg):
 
     def wanted():
         if cfg.run and not has_data(cfg):
-            return [job_of(shlex.split(cfg.units.prepare), Path(cfg.out_dir, "prepare.log"))]
-        jobs = [job_of(words, out / "analyze.log") for out, words in public.items() if cfg.run]
+            return [command_of(shlex.split(cfg.units.prepare), Path(cfg.out_dir, "prepare.log"))]
+        jobs = [command_of(words, out / "analyze.log") for out, words in public.items() if cfg.run]
         jobs = [job for job in jobs if job.log not in failed]
         for name, (settings, needs) in runs.items():
             if name not in made and name not in failed:

@@ -15,7 +15,7 @@ from common.tasks import TABLE1
 from configurator import UserError
 from paper import claims
 from paper.claims import critical
-from paper.runs import SCALES, VOCAB, Job, train_settings
+from paper.scales import SCALES, VOCAB, Job, train_settings
 from prepare import PAPER_MIXTURE
 from train import TrainConfig
 

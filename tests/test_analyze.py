@@ -25,7 +25,7 @@ from test_equations import EXACT, VALUES, A, cross, linear, norm
 
 import analyze
 import train
-from analyze import Recorder, importance, parts_of, received, uniform_entropy
+from analyze import Recorder, importance, inside_of, received, uniform_entropy
 from common import checkpoint
 from common.data import Corpus
 from common.files import read_record
@@ -60,7 +60,7 @@ def attention(attn, args, output):
     """A_n (B, H, T, T) as the layer applies it: its output where all values are the columns of an identity matrix.
 
     A position that is in several parts of one softmax has the same row of it in each, so that its columns add up. Here
-    and in analyze.parts_of we know the inside of Attention.
+    and in analyze.inside_of we know the inside of Attention.
     """
     weights, attended, used = args[2], args[4], output[2]
     B, G, T, D = used["v"].shape
@@ -102,7 +102,7 @@ def test_importance_is_the_column_sums_of_the_attention_applied(monkeypatch, mod
     model = tiny(COMBINED.get(mode, mode), n_kv_head=n_kv_head)
     for call in watched(model, tokens((2, 9))):
         sums = attention(*call).sum(dim=2)  # over queries: (B, H, T)
-        mixes, _, used = parts_of(*call)
+        mixes, _, used = inside_of(*call)
         found = sum(w * received(q, keys, 4**-0.5) for w, q, keys in analyze.softmaxes(mixes, used))
         torch.testing.assert_close(found, sums, **EXACT)
         torch.testing.assert_close(importance(mixes, used), sums / sums.sum(dim=-1, keepdim=True), **EXACT)
@@ -111,7 +111,7 @@ def test_importance_is_the_column_sums_of_the_attention_applied(monkeypatch, mod
 @pytest.mark.parametrize("own", (1.0, 0.0, -1.0))
 def test_the_weight_of_attention_does_not_change_where_it_goes(own):
     call = watched(tiny(ValueMode((Residual(map="identity", lam=(own, 1.0)),))), tokens((2, 9)))[1]
-    mixes, _, used = parts_of(*call)
+    mixes, _, used = inside_of(*call)
     torch.testing.assert_close(importance(mixes, used), received(used["q"], [used["k"]], 4**-0.5) / 9, **EXACT)
 
 
@@ -167,7 +167,7 @@ def naive(model, mode, idx, sink):
         for name, rank in {"top_1": 1, "top_2": 2, "top_3": 3, "top_10": 10, "top_1%": -(-T // 100)}.items():
             if rank <= T:
                 found[name, n] = sorted(total)[-rank]
-        _, projected, used = parts_of(*call)
+        _, projected, used = inside_of(*call)
         q, k = used["q"][0], used["k"][0]
         found |= vectors("key", n, torch.cat(list(k), dim=1))
         x = (states[n] + states[0])[0] / 2 if mode == "hidden" and n else states[n][0]

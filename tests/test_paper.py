@@ -30,7 +30,7 @@ from paper.claims import Claim, claim_cells, claim_row
 from paper.figures import FIGURES
 from paper.found import Found, finished
 from paper.reproduce import ReproduceConfig, runs_of
-from paper.runs import SCALES, Job, train_settings
+from paper.scales import SCALES, Job, train_settings
 from prepare import PrepareConfig
 from train import TrainConfig
 
@@ -65,7 +65,10 @@ def test_scale_paper_is_tables_3_and_4():
         cfg = TrainConfig(**train_settings(Job(length=length), SCALES["paper"], 42, "x"))
         assert (cfg.block_size, cfg.batch_tokens, cfg.micro_batch) == (length, batch * length, each)
         assert cfg.split_batch(8) == (each, 4) and cfg.max_steps == 10_000
-    for job, total in [*((Job(size=size), total) for size, total in N.items()), (Job("svformer", "468M"), 443_804_672)]:
+    for job, total in [
+        *((Job(size=size), total) for size, total in N.items()),
+        (Job("svformer", "468M"), 443_804_672),
+    ]:
         cfg = TrainConfig(**train_settings(job, SCALES["paper"], 42, "x"))
         assert count_parameters(cfg.model_config(50277)) == total
 
@@ -84,7 +87,12 @@ def test_every_run_of_every_figure_is_valid(name):
 
 
 def test_names_of_runs_are_in_this_scales_numbers():
-    jobs = (Job(), Job("svformer", lr=1e-4), Job("cla2", "468M", 64000), Job("svformer", warmup=1200, arch="gpt2"))
+    jobs = (
+        Job(),
+        Job("svformer", lr=1e-4),
+        Job("cla2", "468M", 64000),
+        Job("svformer", warmup=1200, arch="gpt2"),
+    )
     names = [SCALES["cpu"].name(job) for job in (*jobs, Job(is_trained=False))]
     assert names[:3] == ["base-vanilla", "base-svformer-rate0.0005", "12x128-cla2-length1024"]
     assert names[3:] == ["base-svformer-warmup60-gpt2", "base-vanilla-untrained"]
@@ -612,7 +620,7 @@ def test_one_failure_does_not_stop_the_rest(copied, monkeypatch):
     shutil.rmtree(folder / "out" / RUNS[1])
     (folder / "results/cpu.json").unlink()
     fails = ("-c", "raise SystemExit('exploded')")
-    monkeypatch.setattr(reproduce, "job_of", lambda words, log, steps: jobs.Job(fails, log))
+    monkeypatch.setattr(reproduce, "command_of", lambda words, log, steps: jobs.Command(fails, log))
     refused(call("all"), "not drawn: fig9, tab5, the first because", "exploded", "train.log")
     assert list(numbers_in(folder)) == ["fig4"]
 
