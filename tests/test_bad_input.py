@@ -15,6 +15,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ import pytest
 import torch
 from conftest import InThisProcess, in_process, make_data, refused
 from test_eval import ROWS, write_rows
+from tqdm import tqdm
 
 import prepare
 from configurator import UserError, types_of
@@ -289,6 +291,8 @@ def machines(rng, house):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     elif not (process := os.fork()):
+        # tqdm's lock is shared with children: killed while it holds it, this one would stop us for ever
+        tqdm.set_lock(threading.RLock())
         with contextlib.suppress(BaseException):
             house.call(words)
         os._exit(0)
