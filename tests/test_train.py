@@ -510,7 +510,7 @@ def test_a_run_that_explodes_is_not_saved(dtype, what, copy, data_dir, monkeypat
 
 @pytest.mark.parametrize("file,old,new,is_other", [
     ("model.py", "import torch\n", "import torch  # a comment\n", False),
-    ("model.py", '"""w_own * own + ', '"""own w_own + ', False),
+    ("model.py", '"""w_self * here + ', '"""here w_self + ', False),
     ("common/data.py", "_CHUNK = 2**16", "_CHUNK = 2**15", True),
     ("value_modes.py", "TABLE = {\n", 'TABLE = {\n    "mine": (mode_with(lam=(1.0, 9.0)), "", ""),\n', False),
     ("value_modes.py", '"spread of the initial weights"', '"other words"', False),
