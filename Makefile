@@ -1,4 +1,5 @@
-# make demo: runs/demo.sh, from real text to samples. make test: the whole suite.
+# make demo: runs/demo.sh, from real text to samples.
+# make test: the suite without what is marked slow. make test-slow: that. make test-all: both.
 # make figures: every figure and table of the paper, small.
 # make fuzz: 30,000 bad inputs instead of the suite's 1,500. make lint: the style check.
 # make notebook: value_residual.ipynb again, with what it puts out now.
@@ -20,7 +21,7 @@ RERUN := import nbclient, nbformat; name = "value_residual.ipynb"; \
   notebook = nbclient.execute(nbformat.read(name, 4), record_timing=False, coalesce_streams=True); \
   nbformat.write(notebook, name)
 
-.PHONY: demo figures test fuzz notebook test-peers .venv/newest bench-gpu bench-82m bench-468m bench-decoding lint clean
+.PHONY: demo figures test test-slow test-all fuzz notebook test-peers .venv/newest bench-gpu bench-82m bench-468m bench-decoding lint clean
 demo: .venv/ready
 	PY=$(PY) bash runs/demo.sh
 
@@ -28,7 +29,12 @@ figures: .venv/ready
 	$(PY) -m paper.reproduce all
 
 test: .venv/ready-dev
-	$(PY) -m pytest tests --numprocesses=auto
+	$(PY) -m pytest tests --numprocesses=auto -m "not slow"
+
+test-slow: .venv/ready-dev
+	$(PY) -m pytest tests --numprocesses=auto -m slow
+
+test-all: test test-slow
 
 fuzz: .venv/ready-dev
 	FUZZ=30000 $(PY) -m pytest tests/test_bad_input.py --timeout=14400 -s

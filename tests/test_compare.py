@@ -694,6 +694,7 @@ Metrics.step = _step
 """
 
 
+@pytest.mark.slow
 def test_it_trains_is_stopped_and_goes_on(data, tmp_path):
     """Two modes of files, side by side; Ctrl-C saves both; the numbers are those of an undisturbed run. Both wait after
     step 5 until they are asked to stop."""
@@ -722,6 +723,7 @@ def test_it_trains_is_stopped_and_goes_on(data, tmp_path):
     assert whole.returncode == 0 and read_run(tmp_path / "b").final_loss == read_run(runs[1]).final_loss
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells children of their parent's death")
 def test_runs_end_with_the_comparison_that_started_them(data, tmp_path):
     """After a kill -9 of compare.py its run saves and ends, and the next start finds nobody writing."""

@@ -19,6 +19,7 @@ def numbers(text):
     return [float(x) for x in re.findall(NUMBER, text)]
 
 
+@pytest.mark.slow
 def test_each_block_prints_what_stands_below_it(monkeypatch):
     monkeypatch.chdir(ROOT)
     names = {}

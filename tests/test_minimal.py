@@ -87,6 +87,7 @@ def test_readme_shows_its_lines():
     assert textwrap.indent(shown, 8 * " ") in (ROOT / "minimal.py").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_it_trains_both_modes_and_writes(tmp_path):
     text = tmp_path / "input.txt"
     text.write_text("the cat sat on the mat. " * 200)

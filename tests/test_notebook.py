@@ -84,6 +84,7 @@ def test_its_findings_are_those_of_the_results_page():
 # ---- as it runs
 
 
+@pytest.mark.slow
 def test_a_run_prints_and_draws_what_is_stored(tmp_path):
     for path in (*ROOT.glob("*.py"), ROOT / "results/night/runs.jsonl"):
         copy = tmp_path / path.relative_to(ROOT)
@@ -101,6 +102,7 @@ def test_alone_it_asks_for_the_repository(tmp_path):
         execute(CODE[:1], tmp_path)
 
 
+@pytest.mark.slow
 def test_alone_it_clones_the_repository(tmp_path):
     source, cloud = tmp_path / "source", tmp_path / "cloud"
     cloud.mkdir()

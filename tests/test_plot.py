@@ -283,7 +283,7 @@ def test_no_line_lies_on_another(mode):
         assert lane != its_lane or max(ends[0]) < min(ends[1]) or max(ends[1]) < min(ends[0])
 
 
-@pytest.fixture(scope="module", params=[4, 8])
+@pytest.fixture(scope="module", params=[4, pytest.param(8, marks=pytest.mark.slow)])
 def panels(request):
     """{mode: (its config, its axes)}: a picture of all modes."""
     configs = [config(mode, n_layer=request.param) for mode in TABLE]

@@ -42,7 +42,9 @@ def test_rows_of_several_lengths_equal_each_alone(mode, n_kv_head, static):
     assert cache.nbytes == 3 * 16 * 8 * kv_floats_per_token(model.cfg)
 
 
-@pytest.mark.parametrize("backend,mode", [*(("eager", mode) for mode in COMPILED), ("inductor", "cross")])
+@pytest.mark.parametrize(
+    "backend,mode", [*(("eager", mode) for mode in COMPILED), pytest.param("inductor", "cross", marks=pytest.mark.slow)]
+)
 @torch.no_grad()
 def test_one_graph_serves_all_steps(backend, mode):
     """torch.compile's own code generation takes most of the time: for one mode."""

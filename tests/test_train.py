@@ -610,6 +610,7 @@ def test_any_ranks_and_shards_equal_one_process(mode, ranks):
     assert_close_runs(ranks / "one" / mode, ranks / "parts" / mode, 1e-6)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_torchrun_equal_one(base, data_dir, tmp_path):
     start = [
         sys.executable,
