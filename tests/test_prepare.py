@@ -589,6 +589,13 @@ def test_where_a_text_is_cut(tmp_path, end):
         assert all(piece.endswith(end) and len(piece) > 100 for piece in pieces[:-1])
 
 
+@pytest.mark.parametrize("end", ["\n", "\r"])
+def test_a_line_whose_rest_is_as_long_as_a_piece_stays_whole(end, tmp_path):
+    (tmp_path / "a.txt").write_bytes(f"{199 * 'x'}{end}{50 * 'y'}".encode())
+    pieces = texts.read_text(texts.Input("a.txt", 0, "train", "text", tmp_path / "a.txt", piece=100))
+    assert list(map(len, pieces)) == [200, 50]
+
+
 SCRIPTS = {
     "English": "It was a dark and stormy night. ",
     "Russian": "Ночь была тёмная. ",

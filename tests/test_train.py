@@ -445,6 +445,18 @@ def test_the_state_of_another_step_is_refused(copy, data_dir):
     refused(called(data_dir, copy, resume="auto", max_steps=14), "it belongs to other weights", "step's files away")
 
 
+def test_records_without_checkpoints_take_no_other_run(copy, data_dir, tmp_path):
+    """As somebody leaves them who deletes checkpoints to save room."""
+    (tmp_path / "old").mkdir()
+    shutil.copy(copy / "metrics.jsonl", tmp_path / "old")
+    records = (tmp_path / "old/metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "old/metrics.jsonl").write_text("".join(records[:4]))
+    said = called(data_dir, tmp_path / "old", resume=copy / STATE.replace(".state", ""), max_steps=14)
+    refused(
+        said, "old/metrics.jsonl lacks steps before 12, or has some twice; copy it again, or go on in another folder"
+    )
+
+
 def test_a_checkpoint_without_its_settings_is_not_continued(copy, data_dir):
     (copy / "config.json").unlink()
     refused(called(data_dir, copy, resume="auto", max_steps=14), "config.json is missing")
