@@ -65,8 +65,8 @@ def next_logits(model, idx, cache):
 
 
 def as_graph(step, generator):
-    """On a GPU, step() as a CUDA graph: one launch in place of a hundred. It works because a step finds its tokens, its
-    place and its random numbers on the GPU, and tells the host nothing."""
+    """On a GPU, step() as a CUDA graph: one launch in place of a hundred. It repeats the same kernels on the same
+    memory, so whatever changes from step to step must be in tensors there. A Python number would stay as it was."""
     if generator.device.type != "cuda":
         return step
     graph = torch.cuda.CUDAGraph()
@@ -83,8 +83,8 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
 
     prompts: lists of token ids, of any lengths. sampling: temperature and top_k of `sample_token`.
     A row ends with its first `eot`, and where the model's block is full. Returns (the list of new ids, without eot, for
-    each prompt and sample; the cache; seconds of the "prefill", of the first step ("compile") and of the others
-    ("decode")).
+    each prompt and sample; the cache; seconds of the "prefill", of the first step with compiling ("compile") and of the
+    others ("decode")).
     """
     device, block_size = model.head.weight.device, model.cfg.block_size
     prompts = [ids for ids in prompts for _ in range(num_samples)]
@@ -96,7 +96,7 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
     began = clock(device)
 
     # All tokens lie in one tensor, prompts and then what we append. We pad on the left, because then every row's next
-    # token goes into the same column; cache.next says which.
+    # token goes into the same column. cache.next is the newest token's; running the model moves it on to the next one.
     start, n_most = max(lengths), max(limits)
     padded = [[0] * (start - len(ids)) + ids + [0] * n_most for ids in prompts]
     text = torch.tensor(padded, device=device)  # (B, start + n_most)

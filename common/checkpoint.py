@@ -302,7 +302,7 @@ def made_as(wanted, folder):
             raise UserError(f"{folder} has lost its config.json; remove it, or set another --out_dir")
         return None
     made, found = read_record(Path(folder, "config.json"), RUN), read_run(folder)
-    # dtype counts as what auto became, which the records of starts say. Whoever asks for auto takes any
+    # config.json may say auto; the records of starts say which dtype that became. Whoever asks for auto takes any
     wanted = {name: value for name, value in wanted.items() if (name, value) != ("dtype", "auto")}
     what = differences(made, {name: value for name, value in wanted.items() if name != "dtype"})  # there it may be auto
     for start in found.starts:  # a run that went on with other settings or other code is of neither

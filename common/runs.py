@@ -39,8 +39,8 @@ class Metrics:
             return
         records = [r for r in read_record_lines(path, METRICS) if r["step"] <= done] if path.exists() else []
         steps = [r["step"] for r in records if "event" not in r]
-        # The first record is of a start, after as many steps as the checkpoint had that it went on from. A new folder
-        # has none, though it may go on from a checkpoint elsewhere.
+        # The first record is a start. Its step is that of the checkpoint it went on from, or 0. A new folder has no
+        # records, though it may go on from a checkpoint elsewhere.
         is_new = not any(path.parent.glob("step_*.safetensors"))
         first = records[0]["step"] if records else 0
         if steps != list(range(first + 1, done + 1)) and not (is_new and not records):
@@ -74,7 +74,7 @@ class Metrics:
             self.tried(lambda: self.wandb.log(record, step=record["step"]))
 
     def sync(self):
-        """Let all records reach the disk, so that a power cut leaves none behind the checkpoint that is saved next."""
+        """Let all records reach the disk, so that after a power cut they reach as far as the checkpoint saved next."""
         if self.is_main:
             with writing(self.path), open(self.path, "rb+") as file:
                 os.fsync(file.fileno())

@@ -14,13 +14,13 @@ LABELS = {  # the paper's names of modes
 }  # fmt: skip
 PAPER_LR = 6e-4
 VOCAB = 50277  # tokens of the paper's tokenizer
-# How a model is saved as it begins: a step at rate 0 moves no weight.
+# Settings that save a model as it is at initialization: a step at rate 0 moves no weight.
 UNTRAINED = {"max_steps": 1, "warmup_steps": 0, "learning_rate": 0.0, "eval_tokens": 1}
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training run in the paper's units. One that is not trained is saved as it begins."""
+    """A training run in the paper's units. With is_trained=False the model is saved at initialization."""
 
     mode: str = "vanilla"
     size: str = "82M"

@@ -423,6 +423,16 @@ def test_quantities_of_an_analysis(what, made):
     assert claims.MEASURED[what][-1](Job(), made, 42) == pytest.approx(NAIVE[what])
 
 
+def test_evaluations_stand_at_tokens(made):
+    assert made.validation(Job(), 42)[0] == [20 * 1024, 40 * 1024]
+
+
+def test_every_seed_is_scored():
+    cfg = asked("tab1", "--seeds=2")
+    runs = runs_of(cfg, cfg.figures.values())
+    assert len(runs) == 8 and all(needs == {"scores"} for _, needs in runs.values())
+
+
 def test_other_quantities_of_analyses(made):
     row = max(row[0] / (sum(row[1:100]) / 99) for row in made.arrays(Job(), 42)["importance"].tolist())
     assert claims.importance_ratio(Job(), made, 42) == pytest.approx(row)

@@ -17,7 +17,7 @@ BUDGETS = {  # lines
     "model.py": 440, "value_modes.py": 530, "train.py": 480, "prepare.py": 500, "eval.py": 240, "sample.py": 190,
     "analyze.py": 400, "plot.py": 360, "compare.py": 330, "export.py": 190, "configurator.py": 230, "minimal.py": 200,
     "net": 390, "hf": 500, "common": 3330, "paper": 1470, "bench": 600, "examples": 270, "docs": 70,
-    "config": 50, "exercises": 460, "tests": 9040,
+    "config": 50, "exercises": 460, "tests": 9050,
 }  # fmt: skip
 # Grown for what users bring: prepare.py and common/ for their splits, encodings, packings, copies, small texts and
 # vocabularies, common/ and export.py for trl, peft, ONNX and two releases of transformers, configurator.py for
