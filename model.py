@@ -24,7 +24,6 @@ from net.layers import (
     MLP,
     DepthAverage,
     Linear,
-    OutputGate,
     Rope,
     apply_rope,
     attend,
@@ -155,7 +154,6 @@ class Attention(nn.Module):
         self.out = Linear(cfg.n_head * cfg.head_dim, {"o": cfg.n_embd}, bias=is_gpt2, std=residual_proj_std(cfg))
         self.mixes = [m for m in plan.mixes if m.residual.place != "input"]  # those at the input are Block's
         self.gates = nn.ModuleDict({str(m.index): Gate(cfg, m.residual) for m in self.mixes if m.residual.is_gated})
-        self.output_gate = None if cfg.value_mode.output == "plain" else OutputGate(cfg)
 
     def mixes_at(self, place, weights, x):
         """[(mix, its weights)] of the residuals that act at a place. A Gate makes weights of the layer's input x."""
@@ -205,9 +203,6 @@ class Attention(nn.Module):
                 pairs = [(used[i]["q"], used[i]["k"]) for i in m.sources]
                 added = [attend(q, k, used_here["v"], self.kernel, mask=mask) for q, k in pairs]  # A_i V'
             u = weighted_sum(w, u, added)
-        # gates read x alone. "exclusive" reads V' too; no mode has it in a layer that borrows its values
-        if self.output_gate:
-            u = self.output_gate(u, mixed.get("v"), x)
 
         # 6. Join the heads: (B, H, T, D) -> (B, T, H * D) -> (B, T, C).
         return self.out(u.transpose(1, 2).flatten(2)), projected_here, used_here

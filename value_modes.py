@@ -110,7 +110,7 @@ Share = Literal["each", "first", "every 2", "every 4", "lower half"] | tuple[int
 
 @dataclass(frozen=True)
 class ValueMode:
-    """A variant: its residuals, which layers own their q, k and v, what happens to U_n, and averaging over depth.
+    """A variant: its residuals, which layers own their q, k and v, and averaging over depth.
 
     residuals: where several act at one `place`, they act in this order, each on what the one before it made.
     share_q, share_k, share_v: which layers own that tensor: "each"; the "first" alone (SVFormer: share_v="first"); the
@@ -121,7 +121,6 @@ class ValueMode:
     heads_from_layer_0: fraction of the value heads that each layer above 0 takes from layer 0. These are the last
         heads; the layer computes the others itself.
     kv_group: query heads that share a key and value head (GQA), at most n_head; 0 = all (MQA).
-    output: what happens to U_n before the output projection: nothing ("plain"), or what layers.OutputGate says.
     cut_first: layer 0 has no skip around its attention (its MLP has one).
     dense: (dilation, period) of DenseFormer's depth-weighted average of the residual stream, or None.
     name: what we call it on screen and in files; "" = the table's row that equals it, or custom_….
@@ -135,7 +134,6 @@ class ValueMode:
     values: Literal["projected", "keys"] = "projected"
     heads_from_layer_0: float = setting(0.0, "fraction of the value heads", least=0, most=1)
     kv_group: int = setting(1, "0 = all", least=0)
-    output: Literal["plain", "exclusive", "gate", "gate_heads"] = "plain"
     cut_first: bool = False
     dense: tuple[int, ...] | None = None
     name: str = field(default="", compare=False, repr=False)
@@ -280,9 +278,6 @@ TABLE = {
     "k_eq_v": (ValueMode(values="keys"), "V_n = K_n before rope / its RMS in each head", "Gemma 4"),
     "value_embed_shared": (mode_with(source="token", tables="one", lam=(1.0, 1.0), layers=(0, -1)),
         "A_n (V_n + E[token]) in the first and last layer, E from 0", "NeoMME"),
-    "xsa": (ValueMode(output="exclusive"), "U − tanh(a) (U·u) u, U = A_n V_n, u = V_n/‖V_n‖, a from 0", "XSA; NeoMME"),
-    "gated_attention": (ValueMode(output="gate"), "σ(W x) ⊙ A_n V_n, a gate per channel", "Qwen G1"),
-    "gated_attention_heads": (ValueMode(output="gate_heads"), "σ(W x) A_n V_n, a gate per query head", "Qwen G1"),
     "resformer_v2": (mode_with(source=1), "½ A_n (V_n + V_2), n > 2", "v5"),
     "resformer_v3": (mode_with(source=2), "½ A_n (V_n + V_3), n > 3", "v5"),
     "cut": (ValueMode(cut_first=True), "A_n V_n, layer 1 without the skip around its attention", "v5"),
@@ -356,7 +351,7 @@ def equation_of(mode):
 
 def beside_the_plan(mode):
     """`name = value` of each field that differs from vanilla's, of those that no LayerPlan has."""
-    names = ("kv_group", "values", "heads_from_layer_0", "output", "cut_first", "dense")
+    names = ("kv_group", "values", "heads_from_layer_0", "cut_first", "dense")
     return [f"{name} = {getattr(mode, name)}" for name in names if getattr(mode, name) != getattr(ValueMode(), name)]
 
 
@@ -404,6 +399,14 @@ class ModelConfig:
              f"heads_from_layer_0={mode.heads_from_layer_0} of {G} value heads: a whole number of them, and not all"),
         ])  # fmt: skip
         refuse(problems_of_layers(self))
+
+    @classmethod
+    def of_record(cls, fields):
+        """The ModelConfig in a checkpoint or an export. Until 28 November 2026 modes had a field `output`."""
+        if isinstance(fields["value_mode"], dict):
+            kept = {name: value for name, value in fields["value_mode"].items() if (name, value) != ("output", "plain")}
+            fields = fields | {"value_mode": kept}
+        return cls(**fields)
 
     def fill(self, name, value):
         object.__setattr__(self, name, value)  # the class is frozen
@@ -456,7 +459,7 @@ class LayerPlan:
 
 def plan_layers(cfg):
     """The LayerPlan of each layer of a ModelConfig: who owns, who borrows, what is mixed, what is kept. The plan leaves
-    out output, dense, cut_first and values="keys"; model.py reads those from the mode."""
+    out dense, cut_first and values="keys"; model.py reads those from the mode."""
     mode, plan = cfg.value_mode, []
     own_v_heads = cfg.n_kv_head - int(mode.heads_from_layer_0 * cfg.n_kv_head)  # in layers above 0
     for n in range(cfg.n_layer):

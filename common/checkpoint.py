@@ -72,7 +72,7 @@ def read_header(path):
         return found | {"tokenizer": found["tokenizer_hash"], "mode": config.value_mode.name, "config": config}
     with reading(path, WEIGHTS, AGAIN), safe_open(path, "pt") as file:
         header = unsealed(WEIGHTS, json.loads(file.metadata()["nanoresformer"]))
-        return header | {"config": ModelConfig(**header["config"])}
+        return header | {"config": ModelConfig.of_record(header["config"])}
 
 
 def steps(run):

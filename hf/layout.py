@@ -155,7 +155,7 @@ def hf_config(folder):
     c, path = read_hf_config(folder), Path(folder) / "config.json"
     with reading(path, "the config of a Hugging Face model"):
         if c.get("model_type") == OURS:
-            return ModelConfig(**c["shape"])
+            return ModelConfig.of_record(c["shape"])
         # Real files leave out the widths of heads, and the authors' say "architecture".
         c = {"model_type": c.get("architecture"), "head_dim": None, "num_key_value_heads": None, **c}
         if c["model_type"] == "mistral":  # what transformers takes where a file says nothing

@@ -1,5 +1,5 @@
 """Standard layers, and parts of other papers: products, rotary positions, softmax(q k^T) v by the fastest kernel,
-output gates, MLP, DenseFormer."""
+MLP, DenseFormer."""
 
 import hashlib
 import math
@@ -174,33 +174,6 @@ def residual_proj_std(cfg):
 def new_norm(cfg):
     norm = nn.LayerNorm if cfg.arch == "gpt2" else nn.RMSNorm
     return norm(cfg.n_embd, cfg.norm_eps)
-
-
-class OutputGate(nn.Module):
-    """What is done to y = U_n (B, H, T, D) before the output projection. x: the layer's normed input (B, T, C).
-    v: V' of the same tokens (B, G, T, D).
-
-    "exclusive":  y - tanh(a) (y·u) u, u = v / |v|, a from 0 for each query head     Exclusive self-attention
-    "gate":       sigmoid(W x) y, a number for each channel                          gated attention (Qwen)
-    "gate_heads": the same with a number for each query head
-    """
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.n_head, self.kind = cfg.n_head, cfg.value_mode.output
-        if self.kind == "exclusive":
-            self.strength = nn.Parameter(torch.zeros(cfg.n_head))
-        else:
-            per_head = {"gate": cfg.head_dim, "gate_heads": 1}[self.kind]
-            self.w = Linear(cfg.n_embd, {"gate": cfg.n_head * per_head})
-
-    def forward(self, y, v, x):
-        if self.kind == "exclusive":
-            unit = repeat_heads(F.normalize(to_fp32(v), dim=-1).to(y.dtype), self.n_head)  # (B, H, T, D)
-            along = (y * unit).sum(dim=-1, keepdim=True) * unit
-            return y - self.strength.tanh().to(y.dtype)[:, None, None] * along
-        gate = self.w(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, H, T, D or 1)
-        return gate.sigmoid() * y
 
 
 class DepthAverage(nn.Module):

@@ -42,8 +42,6 @@ def problems_of_mode(m):
         (has_keys and not (owns_v and m.share_k == "each"), "values='keys' needs share_k='each' and share_v='each'"),
         (takes_v and ("v" in of or has_keys or not owns_v),
          "heads_from_layer_0 divides the value heads: share_v must be 'each', values 'projected', no residual of='v'"),
-        (m.output == "exclusive" and (takes_v or not owns_v),
-         "output='exclusive' takes out a layer's own values: share_v must be 'each', heads_from_layer_0 0"),
         (cross and "scores" in of, "map='cross' and of='scores' both replace the softmax's input: use one of them"),
         (not is_pair, f"dense={m.dense}: (dilation, period), both at least 1, or None"),
         (not re.fullmatch(r"(\w[\w.+-]*)?", m.name),

@@ -57,10 +57,8 @@ MODES = VALUE_MODES | {
     "scores_share_q": ValueMode((Residual(of="scores", source="prev"),), share_q="every 2"),
     "prev_of_anchors": ValueMode((Residual(source="prev"), Residual(map="delta", source="all")), share_v=(0, 2, 3)),
     "two_gates": ValueMode((Residual(learn="head"), Residual(source="token", learn="relu", layers="2:"))),
-    "resformer_exclusive": ValueMode((Residual(),), output="exclusive"),
-    "keys_resformer_exclusive": ValueMode((Residual(),), values="keys", output="exclusive"),
-    "skip_queries_gate": ValueMode((Residual(of="q"),), share_k="lower half", heads_from_layer_0=0.25,
-        output="gate_heads"),
+    "keys_resformer": ValueMode((Residual(),), values="keys"),
+    "skip_queries": ValueMode((Residual(of="q"),), share_k="lower half", heads_from_layer_0=0.25),
     "everything": ValueMode((
         Residual(learn="scalar"), Residual(of="k"), Residual(map="delta", lam=(1.0, 0.2)), Residual(of="scores"),
     ), share_q=(0, -2), dense=(2, 2)),
@@ -68,7 +66,7 @@ MODES = VALUE_MODES | {
         Residual(learn="sources"), Residual(learn="lerp"), Residual(learn="unit"), Residual(learn="softmax"),
         Residual(learn="head"), Residual(learn="relu", lam=(1.0, 2.0)),
         Residual(learn="sigmoid", lam=(1.0, 2.0), source="token"),
-    ), output="gate"),
+    )),
     "every_place": ValueMode((
         Residual(of="hidden", source="prev"), Residual(map="cross"), Residual(of="probs", source="all"),
         Residual(map="identity", source="prev"), Residual(map="delta", subtract="projected"),

@@ -115,19 +115,6 @@ def unit(n, V, s):  # IMU-1's Eq 4
     return scale * (a * V[n] + b * V[1]) / torch.sqrt(a * a + b * b)
 
 
-def exclusive(n, Q, K, V, s):
-    y, rows = A(Q[n], K[n]) @ V[n], []
-    for t in range(len(y)):  # what y_t has along the value of its own token
-        u = V[n][t] / torch.sqrt(V[n][t] @ V[n][t])
-        rows.append(y[t] - torch.tanh(s.W("output_gate.strength")[s.query_head]) * (y[t] @ u) * u)
-    return torch.stack(rows)
-
-
-def gated_output(n, Q, K, V, s, width):  # width: numbers of the gate for each query head
-    rows = slice(s.query_head * width, s.query_head * width + width)
-    return sigmoid(s.x @ s.W("output_gate.w.weight")[rows].T) * (A(Q[n], K[n]) @ V[n])
-
-
 def upper_half(n, Q, K, V, s, values_of):
     k, v = (s.L // 2, values_of) if n > s.L // 2 else (n, n)
     return A(Q[n], K[k]) @ V[v]
@@ -201,10 +188,6 @@ OUTPUTS |= {
     "cla2_gqa4": OUTPUTS["cla2"],
     "fusedkv_lite": lambda n, Q, K, V, s: upper_half(n, Q, K, V, s, 1),
     "share_last": lambda n, Q, K, V, s: upper_half(n, Q, K, V, s, s.L // 2),
-    "xsa": exclusive,
-    "resformer_exclusive": lambda n, Q, K, V, s: exclusive(n, Q, K, {n: (V[n] + V[1]) / 2}, s),  # it takes out V'
-    "gated_attention": lambda n, Q, K, V, s: gated_output(n, Q, K, V, s, V[n].size(1)),
-    "gated_attention_heads": lambda n, Q, K, V, s: gated_output(n, Q, K, V, s, 1),
 }
 STREAMS = {  # what enters layer i + 1, or the last norm if i = L; X[0] the embedding, X[i] what layer i puts out
     "hidden": lambda i, X, s: (X[i] + X[0]) / 2 if i < s.L else X[i],
@@ -216,7 +199,7 @@ STREAMS["resformer_denseformer"] = STREAMS["denseformer"]
 VALUES = dict.fromkeys((*STREAMS, "gqa2", "gqa4", "gqa8", "mqa", "skipv1", "cut"), VALUES["vanilla"]) | VALUES
 VALUES |= {"resformer_v2_cut": VALUES["resformer_v2"], "resformer_v3_cut": VALUES["resformer_v3"]}
 LAYER_1_TOO = {name for name in VALUES if name.startswith("value_embed")}  # a table is a source for layer 1 as well
-LAYER_1_TOO |= {"k_eq_v", "xsa", "resformer_exclusive", "gated_attention", "gated_attention_heads"}
+LAYER_1_TOO |= {"k_eq_v"}
 QUERIES_PER_KEY = dict(gqa2=2, gqa4=4, gqa8=8, mqa=8, mlkv=8, svformer_gqa4=4, cla2_gqa4=4)  # 8 query heads in all
 EQUATIONS = VALUES.keys() | OUTPUTS.keys()
 

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 import value_modes
 from common import checkpoint, sizes
 from common.scoring import PrefixTree
+from configurator import UserError
 from hf.layout import hf_parts, load_hf
 from model import GPT, KVCache
 from net.layers import DepthAverage
@@ -345,7 +346,7 @@ def test_a_source_alone_is_a_borrowed_tensor(of):
     same(tiny(mode_with(lam=(0.0, 1.0), of=of))(tokens((2, 12)))[0], tiny(BORROWED[of])(tokens((2, 12)))[0])
 
 
-FROM_VANILLA = "resformer_zero resformer_unit value_embed_shared xsa resformer_dense hidden_learned denseformer"
+FROM_VANILLA = "resformer_zero resformer_unit value_embed_shared resformer_dense hidden_learned denseformer"
 FROM_RESFORMER = "resformer_denseformer resformer_learned resformer_lerp"
 STARTS = [*((mode, "vanilla") for mode in FROM_VANILLA.split()), ("denseformer_2x2", "vanilla")]
 STARTS += [(mode, "resformer") for mode in FROM_RESFORMER.split()]
@@ -631,7 +632,6 @@ IMPOSSIBLE = [  # what makes it, and the sentence; test_bad_input.py's modes fin
     (lambda: ValueMode(share_v=(1, 2)), "begin with 0"),
     (lambda: ValueMode(values="keys", share_k="every 2"), "values='keys' needs share_k"),
     (lambda: ValueMode((Residual(),), heads_from_layer_0=0.5), "heads_from_layer_0 divides the value heads"),
-    (lambda: ValueMode(share_v="first", output="exclusive"), "output='exclusive' takes out a layer's own values"),
     (lambda: ValueMode((Residual(map="cross"), Residual(of="scores"))), "use one of them"),
     (lambda: ValueMode(name="a/b"), "use letters, digits"),
     (lambda: config("resfromer"), "did you mean 'resformer'"),
@@ -692,3 +692,14 @@ def test_the_table_leaves_out_rows_that_do_not_fit():
 def test_a_mode_is_printed_by_its_name():
     by_name, by_flag = (in_process(sizes, word, "--n_layer=4") for word in ("svformer", "--value_mode=svformer"))
     assert by_name.returncode == 0 and by_name.stdout == by_flag.stdout
+
+
+def test_records_from_before_the_field_output_went():
+    """Checkpoints of then are read, if their mode is one of those that we still have."""
+    cfg = config("resformer")
+    fields = dataclasses.asdict(cfg)
+    fields["value_mode"]["output"] = "plain"
+    assert ModelConfig.of_record(fields) == cfg
+    fields["value_mode"]["output"] = "gate"
+    with pytest.raises(UserError, match="value_mode takes"):
+        ModelConfig.of_record(fields)

@@ -334,7 +334,6 @@ def test_words_are_the_models(panels):
         "skipv1": "heads_from_layer_0 = 0.5",
         "k_eq_v": "values = keys",
         "cut": "cut_first = True",
-        "gated_attention": "output = gate",
         "denseformer": "weights: learned, dense = (1, 1)",
     }.items():
         assert note in [text.get_text() for text in panels[mode][1].texts]
