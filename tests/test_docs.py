@@ -5,15 +5,13 @@ import importlib
 import os
 import re
 import shlex
-import shutil
 import subprocess
-import sys
 import textwrap
 import typing
 
 import numpy as np
 import pytest
-from conftest import ROOT, finished
+from conftest import ROOT
 from PIL import Image
 
 from common.sizes import PlanConfig
@@ -165,54 +163,3 @@ def test_pictures_are_current(name, tmp_path):
     tables.draw_picture(name, tmp_path / "now.png")
     then, now = (np.asarray(Image.open(file).convert("L"), int) for file in (path, tmp_path / "now.png"))
     assert then.shape == now.shape and (abs(then - now) > 100).sum() < 50, "run `python -m docs.tables`"
-
-
-# ---- the example of a variant that the axes do not have
-
-
-OWN_MODE = """
-import torch
-import test_modes
-from common.sizes import describe
-from conftest import config, tiny, tokens
-from model import GPT
-
-mode = "resformer_linear"
-print(describe(config(mode)))
-
-# it starts as vanilla
-assert torch.equal(GPT(config(mode))(tokens((2, 12)))[0], GPT(config())(tokens((2, 12)))[0])
-
-# it equals its equation, with a 4 x 4 matrix for each of 4 value heads
-model, values = tiny(mode, n_kv_head=4), []
-for block in model.blocks:
-    block.attn.register_forward_hook(lambda attn, args, out: values.append((out[1]["v"], out[2]["v"])))
-model(tokens((2, 12)))
-v_1, v_n, used = values[0][0], *values[2]
-for head, matrix in enumerate(model.blocks[2].attn.maps["0"].weight.split(4)):
-    right = v_n[:, head] + torch.einsum("ij,btj->bti", matrix, v_1[:, head])
-    torch.testing.assert_close(used[:, head], right)
-
-# the generated tests of the new row
-assert mode in test_modes.MODES
-test_modes.test_a_token_changes_its_own_output_and_later_ones_alone(mode)
-test_modes.test_every_parameter_learns_from_its_start(mode)
-test_modes.test_cached_decoding_equals_the_full_forward(mode, 4)
-test_modes.test_decoding_takes_the_bytes_that_the_plan_says(mode)
-test_modes.test_weights_of_equal_name_and_shape_are_vanillas(mode)
-"""
-
-
-@pytest.mark.skipif("resformer_linear" in TABLE, reason="the patch is applied here")
-def test_the_patch_makes_a_mode(tmp_path):
-    """Its plan is the page's, its mode is what the page says, and the generated tests of the new row pass."""
-    blocks = BLOCK.findall(TEXTS["docs/own_mode.md"])
-    plan = next(block for _, block in blocks if block.startswith("resformer_linear: "))
-    code = [path for room in ("", "common/", "hf/", "net/") for path in ROOT.glob(f"{room}*.py")]
-    for path in (*code, ROOT / "tests/conftest.py", ROOT / "tests/test_modes.py"):
-        copy = tmp_path / path.relative_to(ROOT)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copy(path, copy)
-    subprocess.run(["git", "apply", ROOT / "docs/linear.patch"], cwd=tmp_path, check=True)
-    result = finished([sys.executable, "-c", OWN_MODE], cwd=tmp_path / "tests")
-    assert result.returncode == 0 and result.stdout.startswith(plan), result.stderr
