@@ -29,7 +29,7 @@ from common.runs import ANALYSIS
 from common.sizes import count_parameters
 from configurator import UserError, check_fields, run, setting
 from model import join_scores
-from net.layers import attend, attend_across, repeat_heads
+from net.layers import attend, attend_across, repeat_heads, to_fp32
 
 BLOCK = 2**24  # attention probabilities at a time, so that no memory grows with the length's square
 SEED = 42  # for the choice of chunks
@@ -69,13 +69,13 @@ def inside_of(attn, args, output):
     mixes = []
     for m in attn.mixes:
         sources = [attended[i] for i in m.sources] if m.residual.from_used else []
-        mixes.append((m.residual, weights[m.index], [{t: widened(x) for t, x in of.items()} for of in sources]))
-    return mixes, *({t: widened(x) for t, x in of.items()} for of in (projected, used))
+        mixes.append((m.residual, weights[m.index], [widened(tensors) for tensors in sources]))
+    return mixes, widened(projected), widened(used)
 
 
-def widened(x):
-    """A tensor in float32, or wider as it is: bf16 would drown sums over thousands of tokens in its rounding."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def widened(tensors):
+    """{name: tensor} in float32, or wider as it is: bf16 would drown sums over thousands of tokens in its rounding."""
+    return {name: to_fp32(x) for name, x in tensors.items()}
 
 
 def received(q, keys, scale):
@@ -258,7 +258,7 @@ class Recorder:
 
     def state(self, n, block, args):
         """Before a block, and before the final norm."""
-        x = widened(args[0])  # (B, T, C)
+        x = to_fp32(args[0])  # (B, T, C)
         self.chunks += len(x) if n == 0 else 0
         self.add(n, measure_vectors(x), "hidden_")
 

@@ -20,7 +20,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.checkpoint import made_as
+from common.checkpoint import checked_run
 from common.data import Corpus
 from common.files import hold, read_record, write_text
 from common.jobs import Command, flags_of, lanes_of, run_jobs, tokens_per_s
@@ -31,7 +31,7 @@ from common.sizes import count_parameters, notes_of
 from common.statistics import Fit
 from common.verdict import GROWTHS, LOOKS, in_times, judge, noisy, search, sentences
 from configurator import UserError, need, run, setting
-from plot import align, comparison, growing_means, short_count
+from plot import Effect, align, comparison, growing_means, short_count
 from train import ENVIRONMENT, MAY_DIFFER, TrainConfig, settings_of
 from value_modes import get_mode, kv_floats_per_token, read_mode
 
@@ -42,7 +42,9 @@ SEEDS = (42, *range(1, 10))  # 42 is the paper's
 class CompareConfig(TrainConfig):
     """Every setting of compare.py: train.py's, and its own."""
 
-    modes: tuple[str, ...] = setting((), "names, or files", None, None, "Comparison", True, files_with="value_mode")
+    modes: tuple[str, ...] = setting(
+        (), "names, or files", group="Comparison", positional=True, files_with="value_mode"
+    )
     rates: tuple[float, ...] = setting((), "learning rates, as in 1.5e-3,3e-3; empty = learning_rate alone", most=1e5)
     seeds: int = setting(1, "runs of each mode at its best rate; they differ in weights and batches", least=1, most=10)
     jobs: int = setting(0, "runs at a time; 0 = one for each GPU or core; small ones can share a GPU", least=0)
@@ -102,7 +104,7 @@ class Study:
         key = (mode, rate, seed)
         if key not in self.runs:
             settings = self.cfg.of_run(*key)
-            found = made_as(self.decisive(settings), settings.out_dir)
+            found = checked_run(self.decisive(settings), settings.out_dir)
             if found is None or found.final_loss is None:
                 return None
             self.runs[key] = found
@@ -180,26 +182,35 @@ class Study:
     def schedules(self):
         """[(tokens, Answer)] of the base at other lengths that this command has finished here."""
         points, cfg, base = [], self.cfg, next(iter(self.cfg.named))
-        lengths = {path.name.removeprefix(f"{base}-").partition("-")[0] for path in Path(cfg.out_dir).glob(f"{base}-*")}
-        for steps in map(int, filter(str.isdecimal, lengths - {str(cfg.max_steps)})):
+        for steps in self.lengths() - {cfg.max_steps}:
             with contextlib.suppress(UserError):  # of other settings or other code
                 other = Study(dataclasses.replace(cfg, max_steps=steps), self.corpus)
                 missing, tuned = other.search(base)
-                (answer,), _ = ([None], None) if missing else judge(other.cells(), {base: tuned})
-                if answer and len(answer.losses) == cfg.seeds:
-                    points.append((steps * cfg.batch_tokens, answer))
+                if not missing:
+                    (answer,), _ = judge(other.cells(), {base: tuned})
+                    if len(answer.losses) == cfg.seeds:
+                        points.append((steps * cfg.batch_tokens, answer))
         return points
+
+    def lengths(self):
+        """The max_steps of the runs in the folder."""
+        return {made["max_steps"] for _, made in self.made()}
+
+    def made(self):
+        """Yields (folder, what its config.json has) of each run in the folder of the comparison."""
+        for path in sorted(Path(self.cfg.out_dir).glob("*/config.json")):
+            with contextlib.suppress(UserError):  # another program's, or damaged
+                yield path.parent, read_record(path, RUN)
 
     def pool(self):
         """A Fit of all runs in the folder that differ from these in mode, rate and seed alone."""
         cells, own = defaultdict(dict), self.decisive(self.cfg.of_run(next(iter(self.cfg.named)), 1.0, 0))
-        for path in sorted(Path(self.cfg.out_dir).glob("*/config.json")):
-            with contextlib.suppress(UserError):
-                made = read_record(path, RUN)
-                of = {name: made.get(name) for name in ("value_mode", "value_mode_name", "learning_rate", "seed")}
-                loss = made_as(own | of, path.parent).final_loss
+        for folder, made in self.made():
+            differs = {name: made.get(name) for name in ("value_mode", "value_mode_name", "learning_rate", "seed")}
+            with contextlib.suppress(UserError):  # of other settings or other code
+                loss = checked_run(own | differs, folder).final_loss
                 if loss is not None and math.isfinite(loss):
-                    cells[str(of["value_mode"]), of["learning_rate"]][of["seed"]] = loss
+                    cells[str(made["value_mode"]), made["learning_rate"]][made["seed"]] = loss
         return Fit(cells)
 
 
@@ -209,7 +220,8 @@ class Study:
 def remarks(study, answers, fit):
     """Sentences on all modes together."""
     cfg, base = study.cfg, answers[0]
-    yield from rounded_otherwise({f"{mode}-{rate:g}-{seed}": of for (mode, rate, seed), of in study.runs.items()})
+    named = {f"{mode}-{rate:g}-{seed}": curves for (mode, rate, seed), curves in study.runs.items()}
+    yield from rounded_otherwise(named)
     if len(cfg.rates) == 1:
         yield f"One rate, {cfg.rates[0]:g}, favours the mode that it suits best: name several --rates to be fair."
     if any(a.interval for a in answers):
@@ -251,12 +263,13 @@ def picture(study, answers, path):
     for a in answers:
         if a.losses:
             steps = [study.runs[a.mode, a.tuned.rate, seed].steps for seed in a.losses]
-            tokens, means = growing_means(*align([(of["tokens"], of["loss"]) for of in steps]))
-            curves[a.mode] = a.mode, tokens, means.mean(axis=0)
+            tokens, means = growing_means(*align([(arrays["tokens"], arrays["loss"]) for arrays in steps]))
+            curves[a.mode] = tokens, means.mean(axis=0)
         if a.gap is not None:
             gain = a.best.gain - base.best.gain
             seeds = [a.losses[seed] - base.losses[seed] - gain for seed in a.losses.keys() & base.losses]
-            effects.append((a.mode, a.mode, a.gap, a.interval, seeds, a.p is None or a.p <= 0.05))
+            differs = a.p is None or a.p <= 0.05
+            effects.append(Effect(mode=a.mode, gap=a.gap, interval=a.interval, seeds=seeds, differs=differs))
     rate = "each at its best rate" if len(cfg.rates) > 1 else f"rate {cfg.rates[0]:g}"
     seeds = f"{cfg.seeds} seeds (ticks), 95 % intervals" if cfg.seeds > 1 else "one seed"
     title = f"{short_count(cfg.max_steps * cfg.batch_tokens)} tokens, {rate}\n{seeds}"

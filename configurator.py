@@ -45,7 +45,7 @@ PATHS = ("run", "runs", "modes", "words", "init_from", "resume", "public")
 NANOGPT = {
     "batch_size": "micro_batch; a step's tokens over all ranks are batch_tokens", "dataset": "data_dir",
     "gradient_accumulation_steps": "what follows from batch_tokens and micro_batch", "lr_decay_iters": "max_steps",
-    "min_lr": "final_lr, a share of learning_rate", "decay_lr": "final_lr; 1 does not decay", "max_iters": "max_steps",
+    "min_lr": "final_lr_ratio, of learning_rate", "decay_lr": "final_lr_ratio; 1 is no decay", "max_iters": "max_steps",
     "eval_interval": "eval_every", "eval_iters": "eval_tokens", "log_interval": "log_every", "wandb_log": "log=wandb",
     "wandb_project": "WANDB_PROJECT in the environment", "always_save_checkpoint": "save_every", "start": "prompt",
     "bias": "arch=gpt2, which has biases", "dropout": "missing: no model drops out", "init_from=resume": "resume=auto",
@@ -154,6 +154,11 @@ def show_help(cls, usage):
     sys.exit(0)
 
 
+def is_config(word, files_with):
+    """Whether a word is a config file. One that assigns `files_with` is what the positional setting takes."""
+    return word.endswith(".py") and files_with not in read_config(expanded(word))
+
+
 def load_settings(cls, words, usage="", skip_unknown=False):
     """A `cls` of the words behind a script's name: --key=value, --key value, --flag, config.py, or what the positional
     setting takes. skip_unknown: config files may name settings of another script."""
@@ -176,7 +181,8 @@ def load_settings(cls, words, usage="", skip_unknown=False):
                 raise UserError(f"--{name} is given twice; it takes one folder")
             flags.add(name)
             values[name] = parse(text, hints.get(name, str))
-        elif word.endswith(".py") and files_with not in (found := read_config(expanded(word))):
+        elif is_config(word, files_with):
+            found = read_config(expanded(word))
             near = {name for name in found if name in NANOGPT or difflib.get_close_matches(name, hints, 1, 0.85)}
             if (files_with or skip_unknown) and not near:
                 raise UserError(f"{word} sets nothing that this script has, such as {files_with or 'value_mode'}")

@@ -9,7 +9,7 @@ attention before the output projection. Modes as data, and the table of them, ar
 Paper: https://arxiv.org/abs/2410.17897.
 
 The idea is in Attention.forward. Before it: the weights of residuals. After it: Block, GPT, the KV cache. The rest of
-a Llama (rotary positions, attention kernels, MLP) is in layers.py, the loss in loss.py. Next: train.py.
+a Llama (rotary positions, attention kernels, MLP) is in net/layers.py, the loss in net/loss.py. Next: train.py.
 """
 
 import math
@@ -43,7 +43,9 @@ def weighted_sum(weights, here, sources):
     is_one = isinstance(w_self, float) and w_self == 1  # spares a product
     total = here if is_one else w_self * here
     for weight, source in zip(source_weights, sources, strict=True):
-        total = total + weight * source.to(here.dtype)  # under autocast embeddings are fp32
+        is_zero = isinstance(weight, float) and weight == 0  # the mode `scaled` has no V_1
+        if not is_zero:
+            total = total + weight * source.to(here.dtype)  # under autocast embeddings are fp32
     return total
 
 
@@ -82,9 +84,8 @@ class MixingWeights(nn.Module):
         if self.learn == "lerp":
             self.share = nn.Parameter(torch.tensor([source for _, source in starts]))
         if self.learn == "softmax":  # Learnable-Plus: all layers share logits and scale
-            w_self, slope = residual.lam or (0.5, 0.0)
-            self.own = nn.Parameter(torch.full((n_mixed,), w_self))
-            self.logits = nn.Parameter(slope * torch.arange(n_mixed))
+            self.own = nn.Parameter(torch.full((n_mixed,), 0.5))
+            self.logits = nn.Parameter(residual.slope * torch.arange(n_mixed))
             self.scale = nn.Parameter(torch.tensor([float(len(plan))]))
 
     def forward(self):
@@ -143,14 +144,19 @@ class Attention(nn.Module):
 
     def __init__(self, cfg, n, plan, kernel):
         super().__init__()
-        self.n, self.owner, self.kernel = n, plan.owner, kernel
-        self.n_head, self.head_dim, self.norm_eps = cfg.n_head, cfg.head_dim, cfg.norm_eps
+        self.n = n
+        self.owner = plan.owner
+        self.kernel = kernel
+        self.n_head = cfg.n_head
+        self.head_dim = cfg.head_dim
+        self.norm_eps = cfg.norm_eps
         self.owns = tuple(plan.heads)  # of "q", "k", "v"; the others it borrows
         self.n_heads_from_0 = cfg.n_kv_head - plan.heads.get("v", cfg.n_kv_head)
         self.values_are_keys = cfg.value_mode.values == "keys"
         parts = {t: heads * cfg.head_dim for t, heads in plan.heads.items() if not (t == "v" and self.values_are_keys)}
         is_gpt2 = cfg.arch == "gpt2"
-        self.proj, self.parts = Linear(cfg.n_embd, parts, bias=is_gpt2), parts
+        self.parts = parts
+        self.proj = Linear(cfg.n_embd, parts, bias=is_gpt2)
         self.out = Linear(cfg.n_head * cfg.head_dim, {"o": cfg.n_embd}, bias=is_gpt2, std=residual_proj_std(cfg))
         self.mixes = [m for m in plan.mixes if m.residual.place != "input"]  # those at the input are Block's
         self.gates = nn.ModuleDict({str(m.index): Gate(cfg, m.residual) for m in self.mixes if m.residual.is_gated})
@@ -251,10 +257,13 @@ class Block(nn.Module):
 
     def __init__(self, cfg, n, plan, kernel):
         super().__init__()
-        self.keep_projected, self.keep_used = plan.keep_projected, plan.keep_used
+        self.keep_projected = plan.keep_projected
+        self.keep_used = plan.keep_used
         self.is_cut = cfg.value_mode.cut_first and n == 0
-        self.norm1, self.attn = new_norm(cfg), Attention(cfg, n, plan, kernel)
-        self.norm2, self.mlp = new_norm(cfg), MLP(cfg)
+        self.norm1 = new_norm(cfg)
+        self.attn = Attention(cfg, n, plan, kernel)
+        self.norm2 = new_norm(cfg)
+        self.mlp = MLP(cfg)
         self.input_mixes = [m for m in plan.mixes if m.residual.place == "input"]
 
     def forward(self, x, angles, weights, projected, used, cache=None):
@@ -278,14 +287,17 @@ class GPT(nn.Module):
 
     def __init__(self, cfg, seed=0, attn="sdpa", init=True, recompute=False):
         super().__init__()
-        self.cfg, self.recompute = cfg, recompute
+        self.cfg = cfg
+        self.recompute = recompute
         # what comes in: token ids, their positions, and the values of token tables where the mode has some
         plan = plan_layers(cfg)
         self.embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         if cfg.arch == "gpt2":
-            self.positions, self.rope = nn.Embedding(cfg.block_size, cfg.n_embd), None
+            self.positions = nn.Embedding(cfg.block_size, cfg.n_embd)
+            self.rope = None
         else:
-            self.positions, self.rope = None, Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling)
+            self.positions = None
+            self.rope = Rope(cfg.head_dim, cfg.block_size, cfg.rope_theta, cfg.rope_scaling)
         token_mixes = [m for layer in plan for m in layer.mixes if m.residual.source == "token"]
         starts_from_0 = {m.sources[0]: m.residual.tables == "one" for m in token_mixes}  # {"table 0": …}
         self.tables = nn.ModuleList()

@@ -240,22 +240,22 @@ def relative(path, names):
     if len({Path(name).resolve() for name in names}) < len(names):
         raise UserError("name each run once: a run minus itself is 0")
     curves = {name: read_run(name) for name in names}
-    for name, of in curves.items():
-        if not len(of.steps["loss"]):
+    for name, curve in curves.items():
+        if not len(curve.steps["loss"]):
             raise UserError(f"{name} has no training losses yet; train it first")
-    modes = {name: of.start["value_mode"] for name, of in curves.items()}
+    modes = {name: curve.start["value_mode"] for name, curve in curves.items()}
     vanillas = [name for name in names if modes[name] == "vanilla"]
     base = vanillas[0] if len(vanillas) == 1 else names[0]
     # what they trained on has to be the same, token for token
-    for name, of in curves.items():
+    for name, curve in curves.items():
         for what in ("data", "mixture", "seed", "batch_tokens", "block_size", "bos"):
-            own, bases = of.start[what], curves[base].start[what]
+            own, bases = curve.start[what], curves[base].start[what]
             if own != bases:
                 raise UserError(f"{name} trained with {what}={own} and {base} with {bases}: no loss to subtract")
-        if not np.intersect1d(of.steps["step"], curves[base].steps["step"]).size:
+        if not np.intersect1d(curve.steps["step"], curves[base].steps["step"]).size:
             raise UserError(f"{name} and {base} have no step in common")
     labels = short_names(names)
-    pairs = {labels[name]: [(of, curves[base])] for name, of in curves.items() if name != base}
+    pairs = {labels[name]: [(curve, curves[base])] for name, curve in curves.items() if name != base}
     styles = styles_of({labels[name]: modes[name] for name in names if name != base})
     with page(path, (6.5, 4)) as fig:
         relative_panel(fig.subplots(), pairs, styles, labels[base])
@@ -264,41 +264,41 @@ def relative(path, names):
 # -- a comparison
 
 
-def forest(ax, rows, base="vanilla"):
-    """Losses minus the base's, a row for each (label, color, marker, gap, half of its 95 % interval or None, [gap of
-    each seed], remark), the first at the bottom. A single seed is hollow."""
-    for y, (_, color, marker, gap, interval, seeds, remark) in enumerate(rows):
-        look = {"color": color, "marker": marker, "markerfacecolor": color if interval else "white"}
-        ax.errorbar(gap, y, xerr=interval, linewidth=2, **look)
-        if len(seeds) > 1:
-            ax.plot(seeds, [y - 0.25] * len(seeds), "|", color="0.5", markersize=4)
-        ax.text(1.02, y, f"{gap:+.3f}{remark}", transform=ax.get_yaxis_transform(), va="center", color=color)
-    ax.axvline(0, **ZERO)
-    ax.set(yticks=range(len(rows)), yticklabels=[row[0] for row in rows], ylim=(-0.6, len(rows) - 0.4))
-    ax.set(xlabel=f"validation loss minus {base}'s (nats per token)")
-    ax.locator_params(axis="x", nbins=6)
+@dataclass(frozen=True)
+class Effect:
+    """What a mode changes: its validation loss minus the base's, in nats per token."""
+
+    mode: str
+    gap: float
+    interval: float | None  # half of its 95 % interval; None with one seed
+    seeds: list  # the gap of each seed
+    differs: bool  # whether it differs from the base
 
 
 def comparison(path, effects, curves, title, base="vanilla"):
-    """The picture of a comparison. Left: each mode's loss minus the base's, the best on top. Right: losses over tokens.
-
-    effects: [(label, mode, gap, half of its 95 % interval or None, [gap of each seed], whether it differs from the
-    base; if not it is grey)]; curves: {label: (mode, tokens, losses)}.
-    """
-    rows = []
-    for label, mode, gap, interval, seeds, differs in sorted(effects, key=lambda row: -row[2]):
-        color = style_of(mode)["color"] if differs else "0.5"
-        rows.append((label, color, "o", gap, interval, seeds, ""))
-    with page(path, (9.6, max(3.2, 1.3 + 0.3 * len(rows)))) as fig:
+    """The picture of a comparison. Left: Effects, the best on top; grey where nothing differs, hollow with one seed.
+    Right: losses over tokens. curves: {mode: (tokens, losses)}."""
+    with page(path, (9.6, max(3.2, 1.3 + 0.3 * len(effects)))) as fig:
         left, right = fig.subplots(1, 2, width_ratios=(1.15, 1))
-        forest(left, rows, base)
+        effects = sorted(effects, key=lambda effect: -effect.gap)
+        for y, e in enumerate(effects):
+            color = style_of(e.mode)["color"] if e.differs else "0.5"
+            look = {"color": color, "marker": "o", "markerfacecolor": color if e.interval else "white"}
+            left.errorbar(e.gap, y, xerr=e.interval, linewidth=2, **look)
+            if len(e.seeds) > 1:
+                left.plot(e.seeds, [y - 0.25] * len(e.seeds), "|", color="0.5", markersize=4)
+            left.text(1.02, y, f"{e.gap:+.3f}", transform=left.get_yaxis_transform(), va="center", color=color)
+        left.axvline(0, **ZERO)
+        left.set(yticks=range(len(effects)), yticklabels=[e.mode for e in effects], ylim=(-0.6, len(effects) - 0.4))
+        left.set(xlabel=f"validation loss minus {base}'s (nats per token)")
+        left.locator_params(axis="x", nbins=6)
         left.set_title(title, loc="left", fontsize=9)
-        styles = styles_of({label: mode for label, (mode, *_) in curves.items()})
-        for label, (_, x, y) in curves.items():
-            right.plot(x, y, label=label, **styles[label] | {"marker": ""})
-        late = np.concatenate([y[x >= SHOWN * x[-1]] for _, x, y in curves.values()])
+        styles = styles_of({mode: mode for mode in curves})
+        for mode, (x, y) in curves.items():
+            right.plot(x, y, label=mode, **styles[mode] | {"marker": ""})
+        late = np.concatenate([y[x >= SHOWN * x[-1]] for x, y in curves.values()])
         right.set(ylim=(late.min() - 0.05 * np.ptp(late), late.max() + 0.05 * np.ptp(late)))
-        tokens_on(right, max(x[-1] for _, x, _ in curves.values()))
+        tokens_on(right, max(x[-1] for x, _ in curves.values()))
         right.set(xlabel="training tokens", ylabel="loss (nats per token)")
         right.legend(**LEGEND)
 

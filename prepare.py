@@ -110,9 +110,9 @@ class PrepareConfig:
             raise UserError(f"unknown tokenizer {self.tokenizer!r}; there are {those}")
         if self.input_dir and self.source == "pysource":
             raise UserError("pysource reads installed packages; to read --input_dir, name files or slimpajama first")
-        for name, of in (("packages", "pysource"), ("hub_id", "slimpajama"), ("domains", "files")):
-            if self.source != of and getattr(self, name) != self.__dataclass_fields__[name].default:
-                raise UserError(f"--{name} is for {of}, not for {self.source}")
+        for name, source in (("packages", "pysource"), ("hub_id", "slimpajama"), ("domains", "files")):
+            if self.source != source and getattr(self, name) != self.__dataclass_fields__[name].default:
+                raise UserError(f"--{name} is for {source}, not for {self.source}")
         if self.source == "files" and not self.input_dir:
             raise UserError("files needs --input_dir=<a file of text, or a folder of them>")
 
@@ -469,7 +469,8 @@ def print_result(cfg, placement):
 
 
 def main(cfg: PrepareConfig):
-    out, inputs = Path(cfg.out_dir), find_inputs(cfg)
+    out = Path(cfg.out_dir)
+    inputs, cfg.val_fraction = find_inputs(cfg)
     with hold(out):
         settings = check_output(cfg, inputs)
         if (out / "manifest.json").exists() and load_manifest(out, verify=False):

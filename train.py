@@ -6,7 +6,7 @@
 
 Writes into out_dir: metrics.jsonl (a record for the start, for each step and for each evaluation), config.json,
 env.json, tokenizer.json and checkpoints (see common/checkpoint.py). The story is in `train`, at the bottom.
-Read before: model.py. Read next: data.py.
+Read before: model.py. Read next: common/data.py.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class TrainConfig:
     max_steps: int = setting(10_000, "optimizer steps, the length of the schedule", least=1, most=10**9)
     warmup_steps: int = setting(120, "steps of linear warmup from 1e-7", least=0)
     learning_rate: float = setting(6e-4, "peak of the schedule", least=0, most=1e6)
-    final_lr: float = setting(0.1, "end of the cosine, as a share of the peak", least=0)
+    final_lr_ratio: float = setting(0.1, "end of the cosine, as a share of the peak", least=0)
     weight_decay: float = setting(0.1, "of matrices, embeddings included; vectors and scalars have none", least=0)
     beta1: float = setting(0.9, "AdamW's first-moment decay", least=0, most=0.999999)
     beta2: float = setting(0.95, "AdamW's second-moment decay", least=0, most=0.999999)
@@ -156,7 +156,7 @@ def learning_rate(step, peak, end, warmup, steps):
 
 
 def adamw(model, lr, weight_decay, betas, device_type):
-    """AdamW that decays matrices, embeddings and head included, and no vectors: norms, biases, mixing weights."""
+    """AdamW that decays matrices (embeddings, head and a Gate's, too) and no vectors: norms, biases, mixing weights."""
     # by shape: what multiplies is decayed, what scales or shifts is not. So learned mixing weights stay free
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -187,7 +187,8 @@ class Stop:
 def checkpoint_to_resume(cfg):
     """The weights file that the run continues from, or None. What would overwrite another run is refused."""
     # a folder holds one run: a new one may not begin beside it, nor replace the tokenizer of a folder of data
-    files, config = list(checkpoint.steps(cfg.out_dir).values()), Path(cfg.out_dir, "config.json")
+    files = list(checkpoint.steps(cfg.out_dir).values())
+    config = Path(cfg.out_dir, "config.json")
     if not files and not config.exists() and config.with_name("tokenizer.json").exists():
         raise UserError(f"{cfg.out_dir} holds a tokenizer.json and no config.json: it is no run; set another --out_dir")
     if cfg.resume == "never" and files:
@@ -322,12 +323,23 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
         corpus.tokenizer.save(Path(cfg.out_dir, "tokenizer.json"))
     # then a record of the start, and a line on the screen
     micro_batch, accumulation = cfg.split_batch(world.size)
-    record = {name: value for name, value in config.items() if name not in MAY_DIFFER}
-    record |= {"event": "start", "step": done, "ranks": world.size, "device": world.kind, "wandb": metrics.wandb_id}
-    record |= {"code": ranks.code_of_results(), "rounding": ranks.what_rounds(world)}
-    record |= {"definition": record["value_mode"], "value_mode": record.pop("value_mode_name")}
-    record |= {"dtype": str(dtype).removeprefix("torch."), "parameters": count_parameters(shape)}
-    record |= {"kv_bytes_per_token": 2 * kv_floats_per_token(shape)}  # in bf16
+    settings = {name: value for name, value in config.items() if name not in MAY_DIFFER}
+    name = settings.pop("value_mode_name")
+    definition = settings.pop("value_mode")
+    record = settings | {
+        "event": "start",
+        "step": done,
+        "ranks": world.size,
+        "device": world.kind,
+        "wandb": metrics.wandb_id,
+        "code": ranks.code_of_results(),
+        "rounding": ranks.what_rounds(world),
+        "value_mode": name,
+        "definition": definition,
+        "dtype": str(dtype).removeprefix("torch."),
+        "parameters": count_parameters(shape),
+        "kv_bytes_per_token": 2 * kv_floats_per_token(shape),  # in bf16
+    }
     metrics.write(record)
     for line in filter(None, (note, *notes_of(cfg, corpus, world.size))):
         metrics.say(line)
@@ -387,11 +399,16 @@ def train(cfg, world):
         net = DistributedDataParallel(net, device_ids=device_ids, gradient_as_bucket_view=True)
 
     # ---- the loop
-    peak, flops, stop = ranks.peak_flops(world.device, dtype), flops_per_token(shape), Stop()
+    peak = ranks.peak_flops(world.device, dtype)
+    flops = flops_per_token(shape)
+    stop = Stop()
     for step in range(done, cfg.max_steps):
-        n, began, input_s = step + 1, time.perf_counter(), 0.0
+        n = step + 1
+        began = time.perf_counter()
+        input_s = 0.0
         # the learning rate is a function of the step alone
-        lr = learning_rate(step, cfg.learning_rate, cfg.final_lr * cfg.learning_rate, cfg.warmup_steps, cfg.max_steps)
+        end = cfg.final_lr_ratio * cfg.learning_rate
+        lr = learning_rate(step, cfg.learning_rate, end, cfg.warmup_steps, cfg.max_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
@@ -400,7 +417,8 @@ def train(cfg, world):
         total = torch.zeros((), device=world.device)
         for i in range(accumulation):
             # a batch is a function of (seed, step): a rank takes its rows, and a resumed run needs no loader's state
-            asked, first = time.perf_counter(), (world.rank * accumulation + i) * micro_batch
+            asked = time.perf_counter()
+            first = (world.rank * accumulation + i) * micro_batch
             x, y = world.to_device(corpus.batch(step, n_sequences, first, first + micro_batch))  # (micro_batch, T)
             input_s += time.perf_counter() - asked
             # the ranks average their sums in the last backward. zero3 reduces after every micro-batch, because
@@ -449,7 +467,7 @@ def train(cfg, world):
         is_stopped = world.sum([stop.asked]).item() > 0
         if n % cfg.save_every == 0 or is_stopped or val_loss is not None:
             metrics.sync()
-            is_main, vocabulary = world.rank == 0, corpus.tokenizer.hash
+            vocabulary, is_main = corpus.tokenizer.hash, world.rank == 0
             checkpoint.save(cfg.out_dir, n, model, vocabulary, val_loss, optimizer, scaler, cfg.keep, is_main)
         if is_stopped and n < cfg.max_steps:
             stop.ignore()

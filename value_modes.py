@@ -9,6 +9,7 @@ We count layers from 0: the paper's layer 1 is layer 0. Paper: https://arxiv.org
 """
 
 import ast
+import copy
 import dataclasses
 import difflib
 import hashlib
@@ -42,9 +43,10 @@ class Residual:
          "sources"  one for each source; w_self stays lam[0]
          "lerp"     (1 - l, l)
          "unit"     s (a, b) / sqrt(a^2 + b^2), from s = 1
-         "softmax"  (Learnable-Plus) a_n and s softmax_n(b), from a_n = lam[0], s = n_layer, and b = lam[1] (0, 1, 2, …)
-                    over the layers that have it. Here lam[1] is a slope, not a weight. None = (0.5, 0).
+         "softmax"  (Learnable-Plus) a_n and s softmax_n(b) over the layers that have it, from a_n = 1/2, s = n_layer,
+                    b = slope (0, 1, 2, …)
          "head", "sigmoid", "relu": a model.Gate computes them for each token
+    slope: how fast b rises with depth at the start of "softmax".
     layers: the layers that have it, see `pick_layers`; () = each layer that has a source. A layer that borrows every
         tensor that the residual would change is left without the residual.
     tables: for source="token": "each" layer has its own table, or they share tables in the order "mirror" (0 1 2 2 1 0)
@@ -57,6 +59,7 @@ class Residual:
     subtract: Literal["mixed", "projected"] = "mixed"
     lam: tuple[float, ...] | None = None
     learn: Literal["fixed", "scalar", "sources", "lerp", "unit", "softmax", "head", "sigmoid", "relu"] = "fixed"
+    slope: float = 0.0
     layers: str | tuple[int | float, ...] = ()
     tables: Literal["each", "mirror", "cycle", "one"] = "each"
 
@@ -100,9 +103,9 @@ class Residual:
         return self.learn in ("head", "sigmoid", "relu")
 
     def starts(self, n_sources):
-        """(w_self, one l_i for each source): the fixed weights, or what learned ones start from."""
-        own, together = self.lam or (1 / (n_sources + 1), n_sources / (n_sources + 1))
-        return (own,) + (together / n_sources,) * n_sources
+        """(w_self, one l_i for each source): fixed weights, or what learned ones start from but "softmax"."""
+        w_self, together = self.lam or (1 / (n_sources + 1), n_sources / (n_sources + 1))
+        return (w_self,) + (together / n_sources,) * n_sources
 
 
 Share = Literal["each", "first", "every 2", "every 4", "lower half"] | tuple[int | float, ...]
@@ -132,7 +135,7 @@ class ValueMode:
     share_v: Share = "each"
     borrow_v: Literal["nearest", "first"] = "nearest"
     values: Literal["projected", "keys"] = "projected"
-    heads_from_layer_0: float = setting(0.0, "fraction of the value heads", least=0, most=1)
+    heads_from_layer_0: float = setting(0.0, "fraction of the value heads, below 1", least=0)
     kv_group: int = setting(1, "0 = all", least=0)
     cut_first: bool = False
     dense: tuple[int, ...] | None = None
@@ -160,7 +163,7 @@ class ValueMode:
 
     def with_lam(self, value):
         """This mode with `value` as the weight of the sources, in its last residual that has such a weight."""
-        settable = [j for j, r in enumerate(self.residuals) if r.lam and r.learn != "softmax"]
+        settable = [j for j, r in enumerate(self.residuals) if r.lam]
         if not settable:
             raise UserError(f"{self.name} does not take a number: no residual of it has a weight that can be set")
         residuals, last = list(self.residuals), settable[-1]
@@ -196,9 +199,9 @@ TABLE = {
     "resformer_lambda": (mode_with(lam=(1.0, 2.0)), "A_n (V_n + λ V_1), λ = 2", "Fig 8; v5 Constant"),
     "scaled": (mode_with(lam=(5**0.5, 0.0)), "√5 A_n V_n, at the start as large as with λ = 2", ""),
     "resformer_learned": (mode_with(learn="scalar"), "A_n (a_n V_n + b_n V_1), from ½, ½", "v5 Learnable"),
-    "resformer_plus": (mode_with(learn="softmax", lam=(0.5, 0.0)),
+    "resformer_plus": (mode_with(learn="softmax"),
         "A_n (a_n V_n + s softmax_n(b) V_1), from a = ½, s = L, b = 0", "v5 Learnable-Plus"),
-    "resformer_plus_deep": (mode_with(learn="softmax", lam=(0.5, 1.0)),
+    "resformer_plus_deep": (mode_with(learn="softmax", slope=1.0),
         "the same from b_n = n: deeper layers start with more V_1", "v5, other reading"),
     "resformer_sparse": (mode_with(lam=(1.0, 5.0), layers="-3:"),
         "A_n (V_n + 5 V_1) in the last 3 layers", "v5 Sparse"),
@@ -395,17 +398,23 @@ class ModelConfig:
             (is_llama and self.head_dim % 2, f"heads are {self.head_dim} wide: RoPE rotates pairs, so it must be even"),
             (scaling and not is_ordered, f"rope_scaling={scaling}: factor, low < high, original, all positive"),
             (scaling and not is_llama, f"rope_scaling is for arch='llama': {self.arch} learns its positions"),
-            (value_heads % 1 or value_heads == G,
+            (value_heads % 1 or value_heads >= G,
              f"heads_from_layer_0={mode.heads_from_layer_0} of {G} value heads: a whole number of them, and not all"),
         ])  # fmt: skip
         refuse(problems_of_layers(self))
 
     @classmethod
     def of_record(cls, fields):
-        """The ModelConfig in a checkpoint or an export. Until 28 November 2026 modes had a field `output`."""
-        if isinstance(fields["value_mode"], dict):
-            kept = {name: value for name, value in fields["value_mode"].items() if (name, value) != ("output", "plain")}
-            fields = fields | {"value_mode": kept}
+        """The ModelConfig in a checkpoint or an export. Before 28 November 2026 modes had a field `output`, and
+        `slope` was lam[1]."""
+        fields = copy.deepcopy(fields)
+        mode = fields["value_mode"]
+        if isinstance(mode, dict) and mode.get("output") == "plain":
+            del mode["output"]
+            for r in mode["residuals"]:
+                if r["learn"] == "softmax" and r["lam"]:
+                    r["slope"] = r["lam"][1]
+                    r["lam"] = None
         return cls(**fields)
 
     def fill(self, name, value):

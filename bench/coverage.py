@@ -98,7 +98,7 @@ def draw(rng, case):
     if case.length:
         longer = draw_runs(rng, case, {BASE: draw_curve(rng, case, BASE, level(case.length))})
         schedules = [(case.length, judge(*longer)[0][0])]
-    as_it_is = {mode: Tuned(of.rate, of.is_edge) for mode, of in tuned.items()}
+    as_it_is = {mode: Tuned(t.rate, t.is_edge) for mode, t in tuned.items()}
     answers, fit = judge(cells, tuned, 1.0, schedules)
     seen = {"named": bool(noisy(fit)), "runs": sum(map(len, cells.values())) / len(modes)}
     return levels, seen, answers, judge(cells, as_it_is, 1.0, schedules)[0]
@@ -124,7 +124,7 @@ def count(case, repetitions):
             if a.tokens:
                 seen["m covers"].append(a.tokens[0] <= case.m <= a.tokens[1])
                 seen["contradicts"].append(a.p > 0.05 and not a.tokens[0] <= 1 <= a.tokens[1])
-    return {name: float(np.median(of) if "±" in name else np.mean(of)) for name, of in seen.items()}
+    return {name: float(np.median(x) if "±" in name else np.mean(x)) for name, x in seen.items()}
 
 
 NULLS = {
@@ -145,14 +145,14 @@ LENGTHS, MULTIPLES = (0.5, 2.0), (1.0, 1.1, 1.3)
 def tables(repetitions, bar):
     """Yields Markdown tables: of equal modes, of better ones, and of token multipliers."""
 
-    def counted(**of):
+    def counted(**case):
         bar.update()
-        return count(Case(**of), repetitions)
+        return count(Case(**case), repetitions)
 
     rows = []
-    for what, of in NULLS.items():
+    for what, case in NULLS.items():
         for modes, seeds in SIZES:
-            c = counted(n_modes=modes, n_seeds=seeds, **of)
+            c = counted(n_modes=modes, n_seeds=seeds, **case)
             numbers = [f"{c[f'{name}{when}']:.3f}" for name in ("covers", "false") for when in (" before", "")]
             rows.append(
                 [what, f"{modes}", f"{seeds}", f"{c['runs']:.1f}", f"{c['±']:.4f}", *numbers, f"{c['named']:.2f}"]

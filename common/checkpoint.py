@@ -141,7 +141,9 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
         return path
     digest = checksum(weights)
     if optimizer:
-        tensors = {f"{key}/{name}": tensor for name, of in state.get("state", {}).items() for key, tensor in of.items()}
+        tensors = {}
+        for name, moments in state.get("state", {}).items():
+            tensors |= {f"{key}/{name}": tensor for key, tensor in moments.items()}
         # the model draws nothing while it trains, but a mode of yours may, as dropout does
         tensors["rng"] = torch.get_rng_state()
         if torch.cuda.is_available():
@@ -181,8 +183,8 @@ def resume(path, model, optimizer, scaler, tokenizer_hash):
         # a scaler may have skipped all steps so far: then there are no moments, and AdamW must not count a step
         if any(name.startswith("exp_avg/") for name in tensors):
             found = dcp.get_optimizer_state_dict(model, optimizer)
-            for name, of in found["state"].items():
-                found["state"][name] = {key: tensors[f"{key}/{name}"] for key in of}
+            for name, moments in found["state"].items():
+                found["state"][name] = {key: tensors[f"{key}/{name}"] for key in moments}
             dcp.set_optimizer_state_dict(model, optimizer, found, options=WHOLE)
         if record["scaler"]:
             scaler.load_state_dict(record["scaler"])
@@ -290,7 +292,7 @@ def trained_with_bos(folder):
 # ---- whether a folder has the run that is wanted
 
 
-def made_as(wanted, folder):
+def checked_run(wanted, folder):
     """The Curves of the run in a folder, None if there is none. wanted: what its config.json must have.
 
     Raises UserError if it is another run: other settings, other data, other code.

@@ -56,7 +56,7 @@ def lines_of(cfg):
         word = "gate" if r.is_gated else word
         for readers in groups.values():
             sources = mixes[max(readers)].sources
-            lines += [Line(of, r.place, sources, readers, r.from_used, word) for of in boxes]
+            lines += [Line(box, r.place, sources, readers, r.from_used, word) for box in boxes]
 
     if mode.dense:  # layers.DepthAverage: H_n of X_j, j ≡ n (mod dilation), is what layer n reads, or the head if last
         dilation, period = mode.dense

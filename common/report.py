@@ -41,11 +41,11 @@ def side_by_side(labels, values, averaged=()):
     """
     first = values[0]
     named = list(zip(labels, values, strict=True))
-    for label, of in named[1:]:
-        named.append((f"{label} − {labels[0]}", {column: of[column] - first[column] for column in first}))
+    for label, numbers in named[1:]:
+        named.append((f"{label} − {labels[0]}", {column: numbers[column] - first[column] for column in first}))
     rows = []
-    for i, (label, of) in enumerate(named):
-        pairs = {column: mean_error(of[column]) for column in first}
+    for i, (label, numbers) in enumerate(named):
+        pairs = {column: mean_error(numbers[column]) for column in first}
         if averaged:
             means, errors = zip(*(pairs[column] for column in averaged), strict=True)
             error = None if None in errors else math.hypot(*errors) / len(errors)

@@ -168,16 +168,16 @@ def read_analysis(folder):
 # ---- runs beside each other
 
 
-def differences(made, wanted, of=""):
+def differences(made, wanted, prefix=""):
     """`name=value instead of value` for each setting that was made otherwise, and for each field of a value_mode."""
     what = []
     for name in wanted:
         pair = made.get(name), wanted[name]
         one, two = (dict(enumerate(value)) if isinstance(value, list) else value for value in pair)
         if isinstance(one, dict) and isinstance(two, dict) and one.keys() == two.keys():
-            what += differences(one, two, f"{of}{name}.")
+            what += differences(one, two, f"{prefix}{name}.")
         elif one != two:
-            what.append("{}={:.60} instead of {:.60}".format(f"{of}{name}", *map(str, pair)))
+            what.append("{}={:.60} instead of {:.60}".format(f"{prefix}{name}", *map(str, pair)))
     return what
 
 

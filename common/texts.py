@@ -205,8 +205,9 @@ def sizes_of(inputs):
 
 
 def find_inputs(cfg):
-    """All Inputs, in an order that the seed shuffles, so that any beginning is a fair sample. With a validation split
-    among them we set cfg.val_fraction to 0. UserError if there is no train text, or nothing to hold out."""
+    """(all Inputs, the share of documents to hold out): cfg's, but 0 where the input has a validation split. Inputs are
+    in an order that the seed shuffles, so any beginning is a fair sample. UserError without text to train on or to hold
+    out."""
     if cfg.source == "pysource":
         inputs = list(python_files(cfg.packages))
     elif cfg.input_dir:
@@ -226,7 +227,6 @@ def find_inputs(cfg):
     held_out = [source.name for source in inputs if source.split == "val"]
     if held_out:
         print(f"held out: {some(held_out)}, a validation split of its own, and nothing else")
-        cfg.val_fraction = 0.0
     elif cfg.val_fraction == 0:
         raise UserError("train.py needs validation text: set --val_fraction above 0, or bring validation files")
     if cfg.source == "files":
@@ -237,7 +237,8 @@ def find_inputs(cfg):
 
     # The order of hashes does not depend on a library's shuffle. Names may have bytes that are not UTF-8.
     names = {source: f"{cfg.seed}/{source.name}".encode("utf-8", "surrogateescape") for source in inputs}
-    return sorted(inputs, key=lambda source: hashlib.sha256(names[source]).digest())
+    inputs = sorted(inputs, key=lambda source: hashlib.sha256(names[source]).digest())
+    return inputs, 0.0 if held_out else cfg.val_fraction
 
 
 @contextlib.contextmanager

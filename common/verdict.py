@@ -121,31 +121,31 @@ def judge(cells, tuned, tokens=0, schedules=(), pool=None):
     if fit.df == 0 and pool and pool.df:
         fit.noise, fit.df = pool.noise, pool.df
     best = {}
-    for mode, of in tuned.items():
-        if (mode, of.rate) in cells:
-            rates = of.around or (of.rate,)
+    for mode, at in tuned.items():
+        if (mode, at.rate) in cells:
+            rates = at.around or (at.rate,)
             best[mode] = at_best(fit, [(mode, rate) for rate in rates], rates)
     found = {mode: difference(fit, best[mode], best[base]) for mode in best if mode != base and base in best}
     ps, answers = holm({mode: p for mode, (*_, p) in found.items() if p is not None}), []
-    for mode, of in tuned.items():
+    for mode, at in tuned.items():
         spread = fit.spread(best[mode].weights) if mode in best else 0.0
         gap, interval, _ = found.get(mode, (None, None, None))
-        losses, times = cells.get((mode, of.rate), {}), ()
+        losses, times = cells.get((mode, at.rate), {}), ()
         if interval is not None:
             times = in_tokens(gap, spread, ps[mode], answers[0], tokens, schedules, fit)
-        answers.append(Answer(mode, of, losses, best.get(mode), spread, gap, interval, ps.get(mode), times))
+        answers.append(Answer(mode, at, losses, best.get(mode), spread, gap, interval, ps.get(mode), times))
     return answers, fit
 
 
 def in_tokens(gap, spread, p, base, tokens, schedules, fit):
     """How many times its tokens the base needs for its loss + gap: (least, most). Empty if no other length helps."""
     # the base's nearest longer schedule; else the nearest shorter one, and we have to guess how its curve goes on
-    far = [(length, of) for length, of in schedules if max(length / tokens, tokens / length) >= 1.5]
-    falling = [(length, of) for length, of in far if (length - tokens) * (base.loss - of.loss) > 0]
+    far = [(length, answer) for length, answer in schedules if max(length / tokens, tokens / length) >= 1.5]
+    falling = [(length, answer) for length, answer in far if (length - tokens) * (base.loss - answer.loss) > 0]
     if not falling:
         return ()
     length, other = min(falling, key=lambda point: (point[0] < tokens, abs(point[0] - tokens)))
-    errors = [fit.noise * of for of in (spread, base.spread, other.spread)]
+    errors = [fit.noise * each for each in (spread, base.spread, other.spread)]
     least, most = multiplier(base.loss + gap, (tokens, base.loss), (length, other.loss), errors, fit.df)
     if p > 0.05:  # Holm's correction asks more of a difference than this range does
         return min(least, 1.0), max(most, 1.0)

@@ -44,7 +44,7 @@ def plain_text(path):
         body = re.sub(r"<(pb|lb|milestone|gap)\b[^>]*>", " ", body)  # a break becomes a space
         parts = re.findall(r"<(?:p|head|l)\b[^>]*>(.*?)</(?:p|head|l)>", body, re.DOTALL)
         words = (html.unescape(re.sub(r"<[^>]+>", "", part)).split() for part in parts)
-        return "\n\n".join(" ".join(of) for of in words).strip() + "\n"
+        return "\n\n".join(" ".join(part) for part in words).strip() + "\n"
 
 
 def main(cfg: NovelsConfig):

@@ -27,6 +27,8 @@ def problems_of_residual(r):
         (r.source == "all" and not of_many, f"{learns} weighs one source against the layer's own: not source='all'"),
         (r.is_gated and not is_eq7, f"{learns} makes a weight per token, for of='v' and map='own' alone"),
         (r.learn == "head" and r.lam, "learn='head' divides 1 between own and source: lam stays None"),
+        (r.learn == "softmax" and r.lam, "learn='softmax' starts as its slope says: lam stays None"),
+        (r.learn != "softmax" and r.slope, f"slope={r.slope} is for learn='softmax'"),
         (r.learn == "lerp" and r.lam and abs(sum(r.lam) - 1) > 1e-6, f"learn='lerp': lam={r.lam} must sum to 1"),
     ]
 

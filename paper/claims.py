@@ -26,12 +26,12 @@ LOWER, HIGHER = (-math.inf, 0.0), (0.0, math.inf)  # sides of a number
 
 def loss(job, found, seed):
     """The validation loss at the end."""
-    return found.loss(job, seed)
+    return found.final_loss(job, seed)
 
 
 def gap(job, found, seed):
     """That loss minus vanilla's."""
-    return found.loss(job, seed) - found.loss(job.baseline, seed)
+    return found.final_loss(job, seed) - found.final_loss(job.baseline, seed)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ def saved_parameters(*sizes):
     def quantity(job, found, seed):
         jobs = [replace(job, size=size) for size in sizes]
         bases = [job.baseline for job in jobs]
-        return saving(*([(found.parameters(of), found.loss(of, seed)) for of in side] for side in (jobs, bases)))
+        points = ([(found.parameters(job), found.final_loss(job, seed)) for job in side] for side in (jobs, bases))
+        return saving(*points)
 
     return quantity
 
@@ -147,7 +148,7 @@ def critical_point(x, y, window):
 
 def critical(job, found, seed):
     """critical_point of a Job's relative loss."""
-    two = [found.steps(of, seed) for of in (job, job.baseline)]
+    two = [found.steps(one, seed) for one in (job, job.baseline)]
     x, y = plot.align([(steps["step"], steps["loss"]) for steps in two])
     return critical_point(x, y[0] - y[1], found.scale.window)
 

@@ -67,7 +67,10 @@ class Figure:
 def lines(*modes, label="{0.mode}", **settings):
     """(label, Job) of modes with each combination of settings, which have a value or a tuple of them."""
     values = [value if isinstance(value, tuple) else (value,) for value in settings.values()]
-    return tuple((label, Job(mode, **dict(zip(settings, of, strict=True)))) for *of, mode in product(*values, modes))
+    made = []
+    for *point, mode in product(*values, modes):
+        made.append((label, Job(mode, **dict(zip(settings, point, strict=True)))))
+    return tuple(made)
 
 
 def labelled(modes):
@@ -221,8 +224,8 @@ FIGURES = {
         "Importance, value norm and hidden norm of the first hundred tokens, by layer. Claims are on the first token, "
         "relative to others, in its extreme layer.",
         tuple(Panel(panels.heat, "", INSPECTED_FOUR, key) for key in ("importance", "value_norm", "hidden_norm")),
-        (*(Claim(Job("resformer", INSPECTED), None, *of, what) for what, of in claims.START_TOKEN.items()),
-         *(Claim(Job("vanilla", INSPECTED), None, "", None, of[-1], what) for what, of in claims.START_TOKEN.items()))),
+        (*(Claim(Job("resformer", INSPECTED), None, *row, what) for what, row in claims.START_TOKEN.items()),
+         *(Claim(Job("vanilla", INSPECTED), None, "", None, r[-1], what) for what, r in claims.START_TOKEN.items()))),
     "fig20": Figure(
         "Entropy, and the first token's importance and norms, for the base model, with cross-layer attention.",
         tuple(Panel(panels.layers, "", lines(*FOUR, "cross"), key) for key in ("entropy", *FIRST)),

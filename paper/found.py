@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 import plot
-from common.checkpoint import made_as
+from common.checkpoint import checked_run
 from common.files import reading
 from common.runs import read_analysis, read_results
 from configurator import UserError
@@ -23,7 +23,7 @@ def finished(settings):
     run. Settings that change no result may differ."""
     wanted = {name: value for name, value in settings.items() if name not in MAY_DIFFER}
     wanted["value_mode_name"] = wanted.pop("value_mode")
-    run = made_as(wanted, settings["out_dir"])
+    run = checked_run(wanted, settings["out_dir"])
     return None if run is None or run.final_loss in (None, math.inf) else run
 
 
@@ -68,12 +68,12 @@ class Found:
         tokens = dict(zip(run.steps["step"], run.steps["tokens"], strict=True))
         return [tokens[step] for step in run.val], list(run.val.values())
 
-    def loss(self, job, seed):
+    def final_loss(self, job, seed):
         """The validation loss at the end of a run."""
         return self.run(job, seed).final_loss
 
-    def losses(self, job):
-        return [self.loss(job, seed) for seed in self.seeds]
+    def final_losses(self, job):
+        return [self.final_loss(job, seed) for seed in self.seeds]
 
     def domains(self, job, seed):
         """{domain: validation loss at the end}"""

@@ -44,7 +44,7 @@ def relative(ax, panel, found):
     """Training loss over tokens, minus vanilla's with the same seed, from a share `key` of the tokens on."""
     pairs, modes = {}, {}
     for label, job in found.labels(panel.lines):
-        pairs[label] = [[found.run(of, seed) for of in (job, job.baseline)] for seed in found.seeds]
+        pairs[label] = [[found.run(one, seed) for one in (job, job.baseline)] for seed in found.seeds]
         modes[label] = job.mode
     plot.relative_panel(ax, pairs, styles_of(modes), since=panel.key or plot.SHOWN)
 
@@ -167,7 +167,7 @@ def along(ax, panel, found):
 
 
 def at_the_end(job, found):
-    return [(found.parameters(job), np.mean(found.losses(job)), None, found.losses(job))]
+    return [(found.parameters(job), np.mean(found.final_losses(job)), None, found.final_losses(job))]
 
 
 def by_size(ax, panel, found):
@@ -177,7 +177,7 @@ def by_size(ax, panel, found):
     for mode in dict.fromkeys(job.mode for job in panel.jobs):
         jobs = [job for job in panel.jobs if job.mode == mode and job.size != "2M"]
         n = np.array([found.parameters(job) for job in jobs])
-        line = np.polyfit(np.log(n), [np.mean(found.losses(job)) for job in jobs], 1)
+        line = np.polyfit(np.log(n), [np.mean(found.final_losses(job)) for job in jobs], 1)
         ax.plot(n, np.polyval(line, np.log(n)), color=style_of(mode)["color"], linewidth=0.8, linestyle=":")
     logarithmic(ax, [found.parameters(job) for job in panel.jobs if job.mode == panel.jobs[0].mode])
 

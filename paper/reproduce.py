@@ -244,7 +244,7 @@ def publish(name, figure, cfg, found):
     """Draw a figure or print a table, write its numbers into results/<scale>.json, and the report anew."""
     print(f"{name}: {figure.caption}")
     record = {"caption": figure.caption, "environment": environment()}  # before it changes files of the repository
-    record["runs"] = {found.name(job, s): found.loss(job, s) for job in figure.jobs for s in found.seeds}
+    record["runs"] = {found.name(job, s): found.final_loss(job, s) for job in figure.jobs for s in found.seeds}
     if figure.table:
         record["table"] = list(figure.table(found))
     record["rows"] = [claim_row(claim, found) for claim in figure.claims]

@@ -123,7 +123,7 @@ def table5(found):
         *of_domains, average = (f"{loss:.4f}" for loss in paper)
         theirs = dict(zip(DOMAINS, of_domains, strict=True))
         cells = [beside([losses[name] for losses in domains], theirs.get(name)) for name in names]
-        yield [found.in_words("{0.mode} {0.size}", job), *cells, beside(found.losses(job), average)]
+        yield [found.in_words("{0.mode} {0.size}", job), *cells, beside(found.final_losses(job), average)]
 
 
 # -- tables beside figures. lines: [(label, Job)]
@@ -145,4 +145,4 @@ def concentration_table(found, lines):
     for label, job in found.labels(lines):
         quantities = [claims.MEASURED[what][-1] for what in measured]
         cells = [interval([quantity(job, found, seed) for seed in found.seeds]) for quantity in quantities]
-        yield [label, interval(found.losses(job)), *cells]
+        yield [label, interval(found.final_losses(job)), *cells]

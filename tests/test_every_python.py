@@ -56,7 +56,7 @@ def test_weights():
 
 
 def test_names_of_modes():
-    assert get_mode(ValueMode((Residual(lam=(0.1, 1e-7)),), share_q=(0, 0.5))).name == "custom_3a8455"
+    assert get_mode(ValueMode((Residual(lam=(0.1, 1e-7)),), share_q=(0, 0.5))).name == "custom_ca3ffe"
 
 
 def test_seals():

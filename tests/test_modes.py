@@ -696,9 +696,11 @@ def test_a_mode_is_printed_by_its_name():
 
 def test_records_from_before_the_field_output_went():
     """Checkpoints of then are read, if their mode is one of those that we still have."""
-    cfg = config("resformer")
+    cfg = config("resformer_plus_deep")
     fields = dataclasses.asdict(cfg)
     fields["value_mode"]["output"] = "plain"
+    fields["value_mode"]["residuals"] = [vars(cfg.value_mode.residuals[0]) | {"lam": [0.5, 1.0]}]
+    del fields["value_mode"]["residuals"][0]["slope"]
     assert ModelConfig.of_record(fields) == cfg
     fields["value_mode"]["output"] = "gate"
     with pytest.raises(UserError, match="value_mode takes"):

@@ -302,7 +302,7 @@ def test_lines_over_sizes_are_those_between_which_we_measure_parameters(made):
     (ax,) = axes_of(figures.Figure("", (panel,)), made)
     for mode in ("vanilla", "svformer"):
         jobs = [Job(mode, size) for size in ("82M", "180M", "468M")]
-        n, losses = np.transpose([(made.parameters(job), np.mean(made.losses(job))) for job in jobs])
+        n, losses = np.transpose([(made.parameters(job), np.mean(made.final_losses(job))) for job in jobs])
         slope, height = np.polyfit(np.log(n), losses, 1)
         found = [line.get_ydata() for line in ax.lines if line.get_linestyle() == ":" and line.get_xdata()[0] == n[0]]
         np.testing.assert_allclose(found, [height + slope * np.log(n)])
@@ -340,7 +340,7 @@ def test_accuracies_and_losses(made):
     with pytest.raises(UserError, match="no task is scored at length 2,048; without the hub, name files by --eval_dir"):
         list(FIGURES["tab1"].table(made))
     five = {line[0]: line[1:] for line in FIGURES["tab5"].table(made)}
-    loss = np.mean(made.losses(Job("resformer")))
+    loss = np.mean(made.final_losses(Job("resformer")))
     cells = [f"{loss:.4f} (3.5191)", f"{loss + 0.2:.4f}", f"{loss:.4f} (2.7117)"]
     assert five[""] == ["C4", "mine", "Avg"] and five["ResFormer 81.9M"] == cells
 
@@ -398,7 +398,7 @@ def test_critical_points():
 
 
 def test_losses_and_differences_of_a_claim(made):
-    of = {(mode, seed): made.loss(Job(mode), seed) for mode in ("vanilla", "key", "query") for seed in (42, 1)}
+    of = {(mode, seed): made.final_loss(Job(mode), seed) for mode in ("vanilla", "key", "query") for seed in (42, 1)}
     values = [of["key", seed] - of["query", seed] for seed in (42, 1)]
     for value in (claims.loss, claims.gap):  # vanilla's loss cancels
         row = claim_row(Claim(Job("key"), Job("query"), "lower", claims.LOWER, value), made)

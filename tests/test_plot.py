@@ -31,9 +31,9 @@ def test_short_counts():
     assert counts == ["738k", "1M", "2.95M", "20B", "512"] and plot.count_range([7000, 512]) == "512–7k"
 
 
-EFFECTS = [("resformer", "resformer", -0.05, 0.01, [-0.051, -0.049], True)]
-EFFECTS += [("svformer", "svformer", 0.02, 0.03, [0.02], False)]
-CURVES = {mode: (mode, 1000.0 * np.arange(1, 41), 5 - np.log(np.arange(1.0, 41))) for mode in ("vanilla", "svformer")}
+EFFECTS = [plot.Effect("resformer", -0.05, 0.01, [-0.051, -0.049], differs=True)]
+EFFECTS += [plot.Effect("svformer", 0.02, 0.03, [0.02], differs=False)]
+CURVES = {mode: (1000.0 * np.arange(1, 41), 5 - np.log(np.arange(1.0, 41))) for mode in ("vanilla", "svformer")}
 
 
 def test_same_bytes_whatever_the_users_matplotlibrc_says(tmp_path, monkeypatch):
@@ -47,9 +47,10 @@ def test_same_bytes_whatever_the_users_matplotlibrc_says(tmp_path, monkeypatch):
 def test_a_comparison_shows_the_best_on_top_and_greys_what_says_nothing(tmp_path, monkeypatch):
     pages = []
     monkeypatch.setattr(Figure, "savefig", lambda fig, path, **_: (pages.append(fig), path.touch()))
-    plot.comparison(tmp_path / "a.png", [*EFFECTS, ("one", "neutreno", 0.1, None, [0.1], True)], CURVES, "title")
+    one_seed = plot.Effect("neutreno", 0.1, None, [0.1], differs=True)
+    plot.comparison(tmp_path / "a.png", [*EFFECTS, one_seed], CURVES, "title")
     left, right = pages[0].axes
-    assert [label.get_text() for label in left.get_yticklabels()] == ["one", "svformer", "resformer"]  # from below
+    assert [label.get_text() for label in left.get_yticklabels()] == ["neutreno", "svformer", "resformer"]  # from below
     marks = [line for line in left.lines if line.get_marker() == "o"]
     colors = [(line.get_color(), line.get_markerfacecolor()) for line in marks]
     blue, purple = (plot.style_of(mode)["color"] for mode in ("resformer", "neutreno"))

@@ -121,7 +121,7 @@ def test_who_is_held_out_and_where_budgets_end(corpus, tmp_path):
     encode = Tokenizer.load(out / "tokenizer.json").encode
     right, size, n_items = {}, Counter(), Counter()
     budget = {("train", "web"): 6000, ("train", "code"): 3000, ("val", "web"): 1500, ("val", "code"): 1500}
-    for source in texts.find_inputs(cfg):
+    for source in texts.find_inputs(cfg)[0]:
         for number, raw, _ in texts.raw_items(source, cfg):
             for domain, text in texts.to_documents(source, number, raw, cfg):
                 if domain == "text":
@@ -292,8 +292,9 @@ def test_hub_stream_gives_the_same_documents(tmp_path):
     for name in ("input_dir", "hub_id"):
         cfg = prepare.PrepareConfig("slimpajama", **{name: folder})
         found[name] = {"train": [], "val": []}
-        for source in texts.find_inputs(cfg):
-            assert cfg.val_fraction == 0  # both have a validation split
+        inputs, val_fraction = texts.find_inputs(cfg)
+        assert val_fraction == 0  # both have a validation split
+        for source in inputs:
             for number, raw, _ in texts.raw_items(source, cfg):
                 found[name][source.split] += texts.to_documents(source, number, raw, cfg)
     for split, documents in found["hub_id"].items():
@@ -378,12 +379,12 @@ def test_pysource(tmp_path, monkeypatch):
         (stdlib / name).write_text(text)
 
     def names(**settings):
-        return [i.name for i in texts.find_inputs(prepare.PrepareConfig("pysource", **settings))]
+        return [i.name for i in texts.find_inputs(prepare.PrepareConfig("pysource", **settings))[0]]
 
     with monkeypatch.context() as patch:
         patch.setattr(texts.sysconfig, "get_path", lambda name: str(stdlib))
         patch.setattr(sys, "path", [str(site)])
-        inputs = texts.find_inputs(prepare.PrepareConfig("pysource"))
+        inputs = texts.find_inputs(prepare.PrepareConfig("pysource"))[0]
         orders = {tuple(names(seed=seed)) for seed in range(9)}
         assert len(orders) > 1 and {tuple(sorted(order)) for order in orders} == {("a/x.py", "os.py", "torch/z.py")}
         assert set(names(packages=("b", "torch"))) == {"b/copy.py", "os.py", "torch/z.py"}  # a's copy is out
@@ -400,7 +401,7 @@ def test_pysource(tmp_path, monkeypatch):
 def inputs_of(folder, **settings):
     """{name: (split, domain)} of the files that `files` reads."""
     cfg = prepare.PrepareConfig("files", input_dir=str(folder), **settings)
-    return {source.name: (source.split, source.domain) for source in texts.find_inputs(cfg)}
+    return {source.name: (source.split, source.domain) for source in texts.find_inputs(cfg)[0]}
 
 
 def write_files(folder, names, content="some text\n"):
@@ -620,7 +621,7 @@ def test_what_is_held_out_does_not_depend_on_the_script(script, size, written, l
     content = text.encode(encoding)
     (tmp_path / f"a{suffix}").write_bytes(gzip.compress(content, 1) if suffix.endswith("gz") else content)
     cfg = prepare.PrepareConfig("files", input_dir=str(tmp_path))
-    inputs = texts.find_inputs(cfg)
+    inputs = texts.find_inputs(cfg)[0]
     placement, held_out, found = prepare.Placement(cfg, inputs), 0, []
     for source in inputs:
         for number, raw, _ in texts.raw_items(source, cfg):
@@ -642,9 +643,9 @@ def test_the_share_of_a_small_text_that_is_held_out(tmp_path, size, fraction):
 def test_pieces_of_a_text_do_not_depend_on_rows_beside_it(tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d/a.txt").write_text("\n".join(sentences(9000, size=9))[:40_000])
-    alone = [source.piece for source in texts.find_inputs(prepare.PrepareConfig("files", input_dir=str(tmp_path)))]
+    alone = [source.piece for source in texts.find_inputs(prepare.PrepareConfig("files", input_dir=str(tmp_path)))[0]]
     (tmp_path / "d/b.jsonl").write_text("".join(json.dumps({"text": "م" * 300}) + "\n" for _ in range(100)))
-    both = texts.find_inputs(prepare.PrepareConfig("files", input_dir=str(tmp_path)))
+    both = texts.find_inputs(prepare.PrepareConfig("files", input_dir=str(tmp_path)))[0]
     assert [source.piece for source in both if source.is_txt] == alone == [2000]
 
 

@@ -140,7 +140,7 @@ def command(script, *words):
 
 def test_a_run_equals_a_naive_loop(data_dir, tmp_path):
     """Every setting of the recipe reaches the step; none is at its default."""
-    kw = dict(seed=7, weight_decay=0.3, beta1=0.8, beta2=0.9, grad_clip=0.5, final_lr=0.3, warmup_steps=3)
+    kw = dict(seed=7, weight_decay=0.3, beta1=0.8, beta2=0.9, grad_clip=0.5, final_lr_ratio=0.3, warmup_steps=3)
     kw |= dict(bos=True, mixture="{'code': 3, 'prose': 1}")
     trained(data_dir, tmp_path, **kw, micro_batch=3)  # becomes 2, which divides the 8 sequences of a step
     corpus = Corpus(data_dir, 16, 7, {"code": 3, "prose": 1}, bos=True)
@@ -572,7 +572,7 @@ def test_without_a_name_the_newest_run_is_taken(tmp_path, monkeypatch):
 
 SHARDED = ["everything", "two_gates", "cross"]  # what blocks read from one another
 MINI = dict(n_layer=4, n_head=8, n_embd=16, block_size=8, batch_tokens=48, micro_batch=2, seed=1, dtype="float32")
-MINI |= dict(learning_rate=3e-3, final_lr=1, warmup_steps=0, eval_tokens=56, eval_every=3, save_every=1, keep=0)
+MINI |= dict(learning_rate=3e-3, final_lr_ratio=1, warmup_steps=0, eval_tokens=56, eval_every=3, save_every=1, keep=0)
 
 
 def mini(mode, folder, out, **kw):
