@@ -11,7 +11,7 @@ from common.files import read_record_lines
 from common.runs import read_run
 from common.statistics import Fit, holm, multiplier, t_95
 from common.verdict import judge, search
-from value_modes import TABLE, row_and_number
+from value_modes import row_and_number
 
 PAGE = " ".join((ROOT / "results/README.md").read_text(encoding="utf-8").replace("−", "-").split())
 RUNS = list(read_record_lines(ROOT / "results/night/runs.jsonl", "a run's record"))
