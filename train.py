@@ -33,13 +33,14 @@ from common.scoring import domain_losses
 from common.sizes import count_parameters, flops_per_token, notes_of
 from configurator import UserError, check_fields, run, setting
 from model import GPT
+from sample import generate
 from value_modes import ModelConfig, ValueMode, get_mode, kv_floats_per_token
 
 ENVIRONMENT = "train.py's environment"  # the kind of record in env.json
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
 # Settings that change no result beyond rounding. A resumed run says nothing of them, and other runs may differ in them.
 MAY_DIFFER = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every",
-              "recompute", "shard", "micro_batch", "attn")  # fmt: skip
+              "recompute", "shard", "micro_batch", "attn", "sample_every")  # fmt: skip
 MUST_STAY = {"seed", "batch_tokens", "data", "bos", "init_from", "val_hash", "eval_tokens"}  # in a run that continues
 
 
@@ -87,6 +88,7 @@ class TrainConfig:
     save_every: int = setting(1000, "steps between checkpoints; evaluated steps and the last are saved too", least=1)
     keep: int = setting(2, "checkpoints kept, besides the best; 0 = all", least=0)
     log_every: int = setting(10, "steps between lines on the screen; metrics.jsonl has every step", least=1)
+    sample_every: int = setting(0, "steps between samples of 100 tokens on the screen; 0 = none", least=0)
     log: Literal["none", "wandb"] = setting("none", "wandb: send the metrics to Weights & Biases too")
 
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
@@ -100,6 +102,8 @@ class TrainConfig:
         check_fields(self)
         if self.resume not in ("never", "auto") and not os.path.exists(self.resume):
             raise UserError(f"resume={self.resume!r} is not there; it takes never, auto or a checkpoint's path")
+        if self.sample_every and self.shard != "none":
+            raise UserError(f"sample_every needs whole weights: leave it at 0 with shard={self.shard}")
         object.__setattr__(self, "value_mode", get_mode(self.value_mode))
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.value_mode.name}")
         self.model_config(vocab_size=1)  # raises on an impossible shape, whatever the vocabulary
@@ -462,6 +466,10 @@ def train(cfg, world):
             val_loss = result["val_mean"]
             check_finite(metrics, n, "validation loss", val_loss)
             metrics.evaluation(n, result)
+        # a look at what it writes. It draws from a generator of its own, so the run stays the same
+        if cfg.sample_every and n % cfg.sample_every == 0 and world.rank == 0:
+            (ids,), *_ = generate(model, [[corpus.tokenizer.eot]], 100, seed=n, eot=corpus.tokenizer.end)
+            metrics.say(f"step {n} writes: {corpus.tokenizer.decode(ids)!r}")
         # save: after a signal too, at the same step on all ranks, although it reaches them at different times.
         # What is evaluated is saved, so that the best checkpoint is there
         is_stopped = world.sum([stop.asked]).item() > 0

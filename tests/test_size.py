@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT
 
 BUDGETS = {  # lines
-    "model.py": 445, "value_modes.py": 537, "train.py": 491, "prepare.py": 500, "eval.py": 240, "sample.py": 190,
+    "model.py": 445, "value_modes.py": 537, "train.py": 499, "prepare.py": 500, "eval.py": 240, "sample.py": 190,
     "analyze.py": 400, "plot.py": 360, "compare.py": 341, "export.py": 190, "configurator.py": 236, "minimal.py": 200,
     "net": 390, "hf": 500, "common": 3330, "paper": 1470, "bench": 600, "examples": 270, "docs": 70,
     "config": 50, "exercises": 460, "tests": 9050,

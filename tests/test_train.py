@@ -7,6 +7,7 @@ import importlib
 import math
 import multiprocessing.forkserver
 import os
+import re
 import shutil
 import signal
 import sys
@@ -671,3 +672,14 @@ def test_ranks_that_see_other_data_are_refused(tmp_path):
         make_data(tmp_path / f"data{rank}", seed=rank)
     words = flags(tmp_path / "dataRANK", tmp_path / "out")
     assert "error: the ranks see different files in" in ended(fork(tmp_path, 2, command, "train", *words), 2, 2)[0]
+
+
+def test_samples_while_training_change_nothing(base, data_dir, tmp_path):
+    said = trained(data_dir, tmp_path, sample_every=5)
+    assert re.findall("^step .* writes", said, re.M) == ["step 5 writes", "step 10 writes"]
+    assert_same_runs(base, tmp_path)
+
+
+def test_samples_need_whole_weights():
+    with pytest.raises(configurator.UserError, match="sample_every needs whole weights"):
+        TrainConfig(sample_every=1, shard="zero2")
