@@ -10,13 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MODES, tiny, tokens, widths
+from conftest import MODES, same, tiny, tokens, widths
 
 from net.layers import Rope
 from value_modes import TABLE, VALUE_MODES
-
-EXACT = dict(rtol=0, atol=1e-10)
-
 
 # ---- the parts that all equations share
 
@@ -39,7 +36,7 @@ def mlp(x, P, name, gpt2):
         y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
     else:  # SwiGLU
         gate, up = y.chunk(2, dim=1)
-        y = gate / (1 + torch.exp(-gate)) * up
+        y = gate * torch.sigmoid(gate) * up
     return linear(y, P, name + ".down", gpt2)
 
 
@@ -74,11 +71,7 @@ def weighted(weights, *tensors):
 
 
 def lerp(a, b, share):
-    return (1 - share) * a + share * b
-
-
-def sigmoid(z):
-    return 1 / (1 + torch.exp(-z))
+    return weighted((1 - share, share), a, b)
 
 
 def scalars(s, a):  # of the a-th layer, from 0, that has any
@@ -107,7 +100,7 @@ def cycle(n, V, s):  # tables in the first and the last 3 layers; the second hal
 
 def gated(n, V, s, top, layers):
     layers = sorted(layers)
-    return V[n] + top * sigmoid(gate(s, s.x[:, :12])) * E(s, layers.index(n)) if n in layers else V[n]
+    return V[n] + top * torch.sigmoid(gate(s, s.x[:, :12])) * E(s, layers.index(n)) if n in layers else V[n]
 
 
 def unit(n, V, s):  # IMU-1's Eq 4
@@ -146,16 +139,14 @@ VALUES = {  # V' of U_n = A_n V'
     "svformer_3anchors": lambda n, V, s: V[anchor(n, 1, 1 + s.L // 2, s.L)],  # 1, 5, 8 of 8
     "svformer_4anchors": lambda n, V, s: V[anchor(n, 1, 1 + s.L * 3 // 8, 1 + s.L * 5 // 8, s.L)],  # 1, 4, 6, 8 of 8
     "share_v2": lambda n, V, s: V[first(n, 2)],
-    "svformer_gqa4": lambda n, V, s: V[1],
     "resformer_lerp": lambda n, V, s: lerp(V[n], V[1], s.P["mixing.0.share"][n - 2]),
-    "resformer_head": lambda n, V, s: lerp(V[1], V[n], sigmoid(gate(s, s.x, bias=True))),
+    "resformer_head": lambda n, V, s: lerp(V[1], V[n], torch.sigmoid(gate(s, s.x, bias=True))),
     "resformer_relu": lambda n, V, s: V[n] + gate(s, s.x).clamp(min=0) * V[1],
     "value_embed": lambda n, V, s: lerp(V[n], E(s, n - 1), s.P["mixing.0.share"][n - 1]),
     "value_embed_unet": lambda n, V, s: weighted(scalars(s, n - 1), V[n], E(s, min(n, s.L + 1 - n) - 1)),
     "value_embed_cycle": cycle,
     "value_embed_gated": lambda n, V, s: gated(n, V, s, 3, range(s.L, 0, -2)),
     "value_embed_gated2": lambda n, V, s: gated(n, V, s, 2, {2, 3, s.L - 2, s.L - 1, s.L}),
-    "resformer_denseformer": lambda n, V, s: (V[n] + V[1]) / 2,
     "resformer_zero": lambda n, V, s: V[n] + scalars(s, n - 2)[0] * V[1],
     "resformer_unit": unit,
     "k_eq_v": lambda n, V, s: s.K_before_rope / torch.sqrt((s.K_before_rope**2).mean(1, keepdim=True) + 1e-5),
@@ -178,17 +169,14 @@ OUTPUTS = {  # U_n
     "share_k2": lambda n, Q, K, V, s: A(Q[n], K[first(n, 2)]) @ V[n],
     "cla2": lambda n, Q, K, V, s: A(Q[n], K[first(n, 2)]) @ V[first(n, 2)],
     "cla4": lambda n, Q, K, V, s: A(Q[n], K[first(n, 4)]) @ V[first(n, 4)],
+    "fusedkv_lite": lambda n, Q, K, V, s: upper_half(n, Q, K, V, s, 1),
+    "share_last": lambda n, Q, K, V, s: upper_half(n, Q, K, V, s, s.L // 2),
     "cla2_svformer": lambda n, Q, K, V, s: A(Q[n], K[first(n, 2)]) @ V[1],
     "neutreno": lambda n, Q, K, V, s: A(Q[n], K[n]) @ V[n] + 0.4 * (V[1] - V[n]),
     "resformer_neutreno": lambda n, Q, K, V, s: A(Q[n], K[n]) @ (V[n] + V[1]) / 2 + 0.2 * (V[1] - (V[n] + V[1]) / 2),
     "resformer_neutreno_literal": lambda n, Q, K, V, s: A(Q[n], K[n]) @ (V[n] + V[1]) / 2 + 0.2 * (V[1] - V[n]),
 }
-OUTPUTS |= {
-    "mlkv": OUTPUTS["cla4"],
-    "cla2_gqa4": OUTPUTS["cla2"],
-    "fusedkv_lite": lambda n, Q, K, V, s: upper_half(n, Q, K, V, s, 1),
-    "share_last": lambda n, Q, K, V, s: upper_half(n, Q, K, V, s, s.L // 2),
-}
+OUTPUTS |= {"mlkv": OUTPUTS["cla4"], "cla2_gqa4": OUTPUTS["cla2"]}
 STREAMS = {  # what enters layer i + 1, or the last norm if i = L; X[0] the embedding, X[i] what layer i puts out
     "hidden": lambda i, X, s: (X[i] + X[0]) / 2 if i < s.L else X[i],
     "hidden_learned": lambda i, X, s: weighted(scalars(s, i - 1), X[i], X[0]) if i < s.L else X[i],
@@ -198,8 +186,8 @@ STREAMS = {  # what enters layer i + 1, or the last norm if i = L; X[0] the embe
 STREAMS["resformer_denseformer"] = STREAMS["denseformer"]
 VALUES = dict.fromkeys((*STREAMS, "gqa2", "gqa4", "gqa8", "mqa", "skipv1", "cut"), VALUES["vanilla"]) | VALUES
 VALUES |= {"resformer_v2_cut": VALUES["resformer_v2"], "resformer_v3_cut": VALUES["resformer_v3"]}
-LAYER_1_TOO = {name for name in VALUES if name.startswith("value_embed")}  # a table is a source for layer 1 as well
-LAYER_1_TOO |= {"k_eq_v"}
+VALUES |= {"resformer_denseformer": VALUES["resformer"], "svformer_gqa4": VALUES["svformer"]}
+LAYER_1_TOO = {"k_eq_v", *(name for name in VALUES if name.startswith("value_embed"))}  # a table is a source there too
 QUERIES_PER_KEY = dict(gqa2=2, gqa4=4, gqa8=8, mqa=8, mlkv=8, svformer_gqa4=4, cla2_gqa4=4)  # 8 query heads in all
 EQUATIONS = VALUES.keys() | OUTPUTS.keys()
 
@@ -254,23 +242,19 @@ def check(mode, n_kv_head=0, gradients=True, **kw):
     group = QUERIES_PER_KEY.get(mode, 8 // (n_kv_head or 8))
     logits, right = model(idx[None])[0][0], naive(model, mode, idx, group)
     assert right.dtype == torch.float64 and right.std() > 0.1  # the comparison is of something
-    torch.testing.assert_close(logits, right, **EXACT)
+    same(logits, right)
     if not gradients:  # they take most of the time
         return
     toward = torch.randn(right.shape, dtype=right.dtype, generator=torch.Generator().manual_seed(1))
     params = list(model.parameters())
-    for a, b in zip(*(torch.autograd.grad((y * toward).sum(), params) for y in (logits, right)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    same(*(torch.autograd.grad((y * toward).sum(), params) for y in (logits, right)), rtol=1e-9, atol=1e-9)
 
 
 def test_every_row_that_names_a_source_has_a_transcription():
-    missing = sorted(name for name, (_, _, source) in TABLE.items() if source and name not in EQUATIONS)
-    assert not missing, (
-        f"nothing here checks {', '.join(missing)}. Write the equation of each, from its source and not from model.py: "
-        "one line in VALUES if it says what A_n multiplies, in OUTPUTS if it says more, in STREAMS if it says what "
-        "enters a layer (and LAYER_1_TOO, QUERIES_PER_KEY if they apply). A row of your own, without a source, may go "
-        "without."
-    )
+    """Write it from the source and not from model.py: one line in VALUES if the equation says what A_n multiplies, in
+    OUTPUTS if it says more, in STREAMS if it says what enters a layer (and LAYER_1_TOO, QUERIES_PER_KEY if they apply).
+    A row of your own, without a source, may go without."""
+    assert not [name for name, (_, _, source) in TABLE.items() if source and name not in EQUATIONS]
 
 
 @pytest.mark.parametrize("mode,n_kv_head", widths(*(name for name in MODES if name in EQUATIONS)))
@@ -295,4 +279,4 @@ def test_rope_table():
     """Position t turns pair i by t * theta^(-2i/D): the fp32 tables against float64."""
     rope = Rope(8, 2048, 10000.0)
     angle = torch.arange(2048).double()[:, None] * 10000.0 ** (-torch.arange(4).double() / 4)
-    torch.testing.assert_close(torch.complex(rope.cos, rope.sin), torch.exp(1j * angle).cfloat(), rtol=0, atol=2e-4)
+    same(torch.complex(rope.cos, rope.sin), torch.exp(1j * angle).cfloat(), atol=2e-4)
