@@ -39,12 +39,13 @@ def on_gpu(mode, dtype, attn="sdpa"):
     return model, torch.zeros(2, 5, dtype=torch.int64, device="meta")
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+every_mode = pytest.mark.parametrize("mode", [*COMPILED, "gqa2"])
 
 
-@DTYPES
+@every_dtype
+@every_mode
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.parametrize("mode", [*COMPILED, "gqa2"])
 def test_a_step(mode, attn, dtype, gpu):
     model, idx = on_gpu(mode, dtype, attn)
     _, loss = model(idx, idx)
@@ -53,9 +54,9 @@ def test_a_step(mode, attn, dtype, gpu):
     assert {p.grad.device for p in model.parameters() if p.grad is not None} == {idx.device}
 
 
-@DTYPES
+@every_dtype
+@every_mode
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 2)])
-@pytest.mark.parametrize("mode", [*COMPILED, "gqa2"])
 def test_decoding(mode, lengths, dtype, gpu):
     model, idx = on_gpu(mode, dtype)
     with torch.inference_mode():
@@ -66,7 +67,7 @@ def test_decoding(mode, lengths, dtype, gpu):
     assert logits.is_cuda and logits.dtype == torch.float32
 
 
-@pytest.mark.parametrize("mode", COMPILED)
+@every_mode
 def test_continuations_of_one_prompt(mode, gpu):
     model, idx = on_gpu(mode, torch.bfloat16)
     with torch.inference_mode():
@@ -85,17 +86,19 @@ def test_before_ampere_it_is_fp16(monkeypatch):
     assert ranks.weights_dtype("auto", "cuda") == torch.float32
 
 
-def test_a_device_that_is_not_there():
-    for device in ("cuda", "cuda:7"):
-        refused(in_process(train, f"--device={device}"), f"device={device}", "cannot be used here")
+@pytest.mark.parametrize("device", ["cuda", "cuda:7"])
+def test_a_device_that_is_not_there(device):
+    refused(in_process(train, f"--device={device}"), f"device={device}", "cannot be used here")
 
 
-def test_flash_attn_that_cannot_be_used(monkeypatch):
+FLASH = [("cuda", "bfloat16", "pip install flash-attn"), ("cpu", "bfloat16", "a GPU"), ("cuda", "float32", "a GPU and")]
+
+
+@pytest.mark.parametrize("kind,dtype,says", FLASH)
+def test_flash_attn_that_cannot_be_used(kind, dtype, says, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    with pytest.raises(UserError, match="pip install flash-attn"):
-        ranks.need_flash_attn("cuda", torch.bfloat16)
-    with pytest.raises(UserError, match="needs a GPU"):
-        ranks.need_flash_attn("cpu", torch.bfloat16)
+    with pytest.raises(UserError, match=says):
+        ranks.need_flash_attn(kind, getattr(torch, dtype))
 
 
 PEAKS = {
