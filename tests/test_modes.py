@@ -624,6 +624,7 @@ PRINTED = {
     "svformer": "layer  3  q own         k own         v of layer 0\n",
     "value_embed_gated": "v: 1 own + 3 table 0, learn=sigmoid\n",
     "neutreno": "v: 1 own + 0.4 layer 0, map=delta\n",
+    "resformer_plus": "v: 0.5 own + 1.333 layer 0, learn=softmax\n",
     "skipv1": "heads_from_layer_0 = 0.5\n",
 }
 
