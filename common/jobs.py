@@ -45,14 +45,8 @@ def lanes_of(device, jobs, n_runs):
     if device in ("auto", "cuda") and torch.cuda.is_available():
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-    if jobs:
-        n = min(jobs, n_runs)
-    elif gpus:
-        n = min(len(gpus), n_runs)
-    elif device in ("auto", "cpu"):
-        n = min(cores(), n_runs)
-    else:
-        n = 1
+    n_cores = cores() if device in ("auto", "cpu") else 1
+    n = min(jobs or len(gpus) or n_cores, n_runs)
     # each job would start as many threads, and as many compilers, as there are cores
     share = str(max(1, cores() // n))
     lane = {name: os.environ.get(name, share) for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")}
