@@ -123,7 +123,6 @@ class TrainConfig:
                 f"batch_tokens={self.batch_tokens} is not a multiple of {unit} = block_size={self.block_size} x "
                 f"{n_ranks} ranks; set it to {nearest}, or start another number of ranks"
             )
-        # the largest forward pass that divides a rank's sequences evenly
         per_rank = self.batch_tokens // unit
         micro_batch = max(n for n in range(1, min(self.micro_batch, per_rank) + 1) if per_rank % n == 0)
         return micro_batch, per_rank // micro_batch
@@ -154,14 +153,13 @@ def learning_rate(step, peak, end, warmup, steps):
     # a small rate first, because AdamW's second moments are still noise
     if step < warmup:
         return LR_START + (peak - LR_START) * step / warmup
-    # then a cosine
     share_done = (step - warmup) / (steps - warmup)
     return end + (peak - end) * (1 + math.cos(math.pi * share_done)) / 2
 
 
 def adamw(model, lr, weight_decay, betas, device_type):
-    """AdamW that decays matrices (embeddings, head and a Gate's, too) and no vectors: norms, biases, mixing weights."""
-    # by shape: what multiplies is decayed, what scales or shifts is not. So learned mixing weights stay free
+    """AdamW that decays matrices (embeddings, head and a Gate's, too) and no vectors: what multiplies is decayed, what
+    scales or shifts is not, as norms, biases, mixing weights."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
