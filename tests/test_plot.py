@@ -7,6 +7,7 @@ import matplotlib
 import numpy as np
 import pytest
 from conftest import MODES, ROOT, config, in_process, refused, script
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 import plot
@@ -20,8 +21,6 @@ def test_headline_modes_have_colours_of_their_own_and_lines_of_one_colour_differ
     styles = plot.styles_of({mode: mode for mode in TABLE})
     assert len({styles[mode]["color"] for mode in plot.HEADLINE}) == 7
     assert [mode for mode in TABLE if styles[mode]["color"] == "#000000"] == ["vanilla"]
-    nine = list(TABLE)[:9]
-    assert len({str(plot.styles_of({mode: mode for mode in nine})[mode]["color"]) for mode in nine}) == 7
     two = plot.styles_of({"a": "neutreno", "b": "neutreno"})
     assert two["a"]["color"] == two["b"]["color"] and two["a"]["linestyle"] != two["b"]["linestyle"]
 
@@ -111,22 +110,18 @@ def test_neither_a_notebooks_backend_nor_a_terminal_of_ascii_ends_it(tmp_path):
     assert "\\xe4.png" in result.stdout and (tmp_path / "ä.png").exists(), result.stderr
 
 
-def test_bad_calls():
-    refused(in_process(plot), "name runs that analyze.py has seen: `python plot.py out/a out/b`")
-    refused(in_process(plot, "x", "--out_file=x.pdf"), "must end in .png")
-    refused(in_process(plot, "analysis.png"), "name runs")  # the picture of an earlier call
-    refused(in_process(plot, ROOT / "README.md"), "README.md/analysis.json is missing")
-    refused(in_process(plot, "plan"), "name modes: `python plot.py plan vanilla resformer`")
-    refused(in_process(plot, "plan", "svformr"), "did you mean 'svformer'?")
-    refused(
-        in_process(plot, "plan", "vanilla", "resformer_v3", "--n_layer=2"), "resformer_v3: value_mode names layers [2]"
-    )
-    refused(in_process(plot, "plan", *["vanilla"] * 40, "--n_layer=40"), "40 modes of 40 layers do not fit a picture")
-
-
-def test_help_tells_of_both_uses():
-    text = in_process(plot, "--help").stdout
-    assert "python plot.py out/demo/" in text and "python plot.py plan vanilla" in text and "--n_layer=4" in text
+@pytest.mark.parametrize("words,says", [
+    ((), "name runs that analyze.py has seen: `python plot.py out/a out/b`"),
+    (("x", "--out_file=x.pdf"), "must end in .png"),
+    (("analysis.png",), "name runs"),  # the picture of an earlier call
+    ((ROOT / "README.md",), "README.md/analysis.json is missing"),
+    (("plan",), "name modes: `python plot.py plan vanilla resformer`"),
+    (("plan", "svformr"), "did you mean 'svformer'?"),
+    (("plan", "vanilla", "resformer_v3", "--n_layer=2"), "resformer_v3: value_mode names layers [2]"),
+    (("plan", *["vanilla"] * 40, "--n_layer=40"), "40 modes of 40 layers do not fit a picture"),
+])  # fmt: skip
+def test_bad_calls(words, says):
+    refused(in_process(plot, *words), says)
 
 
 # ---- relative losses
@@ -142,49 +137,57 @@ def make_metrics(folder, mode, losses, **changed):
     (folder / "metrics.jsonl").write_text("".join(record_line("train.py's metrics", r) for r in (start, *records)))
 
 
-def test_relative_losses_are_minus_vanillas_wherever_it_is_named(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+def test_relative_losses_are_minus_vanillas_wherever_it_is_named(tmp_path, monkeypatch):
     make_metrics(tmp_path / "r", "resformer", [4.0, 3.0, 2.0])
     make_metrics(tmp_path / "v", "vanilla", [5.0, 3.5, 2.0, 1.0])  # longer
     drawn, draw = [], plot.draw_line
-    monkeypatch.setattr(
-        plot, "draw_line", lambda ax, x, y, *rest: (draw(ax, x, y, *rest), drawn.append((rest[0], x, y)))
-    )
+    monkeypatch.setattr(plot, "draw_line", lambda *given: (draw(*given), drawn.append(given[1:4])))
     done = in_process(plot, "relative", "r", "v")
     assert done.returncode == 0 and (tmp_path / "relative.png").exists(), done.stderr
-    ((label, x, y),) = drawn
+    ((x, y, label),) = drawn
     means_x, means_y = plot.growing_means(np.array([100.0, 200, 300]), np.array([[-1.0, -0.5, 0.0]]))
     assert label == "r" and x.tolist() == means_x.tolist() and y.tolist() == means_y.tolist()
 
 
-@pytest.mark.parametrize("changed,says", [
-    ({"data": "e"}, "r trained with data=e and v with d: no loss to subtract"),
-    ({"seed": 1}, "r trained with seed=1 and v with 42"),
-    ({"batch_tokens": 200}, "r trained with batch_tokens=200 and v with 100"),
+@pytest.mark.parametrize("what,own,bases", [
+    ("data", "e", "d"), ("mixture", {"a": 1.0}, {}), ("seed", 1, 42),
+    ("batch_tokens", 200, 100), ("block_size", 20, 10), ("bos", True, False),
 ])  # fmt: skip
-def test_losses_on_other_tokens_are_not_subtracted(changed, says, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make_metrics(tmp_path / "r", "resformer", [4.0], **changed)
+def test_losses_on_other_tokens_are_not_subtracted(what, own, bases, tmp_path):
+    make_metrics(tmp_path / "r", "resformer", [4.0], **{what: own})
     make_metrics(tmp_path / "v", "vanilla", [5.0])
+    says = f"r trained with {what}={own} and v with {bases}: no loss to subtract"
     refused(in_process(plot, "relative", "r", "v"), says)
 
 
-def test_what_relative_needs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_relative_needs(tmp_path):
     make_metrics(tmp_path / "v", "vanilla", [5.0])
     make_metrics(tmp_path / "n", "svformer", [])
-    refused(in_process(plot, "relative", "v"), "name two runs or more")
-    refused(in_process(plot, "relative", "v", "n"), "n has no training losses yet")
-    refused(in_process(plot, "relative", "v", "nowhere"), "nowhere/metrics.jsonl is missing")
-    refused(in_process(plot, "relative", "v", "v/"), "name each run once")
     make_metrics(tmp_path / "late", "resformer", [3.0], step=7)  # it went on from a checkpoint elsewhere
-    refused(in_process(plot, "relative", "v", "late"), "late and v have no step in common")
+    for names, says in (
+        (("v",), "name two runs or more"),
+        (("v", "n"), "n has no training losses yet"),
+        (("v", "nowhere"), "nowhere/metrics.jsonl is missing"),
+        (("v", "v/"), "name each run once"),
+        (("v", "late"), "late and v have no step in common"),
+    ):
+        refused(in_process(plot, "relative", *names), says)
     start = (tmp_path / "late/metrics.jsonl").read_text().splitlines()[0]
     record = {"step": 7, "loss": 3.0, "tokens": 700, "tokens_per_s": 1.0}  # a step that the start had already
     (tmp_path / "late/metrics.jsonl").write_text(start + "\n" + record_line("train.py's metrics", record))
     refused(in_process(plot, "relative", "v", "late"), "it lacks steps, or has some twice")
     (tmp_path / "n/metrics.jsonl").write_text("")
     refused(in_process(plot, "relative", "v", "n"), "n has no training losses yet")
+
+
+def test_runs_of_one_name_are_told_apart():
+    assert plot.short_names(("a/x", "b/y")) == {"a/x": "x", "b/y": "y"}
+    assert plot.short_names(("a/x", "b/x")) == {"a/x": "a/x", "b/x": "b/x"}
 
 
 # ---- what analyze.py found
@@ -201,7 +204,6 @@ def make_analysis(folder, mode, level):
 
 
 def test_analyses_are_lines_over_layers(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     for name, mode, level in (("a", "vanilla", 1.0), ("s", "svformer", 4.0)):
         make_analysis(tmp_path / name, mode, level)
     panels, draw = {}, plot.layer_panel
@@ -218,56 +220,34 @@ def test_analyses_are_lines_over_layers(tmp_path, monkeypatch):
 # ---- plans
 
 
-def arrows_of(cfg):
-    """{(boxes, place, source, reader)} that a picture of the config draws."""
-    return {(line.of, line.place, *arrow) for line in picture.lines_of(cfg) for arrow in line.arrows}
+FIRST = [(0, 1), (0, 2), (0, 3)]  # layer 0, read by all later ones
+BELOW = [(j, n) for n in range(4) for j in range(n)]
 
 
-def arrows_of_plan(cfg):
-    """The same, from the plan, a layer at a time; without DenseFormer's averages, which a plan leaves out."""
-    found = set()
-    boxes = {"hidden": ("input",), "scores": ("attention",), "probs": ("attention",)}
-    for n, layer in enumerate(plan_layers(cfg)):
-        found |= {(t, "instead", owner, n) for t, owner in layer.owner.items() if owner != n}
-        if n and cfg.value_mode.heads_from_layer_0:
-            found.add(("v", "instead", 0, n))
-        for mix in layer.mixes:
-            r = mix.residual
-            of = ("k", "v") if r.map == "cross" else boxes.get(r.of, (r.of,))
-            found |= {(t, r.place, i, n) for t, i in itertools.product(of, mix.sources)}
-    return found
+@pytest.mark.parametrize("mode,boxes,place,arrows", [
+    ("vanilla", "", "", []),
+    ("resformer", "v", "before", FIRST), ("resformer_prev", "v", "before", [(0, 1), (1, 2), (2, 3)]),
+    ("resformer_all", "v", "before", BELOW), ("value_embed_shared", "v", "before", [("table 0", 0), ("table 0", 3)]),
+    ("query", "q", "before", FIRST), ("neutreno", "v", "after", FIRST), ("cross", "kv", "softmax", FIRST),
+    ("svformer", "v", "instead", FIRST), ("skipv1", "v", "instead", FIRST), ("share_k", "k", "instead", FIRST),
+    ("hidden", ["input"], "input", FIRST), ("scores", ["attention"], "softmax", FIRST),
+    ("denseformer", ["input"], "input", [*BELOW, *((j, 4) for j in range(4))]),
+    ("denseformer_2x2", ["input"], "input", [(0, 2), (0, 4), (2, 4)]),
+])  # fmt: skip
+def test_arrows(mode, boxes, place, arrows):
+    found = {(line.of, line.place, *arrow) for line in picture.lines_of(config(mode)) for arrow in line.arrows}
+    assert found == {(box, place, *arrow) for box in boxes for arrow in arrows}
 
 
-@pytest.mark.parametrize("n_layer", [4, 8])
-@pytest.mark.parametrize("mode", MODES)
-def test_arrows_are_the_plans(mode, n_layer):
-    cfg = config(mode, n_layer=n_layer)
-    averages = {arrow for arrow in arrows_of(cfg) if cfg.value_mode.dense and arrow[0] == "input"}
-    assert arrows_of(cfg) - averages == arrows_of_plan(cfg) and bool(averages) == bool(cfg.value_mode.dense)
-
-
-def test_arrows_by_hand():
-    later = [(0, n) for n in (1, 2, 3)]
-    assert arrows_of(config("vanilla")) == set()
-    for mode, place in (("resformer", "before"), ("svformer", "instead"), ("neutreno", "after")):
-        assert arrows_of(config(mode)) == {("v", place, *arrow) for arrow in later}
-    both = {(t, "softmax", *arrow) for t in "kv" for arrow in later}
-    assert arrows_of(config("cross")) == both
-    below = {(j, n) for n in range(1, 5) for j in range(n)}
-    assert arrows_of(config("denseformer")) == {("input", "input", *arrow) for arrow in below}
-    assert arrows_of(config("denseformer_2x2")) == {("input", "input", *arrow) for arrow in ((0, 2), (0, 4), (2, 4))}
-
-
-def test_weights_are_the_equations():
-    def weights(mode):
-        return [line.readers | {"word": line.word} for line in picture.lines_of(config(mode, n_layer=3))]
-
-    assert weights("resformer") == [{1: ("½", "½"), 2: ("½", "½"), "word": ""}]
-    assert weights("resformer_all") == [{1: ("½", "½"), 2: ("⅓", "⅓"), "word": ""}]
-    assert weights("resformer_lambda_0.5") == [{1: ("", "0.5"), 2: ("", "0.5"), "word": ""}]
-    assert weights("neutreno") == [{1: ("", "0.4 (V_1−V_2)"), 2: ("", "0.4 (V_1−V_3)"), "word": ""}]
-    assert weights("resformer_plus") == [{1: ("", ""), 2: ("", ""), "word": "learned"}]
-    assert weights("resformer_head") == [{1: ("", ""), 2: ("", ""), "word": "gate"}]
+@pytest.mark.parametrize("mode,weights,word", [
+    ("resformer", [("½", "½"), ("½", "½")], ""), ("resformer_all", [("½", "½"), ("⅓", "⅓")], ""),
+    ("resformer_lambda_0.5", [("", "0.5"), ("", "0.5")], ""),
+    ("neutreno", [("", "0.4 (V_1−V_2)"), ("", "0.4 (V_1−V_3)")], ""),
+    ("resformer_plus", [("", ""), ("", "")], "learned"), ("resformer_head", [("", ""), ("", "")], "gate"),
+])  # fmt: skip
+def test_weights_are_the_equations(mode, weights, word):
+    (line,) = picture.lines_of(config(mode, n_layer=3))
+    assert line.readers == dict(enumerate(weights, 1)) and line.word == word
 
 
 def test_all_that_is_below_comes_on_one_line():
@@ -295,15 +275,32 @@ def panels(request):
     return dict(zip(TABLE, zip(configs, fig.axes, strict=True), strict=True))
 
 
-def test_boxes_of_the_cache_are_what_is_stored(panels):
+def test_boxes_are_what_is_stored_and_what_a_layer_owns(panels):
     for mode, (cfg, ax) in panels.items():
-        found = {}
+        cached, owned, missing = {}, 0, 0.0
         for box in ax.patches:
             x, n = box.get_x() + box.get_width() / 2, int(box.get_y() // picture.ROW)
             t = next((t for t, middle in picture.CACHE.items() if abs(x - middle) < 1e-6), None)
             if t:
-                found[t, n] = round(box.get_width() / 0.17 * cfg.n_head, 6)
-        assert found == stored_tensors(cfg), mode
+                cached[t, n] = round(box.get_width() / 0.17 * cfg.n_head, 6)
+            elif picture.LEFT < box.get_x() < picture.RIGHT and box.get_height() == picture.HEIGHT:
+                is_solid = box.get_facecolor()[3] > 0
+                owned += is_solid
+                missing += box.get_width() * (not is_solid)
+        assert cached == stored_tensors(cfg), mode
+        heads = [heads for layer in plan_layers(cfg) for heads in layer.heads.values()]
+        all_heads = cfg.n_layer * (cfg.n_head + 2 * cfg.n_kv_head)
+        assert owned == len(heads), mode
+        assert missing == pytest.approx(picture.FULL * (all_heads - sum(heads)) / cfg.n_head), mode
+
+
+def test_panels_lie_side_by_side(panels):
+    assert len({ax.get_position().bounds for _, ax in panels.values()}) == len(panels)
+
+
+def test_dark_boxes_are_what_later_layers_read(panels):
+    dark = [box for box in panels["resformer"][1].patches if box.get_facecolor() == to_rgba(picture.BLUE)]
+    assert len(dark) == 2 and max(box.get_y() for box in dark) < picture.ROW  # V_1, and V_1 in the cache
 
 
 def test_the_cache_marks_what_is_mixed(panels):
@@ -313,30 +310,19 @@ def test_the_cache_marks_what_is_mixed(panels):
         assert marked == [letter] * (cfg.n_layer - 1) * bool(letter), mode
 
 
-def test_boxes_of_a_layer_are_what_it_owns(panels):
-    for mode, (cfg, ax) in panels.items():
-        boxes = [box for box in ax.patches if picture.LEFT < box.get_x() < picture.RIGHT and box.get_height() == 0.2]
-        solid = [box for box in boxes if box.get_facecolor()[3] and box.get_x() < picture.RIGHT]
-        missing = sum(box.get_width() for box in boxes if box not in solid)
-        owned = [heads for layer in plan_layers(cfg) for heads in layer.heads.values()]
-        assert len(solid) == len(owned), mode
-        all_heads = cfg.n_layer * (cfg.n_head + 2 * cfg.n_kv_head)
-        assert missing == pytest.approx(picture.FULL * (all_heads - sum(owned)) / cfg.n_head), mode
-
-
 def test_words_are_the_models(panels):
-    """The bytes of its cache, and what a plan leaves out."""
+    """The bytes of its cache, the source's weight beside the line, and what a plan leaves out."""
     for mode, (cfg, ax) in panels.items():
         words = [text.get_text() for text in ax.texts]
         kv = kv_floats_per_token(cfg)
         share = kv / kv_floats_per_token(config(n_layer=cfg.n_layer))
         assert f"{2 * kv:,} bytes per token\n{share:.3g} × vanilla's" in words and mode in words
+    weights = [text for text in panels["resformer_lambda"][1].texts if text.get_text() == "2"]
+    assert weights and {text.get_position()[0] > picture.RIGHT for text in weights} == {True}
     for mode, note in {
-        "skipv1": "heads_from_layer_0 = 0.5",
-        "k_eq_v": "values = keys",
-        "cut": "cut_first = True",
+        "skipv1": "heads_from_layer_0 = 0.5", "k_eq_v": "values = keys", "cut": "cut_first = True",
         "denseformer": "weights: learned, dense = (1, 1)",
-    }.items():
+    }.items():  # fmt: skip
         assert note in [text.get_text() for text in panels[mode][1].texts]
 
 

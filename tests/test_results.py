@@ -13,14 +13,20 @@ from common.statistics import Fit, holm, multiplier, t_95
 from common.verdict import judge, search
 from value_modes import row_and_number
 
-PAGE = " ".join((ROOT / "results/README.md").read_text(encoding="utf-8").replace("−", "-").split())
+
+def page(path):
+    """The words of a page, on one line."""
+    return " ".join((ROOT / path).read_text(encoding="utf-8").replace("−", "-").split())
+
+
+PAGE, README = page("results/README.md"), page("README.md")
 RUNS = list(read_record_lines(ROOT / "results/night/runs.jsonl", "a run's record"))
 RUNS = [run for run in RUNS if run["start"]["max_steps"] > 1]  # the model before training is none
 SHAPE = {"n_layer": 6, "n_head": 4, "n_embd": 128, "block_size": 128, "batch_tokens": 2048, "max_steps": 6000}
 SHAPE |= {"bos": False, "weight_decay": 0.1}
 SMALL, MID = dict(n_head=2, n_layer=4, n_embd=64), dict(n_head=5, n_embd=160)
 LARGE, DEEP = dict(n_layer=8, n_head=6, n_embd=192), dict(n_layer=12)
-SINK, LONG, SHORT = dict(bos=True), dict(max_steps=24000), dict(max_steps=1500)
+LONG, SHORT = dict(max_steps=24000), dict(max_steps=1500)
 
 
 def setting(changes):
@@ -39,6 +45,7 @@ def losses():
 
 
 LOSSES = losses()
+BASE = setting({})
 
 
 def loss(mode, rate=0.003, seed=42, **changes):
@@ -54,7 +61,7 @@ def family():
     """The fit of all cells with several seeds, at the modes' own rate or vanilla's, without the smallest models."""
     cells = {}
     for (where, mode, rate), of in LOSSES.items():
-        is_own = where != setting({}) or rate == 0.003 or (mode, rate) == ("svformer", 0.006)
+        is_own = where != BASE or rate == 0.003 or (mode, rate) == ("svformer", 0.006)
         if len(of) > 1 and is_own and where != setting(SMALL):
             cells[where, mode, rate] = {(where, seed): value for seed, value in of.items()}
     return Fit(cells)
@@ -71,17 +78,16 @@ def gap(mode, rate=0.003, base=0.003, **changes):
 
 def at_rate(mode, rate):
     """The same, of the three modes with three seeds at a rate, which have an error of their own."""
-    where = setting({})
-    cells = {mode: LOSSES[where, mode, rate] for mode in ("vanilla", "resformer", "svformer")}
+    cells = {mode: LOSSES[BASE, mode, rate] for mode in ("vanilla", "resformer", "svformer")}
     return Fit(cells).contrast({mode: 1, "vanilla": -1})
 
 
 def gain(mode, rate):
     """How much lower than at `rate` a parabola through that rate and those beside it is. At a rate with seed 42 alone
     its loss counts without what that seed adds, on average, where all three ran."""
-    cells = [LOSSES[cell] for cell in FIT.cells if cell[0] == setting({})]
+    cells = [LOSSES[cell] for cell in FIT.cells if cell[0] == BASE]
     of_42 = sum(of[42] - sum(of.values()) / 3 for of in cells) / len(cells)
-    losses = [LOSSES[setting({}), mode, x] for x in (rate / 2, rate, rate * 2)]
+    losses = [LOSSES[BASE, mode, x] for x in (rate / 2, rate, rate * 2)]
     levels = [sum(of.values()) / 3 if len(of) == 3 else of[42] - of_42 for of in losses]
     square, slope, level = np.polyfit((-1, 0, 1), levels, 2)
     return levels[1] - (level - slope**2 / (4 * square))
@@ -91,7 +97,7 @@ def difference(mode, rate, vanillas, **changes):
     """A gap in another setting minus that of the base."""
     own = {"svformer": 0.006}.get(mode, 0.003)
     weights = {(setting(changes), mode, rate): 1, (setting(changes), "vanilla", vanillas): -1}
-    return FIT.contrast(weights | {(setting({}), mode, own): -1, (setting({}), "vanilla", 0.003): 1})
+    return FIT.contrast(weights | {(BASE, mode, own): -1, (BASE, "vanilla", 0.003): 1})
 
 
 def g(mode, *rates, **changes):
@@ -103,10 +109,8 @@ def tokens(where, other):
     cells = [(where, "resformer_lambda"), (where, "vanilla"), (other, "vanilla")]
     errors = [FIT.noise / len(LOSSES[setting(of), mode, 0.003]) ** 0.5 for of, mode in cells]
     points = [((SHAPE | of)["max_steps"] * 2048, mean("vanilla", **of)) for of in (where, other)]
-    return tuple(
-        f"{end:.3g}" if end > 2 else f"{end:.2f}"
-        for end in multiplier(mean("resformer_lambda", **where), *points, errors, FIT.df)
-    )
+    ends = multiplier(mean("resformer_lambda", **where), *points, errors, FIT.df)
+    return [f"{end:.3g}" if end > 2 else f"{end:.2f}" for end in ends]
 
 
 MEAN_42 = (2.4592 + 2.4812) / 2  # vanilla's seed 42 on both processors
@@ -115,7 +119,7 @@ CHOSEN += [("neutreno", 0.003), ("denseformer", 0.003)]
 
 
 def sentences():
-    """What the page must say."""
+    """What results/README.md must say."""
     deep, large = gap("resformer", 0.0015, 0.0015, **DEEP), gap("resformer", 0.0015, 0.0015, **LARGE)
     lam, plus, learned, lam_1 = (g(f"resformer_{name}") for name in ("lambda", "plus", "learned", "lambda_1"))
     lam_mid, lam_large = (g("resformer_lambda", 0.0015, 0.0015, **of) for of in (MID, LARGE))
@@ -156,7 +160,8 @@ def sentences():
     yield f"From 6 to 12 layers ResFormer falls by {-grown[0]:.3f} ± {grown[1]:.3f}"
 
 
-def sentences_of_readme():
+def readmes():
+    """What README must say."""
     early = tokens({}, LONG)
     yield f"With three seeds a difference is known to ± {gap('resformer')[1]:.3f} nats (95 %)"
     yield f"ResFormer does not help** ({g('resformer')})"
@@ -165,14 +170,9 @@ def sentences_of_readme():
     yield f"vanilla needs {early[0]} to {early[1]} times the tokens for it (95 %)."
 
 
-@pytest.mark.parametrize("sentence", list(sentences()))
-def test_the_page_says(sentence):
-    assert sentence in PAGE
-
-
-@pytest.mark.parametrize("sentence", list(sentences_of_readme()))
-def test_readme_says(sentence):
-    assert sentence in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+@pytest.mark.parametrize("page,sentence", [*((PAGE, s) for s in sentences()), *((README, s) for s in readmes())])
+def test_the_page_says(page, sentence):
+    assert sentence in page
 
 
 def test_one_family_of_cells():
@@ -191,7 +191,7 @@ def test_who_differs_from_vanilla():
 def test_seeds_1_and_2_alone_say_the_same():
     """no difference at the base moves by more than 0.006."""
     for mode, rate in CHOSEN:
-        of, base = LOSSES[setting({}), mode, rate], LOSSES[setting({}), "vanilla", 0.003]
+        of, base = LOSSES[BASE, mode, rate], LOSSES[BASE, "vanilla", 0.003]
         assert abs(sum(of[s] - base[s] for s in (1, 2)) / 2 - gap(mode, rate)[0]) <= 0.006
 
 
@@ -213,14 +213,11 @@ def test_numbers_of_the_attention_and_the_share_of_tokens():
 
 def test_the_board_of_records():
     """docs/RECORDS.md: a mode has a number if its interval against the record before it excludes 0."""
-    rows = re.findall(
-        r"^\|(.+)\|`(\w+)`\|(.+)\|(.+)\|(.+)\|.+\|\w{7}\|$",
-        (ROOT / "docs/RECORDS.md").read_text(encoding="utf-8"),
-        re.M,
-    )
+    text = (ROOT / "docs/RECORDS.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|(.+)\|`(\w+)`\|(.+)\|(.+)\|(.+)\|.+\|\w{7}\|$", text, re.M)
     half, record, n = t_95(FIT.df) * FIT.noise / 3**0.5, None, 0
     for number, mode, loss, against, rate in rows:
-        cell = setting({}), mode, float(rate)
+        cell = BASE, mode, float(rate)
         assert loss == f"{mean(mode, float(rate)):.3f} ± {half:.3f}"
         gap, error, _ = FIT.contrast({cell: 1, record: -1}) if record else (-1, 0, 0)
         assert against == (f"{gap:+.3f} ± {error:.3f}" if record else "-")
@@ -243,13 +240,13 @@ def test_counts():
     assert "the base has {} tokens for each parameter, the largest model {}.".format(*per_parameter) in PAGE
     lost = [run["val"][str(run["start"]["max_steps"])] for run in RUNS if run["start"]["block_size"] == 1024]
     assert f"{min(lost):.4f} to {max(lost):.4f}" in PAGE
-    drawn = {row_and_number(mode)[0] for where, mode, rate in LOSSES if where == setting({}) and rate == 0.003}
+    drawn = {row_and_number(mode)[0] for where, mode, rate in LOSSES if where == BASE and rate == 0.003}
     assert f"{len(drawn)} of the 69 modes that we had in November 2026, some with several λ." in PAGE
     assert f"in a run's metrics.jsonl, must be {RUNS[0]['start']['data']}." in PAGE
 
 
 def test_the_pairs_of_the_plan():
-    plan = " ".join((ROOT / "results/PLAN.md").read_text(encoding="utf-8").replace("−", "-").split())
+    plan = page("results/PLAN.md")
     one, ends = t_95(FIT.df) * FIT.noise * 2**0.5, {}
     for run in read_record_lines(ROOT / "results/plan.jsonl", "a run's record"):
         mode, steps = run["settings"]["value_mode"], run["settings"]["max_steps"]
@@ -275,14 +272,14 @@ def test_the_demo_that_readme_shows():
     found = {answer.mode: answer for answer in judge(cells, tuned)[0]}
     words = "ResFormer is better by {:.3f}, λ = 2 by {:.3f}, SVFormer by {:.3f} nats"
     said = words.format(*(-found[mode].gap for mode in ("resformer", "resformer_lambda", "svformer")))
-    assert f"{said}, each ± {found['svformer'].interval:.2f}." in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{said}, each ± {found['svformer'].interval:.2f}." in README
 
 
 def test_english_runs():
     """Kept runs, whose records have a line for each fifty steps, are read like others; the page has their losses."""
-    page = (ROOT / "results/english/README.md").read_text(encoding="utf-8")
+    english = page("results/english/README.md")
     folders = sorted((ROOT / "results/english").glob("*-*-*-*/"))
     for folder in folders:
         mode, _, rate, seed = folder.name.split("-")
-        assert f"| {mode} | {rate} | {seed} | {read_run(folder).final_loss:.4f} |" in page
-    assert page.count("| vanilla |") == len(folders) and len(read_run(folders[0]).steps["loss"]) == 120
+        assert f"| {mode} | {rate} | {seed} | {read_run(folder).final_loss:.4f} |" in english
+    assert english.count("| vanilla |") == len(folders) and len(read_run(folders[0]).steps["loss"]) == 120
