@@ -166,9 +166,8 @@ class Study:
 
     def answers(self):
         """What `judge` returns: the Answer of each mode, and the Fit."""
-        tuned, pool = {mode: self.search(mode)[1] for mode in self.cfg.named}, None
-        if self.cfg.seeds == 1:
-            pool = self.pool()
+        tuned = {mode: self.search(mode)[1] for mode in self.cfg.named}
+        pool = self.pool() if self.cfg.seeds == 1 else None
         return judge(self.cells(), tuned, self.cfg.max_steps * self.cfg.batch_tokens, self.schedules(), pool)
 
     def cells(self):
@@ -182,7 +181,7 @@ class Study:
     def schedules(self):
         """[(tokens, Answer)] of the base at other lengths that this command has finished here."""
         points, cfg, base = [], self.cfg, next(iter(self.cfg.named))
-        for steps in self.lengths() - {cfg.max_steps}:
+        for steps in {made["max_steps"] for _, made in self.made()} - {cfg.max_steps}:
             with contextlib.suppress(UserError):  # of other settings or other code
                 other = Study(dataclasses.replace(cfg, max_steps=steps), self.corpus)
                 missing, tuned = other.search(base)
@@ -191,10 +190,6 @@ class Study:
                     if len(answer.losses) == cfg.seeds:
                         points.append((steps * cfg.batch_tokens, answer))
         return points
-
-    def lengths(self):
-        """The max_steps of the runs in the folder."""
-        return {made["max_steps"] for _, made in self.made()}
 
     def made(self):
         """Yields (folder, what its config.json has) of each run in the folder of the comparison."""

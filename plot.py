@@ -50,9 +50,8 @@ class PlotConfig:
         if self.words == ("plan",):
             raise UserError("name modes: `python plot.py plan vanilla resformer`; a run in a folder plan is ./plan")
         if len(self.words) * self.n_layer > 700:
-            raise UserError(
-                f"{len(self.words) - 1} modes of {self.n_layer} layers do not fit a picture: draw some of them"
-            )
+            n_modes = len(self.words) - 1
+            raise UserError(f"{n_modes} modes of {self.n_layer} layers do not fit a picture: draw some of them")
         if self.out_file and not self.out_file.endswith(".png"):
             raise UserError(f"out_file={self.out_file} must end in .png")
 
@@ -297,9 +296,9 @@ def comparison(path, effects, curves, title, base="vanilla"):
         for mode, (x, y) in curves.items():
             right.plot(x, y, label=mode, **styles[mode] | {"marker": ""})
         late = np.concatenate([y[x >= SHOWN * x[-1]] for x, y in curves.values()])
-        right.set(ylim=(late.min() - 0.05 * np.ptp(late), late.max() + 0.05 * np.ptp(late)))
+        pad = 0.05 * np.ptp(late)
+        right.set(ylim=(late.min() - pad, late.max() + pad), xlabel="training tokens", ylabel="loss (nats per token)")
         tokens_on(right, max(x[-1] for x, _ in curves.values()))
-        right.set(xlabel="training tokens", ylabel="loss (nats per token)")
         right.legend(**LEGEND)
 
 

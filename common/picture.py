@@ -28,11 +28,6 @@ class Line:
     is_used: bool = False
     word: str = ""
 
-    @property
-    def arrows(self):
-        """{(source, reader)}"""
-        return {(i, n) for n in self.readers for i in self.sources if isinstance(i, str) or i < n}
-
 
 def lines_of(cfg):
     """The Lines of a ModelConfig: what layers borrow, then what they mix in, then DenseFormer's averages."""

@@ -134,9 +134,7 @@ def multiplier(loss, own, other, errors=(0, 0, 0), df=math.inf):
     """
     rng, (tokens, base), (other_tokens, other_base) = np.random.default_rng(0), own, other
     draws = rng.standard_normal((3, 10_000))
-    if math.isfinite(
-        df
-    ):  # the noise itself is not known better than its own chi-square, so the losses have Student's t
+    if math.isfinite(df):  # the noise is known no better than its own chi-square, so the losses have Student's t
         draws /= np.sqrt(rng.chisquare(df, 10_000) / df)
     loss, base, other_base = np.array([[loss], [base], [other_base]]) + np.reshape(errors, (3, 1)) * draws
     with np.errstate(all="ignore"):

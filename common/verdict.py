@@ -1,7 +1,6 @@
 """What a comparison does with losses: which rate each mode needs next, and which mode is better, by how much.
 
-compare.py makes the runs. Here are numbers alone, so that bench/coverage.py can count how
-often the answer holds, on runs that it makes up.
+compare.py makes the runs. Here are numbers alone, so that bench/coverage.py can count how often the answer holds.
 """
 
 import math
@@ -114,11 +113,11 @@ def judge(cells, tuned, tokens=0, schedules=(), pool=None):
     """The Answer of each mode, that of the base first, and the Fit behind them.
 
     cells: {(mode, rate): {seed: loss}} of runs that did not diverge; tuned: {mode: Tuned}, the base first; tokens: of
-    each run; schedules: [(tokens, Answer)] of the base at other lengths; pool: a Fit of other runs, whose noise counts
-    where these have one seed.
+    each run; schedules: [(tokens, Answer)] of the base at other lengths; pool: a Fit of other runs, for
+    the noise where these have one seed.
     """
     fit, base = Fit(cells), next(iter(tuned))
-    if fit.df == 0 and pool and pool.df:
+    if pool and pool.df:
         fit.noise, fit.df = pool.noise, pool.df
     best = {}
     for mode, at in tuned.items():

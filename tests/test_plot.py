@@ -94,6 +94,7 @@ def test_layers_without_a_quantity_are_left_out():
     found = {line.get_label(): line.get_xydata().T.tolist() for line in ax.lines}
     assert found["a, 2 seeds, 95 %"] == [[2, 3], [2, 3.5]] and found["b, 1 seed"] == [[1, 2, 3], [1, 2, 4]]
     assert found["uniform"][1] == [2.5, 2.5]
+    assert ax.get_ylim()[0] == 0  # no number is below it, whatever the band says
 
 
 def test_names_are_shown_as_they_are():
@@ -105,7 +106,7 @@ def test_names_are_shown_as_they_are():
 
 def test_neither_a_notebooks_backend_nor_a_terminal_of_ascii_ends_it(tmp_path):
     make_analysis(tmp_path / "ä", "vanilla", 1.0)
-    around = {"MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONIOENCODING": "ascii"}
+    around = {"MPLBACKEND": "a_notebooks", "PYTHONIOENCODING": "ascii"}
     result = script("plot.py", tmp_path / "ä", f"--out_file={tmp_path}/ä.png", env=around)
     assert "\\xe4.png" in result.stdout and (tmp_path / "ä.png").exists(), result.stderr
 
@@ -235,7 +236,10 @@ BELOW = [(j, n) for n in range(4) for j in range(n)]
     ("denseformer_2x2", ["input"], "input", [(0, 2), (0, 4), (2, 4)]),
 ])  # fmt: skip
 def test_arrows(mode, boxes, place, arrows):
-    found = {(line.of, line.place, *arrow) for line in picture.lines_of(config(mode)) for arrow in line.arrows}
+    found = set()
+    for line in picture.lines_of(config(mode)):  # each reader takes what lies below it
+        pairs = itertools.product(line.sources, line.readers)
+        found |= {(line.of, line.place, i, n) for i, n in pairs if isinstance(i, str) or i < n}
     assert found == {(box, place, *arrow) for box in boxes for arrow in arrows}
 
 
@@ -301,6 +305,9 @@ def test_panels_lie_side_by_side(panels):
 def test_dark_boxes_are_what_later_layers_read(panels):
     dark = [box for box in panels["resformer"][1].patches if box.get_facecolor() == to_rgba(picture.BLUE)]
     assert len(dark) == 2 and max(box.get_y() for box in dark) < picture.ROW  # V_1, and V_1 in the cache
+    for mode, height in (("resformer", picture.LEAVE), ("svformer", picture.USED)):  # as projected, as used
+        lines = [list(line.get_ydata()) for line in panels[mode][1].lines]
+        assert [picture.BOXES + picture.HEIGHT, height, height] in lines
 
 
 def test_the_cache_marks_what_is_mixed(panels):
@@ -332,8 +339,8 @@ def test_modes_in_files_and_with_numbers(tmp_path, monkeypatch):
     (tmp_path / "none.py").write_text("mode = 3\n")
     drawn, draw = [], picture.draw
     monkeypatch.setattr(picture, "draw", lambda fig, configs: (draw(fig, configs), drawn.extend(configs)))
-    result = in_process(plot, "plan", "vanilla", "mine.py", "neutreno_0.6", "--n_layer=5", cwd=tmp_path)
+    result = in_process(plot, "plan", "vanilla", "mine.py", "neutreno_0.6", "--n_layer=5", "--n_head=4")
     assert result.returncode == 0 and (tmp_path / "plan.png").exists(), result.stderr
     assert [cfg.value_mode.name for cfg in drawn] == ["vanilla", "mine", "neutreno_0.6"]
-    assert {(cfg.n_layer, cfg.n_head, cfg.n_embd) for cfg in drawn} == {(5, 8, 512)}
-    refused(in_process(plot, "plan", "none.py", cwd=tmp_path), "none.py sets nothing that this script has")
+    assert {(cfg.n_layer, cfg.n_head, cfg.n_embd) for cfg in drawn} == {(5, 4, 512)}
+    refused(in_process(plot, "plan", "none.py"), "none.py sets nothing that this script has")
