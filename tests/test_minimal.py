@@ -9,13 +9,14 @@ import textwrap
 
 import pytest
 import torch
-from conftest import ROOT, script
+from conftest import ROOT, script, tokens
 
 import minimal
 from model import GPT
 from value_modes import ModelConfig, kv_floats_per_token
 
 SHAPE = {"vocab_size": 50, "block_size": 24, "n_layer": 4, "n_head": 2, "n_embd": 32}
+X, Y = (tokens((2, 24), vocab=50, seed=seed) for seed in (0, 1))
 
 
 @pytest.fixture(params=minimal.MODES)
@@ -43,18 +44,9 @@ def as_in_model_py(weights):
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def tokens(seed=0, n=24):
-    return torch.randint(50, (2, n), generator=torch.Generator().manual_seed(seed))
-
-
-def test_logits_are_those_of_model_py(two):
-    small, big = two
-    torch.testing.assert_close(small(tokens())[0], big(tokens())[0], atol=1e-5, rtol=1e-5)
-
-
 def test_loss_and_gradients_are_those_of_model_py(two):
     small, big = two
-    losses = [model(tokens(), tokens(1))[1] for model in (small, big)]
+    losses = [model(X, Y)[1] for model in (small, big)]
     for loss in losses:
         loss.backward()
     torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
@@ -64,21 +56,17 @@ def test_loss_and_gradients_are_those_of_model_py(two):
 
 
 def test_cached_decoding_equals_the_whole_text(two):
-    small, cache = two[0], {}
-    parts = [small(part, cache=cache)[0] for part in tokens().split([10] + 14 * [1], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), small(tokens())[0], atol=1e-5, rtol=1e-5)
+    small, big = two
+    cache = {}
+    parts = [small(part, cache=cache)[0] for part in X.split([10] + 14 * [1], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), small(X)[0], atol=1e-5, rtol=1e-5)
+    assert sum(t.numel() for t in cache.values()) == 2 * 24 * kv_floats_per_token(big.cfg)
 
 
 def test_modes_start_from_the_same_weights():
     models = [minimal.GPT(minimal.Config(value_mode=mode)).state_dict() for mode in minimal.MODES]
     for weights in models[1:]:
         assert all(torch.equal(weights[name], models[0][name]) for name in weights)
-
-
-def test_the_cache_holds_what_model_py_says(two):
-    small, cache = two[0], {}
-    small(tokens(), cache=cache)
-    assert sum(t.numel() for t in cache.values()) == 2 * 24 * kv_floats_per_token(two[1].cfg)
 
 
 def test_readme_shows_its_lines():
