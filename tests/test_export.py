@@ -48,15 +48,19 @@ def ran(module, *words):
 
 
 def trained(data, out, **settings):
-    ran(train, *(f"--{key}={value}" for key, value in {**SHAPE, "data_dir": data, "out_dir": out, **settings}.items()))
-    return out
+    return in_process(train, *(f"--{k}={v}" for k, v in (SHAPE | dict(data_dir=data, out_dir=out) | settings).items()))
 
 
-def wrapped(model):
+def wrapped(model, **ids):
     """A model of ours inside the class that goes with the export."""
-    peer = NanoResFormerForCausalLM(NanoResFormerConfig(shape=dataclasses.asdict(model.cfg))).eval()
+    peer = NanoResFormerForCausalLM(NanoResFormerConfig(shape=dataclasses.asdict(model.cfg), **ids)).eval()
     peer.model.load_state_dict(model.state_dict())
     return peer
+
+
+@pytest.fixture
+def peer():
+    return wrapped(tiny("svformer").float())
 
 
 def close(found, right, atol=1e-5):
@@ -70,58 +74,60 @@ def same_weights(a, b):
 
 # ---- the class for transformers
 
+IDX = tokens((2, 8))
+
 
 @pytest.mark.parametrize("mode", COMPILED)
 def test_it_decodes_with_transformers_cache_and_with_padding(mode):
     model = tiny(mode).float()
-    peer, idx, full = wrapped(model), tokens((2, 8)), tokens((2, 8))
+    peer = wrapped(model)
     with torch.inference_mode():
-        close(peer(idx).logits, model(idx)[0])
-        for _ in range(16):
-            full = torch.cat([full, model(full)[0][:, -1:].argmax(-1)], dim=1)
+        close(peer(IDX).logits, model(IDX)[0])
         how = dict(max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
-        made = peer.generate(idx, attention_mask=torch.ones_like(idx), return_dict_in_generate=True, **how)
-        assert torch.equal(made.sequences, full)
+        made = peer.generate(IDX, attention_mask=torch.ones_like(IDX), return_dict_in_generate=True, **how)
+        assert torch.equal(made.sequences[:, 8:], model(made.sequences)[0][:, 7:-1].argmax(-1))
         layers = [layer for layer in made.past_key_values.layers if layer.is_initialized]
         assert sum(x.keys.nbytes + x.values.nbytes for x in layers) == 2 * 23 * 4 * kv_floats_per_token(model.cfg)
-        padded = torch.cat([tokens((1, 3), seed=1), idx[:1, :5]], dim=1)  # 3 tokens of padding, whatever they are
+        padded = torch.cat([tokens((1, 3), seed=1), IDX[:1, :5]], dim=1)  # 3 tokens of padding, whatever they are
         mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
-        alone = peer.generate(idx[:1, :5], attention_mask=mask[:, 3:], **how)
+        alone = peer.generate(IDX[:1, :5], attention_mask=mask[:, 3:], **how)
         assert torch.equal(peer.generate(padded, attention_mask=mask, **how)[:, 3:], alone)
 
 
 @pytest.mark.parametrize("mode", ["svformer", "everything"])
 def test_beams_and_loss_and_recomputing(mode):
     model = tiny(mode).float()
-    peer, idx = wrapped(model), tokens((2, 8))
-    how = dict(attention_mask=torch.ones_like(idx), max_new_tokens=8, num_beams=3, do_sample=False, pad_token_id=0)
-    assert torch.equal(peer.generate(idx, **how), peer.generate(idx, use_cache=False, **how))
-    close(peer(idx, labels=idx).loss, model(idx[:, :-1], idx[:, 1:])[1])
-    assert not peer.model.recompute
+    peer = wrapped(model)
+    how = dict(attention_mask=torch.ones_like(IDX), max_new_tokens=8, num_beams=3, do_sample=False, pad_token_id=0)
+    assert torch.equal(peer.generate(IDX, **how), peer.generate(IDX, use_cache=False, **how))
+    close(peer(IDX, labels=IDX).loss, model(IDX[:, :-1], IDX[:, 1:])[1])
     peer.gradient_checkpointing_enable()
-    peer.train()(idx, labels=idx).loss.backward()
+    peer.train()(IDX, labels=IDX, use_cache=True).loss.backward()
     assert peer.model.recompute and all(p.grad.any() for p in peer.parameters())
 
 
 def test_what_other_code_asks_for():
     model = tiny("svformer", n_kv_head=2).float()
-    peer, idx, widths = wrapped(model), tokens((1, 8)), []
+    peer, widths = wrapped(model), []
     names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
     assert [getattr(peer.config, name) for name in names] == [4, 8, 2, 32, 61]
     assert peer.get_input_embeddings() is peer.model.embed and peer.get_output_embeddings() is peer.model.head
+    # adapters look for linear layers, and Trainer for the class by its name before it shifts and smooths labels
+    assert sum(type(module) is torch.nn.Linear for module in peer.modules()) == 4 * 4 + 1
+    assert type(peer).__name__ in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     # trl calls the base model, and computes the loss by itself
-    base = peer.base_model(input_ids=idx, attention_mask=torch.ones_like(idx), use_cache=False)
-    close(peer.get_output_embeddings()(base.last_hidden_state), model(idx)[0])
+    base = peer.base_model(input_ids=IDX, attention_mask=torch.ones_like(IDX), use_cache=False)
+    close(peer.get_output_embeddings()(base.last_hidden_state), model(IDX)[0])
     assert base.get("past_key_values") is None
     peer.get_output_embeddings().register_forward_hook(lambda head, args, logits: widths.append(logits.size(1)))
-    peer.generate(idx, max_new_tokens=2, do_sample=False, use_cache=True)
+    peer.generate(IDX, max_new_tokens=2, do_sample=False, use_cache=True)
     assert widths == [1, 1]  # no logits of the prompt
 
 
 CAUSAL = torch.ones(2, 1, 8, 8).tril()
 SAME = {  # what changes nothing
     "names of trainers": dict(num_items_in_batch=3, output_attentions=False, shift_labels=None, return_dict=True),
-    "positions": dict(position_ids=torch.arange(8)[None], cu_seq_lens_q=torch.tensor([0, 8])),
+    "last positions": dict(position_ids=torch.arange(24, 32)[None], cu_seq_lens_q=torch.tensor([0, 8])),
     "float mask": dict(attention_mask=torch.ones(2, 8)),
     "4-D mask": dict(attention_mask=CAUSAL.long()),
     "added 4-D mask": dict(attention_mask=(1 - CAUSAL) * torch.finfo().min),
@@ -129,17 +135,15 @@ SAME = {  # what changes nothing
 
 
 @pytest.mark.parametrize("words", SAME.values(), ids=SAME)
-def test_keywords_that_change_nothing(words):
-    peer, idx = wrapped(tiny("svformer").float()), tokens((2, 8))
-    close(peer(idx, **words).logits, peer(idx).logits)
+def test_keywords_that_change_nothing(words, peer):
+    close(peer(IDX, **words).logits, peer(IDX).logits)
 
 
-def test_keywords_and_settings_that_pick():
-    peer, idx = wrapped(tiny("svformer").float()), tokens((2, 8))
-    close(peer(idx, logits_to_keep=torch.tensor([2, 5])).logits, peer(idx).logits[:, [2, 5]])
+def test_keywords_and_settings_that_pick(peer):
+    close(peer(IDX, logits_to_keep=torch.tensor([2, 5])).logits, peer(IDX).logits[:, [2, 5]])
     peer.set_attn_implementation("eager")
     peer.config.use_cache, peer.config.return_dict = False, False
-    assert len(peer(idx)) == 1  # logits alone, in a tuple
+    assert len(peer(IDX)) == 1  # logits alone, in a tuple
     assert {block.attn.kernel for block in peer.model.blocks} == {"eager"}
 
 
@@ -147,51 +151,39 @@ REFUSED = {  # what another model would do, and ours would leave undone in silen
     "output_attentions": True, "attention_masks": CAUSAL, "is_causal": False, "cu_seq_lens_q": torch.tensor([0, 3]),
     "past_key_values": transformers.StaticCache(transformers.LlamaConfig(), max_cache_len=8),
     "inputs_embeds": torch.zeros(2, 8, 32), "attention_mask": torch.ones(2, 5),
+    "position_ids": torch.arange(25, 33)[None],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_keywords_without_effect_are_refused(name):
+def test_keywords_without_effect_are_refused(name, peer):
     with pytest.raises(ValueError, match=f"{name}|StaticCache"):
-        wrapped(tiny("svformer").float())(tokens((2, 8)), **{name: REFUSED[name]})
+        peer(IDX, **{name: REFUSED[name]})
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_the_cache_has_two_names(name):
-    peer, idx, cache = wrapped(tiny("svformer").float()), tokens((2, 8)), transformers.DynamicCache()
-    parts = [peer(part, **{name: cache}).logits for part in idx.split(5, dim=1)]
-    close(torch.cat(parts, dim=1), peer(idx).logits)
+def test_the_cache_has_two_names(name, peer):
+    cache = transformers.DynamicCache()
+    parts = [peer(part, **{name: cache}).logits for part in IDX.split(5, dim=1)]
+    close(torch.cat(parts, dim=1), peer(IDX).logits)
 
 
-def test_training_with_a_cache_that_is_asked_for():
-    peer, idx = wrapped(tiny("svformer").float()).train(), tokens((2, 8))
-    past = peer(idx[:, :5], use_cache=True).past_key_values
-    close(peer(idx[:, 5:], past_key_values=past).logits, peer(idx).logits[:, 5:])
-    assert peer(idx).past_key_values is None
-    peer.gradient_checkpointing_enable()
-    peer(idx, labels=idx, use_cache=True).loss.backward()
+def test_training_has_a_cache_only_if_asked(peer):
+    past = peer.train()(IDX[:, :5], use_cache=True).past_key_values
+    close(peer(IDX[:, 5:], past_key_values=past).logits, peer(IDX).logits[:, 5:])
+    assert peer(IDX).past_key_values is None
 
 
-def test_what_generate_leaves_among_the_keywords():
-    peer, tokenizer = wrapped(tiny("svformer").float()), SimpleNamespace()
-    assert peer.generate(tokens((1, 4)), max_new_tokens=2, tokenizer=tokenizer, eos_token_id=None).size(1) == 6
-    with pytest.raises(ValueError, match="may be 35, and the model's block is 32"):  # candidates need positions
-        peer.generate(tokens((1, 8)), max_new_tokens=23, prompt_lookup_num_tokens=4)
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_a_mask_of_any_numbers(kernel, peer):
+    """As packers give it: 1 and 2 for two documents, 0 for padding, which makes no NaN."""
+    peer.set_attn_implementation(kernel)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2]])
+    close(peer(IDX[:1], mask).logits, peer(IDX[:1], mask.clamp(max=1)).logits)
 
 
-def test_a_mask_of_any_numbers():
-    """As packers give it: 1 and 2 for two documents, 0 for padding."""
-    peer, idx, mask = wrapped(tiny("svformer").float()), tokens((1, 8)), torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2]])
-    close(peer(idx, mask).logits, peer(idx, mask.clamp(max=1)).logits)
-
-
-def test_trainer_shifts_its_labels():
-    """Trainer asks for the class by its name before it smooths labels."""
-    assert type(wrapped(tiny("svformer"))).__name__ in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-
-def test_hidden_states_of_several_threads_do_not_mix():
-    peer, ids = wrapped(tiny("svformer").float()), [tokens((1, 8), seed=seed) for seed in range(4)]
+def test_hidden_states_of_several_threads_do_not_mix(peer):
+    ids = [tokens((1, 8), seed=seed) for seed in range(4)]
     right = [peer(idx, output_hidden_states=True).hidden_states for idx in ids]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda idx: peer(idx, output_hidden_states=True).hidden_states, ids * 8))
@@ -199,32 +191,31 @@ def test_hidden_states_of_several_threads_do_not_mix():
 
 
 def test_hidden_states_are_what_layers_read_and_the_head_reads():
-    peer, idx, read = wrapped(tiny("denseformer").float()), tokens((2, 8)), []
+    peer, read = wrapped(tiny("denseformer").float()), []
     for norm in (*(block.norm1 for block in peer.model.blocks), peer.model.norm):
         norm.register_forward_hook(lambda norm, args, out: read.append((args[0], out)))
-    states = peer(idx, output_hidden_states=True).hidden_states
+    states = peer(IDX, output_hidden_states=True).hidden_states
     assert all(map(torch.equal, states, [*(x for x, _ in read[:4]), read[4][1]])) and len(states) == 5
-    assert peer(idx).hidden_states is None
+    assert peer(IDX).hidden_states is None
 
 
-def test_embeddings_in_place_of_ids():
-    peer, idx = wrapped(tiny("svformer").float()), tokens((2, 8))
-    x = peer.model.embed(idx)
-    close(peer(inputs_embeds=x).logits, peer(idx).logits)
-    how = dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(idx))
-    assert torch.equal(peer.generate(inputs_embeds=x, **how), peer.generate(idx, **how)[:, 8:])
+def test_embeddings_in_place_of_ids(peer):
+    x = peer.model.embed(IDX)
+    close(peer(inputs_embeds=x).logits, peer(IDX).logits)
+    how = dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(IDX))
+    assert torch.equal(peer.generate(inputs_embeds=x, **how), peer.generate(IDX, **how)[:, 8:])
     with pytest.raises(ValueError, match="needs input_ids"):
         wrapped(tiny("value_embed").float())(inputs_embeds=x)
 
 
 def test_packed_documents_do_not_see_each_other():
-    peer, idx = wrapped(tiny("everything").float()), tokens((2, 8))
-    packed = peer(idx, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])).logits
-    close(packed, torch.cat([peer(part).logits for part in idx.split([3, 5], dim=1)], dim=1))
+    peer = wrapped(tiny("everything").float())
+    packed = peer(IDX, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])).logits
+    close(packed, torch.cat([peer(part).logits for part in IDX.split([3, 5], dim=1)], dim=1))
 
 
 def test_new_tokens(tmp_path):
-    peer, idx = wrapped(tiny("value_embed").float()), tokens((2, 8))
+    peer, idx = wrapped(tiny("value_embed").float()), IDX.clone()
     right = peer(idx).logits
     peer.resize_token_embeddings(64)
     close(peer(idx).logits[..., :61], right)
@@ -235,26 +226,33 @@ def test_new_tokens(tmp_path):
         checkpoint.start_from(checkpoint.find(tmp_path), tiny("value_embed").float(), None)
 
 
-def test_text_that_has_no_room_is_refused_before_the_first_step():
-    peer = wrapped(tiny("svformer").float())
-    assert peer.generate(tokens((1, 8)), max_new_tokens=25, eos_token_id=None).size(1) == 33  # no position for the last
-    peer.model.register_forward_hook(lambda *call: pytest.fail("it began"))
-    with pytest.raises(ValueError, match="may be 34, and the model's block is 32 tokens"):
-        peer.generate(tokens((1, 8)), max_new_tokens=26)
+def test_as_much_is_generated_as_the_block_holds(peer):
+    how = dict(max_new_tokens=25, eos_token_id=None, tokenizer=SimpleNamespace())  # which it leaves among the keywords
+    assert peer.generate(IDX, **how).size(1) == 33  # no position for the last
 
 
-def test_a_graph_of_any_length_with_padding():
-    peer, idx = wrapped(tiny("svformer").float()), tokens((3, 20))
-    mask, dims = torch.ones(3, 20), {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+@pytest.mark.parametrize(("how", "says"), [
+    ({"max_new_tokens": 26}, "may be 34, and the model's block is 32 tokens"),
+    ({"max_new_tokens": 23, "prompt_lookup_num_tokens": 4}, "may be 35"),  # candidates need positions
+    ({"assistant_early_exit": 2}, "has no early exit"),
+])  # fmt: skip
+def test_what_generate_refuses_leaves_the_model_as_it_was(how, says, peer):
+    right = peer(IDX).logits
+    began = peer.model.register_forward_hook(lambda *call: pytest.fail("it began"))
+    with pytest.raises(ValueError, match=says):
+        peer.generate(IDX[:1], **how)
+    began.remove()
+    assert peer.config.num_hidden_layers == 4
+    close(peer(IDX).logits, right)
+
+
+def test_a_graph_of_any_length_with_padding(peer):
+    idx, mask, dims = tokens((3, 20)), torch.ones(3, 20), dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)
     peer.config.use_cache = False
-    words = dict(input_ids=tokens((2, 8)), attention_mask=torch.ones(2, 8))
+    words = dict(input_ids=IDX, attention_mask=torch.ones(2, 8))
     graph = torch.export.export(peer, (), words, dynamic_shapes=dict.fromkeys(words, dims))
     mask[0, :7] = 0
     close(graph.module()(input_ids=idx, attention_mask=mask).logits, peer(idx, mask).logits)
-
-
-def test_tools_that_look_for_linear_layers_find_them():
-    assert sum(type(module) is torch.nn.Linear for module in wrapped(tiny("svformer")).modules()) == 4 * 4 + 1
 
 
 # ---- folders that we write
@@ -265,7 +263,8 @@ def runs(data_dir, tmp_path_factory):
     """{mode: (its run, its export)} of a plain Llama, and of a model that brings its code."""
     folder, found = tmp_path_factory.mktemp("runs"), {}
     for mode in ("vanilla", "svformer"):
-        run, out = trained(data_dir, folder / mode, value_mode=mode), folder / f"hf_{mode}"
+        run, out = folder / mode, folder / f"hf_{mode}"
+        trained(data_dir, run, value_mode=mode)
         assert " 0 of " in ran(export, run, f"--out_dir={out}")
         found[mode] = run, out
     return found
@@ -273,22 +272,19 @@ def runs(data_dir, tmp_path_factory):
 
 @pytest.mark.parametrize("mode", ["vanilla", "svformer"])
 def test_what_transformers_makes_of_it(runs, mode):
-    run, folder = runs[mode]
-    peer = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-    idx = tokens((2, 20), vocab=257)
-    assert isinstance(peer, transformers.LlamaForCausalLM) == (mode == "vanilla")
-    close(peer(idx).logits, checkpoint.load(run)(idx)[0])
-    assert peer.generation_config.max_length in ((None, 20) if mode == "vanilla" else (96,))  # 20 is transformers 4's
-    generate = transformers.pipeline("text-generation", str(folder), trust_remote_code=True)
+    folder, how, is_llama = str(runs[mode][1]), {"trust_remote_code": True}, mode == "vanilla"
+    peer = transformers.AutoModelForCausalLM.from_pretrained(folder, **how)
+    # a model that is not a Llama cannot be loaded as one
+    assert isinstance(peer, transformers.LlamaForCausalLM) == is_llama == (peer.config.model_type == "llama")
+    assert hasattr(peer.config, "auto_map") != is_llama
+    assert peer.generation_config.max_length in ((None, 20) if is_llama else (96,))  # 20 is transformers 4's
+    generate = transformers.pipeline("text-generation", folder, **how)
     words = dict(max_new_tokens=8, do_sample=False)
     text = generate("abcabc", **words)[0]["generated_text"]
     both = generate(["abcabc", "abcdefghij"], batch_size=2, **words)
     assert text.startswith("abcabc") and both[0][0]["generated_text"] == text
-    features = transformers.pipeline("feature-extraction", str(folder), trust_remote_code=True)("abc")
+    features = transformers.pipeline("feature-extraction", folder, **how)("abc")
     assert len(features[0]) == 3 and len(features[0][0]) == 32
-    # a model that is not a Llama cannot be loaded as one
-    about = json.loads((folder / "config.json").read_text())
-    assert (about["model_type"] == "llama") == (mode == "vanilla") == ("auto_map" not in about)
 
 
 def test_a_longer_block(runs):
@@ -374,20 +370,37 @@ SMALL = (8.0, 1.0, 4.0, 32.0)  # at theta 10000 and width 16: one pair is unchan
 SCALED = dict(zip(layout.SCALING, SMALL, strict=True), rope_type="llama3")
 
 
+def other_model(kind, **fields):
+    """A model of transformers with random weights, so wide that its logits are not all alike."""
+    torch.manual_seed(0)
+    shape = dict(vocab_size=61, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4)
+    shape |= dict(max_position_embeddings=32, initializer_range=0.15) | fields
+    config_class, model_class = (getattr(transformers, f"{kind}{of}") for of in ("Config", "ForCausalLM"))
+    return model_class(config_class(**shape)).eval()
+
+
 def test_an_export_of_our_own_class_keeps_scaled_angles():
-    model = tiny("svformer", rope_scaling=SMALL)
+    model = tiny("vanilla", rope_scaling=SMALL)  # which otherwise becomes a Llama
     peer = export.to_transformers(model, 0, 0).double()
     torch.testing.assert_close(peer.model.rope.sin, model.rope.sin, rtol=0, atol=0)
 
 
-def test_logits_of_a_llama_are_those_of_transformers(tmp_path):
-    torch.manual_seed(0)
-    shape = dict(vocab_size=61, hidden_size=64, intermediate_size=112, num_hidden_layers=4, num_attention_heads=4)
-    shape |= dict(num_key_value_heads=2, max_position_embeddings=128, rope_theta=10000.0, rope_scaling=dict(SCALED))
-    right = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, initializer_range=0.15)).eval()
+MODELS = {
+    "scaled Llama": ("Llama", dict(rope_scaling=SCALED, rope_theta=10000.0, max_position_embeddings=128)),
+    "Mistral without a window": ("Mistral", dict(sliding_window=None)),
+    "window as long as the block": ("Mistral", dict(sliding_window=32)),
+    "longer window": ("Mistral", dict(sliding_window=4096)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name, tmp_path):
+    kind, fields = MODELS[name]
+    right = other_model(kind, num_key_value_heads=2, **fields)
     right.save_pretrained(tmp_path, max_shard_size="15KB")
     assert len([*tmp_path.glob("model-*.safetensors")]) > 2
-    model, half, idx = layout.load_hf(tmp_path), layout.load_hf(tmp_path, dtype=torch.bfloat16), tokens((2, 128))
+    model, half = layout.load_hf(tmp_path), layout.load_hf(tmp_path, dtype=torch.bfloat16)
+    idx = tokens((2, model.cfg.block_size))
     logits = right(idx).logits
     assert logits.std() > 0.5
     close(model(idx)[0], logits)
@@ -416,31 +429,14 @@ def test_configs_of_other_models_are_refused(tmp_path, fields, says):
 
 def test_a_tied_llama_of_old_files(tmp_path):
     """Its head is no tensor, and its rotary buffers are."""
-    torch.manual_seed(0)
-    shape = dict(vocab_size=61, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4)
-    tied = transformers.LlamaConfig(
-        **shape, max_position_embeddings=32, tie_word_embeddings=True, initializer_range=0.15
-    )
-    right = transformers.LlamaForCausalLM(tied).eval()
+    right, file = other_model("Llama", tie_word_embeddings=True), tmp_path / "model.safetensors"
     right.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     assert "lm_head.weight" not in tensors
     save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, file, {"format": "pt"})
-    model, idx = layout.load_hf(tmp_path), tokens((2, 32))
-    close(model(idx)[0], right(idx).logits)
+    model = layout.load_hf(tmp_path)
+    close(model(IDX)[0], right(IDX).logits)
     assert model.head.weight.data_ptr() != model.embed.weight.data_ptr()
-
-
-@pytest.mark.parametrize("window", [None, 32, 4096])
-def test_a_mistral_without_a_window_is_a_llama(window, tmp_path):
-    torch.manual_seed(0)
-    shape = dict(vocab_size=61, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4)
-    shape |= dict(num_key_value_heads=2, max_position_embeddings=32, sliding_window=window, initializer_range=0.15)
-    right = transformers.MistralForCausalLM(transformers.MistralConfig(**shape)).eval()
-    right.save_pretrained(tmp_path)
-    idx = tokens((2, 32))
-    close(layout.load_hf(tmp_path)(idx)[0], right(idx).logits)
 
 
 def test_a_model_larger_than_the_machines_memory(tmp_path, monkeypatch):
@@ -453,13 +449,10 @@ def test_a_model_larger_than_the_machines_memory(tmp_path, monkeypatch):
         layout.load_hf(folder, dtype=torch.bfloat16)
 
 
-def test_a_mistral_has_eight_key_heads_where_its_file_says_nothing(tmp_path):
-    """That is transformers' default, and for Llama it is one for each query head."""
-    hf_folder(tmp_path / "m", tiny().float(), model_type="mistral", num_key_value_heads=None, num_attention_heads=16)
-    path = tmp_path / "m/config.json"
-    assert layout.hf_config(tmp_path / "m").n_kv_head == 8
-    path.write_text(path.read_text().replace('"mistral"', '"llama"'))
-    assert layout.hf_config(tmp_path / "m").n_kv_head == 16
+@pytest.mark.parametrize(("kind", "n_kv_head"), [("mistral", 8), ("llama", 16)])
+def test_key_heads_where_a_file_says_nothing_are_transformers_default(kind, n_kv_head, tmp_path):
+    hf_folder(tmp_path, tiny().float(), model_type=kind, num_key_value_heads=None, num_attention_heads=16)
+    assert layout.hf_config(tmp_path).n_kv_head == n_kv_head
 
 
 def test_widths_of_heads_may_be_missing(tmp_path):
@@ -487,19 +480,14 @@ def test_token_ids_are_ours_on_all_text(tmp_path, kind):
 
 def test_llamas_tokenizer_puts_a_token_before_each_text(tmp_path):
     """Texts are scored and continued after it, and keep the space that the decoder drops at the beginning."""
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "?": 2, "▁The": 3, "▁cat": 4}, "?"))
-    made.add_special_tokens(["<s>", "</s>"])
-    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
-    both = [("<s>", 0), ("</s>", 1)]
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=both)
-    made.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text(json.dumps(dict(bos_token_id=0, eos_token_id=[1, 0], vocab_size=5)))
-    tokenizer = HFTokenizer.of_folder(tmp_path)
-    assert (tokenizer.prefix, tokenizer.end, tokenizer.encode("The cat"), tokenizer.is_ours) == ([0], 1, [3, 4], False)
+    tokenizer = metaspace_tokenizer(tmp_path, bos_token_id=0, eos_token_id=[1, 0])
+    the, cat = tokenizer.encode("the"), tokenizer.encode("cat")
+    assert (tokenizer.prefix, tokenizer.end, tokenizer.is_ours) == ([0], 1, False)
+    assert tokenizer.encode("the cat") == the + cat and len(the) == 1
     assert tokenizer.encode("<s>", allow_eot=True) == [0] != tokenizer.encode("<s>")
-    assert scoring.encode_pair(tokenizer, "The", " cat") == ([0, 3], [4])
-    assert scoring.encode_pair(tokenizer, "", "The") == ([0], [3])
-    assert tokenizer.decode([4]) == "cat" and tokenizer.decode([0, 3, 4]) == tokenizer.decode([0, 3]) + " cat"
+    assert scoring.encode_pair(tokenizer, "the", " cat") == ([0, *the], cat)
+    assert scoring.encode_pair(tokenizer, "", "the") == ([0], the)
+    assert tokenizer.decode(cat) == "cat" and tokenizer.decode([0, *the, *cat]) == tokenizer.decode([0, *the]) + " cat"
 
 
 IDS = [(0, []), (0, -1e30), ([0], 1), (0, 99), (99, 1), (-1, 1), (0, True), ("<s>", 1)]
@@ -507,16 +495,12 @@ IDS = [(0, []), (0, -1e30), ([0], 1), (0, 99), (99, 1), (-1, 1), (0, True), ("<s
 
 @pytest.mark.parametrize(("start", "end"), IDS)
 def test_ids_that_are_no_tokens_are_refused(start, end, tmp_path):
-    metaspace_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(dict(bos_token_id=start, eos_token_id=end, vocab_size=99)))
     with pytest.raises(UserError, match="a Hugging Face model with a tokenizer"):
-        HFTokenizer.of_folder(tmp_path)
+        metaspace_tokenizer(tmp_path, bos_token_id=start, eos_token_id=end, vocab_size=99)
 
 
 def test_a_model_without_a_token_that_begins_takes_the_one_that_ends(tmp_path):
-    metaspace_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(dict(bos_token_id=None, eos_token_id=1, vocab_size=300)))
-    tokenizer = HFTokenizer.of_folder(tmp_path)
+    tokenizer = metaspace_tokenizer(tmp_path, bos_token_id=None)
     assert tokenizer.eot == tokenizer.end == 1
     tokenizer.encoding.add_special_tokens([f"<{i}>" for i in range(20)])  # and nobody resized the model
     (first,) = tokenizer.encoding.encode("<0>", add_special_tokens=False).ids
@@ -543,19 +527,25 @@ def byte_level_tokenizer(folder):
     made.save(str(folder / "tokenizer.json"))
 
 
-def metaspace_tokenizer(folder):
-    """A vocabulary of Llama's first kind: ▁ for a space, <0x0A> for a byte without a letter."""
+def metaspace_tokenizer(folder, **about):
+    """Llama's first kind: ▁ for a space, <0x0A> for a byte without a letter, <s> and </s> around each text. about:
+    fields of a config.json, with which we read it."""
     vocab = {"<s>": 0, "</s>": 1} | {f"<0x{b:02X}>": 2 + b for b in range(256)}
     for letter in ["▁", *"abcdefghijklmnopqrstuvwxyz.", "th", "the", "▁the"]:
         vocab[letter] = len(vocab)
     merges = [("t", "h"), ("th", "e"), ("▁", "the")]
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, byte_fallback=True))
     made.add_special_tokens(["<s>", "</s>"])
+    both = [("<s>", 0), ("</s>", 1)]
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=both)
     steps = tokenizers.normalizers
     made.normalizer = steps.Sequence([steps.Prepend("▁"), steps.Replace(" ", "▁")])
     steps = tokenizers.decoders
     made.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)])
     made.save(str(folder / "tokenizer.json"))
+    if about:
+        (folder / "config.json").write_text(json.dumps(dict(eos_token_id=1, vocab_size=300) | about))
+        return HFTokenizer.of_folder(folder)
 
 
 CHAPTER = "the cat sat on the mat, the dog\non the cat and nobody on the dog. Émile said: no! " * 60
@@ -567,78 +557,74 @@ OTHERS = {  # model, config, tokenizer
 
 @pytest.fixture(scope="module", params=OTHERS)
 def retrofit(request, tmp_path_factory):
-    """(transformers' model, its folder, data of its tokens, a run that gave it value residuals, what that said)."""
+    """right: transformers' model; its folder, `data` of its tokens, a `run` that gave it value residuals, by the
+    settings `words` and `start`, and what that `said`."""
     folder, (kind, more, make_tokenizer) = tmp_path_factory.mktemp("retrofit"), OTHERS[request.param]
-    torch.manual_seed(0)
-    shape = dict(vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
-    shape |= dict(num_key_value_heads=2, max_position_embeddings=48, bos_token_id=0, eos_token_id=1)
-    config_class, model_class = (getattr(transformers, f"{kind}{of}") for of in ("Config", "ForCausalLM"))
-    right = model_class(config_class(**shape, **more, initializer_range=0.15)).eval()
-    right.save_pretrained(folder / "model")
-    make_tokenizer(folder / "model")
+    model, data, run = folder / "model", folder / "data", folder / "run"
+    shape = dict(vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_key_value_heads=2)
+    right = other_model(kind, **shape, max_position_embeddings=48, bos_token_id=0, eos_token_id=1, **more)
+    right.save_pretrained(model)
+    make_tokenizer(model)
     (folder / "texts").mkdir()
     for i in range(20):
         (folder / f"texts/{i}.txt").write_text(f"{i} {CHAPTER}")
-    words = [f"--input_dir={folder / 'texts'}", f"--tokenizer_file={folder / 'model'}", f"--out_dir={folder / 'data'}"]
-    ran(prepare, "files", *words)
-    words = ["--value_mode=resformer_zero", "--bos=true", "--batch_tokens=192", "--micro_batch=2", "--warmup_steps=1"]
-    words += [
-        "--max_steps=3",
-        "--learning_rate=1e-2",
-        "--dtype=float32",
-        "--device=cpu",
-        f"--data_dir={folder / 'data'}",
-    ]
-    said = ran(train, *words, f"--init_from={folder / 'model'}", f"--out_dir={folder / 'run'}")
-    return right, folder, said, words
+    ran(prepare, "files", f"--input_dir={folder / 'texts'}", f"--tokenizer_file={model}", f"--out_dir={data}")
+    words = "--value_mode=resformer_zero --bos=true --batch_tokens=192 --micro_batch=2 --warmup_steps=1 --max_steps=3"
+    words = [*words.split(), "--learning_rate=1e-2", "--dtype=float32", "--device=cpu", f"--data_dir={data}"]
+    start = f"--init_from={model}"
+    said = ran(train, *words, start, f"--out_dir={run}")
+    return SimpleNamespace(right=right, model=model, data=data, run=run, words=words, start=start, said=said)
 
 
 def test_a_retrofit_starts_as_the_model(retrofit):
     """Bit for bit, because 1 V_n + 0 V_1 is V_n; but for its head nothing is new except λ, which has gradients."""
-    right, folder, said, words = retrofit
-    path = checkpoint.find(folder / "model")
-    cfg = train.with_shape(load_settings(train.TrainConfig, [*words, f"--init_from={folder / 'model'}"]))
-    model = GPT(cfg.model_config(300))
-    note = checkpoint.start_from(path, model, Corpus(folder / "data", 48).tokenizer.hash)
-    assert note.split("new: ")[1].startswith("mixing.0.scalars.0, mixing.0.scalars.1; not used: none") and note in said
+    path, right = checkpoint.find(retrofit.model), retrofit.right
+    cfg = train.with_shape(load_settings(train.TrainConfig, [*retrofit.words, retrofit.start]))
+    model, tokenizer = GPT(cfg.model_config(300)), Corpus(retrofit.data, 48).tokenizer
+    note = checkpoint.start_from(path, model, tokenizer.hash)
+    assert note.split("new: ")[1].startswith("mixing.0.scalars.0, mixing.0.scalars.1; not used: none")
     assert ("tied to the embeddings" in note) == right.config.tie_word_embeddings and "positions" not in note
+    assert note in retrofit.said
     longer = GPT(dataclasses.replace(model.cfg, block_size=96))
-    note = checkpoint.start_from(path, longer, Corpus(folder / "data", 48).tokenizer.hash)
-    assert note.endswith("; it has seen no more than 48 positions")
-    idx = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(1))
+    assert checkpoint.start_from(path, longer, tokenizer.hash).endswith("; it has seen no more than 48 positions")
+    idx = tokens((2, 48), vocab=300)
     logits, _ = model(idx)
-    assert torch.equal(logits, layout.load_hf(folder / "model")(idx)[0])
+    assert torch.equal(logits, layout.load_hf(retrofit.model)(idx)[0])
     close(logits, right(idx).logits)
     model(idx[:, :-1], idx[:, 1:])[1].backward()
     assert all(weights.grad.abs().max() > 0 for weights in model.mixing.parameters())
 
 
 def test_a_retrofit_learns_and_goes_back_to_transformers(retrofit, tmp_path):
-    right, folder, _, words = retrofit
-    run = read_run(folder / "run")
-    assert run.steps["loss"][-1] < run.steps["loss"][0]
-    (lam,) = run.evaluation["lam"]
+    curves = read_run(retrofit.run)
+    assert curves.steps["loss"][-1] < curves.steps["loss"][0]
+    (lam,) = curves.evaluation["lam"]
     assert all(own != 1 or first != 0 for own, first in lam[1:])  # λ has moved
-    said = ran(export, folder / "run", f"--out_dir={tmp_path / 'hf'}")
-    assert ("ties its head" in said) == right.config.tie_word_embeddings
+    said = ran(export, retrofit.run, f"--out_dir={tmp_path / 'hf'}")
+    assert ("ties its head" in said) == retrofit.right.config.tie_word_embeddings
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True).eval()
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
-    model, tokenizer = checkpoint.load(folder / "run"), checkpoint.load_tokenizer(checkpoint.find(folder / "run"))
+    model, tokenizer = checkpoint.load(retrofit.run), checkpoint.load_tokenizer(checkpoint.find(retrofit.run))
     ids = theirs.encode("the dog sat", add_special_tokens=False)
     assert ids == tokenizer.encode("the dog sat") and tokenizer.prefix == [0] == [peer.config.bos_token_id]
     assert (theirs.eos_token, peer.config.eos_token_id) == ("</s>", 1)
     close(model(torch.tensor([ids]))[0], peer(torch.tensor([ids])).logits)
 
 
+def changed_config(retrofit, folder, **fields):
+    """A copy of the model whose config.json has other fields."""
+    shutil.copytree(retrofit.model, folder)
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | fields))
+    return folder
+
+
 def test_what_is_at_its_default_comes_from_the_model(retrofit, tmp_path, monkeypatch):
     """But for the block, which would be too long for most machines, and key heads that a mode decides."""
-    _, folder, _, words = retrofit
-    shutil.copytree(folder / "model", tmp_path / "model")
-    path = tmp_path / "model/config.json"
-    path.write_text(path.read_text().replace('"max_position_embeddings": 48', '"max_position_embeddings": 5000'))
+    model = changed_config(retrofit, tmp_path / "model", max_position_embeddings=5000)
 
     def shape(**given):
-        made = train.with_shape(train.TrainConfig(init_from=str(tmp_path / "model"), **given)).model_config(300)
+        made = train.with_shape(train.TrainConfig(init_from=str(model), **given)).model_config(300)
         return made.n_layer, made.n_kv_head, made.block_size
 
     assert shape() == (3, 2, 2048) and shape(n_layer=2, block_size=4096) == (2, 2, 4096)
@@ -651,49 +637,35 @@ def test_what_is_at_its_default_comes_from_the_model(retrofit, tmp_path, monkeyp
 
 def test_a_longer_block_goes_on(retrofit, tmp_path):
     """In the run's folder, and by a checkpoint's path in another one."""
-    _, folder, _, words = retrofit
-    words, longer = [*words, "--batch_tokens=192"], [f"--init_from={folder / 'model'}", "--block_size=96"]
-    ran(train, *words, *longer, f"--out_dir={tmp_path / 'run'}")
-    path = checkpoint.find(tmp_path / "run")
-    ran(train, *words, "--max_steps=4", f"--resume={path}", f"--out_dir={tmp_path / 'other'}")
-    ran(train, *words, "--max_steps=4", "--resume=auto", f"--out_dir={tmp_path / 'run'}")
-    for name in ("run", "other"):
-        assert checkpoint.read_header(checkpoint.find(tmp_path / name))["config"].block_size == 96
+    words, run, other = [*retrofit.words, "--batch_tokens=192"], tmp_path / "run", tmp_path / "other"
+    ran(train, *words, retrofit.start, "--block_size=96", f"--out_dir={run}")
+    ran(train, *words, "--max_steps=4", f"--resume={checkpoint.find(run)}", f"--out_dir={other}")
+    ran(train, *words, "--max_steps=4", "--resume=auto", f"--out_dir={run}")
+    for folder in (run, other):
+        assert checkpoint.read_header(checkpoint.find(folder))["config"].block_size == 96
 
 
-def test_a_retrofit_goes_on_without_init_from(retrofit, tmp_path):
-    _, folder, _, words = retrofit
-    shutil.copytree(folder / "run", tmp_path / "run")
-    ran(train, *words, "--max_steps=4", "--resume=auto", f"--out_dir={tmp_path / 'run'}")
-    assert read_run(tmp_path / "run").steps["step"].tolist() == [1, 2, 3, 4]
+@pytest.mark.parametrize("names_it", [False, True])
+def test_a_retrofit_goes_on_when_the_model_is_gone(retrofit, names_it, tmp_path):
+    """Its shape is in its own settings, whether --init_from is given again or not; a new start is refused."""
+    run, start = shutil.copytree(retrofit.run, tmp_path / "run"), [retrofit.start] * names_it
+    moved = retrofit.model.rename(retrofit.model.with_name("moved"))
+    try:
+        ran(train, *retrofit.words, *start, "--max_steps=4", "--resume=auto", f"--out_dir={run}")
+        new = in_process(train, *retrofit.words, retrofit.start, f"--out_dir={tmp_path / 'new'}")
+    finally:
+        moved.rename(retrofit.model)
+    assert read_run(run).steps["step"].tolist() == [1, 2, 3, 4]
+    refused(new, "model is not there; it takes a run")
 
 
 def test_analysis_and_loss_on_data_of_a_models_own_tokens(retrofit, tmp_path):
     """Its ids are read as they are; what is measured of them is what they are worth."""
-    _, folder, _, _ = retrofit
-    ran(analyze, folder / "model", f"--data_dir={folder / 'data'}", "--chunks=3", f"--out_dir={tmp_path}")
+    ran(analyze, retrofit.model, f"--data_dir={retrofit.data}", "--chunks=3", f"--out_dir={tmp_path}")
     assert files.read_record(tmp_path / "analysis.json", ANALYSIS)["chunks"] == 3
-    ran(evaluate, folder / "model", "--task=loss", f"--corpus={folder / 'data'}")
-    (record,) = evaluate.read_results(folder / "model").values()
+    ran(evaluate, retrofit.model, "--task=loss", f"--corpus={retrofit.data}")
+    (record,) = evaluate.read_results(retrofit.model).values()
     assert 4 < record["results"]["loss"]["val_mean"] < 12
-
-
-def test_a_retrofit_goes_on_when_the_model_is_gone(retrofit, tmp_path):
-    """Its shape is in its own settings; as a new start a run of another rotary base is refused."""
-    right, folder, _, words = retrofit
-    shutil.copytree(folder / "run", tmp_path / "run")
-    gone = [f"--init_from={folder / 'model'}", f"--out_dir={tmp_path / 'run'}", "--max_steps=4", "--resume=auto"]
-    (folder / "model").rename(folder / "moved")
-    try:
-        ran(train, *words, *gone)
-        refused(
-            in_process(train, *words, *gone[:1], f"--out_dir={tmp_path / 'b'}"), "model is not there; it takes a run"
-        )
-    finally:
-        (folder / "moved").rename(folder / "model")
-    shape = ["--n_layer=3", "--n_head=4", "--n_kv_head=2", "--n_embd=32", "--head_dim=8", "--n_hidden=48"]
-    start = [f"--init_from={folder / 'run'}", f"--out_dir={tmp_path / 'c'}", "--block_size=48"]
-    refused(in_process(train, *words, *shape, *start), "another ", "they must be the same")
 
 
 def test_an_adapter_is_no_model(tmp_path):
@@ -704,13 +676,11 @@ def test_an_adapter_is_no_model(tmp_path):
 
 def test_what_a_saved_tokenizer_was_used_with_is_put_aside(tmp_path):
     """Truncation and padding are in tokenizer.json, too, and would cut texts or fill them up."""
-    metaspace_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(dict(bos_token_id=0, eos_token_id=1, vocab_size=300)))
-    right = HFTokenizer.of_folder(tmp_path)
-    made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    right, path = metaspace_tokenizer(tmp_path, bos_token_id=0), str(tmp_path / "tokenizer.json")
+    made = tokenizers.Tokenizer.from_file(path)
     made.enable_truncation(4)
     made.enable_padding(length=8)
-    made.save(str(tmp_path / "tokenizer.json"))
+    made.save(path)
     found = HFTokenizer.of_folder(tmp_path)
     for text in ("a", CHAPTER):
         assert found.encode(text) == right.encode(text)
@@ -718,24 +688,21 @@ def test_what_a_saved_tokenizer_was_used_with_is_put_aside(tmp_path):
 
 @pytest.mark.parametrize("bos", [True, False])
 def test_the_tokenizer_of_an_exported_retrofit_begins_as_training_did(bos, retrofit, tmp_path):
-    _, folder, _, words = retrofit
-    run, model = folder / "run", str(tmp_path / "hf")
+    run, folder = retrofit.run, tmp_path / "hf"
     if not bos:
         run = tmp_path / "run"
-        words = [word for word in words if word != "--bos=true"]
-        ran(train, *words, f"--init_from={folder / 'model'}", f"--out_dir={run}")
-    ran(export, run, f"--out_dir={model}")
-    theirs = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=True)
-    ids = theirs("the dog").input_ids
-    assert (ids[0] == 0) == bos == ("each begins with `<s>`" in (tmp_path / "hf/README.md").read_text())
-    assert "The text `</s>` becomes its id" in (tmp_path / "hf/README.md").read_text()
+        ran(train, *retrofit.words, "--bos=false", retrofit.start, f"--out_dir={run}")
+    ran(export, run, f"--out_dir={folder}")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=True)
+    card = (folder / "README.md").read_text()
+    assert (theirs("the dog").input_ids[0] == 0) == bos == ("each begins with `<s>`" in card)
+    assert "The text `</s>` becomes its id" in card
     # and its vocabulary serves a second text
-    assert read_vocabulary(tmp_path / "hf/tokenizer.json").hash == checkpoint.load_tokenizer(checkpoint.find(run)).hash
+    assert read_vocabulary(folder / "tokenizer.json").hash == checkpoint.load_tokenizer(checkpoint.find(run)).hash
 
 
 def test_bytes_of_another_models_tokens(retrofit):
-    _, folder, _, _ = retrofit
-    tokenizer = HFTokenizer.of_folder(folder / "model")
+    tokenizer = HFTokenizer.of_folder(retrofit.model)
     for text in (CHAPTER[:200], "a\n\n  b", "Émile 東京"):
         ids = tokenizer.encode(text)
         added = tokenizer.encoding.normalizer is not None  # the space before a text
@@ -745,18 +712,16 @@ def test_bytes_of_another_models_tokens(retrofit):
 
 
 def test_what_a_retrofit_cannot_be(retrofit, data_dir, tmp_path):
-    _, folder, _, words = retrofit
-    other = [word for word in words if not word.startswith("--data_dir")]
-    start = f"--init_from={folder / 'model'}"
-    refused(
-        in_process(train, *other, start, f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'a'}"),
-        "the data has other tokens than", "--tokenizer_file=",
-    )  # fmt: skip
-    shutil.copytree(folder / "model", tmp_path / "large")
-    about = json.loads((tmp_path / "large/config.json").read_text())
-    (tmp_path / "large/config.json").write_text(json.dumps(about | {"vocab_size": 128256}))
-    how = [f"--input_dir={folder / 'texts'}", f"--tokenizer_file={tmp_path / 'large'}", f"--out_dir={tmp_path / 'b'}"]
-    refused(in_process(prepare, "files", *how), "has 128,256 tokens, and token files hold ids of 16 bits")
+    words, out = retrofit.words, f"--out_dir={tmp_path / 'out'}"
+    of_other_tokens = in_process(train, *words[:-1], retrofit.start, f"--data_dir={data_dir}", out)
+    refused(of_other_tokens, "the data has other tokens than", "--tokenizer_file=")
+    shape = "--n_layer=3 --n_head=4 --n_kv_head=2 --n_embd=32 --head_dim=8 --n_hidden=48 --block_size=48".split()
+    of_other_angles = in_process(train, *words, *shape, f"--init_from={retrofit.run}", out)
+    refused(of_other_angles, "another ", "they must be the same")
+    large = changed_config(retrofit, tmp_path / "large", vocab_size=128256)
+    texts = f"--input_dir={retrofit.model.parent / 'texts'}"
+    too_large = in_process(prepare, "files", texts, f"--tokenizer_file={large}", out)
+    refused(too_large, "has 128,256 tokens, and token files hold ids of 16 bits")
 
 
 # ---- our stages on a folder
@@ -779,8 +744,8 @@ def test_our_stages_make_the_same_of_a_folder_and_its_run(runs, data_dir, tmp_pa
 
 
 def test_a_run_starts_from_a_folder(runs, data_dir, tmp_path):
-    folder, words = runs["vanilla"][1], [f"--{key}={value}" for key, value in {**SHAPE, "data_dir": data_dir}.items()]
-    words += [f"--init_from={folder}", "--value_mode=svformer", f"--out_dir={tmp_path / 'new'}"]
-    refused(in_process(train, *words, "--n_embd=64"), "another n_embd")
+    how = dict(init_from=runs["vanilla"][1], value_mode="svformer")
+    refused(trained(data_dir, tmp_path / "wider", **how, n_embd=64), "another n_embd")
     # q and k of a fused projection fit without v
-    assert "; new: none; not used: blocks.1.attn.proj.v.weight, " in ran(train, *words)
+    said = trained(data_dir, tmp_path / "new", **how).stdout
+    assert "; new: none; not used: blocks.1.attn.proj.v.weight, " in said
