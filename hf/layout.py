@@ -158,16 +158,14 @@ def hf_config(folder):
             return ModelConfig.of_record(c["shape"])
         # Real files leave out the widths of heads, and the authors' say "architecture".
         c = {"model_type": c.get("architecture"), "head_dim": None, "num_key_value_heads": None, **c}
-        if c["model_type"] == "mistral":  # what transformers takes where a file says nothing
-            c = {"sliding_window": 4096, **c, "num_key_value_heads": c["num_key_value_heads"] or 8}
         if c["model_type"] not in (None, *ARCHITECTURES):
             raise UserError(f"{folder} is a {c['model_type']} model; {' and '.join(ARCHITECTURES)} are supported")
-        window = c["sliding_window"] if c["model_type"] == "mistral" else None
-        if window and window < c["max_position_embeddings"]:
-            block = f"its block of {c['max_position_embeddings']}"
-            raise UserError(
-                f"{folder} attends to a window of {window} tokens, less than {block}, which no mode here does"
-            )
+        if c["model_type"] == "mistral":  # what transformers takes where a file says nothing
+            c = {"sliding_window": 4096, **c, "num_key_value_heads": c["num_key_value_heads"] or 8}
+            window, block = c["sliding_window"], c["max_position_embeddings"]
+            if window and window < block:
+                what = f"attends to a window of {window} tokens, less than its block of {block}"
+                raise UserError(f"{folder} {what}, which no mode here does")
         for field, value in SUPPORTED.items():
             if c.get(field) not in (None, value):
                 raise UserError(f"{folder} has {field}={c[field]!r}; only {value!r} is supported")
