@@ -105,17 +105,16 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
     write_text(named, named.read_text(encoding="utf-8").replace("TokenizersBackend", "PreTrainedTokenizerFast"))
     if not is_plain_llama(model.cfg):
         write_code(folder)
-    names = special["bos_token"] if about["bos"] else "", special["eos_token"]
-    write_text(folder / "README.md", card(folder.name, header, *names, dtype))
+    start = special["bos_token"] if about["bos"] else ""
+    write_text(folder / "README.md", card(folder.name, header, start, special["eos_token"], dtype))
 
 
 def card(name, header, start, end, dtype):
     """The text of README.md, of a checkpoint's header: hf/card.md, for a Llama without what our own code needs.
     start, end: the tokens with which its sequences begin, or "", and end."""
     cfg, text = header["config"], (HERE / "hf/card.md").read_text(encoding="utf-8")
-    about = {"name": name, "mode": cfg.value_mode.name, "step": header["step"], "dtype": dtype}
-    about["end"] = end
-    about["version"], about["block_size"] = need("transformers").__version__, cfg.block_size
+    about = {"name": name, "mode": cfg.value_mode.name, "step": header["step"], "dtype": dtype, "end": end}
+    about |= {"version": need("transformers").__version__, "block_size": cfg.block_size}
     about["bos"] = f"each begins with `{start}`, as in training" if start else "nothing is put before them"
     return (text.split("\nIts code")[0] if is_plain_llama(cfg) else text).format(**about)
 

@@ -7,7 +7,7 @@ A run's folder holds, for each saved step,
     step_00000400.state.safetensors    optimizer, random generators, loss scaler: what --resume needs besides
 
 Each file is either complete or absent, and the weights come last: a step whose .safetensors is there is complete.
-Models in Hugging Face layout are read by hf.py.
+Models in Hugging Face layout are read by hf/layout.py.
 """
 
 import contextlib
@@ -217,9 +217,8 @@ def start_from(path, model, tokenizer_hash):
     must_fit = ("vocab_size", "arch", "n_embd", "head_dim", "rope_theta", "rope_scaling", "norm_eps")
     check_same(path, header, model, header["tokenizer"] and tokenizer_hash, must_fit)
     if header["tokenizer"] is None:
-        raise UserError(
-            f"{path.parent} has no tokenizer.json, so nobody knows whether its tokens are those of the data"
-        )
+        what = f"{path.parent} has no tokenizer.json"
+        raise UserError(f"{what}, so nobody knows whether its tokens are those of the data")
     theirs = {name: parameter.detach()[rows] for name, parameter, rows in named_parts(load(path))}
     new = []
     for name, parameter, rows in named_parts(model):
@@ -230,9 +229,8 @@ def start_from(path, model, tokenizer_hash):
     seen = header["config"].block_size
     longer = f"; it has seen no more than {seen} positions" if model.cfg.block_size > seen else ""
     tied = "; its head, tied to the embeddings there, is a copy of its own here" if is_tied(path.parent) else ""
-    return (
-        f"weights from {path}; new: {', '.join(new) or 'none'}; not used: {', '.join(theirs) or 'none'}{tied}{longer}"
-    )
+    note = f"weights from {path}; new: {', '.join(new) or 'none'}; not used: {', '.join(theirs) or 'none'}"
+    return note + tied + longer
 
 
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "n_hidden", "arch", "rope_theta", "rope_scaling")

@@ -30,7 +30,6 @@ IGNORED = {"num_items_in_batch", "shift_labels", "ignore_index", "cache_position
 IGNORED |= {"tokenizer", "assistant_tokenizer"}  # which generate(stop_strings=…) leaves there
 IGNORED_IF_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
-
 # Trainer shifts labels by itself, as for label smoothing, if it knows a class by name.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["nanoresformer"] = "NanoResFormerForCausalLM"
 
