@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from common import checkpoint
-from common.checkpoint import load_tokenizer, trained_on, trained_with_bos
 from common.data import Corpus, Tokenizer, allow_open_files
 from common.files import hold, sha256, write_record, write_text
 from common.ranks import Distributed, enough_memory, environment, weights_dtype
@@ -78,8 +77,8 @@ def open_corpora(entries, cfg, world):
         raise UserError(f"{names} have different tokenizers, so their losses per token cannot be compared; {how}")
     for entry in entries:
         folder, block_size = entry.path.parent, entry.header["config"].block_size
-        data_dir, mixture = trained_on(folder, cfg.corpus, "the prepared data for --task=loss by --corpus")
-        verify, bos = world.is_first_of_node, trained_with_bos(folder)
+        data_dir, mixture = checkpoint.trained_on(folder, cfg.corpus, "the prepared data for --task=loss by --corpus")
+        verify, bos = world.is_first_of_node, checkpoint.trained_with_bos(folder)
         entry.corpus = Corpus(data_dir, block_size, mixture=mixture, verify=verify, bos=bos)
         if entry.corpus.tokenizer.hash != entry.tokenizer.hash:
             raise UserError(f"{data_dir} was made with another tokenizer than {folder}; name other data by --corpus")
@@ -187,15 +186,6 @@ def evaluate(entry, asked, cfg, world):
 # ---- the tables
 
 
-def loss_table(labels, entries):
-    """The paper's Table 5: nats per token by domain, their plain mean, and their mean with the weights of training."""
-    values = []
-    for loss in (e.records["loss"] for e in entries):
-        nats = loss["val"] | {"Avg": loss["val_mean"], "mixture": loss["val_mixture"]}
-        values.append({column: np.array([number]) for column, number in nats.items()})
-    return markdown(["loss (nats per token)", *values[0]], side_by_side(labels, values))
-
-
 def tables(entries, names):
     """All tables, as Markdown. eval.json has more, such as bits per byte and LAMBADA's perplexity."""
     # The modes name the rows, if they differ.
@@ -210,8 +200,13 @@ def tables(entries, names):
         if having:
             header = [metric, *having, *(["Avg"] if averaged else [])]
             yield markdown(header, side_by_side(labels, values, averaged))
+    # Table 5: nats per token by domain, their plain mean, and their mean with the weights of training.
     if "loss" in names:
-        yield loss_table(labels, entries)
+        values = []
+        for loss in (e.records["loss"] for e in entries):
+            nats = loss["val"] | {"Avg": loss["val_mean"], "mixture": loss["val_mixture"]}
+            values.append({column: np.array([number]) for column, number in nats.items()})
+        yield markdown(["loss (nats per token)", *values[0]], side_by_side(labels, values))
 
 
 def main(cfg: EvalConfig):
@@ -220,7 +215,9 @@ def main(cfg: EvalConfig):
     batch_tokens = cfg.batch_tokens or (65536 if world.kind == "cuda" else 2048)  # on a CPU more is slower
     cfg = dataclasses.replace(cfg, dtype=dtype, batch_tokens=batch_tokens)
     paths = [checkpoint.find(name, cfg.which) for name in cfg.runs or ("",)]
-    entries = [Entry(path, checkpoint.read_header(path), load_tokenizer(path), sha256(path)) for path in paths]
+    entries = [
+        Entry(path, checkpoint.read_header(path), checkpoint.load_tokenizer(path), sha256(path)) for path in paths
+    ]
     if "loss" in cfg.task:
         open_corpora(entries, cfg, world)
     asked = {name: questions(name, cfg.data_dir, cfg.limit) for name in cfg.task if name != "loss"}
