@@ -77,9 +77,9 @@ def same_weights(a, b):
 IDX = tokens((2, 8))
 
 
-@pytest.mark.parametrize("mode", COMPILED)
-def test_it_decodes_with_transformers_cache_and_with_padding(mode):
-    model = tiny(mode).float()
+@pytest.mark.parametrize(("mode", "arch"), [*((mode, "llama") for mode in COMPILED), ("svformer", "gpt2")])
+def test_it_decodes_with_transformers_cache_and_with_padding(mode, arch):
+    model = tiny(mode, arch=arch).float()
     peer = wrapped(model)
     with torch.inference_mode():
         close(peer(IDX).logits, model(IDX)[0])
@@ -385,17 +385,11 @@ def test_an_export_of_our_own_class_keeps_scaled_angles():
     torch.testing.assert_close(peer.model.rope.sin, model.rope.sin, rtol=0, atol=0)
 
 
-MODELS = {
-    "scaled Llama": ("Llama", dict(rope_scaling=SCALED, rope_theta=10000.0, max_position_embeddings=128)),
-    "Mistral without a window": ("Mistral", dict(sliding_window=None)),
-    "window as long as the block": ("Mistral", dict(sliding_window=32)),
-    "longer window": ("Mistral", dict(sliding_window=4096)),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(name, tmp_path):
-    kind, fields = MODELS[name]
+@pytest.mark.parametrize(("kind", "fields"), [
+    ("Llama", dict(rope_scaling=SCALED, rope_theta=10000.0, max_position_embeddings=128)),
+    *(("Mistral", dict(sliding_window=window)) for window in (None, 32, 4096)),  # none that is shorter than the block
+])  # fmt: skip
+def test_logits_are_those_of_transformers(kind, fields, tmp_path):
     right = other_model(kind, num_key_value_heads=2, **fields)
     right.save_pretrained(tmp_path, max_shard_size="15KB")
     assert len([*tmp_path.glob("model-*.safetensors")]) > 2
@@ -607,11 +601,9 @@ def test_a_retrofit_learns_and_goes_back_to_transformers(retrofit, tmp_path):
     assert ("ties its head" in said) == retrofit.right.config.tie_word_embeddings
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True).eval()
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
-    model, tokenizer = checkpoint.load(retrofit.run), checkpoint.load_tokenizer(checkpoint.find(retrofit.run))
-    ids = theirs.encode("the dog sat", add_special_tokens=False)
-    assert ids == tokenizer.encode("the dog sat") and tokenizer.prefix == [0] == [peer.config.bos_token_id]
+    prefix = checkpoint.load_tokenizer(checkpoint.find(retrofit.run)).prefix
+    assert prefix == [0] == [peer.config.bos_token_id]
     assert (theirs.eos_token, peer.config.eos_token_id) == ("</s>", 1)
-    close(model(torch.tensor([ids]))[0], peer(torch.tensor([ids])).logits)
 
 
 def changed_config(retrofit, folder, **fields):

@@ -191,12 +191,13 @@ def test_prompts_as_nanogpt_takes_them(run):
     assert r"note: \n in the prompt is two characters" in in_process(sample, run, r"--prompt=\n").stdout
 
 
-def test_a_text_ends_with_the_tokenizers_end_not_with_what_starts_a_sequence(run, monkeypatch):
-    ends, tokenizer = [], byte_tokenizer()
-    tokenizer.eot, tokenizer.end = 1, 2
+def test_a_text_begins_as_in_training_and_ends_with_the_tokenizers_end(run, monkeypatch):
+    calls, tokenizer = [], byte_tokenizer()
+    tokenizer.eot, tokenizer.end, tokenizer.prefix = 1, 2, [3]
     monkeypatch.setattr(checkpoint, "load_tokenizer", lambda path: tokenizer)
-    monkeypatch.setattr(sample, "generate", lambda *words, **how: ends.append(words[5]) or generate(*words, **how))
-    assert in_process(sample, run, "--max_new_tokens=1").returncode == 0 and ends == [2]
+    monkeypatch.setattr(sample, "generate", lambda *words, **how: calls.append(words) or generate(*words, **how))
+    assert in_process(sample, run, "--prompt=a", "--max_new_tokens=1").returncode == 0
+    assert calls[0][1] == [[3, ord("a")]] and calls[0][5] == 2
 
 
 def test_the_newest_run_is_named(run, tmp_path, monkeypatch, capsys):
