@@ -247,7 +247,7 @@ def relative(path, names):
     base = vanillas[0] if len(vanillas) == 1 else names[0]
     # what they trained on has to be the same, token for token
     for name, curve in curves.items():
-        for what in ("data", "mixture", "seed", "batch_tokens", "block_size", "bos"):
+        for what in ("data", "mixture", "seed", "batch_tokens", "block_size", "bos", "max_steps"):
             own, bases = curve.start[what], curves[base].start[what]
             if own != bases:
                 raise UserError(f"{name} trained with {what}={own} and {base} with {bases}: no loss to subtract")

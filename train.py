@@ -30,7 +30,7 @@ from common.files import hold, read_record, write_record
 from common.report import heard
 from common.runs import RUN, Metrics, read_run
 from common.scoring import domain_losses
-from common.sizes import count_parameters, flops_per_token, notes_of
+from common.sizes import count_parameters, flops_per_token, notes_of, refuse_too_large
 from configurator import UserError, check_fields, run, setting
 from model import GPT
 from sample import generate
@@ -367,6 +367,9 @@ def train(cfg, world):
     # ---- the model: from a seed, or with another run's weights
     torch.manual_seed(cfg.seed)
     shape = cfg.model_config(corpus.tokenizer.n_vocab)
+    # on a CPU gradients and AdamW's two moments are there, too; on a GPU the weights are made here and go there
+    bytes_per_parameter = 16 if world.kind == "cpu" else 4
+    refuse_too_large("training this model", shape, bytes_per_parameter, "set a smaller --n_layer or --n_embd")
     model = GPT(shape, cfg.seed, cfg.attn, recompute=cfg.recompute)
     path = checkpoint_to_resume(cfg)
     config, note = settings_of(cfg, corpus, path)  # refuses what may not change before any weights are read

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from common.files import read_record, reading, sealed, unsealed, write_atomic
 from common.ranks import code_of_results
 from common.runs import RUN, differences, read_run
+from common.sizes import refuse_too_large
 from common.tokenizer import HFTokenizer, Tokenizer
 from configurator import UserError
 from hf.layout import hf_config, hf_files, is_hf_folder, is_tied, load_hf, made_by_us, named_parts
@@ -125,7 +126,9 @@ def load(run_or_file, device="cpu", dtype=torch.float32):
     path = find(run_or_file)
     if is_hf_file(path):
         return load_hf(path.parent, device, dtype)
-    model = GPT(read_header(path)["config"], init=False)
+    cfg = read_header(path)["config"]
+    refuse_too_large(path, cfg, 4, "name a smaller model")
+    model = GPT(cfg, init=False)
     with reading(path, WEIGHTS):
         model.load_state_dict(read_tensors(path, WEIGHTS)[1])
     return model.to(device, dtype).eval()

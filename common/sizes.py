@@ -1,6 +1,7 @@
 """A model before it is trained: parameters, FLOPs, bytes, and what `python model.py` prints: a plan, or all modes."""
 
 import dataclasses
+import os
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from common.ranks import pick_dtype
 from common.report import markdown
-from configurator import setting
+from configurator import UserError, setting
 from model import GPT, MixingWeights
 from value_modes import TABLE, ModelConfig, beside_the_plan, equation_of, kv_floats_per_token, plan_layers
 
@@ -34,6 +35,17 @@ def meta_model(cfg):
 def count_parameters(cfg):
     """All parameters of a model. No tensor is allocated."""
     return sum(p.numel() for p in meta_model(cfg).parameters())
+
+
+OF_WEIGHTS = "where a command has --dtype, bfloat16 takes half of float32"
+
+
+def refuse_too_large(what, cfg, bytes_per_parameter, remedy):
+    """Raise UserError if the machine has not the memory for a model: the system would kill us, or somebody else."""
+    needed = count_parameters(cfg) * bytes_per_parameter / 1e9
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    if needed > there:
+        raise UserError(f"{what} takes {needed:.1f} GB, and this machine has {there:.1f} GB; {remedy}")
 
 
 def count_multiplying(cfg):

@@ -6,14 +6,13 @@ Only `to_llama` needs the transformers package. Read before: model.py. Read next
 import base64
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
 from common.files import reading
-from common.sizes import count_parameters
+from common.sizes import OF_WEIGHTS, refuse_too_large
 from common.tokenizer import ARCHITECTURES, HFTokenizer, byte_letters
 from configurator import UserError, need
 from model import GPT
@@ -82,16 +81,6 @@ def hf_files(folder):
     return files
 
 
-def refuse_too_large(folder, cfg, dtype):
-    """Raise UserError if the machine has not the memory for the weights of a ModelConfig: the system would kill us."""
-    needed = count_parameters(cfg) * dtype.itemsize / 1e9
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    if needed > there:
-        takes = f"takes {needed:.1f} GB in {str(dtype).removeprefix('torch.')}"
-        remedy = "where a command has --dtype, bfloat16 takes half of float32"
-        raise UserError(f"{folder} {takes}, and this machine has {there:.1f} GB; {remedy}")
-
-
 def load_hf(folder, device="cpu", dtype=torch.float32):
     """A folder of Llama or export.py (config.json, model.safetensors or its shards) as a model of ours, in eval mode,
     its weights in `dtype`.
@@ -100,7 +89,7 @@ def load_hf(folder, device="cpu", dtype=torch.float32):
     A head that is tied to the embeddings becomes a copy of them.
     """
     cfg = hf_config(folder)
-    refuse_too_large(folder, cfg, dtype)
+    refuse_too_large(f"{folder} in {str(dtype).removeprefix('torch.')}", cfg, dtype.itemsize, OF_WEIGHTS)
     model = GPT(cfg, init=False).to(device, dtype)
     with reading(folder, "a model with Llama's weights"):
         places = named_tensors(model, read_hf_config(folder).get("model_type"))

@@ -440,9 +440,9 @@ def test_a_model_larger_than_the_machines_memory(tmp_path, monkeypatch):
     """Before any of it is read."""
     folder = hf_folder(tmp_path / "m", tiny().float(), vocab_size=2**26)
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 2_000_000}[name])
-    with pytest.raises(UserError, match=r"m takes 17\.2 GB in float32, and this machine has 2\.0 GB; "):
+    with pytest.raises(UserError, match=r"m in float32 takes 17\.2 GB, and this machine has 2\.0 GB; "):
         layout.load_hf(folder)
-    with pytest.raises(UserError, match=r"m takes 8\.6 GB in bfloat16"):
+    with pytest.raises(UserError, match=r"m in bfloat16 takes 8\.6 GB"):
         layout.load_hf(folder, dtype=torch.bfloat16)
 
 

@@ -144,8 +144,8 @@ def here(tmp_path, monkeypatch):
 
 
 def test_relative_losses_are_minus_vanillas_wherever_it_is_named(tmp_path, monkeypatch):
-    make_metrics(tmp_path / "r", "resformer", [4.0, 3.0, 2.0])
-    make_metrics(tmp_path / "v", "vanilla", [5.0, 3.5, 2.0, 1.0])  # longer
+    make_metrics(tmp_path / "r", "resformer", [4.0, 3.0, 2.0], max_steps=4)  # not finished
+    make_metrics(tmp_path / "v", "vanilla", [5.0, 3.5, 2.0, 1.0])
     drawn, draw = [], plot.draw_line
     monkeypatch.setattr(plot, "draw_line", lambda *given: (draw(*given), drawn.append(given[1:4])))
     done = in_process(plot, "relative", "r", "v")
@@ -158,6 +158,7 @@ def test_relative_losses_are_minus_vanillas_wherever_it_is_named(tmp_path, monke
 @pytest.mark.parametrize("what,own,bases", [
     ("data", "e", "d"), ("mixture", {"a": 1.0}, {}), ("seed", 1, 42),
     ("batch_tokens", 200, 100), ("block_size", 20, 10), ("bos", True, False),
+    ("max_steps", 2, 1),
 ])  # fmt: skip
 def test_losses_on_other_tokens_are_not_subtracted(what, own, bases, tmp_path):
     make_metrics(tmp_path / "r", "resformer", [4.0], **{what: own})

@@ -673,3 +673,11 @@ def test_samples_while_training_change_nothing(base, data_dir, tmp_path):
 def test_samples_need_whole_weights():
     with pytest.raises(configurator.UserError, match="sample_every needs whole weights"):
         TrainConfig(sample_every=1, shard="zero2")
+
+
+def test_a_model_larger_than_the_machines_memory(base, data_dir, tmp_path, monkeypatch):
+    """Neither trained nor read: the system would kill us."""
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": 1000}[name])
+    refused(called(data_dir, tmp_path / "new"), "training this model takes 0.")
+    with pytest.raises(configurator.UserError, match="takes 0.*; name a smaller model"):
+        checkpoint.load(base)
