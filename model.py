@@ -62,8 +62,8 @@ class MixingWeights(nn.Module):
     """The weights of one residual in all layers: forward() -> {layer: (w_self, one for each source)}.
 
     starts: the same dict, of fixed weights or of what learned ones start from; those of learn="softmax" start as below.
-    It is empty where a Gate computes the weights, or map="cross" needs none. Learned ones are vectors, which AdamW does
-    not decay: train.adamw decays matrices (embeddings and head too), and no norm, bias or other vector.
+    It has no layers where a Gate computes the weights, or map="cross" needs none. Learned ones are vectors, if only of
+    length 1, because FSDP2 takes no scalars: AdamW decays no vectors (train.adamw).
     """
 
     def __init__(self, residual, index, plan):
@@ -137,8 +137,10 @@ class Attention(nn.Module):
     and DenseFormer's average in GPT.hidden.)
 
     projected[i]: layer i's projections of this call's tokens, {"q", "k" or "v": (B, heads, T, D)}; the paper's V_1 is
-    projected[0]["v"]. used[i]: what layer i's softmax used, after mixing and borrowing; with a KV cache of all tokens
-    so far. Mixing needs no V_1 of older tokens: we mix token by token, and the cache stores mixed values.
+    projected[0]["v"]. It also has layer i's input, "hidden", for Block, and projected["table 0"], … {"v": a token
+    table's values}. used[i]: what layer i's softmax used, after mixing and borrowing; with a KV cache of all tokens so
+    far. Mixing needs no V_1 of older tokens: we mix token by token, and the cache stores mixed values. Sources enter in
+    the steps 2 to 5 of `forward`.
     Both are arguments and results, not attributes, so that recompute and torch.compile see what depends on what.
     """
 
@@ -181,7 +183,8 @@ class Attention(nn.Module):
             mixed[t] = weighted_sum(w, mixed[t], [projected[i][t] for i in m.sources])
 
         # 3. Borrow what this layer does not own, as its owner used it: SVFormer (Eq 10) is V' = V_1.
-        #    Only owners write to the cache, so SVFormer's holds no values of the layers above 0.
+        #    Only owners write to the cache, so SVFormer's holds no values of the layers above 0. From here on V' is
+        #    used_here["v"].
         used_here = {}
         for t in ("q", "k", "v"):
             if t not in self.owns:
@@ -381,7 +384,7 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None):
         """Token ids (B, T) -> (logits (B, T, V), None); with targets (B, T), below 0 = ignored, -> (None, loss): the
-        mean cross-entropy in nats. loss.py: its logits never exist all at once, and its 1/n waits for the backward."""
+        mean cross-entropy in nats. The logits never exist all at once, see net/loss.py."""
         # logits only where they are asked for: with targets the loss makes them, a chunk at a time
         x = self.hidden(idx, cache)
         if targets is None:

@@ -38,10 +38,11 @@ from value_modes import ModelConfig, ValueMode, get_mode, kv_floats_per_token
 
 ENVIRONMENT = "train.py's environment"  # the kind of record in env.json
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
-# Settings that change no result beyond rounding. A resumed run says nothing of them, and other runs may differ in them.
+# Settings that change no result beyond rounding: a resumed run may change them without a word, and compare.py compares
+# runs that differ in them. Never may it change what MUST_STAY; all others with a note, as long as it has not ended.
 MAY_DIFFER = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every",
               "recompute", "shard", "micro_batch", "attn", "sample_every")  # fmt: skip
-MUST_STAY = {"seed", "batch_tokens", "data", "bos", "init_from", "val_hash", "eval_tokens"}  # in a run that continues
+MUST_STAY = {"seed", "batch_tokens", "data", "bos", "init_from", "val_hash", "eval_tokens"}
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ def with_shape(cfg):
 
 
 def learning_rate(step, peak, end, warmup, steps):
-    """Rate of step 0, 1, …: linear from 1e-7 to `peak` over `warmup` steps, then a cosine to `end` at `steps`.
-    Source: the authors' train.py."""
+    """Rate of step 0, 1, …: linear from 1e-7 to `peak` over `warmup` steps, then a cosine to `end` at `steps`. It may
+    depend on the step alone, because a resumed run knows no more. Source: the authors' train.py."""
     # a small rate first, because AdamW's second moments are still noise
     if step < warmup:
         return LR_START + (peak - LR_START) * step / warmup
@@ -210,7 +211,7 @@ def settings_of(cfg, corpus, path):
     """(config.json as it should be now, a note of the settings that changed since the run was last started, or "").
 
     path: the checkpoint that the run continues from, or None. What decides the first weights, the data or its order may
-    not change."""
+    not change: MUST_STAY here (`data` is a hash of text and mixture), the model's shape in checkpoint.resume."""
     # what the run has now, as a file has it
     new = dataclasses.asdict(cfg)
     new["value_mode_name"] = new["value_mode"].pop("name")
@@ -272,7 +273,7 @@ def validate(model, corpus, cfg, world, autocast, is_sharded):
     for i in range(world.rank, n_rounds * world.size, world.size):
         d, first, last = parts[i % len(parts)]
         x, y = corpus.val_batch(corpus.domains[d], first, last)
-        # parts have many shapes, and a sharded model's blocks are compiled in place, for training's shape
+        # `model` is not compiled, but for a sharded one's blocks, and these for training's shape alone
         with autocast(), torch.compiler.set_stance("force_eager"):
             loss = model(*world.to_device((x, y)))[1]
         if i < len(parts):
@@ -365,7 +366,7 @@ def train(cfg, world):
     micro_batch, accumulation = cfg.split_batch(world.size)
 
     # ---- the model: from a seed, or with another run's weights
-    torch.manual_seed(cfg.seed)
+    torch.manual_seed(cfg.seed)  # weights and batches have streams of their own; a mode of yours may draw from this one
     shape = cfg.model_config(corpus.tokenizer.n_vocab)
     # on a CPU gradients and AdamW's two moments are there, too; on a GPU the weights are made here and go there
     bytes_per_parameter = 16 if world.kind == "cpu" else 4
@@ -411,7 +412,6 @@ def train(cfg, world):
         n = step + 1
         began = time.perf_counter()
         input_s = 0.0
-        # the learning rate is a function of the step alone
         end = cfg.final_lr_ratio * cfg.learning_rate
         lr = learning_rate(step, cfg.learning_rate, end, cfg.warmup_steps, cfg.max_steps)
         for group in optimizer.param_groups:

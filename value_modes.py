@@ -2,6 +2,11 @@
 
     python model.py --value_mode=svformer --n_layer=4      prints a plan: which layer owns, borrows and mixes what
 
+A mode of your own is a file for `python train.py mine.py`, or a row of TABLE:
+
+    from value_modes import Residual, ValueMode
+    value_mode = ValueMode((Residual(lam=(1.0, 0.5), layers="0.5:"),), name="half_above")
+
 A value mode says which tensors of earlier layers a layer reads, how it mixes them in, and which layers have
 projections of their own. `plan_layers` turns a mode and a shape into a LayerPlan for each layer, which model.py builds.
 
@@ -37,15 +42,17 @@ class Residual:
          "cross" attends to both layers under one softmax:          U_n = softmax(Q_n [K_n; K_i]^T) [V_n; V_i] (Eq 2)
          A new map: its name here, its place and what it reads below, and its line in model.Attention.
     subtract: what "delta" subtracts: the "mixed" V', or V_n as "projected".
-    lam: the weights (w_self, sum of all l_i); None = the plain mean of the layer's own tensor and its sources.
-    learn: "fixed" weights, or learned ones that start from lam:
+    lam: the weights (w_self, sum of all l_i), of which each source gets an equal part; None = the plain mean of the
+        layer's own tensor and its sources.
+    learn: "fixed" weights, or learned ones that start from lam, in each layer its own:
          "scalar"   one for the layer's own tensor and one for each source
          "sources"  one for each source; w_self stays lam[0]
          "lerp"     (1 - l, l)
          "unit"     s (a, b) / sqrt(a^2 + b^2), from s = 1
          "softmax"  (Learnable-Plus) a_n and s softmax_n(b) over the layers that have it, from a_n = 1/2, s = n_layer,
-                    b = slope (0, 1, 2, …)
+                    b = slope (0, 1, 2, …). All layers share s, and b by the softmax.
          "head", "sigmoid", "relu": a model.Gate computes them for each token
+         A new one: its name here, its start and formula in model.MixingWeights, what it cannot mean in net/rules.py.
     slope: how fast b rises with depth at the start of "softmax".
     layers: the layers that have it, see `pick_layers`; () = each layer that has a source. A layer that borrows every
         tensor that the residual would change is left without the residual.
@@ -123,7 +130,7 @@ class ValueMode:
     values: "projected", or the layer's "keys" before rope, over their RMS in each head.
     heads_from_layer_0: fraction of the value heads that each layer above 0 takes from layer 0. These are the last
         heads; the layer computes the others itself.
-    kv_group: query heads that share a key and value head (GQA), at most n_head; 0 = all (MQA).
+    kv_group: query heads that share a key and value head (GQA), larger = n_head; 0 = all (MQA); 1 = as n_kv_head says.
     cut_first: layer 0 has no skip around its attention (its MLP has one).
     dense: (dilation, period) of DenseFormer's depth-weighted average of the residual stream, or None.
     name: what we call it on screen and in files; "" = the table's row that equals it, or custom_….
@@ -162,7 +169,7 @@ class ValueMode:
         return 0 if t == "v" and owner != n and self.borrow_v == "first" else owner
 
     def with_lam(self, value):
-        """This mode with `value` as the weight of the sources, in its last residual that has such a weight."""
+        """This mode with `value` as the weight of the sources, in its last residual whose `lam` is not None."""
         settable = [j for j, r in enumerate(self.residuals) if r.lam]
         if not settable:
             raise UserError(f"{self.name} does not take a number: no residual of it has a weight that can be set")
@@ -499,9 +506,10 @@ def plan_layers(cfg):
 
 def sources_of(r, plan):
     """{layer: what residual r reads there}, for the layers that have it. Numbers of layers, or of r's token tables."""
+    # owners[n]: who owns what r reads, as layer n sees it
     owners = [[layer.owner[t] for t in r.reads] for layer in plan]
     layers = pick_layers(r.layers or ":", len(plan))
-    # owners[n]: who owns what r reads, as layer n sees it. A layer that borrows all of it has nothing of its own to mix
+    # a layer that is none of its own owners borrows all that r would mix, so it has no such residual
     if r.reads:
         layers = [n for n in layers if n in owners[n]]
     count = len(layers)
