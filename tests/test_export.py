@@ -90,6 +90,7 @@ def test_it_decodes_with_transformers_cache_and_with_padding(mode, arch):
         assert sum(x.keys.nbytes + x.values.nbytes for x in layers) == 2 * 23 * 4 * kv_floats_per_token(model.cfg)
         padded = torch.cat([tokens((1, 3), seed=1), IDX[:1, :5]], dim=1)  # 3 tokens of padding, whatever they are
         mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+        close(peer(padded, mask).logits[:, 3:], model(IDX[:1, :5])[0])
         alone = peer.generate(IDX[:1, :5], attention_mask=mask[:, 3:], **how)
         assert torch.equal(peer.generate(padded, attention_mask=mask, **how)[:, 3:], alone)
 
