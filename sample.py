@@ -92,7 +92,6 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
     assert 1 <= min(lengths) and max(lengths) <= block_size, f"prompts have 1 to {block_size} tokens, not {lengths}"
     limits = [min(n_new, block_size - n + 1) for n in lengths]  # the last new token needs no position of its own
     generator = torch.Generator(device).manual_seed(seed)
-    seconds = {"prefill": 0.0, "compile": 0.0, "decode": 0.0}
     began = clock(device)
 
     # All tokens lie in one tensor, prompts and then what we append. We pad on the left, because then every row's next
@@ -108,7 +107,7 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
 
     # One pass over the prompts fills the cache and gives the first new token of each row.
     append(next_logits, text[:, :start])
-    seconds["prefill"] = clock(device) - began
+    seconds = {"prefill": clock(device) - began, "compile": 0.0}
 
     # A step has the same shapes each time if it reads all slots of the cache.
     cache.is_static = compile
