@@ -333,16 +333,15 @@ def summarize(recorder, L, T):
     layers, states, arrays = {}, {}, {}
     for name in recorder.sums:
         is_state = name.startswith("hidden_")
-        table, rows = (states, L + 1) if is_state else (layers, L)
-        means = [recorder.mean(name, n) for n in range(rows)]
+        table, n_rows = (states, L + 1) if is_state else (layers, L)
+        means = [recorder.mean(name, n) for n in range(n_rows)]
         # a layer may lack a quantity; any layer that has it says whether it is a number or an array
         found = next(mean for mean in reversed(means) if mean is not None)
         if isinstance(found, float):
             table[name] = {"mean": [None if x is None else float(f"{x:.7g}") for x in means]}
         else:
-            arrays[name] = np.stack([np.full_like(found, np.nan) if mean is None else mean for mean in means]).astype(
-                "f4"
-            )
+            rows = [np.full_like(found, np.nan) if mean is None else mean for mean in means]
+            arrays[name] = np.stack(rows).astype("f4")
     level = uniform_entropy(T)
     layers["entropy_minus_uniform"] = {"mean": [float(f"{x - level:.7g}") for x in layers["entropy"]["mean"]]}
     return {"entropy_uniform": level, "layers": layers, "states": states}, arrays

@@ -148,7 +148,7 @@ def critical_point(x, y, window):
 
 def critical(job, found, seed):
     """critical_point of a Job's relative loss."""
-    two = [found.steps(one, seed) for one in (job, job.baseline)]
+    two = [found.run(one, seed).steps for one in (job, job.baseline)]
     x, y = plot.align([(steps["step"], steps["loss"]) for steps in two])
     return critical_point(x, y[0] - y[1], found.scale.window)
 
@@ -169,16 +169,15 @@ def of_layers(key, reduce):
     return lambda job, found, seed: reduce([x for x in found.by_layer(job, seed, key) if x is not None])
 
 
-MOST_IMPORTANCE = of_layers("first", max)  # these three are the first token's extremes
-LEAST_VALUE = of_layers("value_norm", min)
-MOST_HIDDEN = of_layers("hidden_norm", max)
+LEAST_VALUE, MOST_HIDDEN = of_layers("value_norm", min), of_layers("hidden_norm", max)  # the first token's extremes
+ENTROPY_MINUS_UNIFORM = of_layers("entropy_minus_uniform", np.mean)
 
 ENTROPY = "entropy in the deeper layers"
 # no sink, no drain and no peak at the first token
 EXTREMES = ("first token's importance", "first token's value", "first token's hidden state")
 MEASURED = {  # how the paper sees a value residual beside vanilla: its word, its side, the quantity
     ENTROPY: ("higher", HIGHER, of_layers("entropy", lambda x: np.mean(x[len(x) // 2 :]))),
-    EXTREMES[0]: ("lower", LOWER, MOST_IMPORTANCE),
+    EXTREMES[0]: ("lower", LOWER, of_layers("first", max)),
     EXTREMES[1]: ("higher", HIGHER, LEAST_VALUE),
     EXTREMES[2]: ("lower", LOWER, MOST_HIDDEN),
     "largest importance": ("lower", LOWER, of_layers("top_1", np.mean)),
@@ -207,10 +206,6 @@ START_TOKEN = {  # how far the first token stands out of the others; the paper's
     ": value norm": ("above 0.5", (0.5, math.inf), LEAST_VALUE),
     ": hidden norm": ("below 3", (-math.inf, 3.0), MOST_HIDDEN),
 }
-
-
-def entropy_minus_uniform(job, found, seed):
-    return np.mean(found.by_layer(job, seed, "entropy_minus_uniform"))
 
 
 # -- what eval.py scored

@@ -73,23 +73,16 @@ def lines(*modes, label="{0.mode}", **settings):
     return tuple(made)
 
 
-def labelled(modes):
-    return tuple((label, Job(mode)) for label, mode in modes.items())
-
-
 def lower(*pairs, paper="lower", **settings):
     """Claims on "a b": mode a ends at a lower validation loss than mode b."""
     return tuple(Claim(*(Job(mode, **settings) for mode in pair.split()), paper, LOWER) for pair in pairs)
 
 
-def compared(caption, modes, *pairs, parts=(("", ""),), more=(), **others):
-    """A figure of training losses minus vanilla's, {label: mode}, and claims on pairs of modes and `more`. parts:
-    (title, from which share of the tokens on) of each panel."""
-    shown = tuple(Panel(panels.relative, title, labelled(modes), since) for title, since in parts)
-    return Figure(caption, shown, (*lower(*pairs), *more), **others)
-
-
-ZOOMED = (("all of training", ""), ("the last half", 0.5))
+def compared(caption, modes, *pairs, parts=(("", ""),)):
+    """A figure of training losses minus vanilla's, {label: mode}, and claims on pairs of modes. parts: (title, from
+    which share of the tokens on) of each panel."""
+    jobs = tuple((label, Job(mode)) for label, mode in modes.items())
+    return Figure(caption, tuple(Panel(panels.relative, title, jobs, since) for title, since in parts), lower(*pairs))
 
 
 def sweep_pairs(sweep, best):
@@ -125,7 +118,7 @@ FIGURES = {
         (Panel(panels.before_training, "before training", (("{0.mode}", BEFORE),)),
          Panel(panels.layers, "public models", key="entropy", has_public=True),
          Panel(panels.layers, "trained", INSPECTED_FOUR, "entropy")),
-        (Claim(BEFORE, None, "-0.009 to +0.002", (-0.009, 0.002), claims.entropy_minus_uniform,
+        (Claim(BEFORE, None, "-0.009 to +0.002", (-0.009, 0.002), claims.ENTROPY_MINUS_UNIFORM,
                ": entropy minus uniform attention's"),
          over_vanilla("resformer", ENTROPY, INSPECTED), over_vanilla("svformer", ENTROPY, INSPECTED))),
     "fig2": Figure(
@@ -159,7 +152,8 @@ FIGURES = {
          *lower("resformer vanilla", length=32000), *lower("resformer vanilla", length=64000))),
     "fig8": compared(
         "ResFormer with other weights λ of V_1. The paper: 2 is best.",
-        LAMBDAS | {"ResFormer": "resformer"}, *sweep_pairs(LAMBDAS, "resformer_lambda"), parts=ZOOMED),
+        LAMBDAS | {"ResFormer": "resformer"}, *sweep_pairs(LAMBDAS, "resformer_lambda"),
+        parts=(("all of training", ""), ("the last half", 0.5))),
     "fig9": compared(
         "A residual on values, keys or queries.", {"Value": "resformer", "Key": "key", "Query": "query"},
         "resformer vanilla", "vanilla query", "vanilla key"),

@@ -58,10 +58,6 @@ class Found:
 
     # losses, in nats per token
 
-    def steps(self, job, seed):
-        """{"step", "tokens", "loss"}: arrays over training."""
-        return self.run(job, seed).steps
-
     def validation(self, job, seed):
         """(tokens, validation losses) of a run's evaluations."""
         run = self.run(job, seed)
@@ -111,13 +107,9 @@ class Found:
 
     # the paper's units in words, as they are here
 
-    def rate(self, job):
-        """A Job's peak learning rate."""
-        return f"{self.scale.rate(job):.4g}"
-
     def in_words(self, text, job):
         """A text whose {0.mode}, {0.rate}, {0.size}, {0.length} and {0.warmup} become a Job's."""
-        here = SimpleNamespace(mode=LABELS.get(job.mode, job.mode), rate=self.rate(job))
+        here = SimpleNamespace(mode=LABELS.get(job.mode, job.mode), rate=f"{self.scale.rate(job):.4g}")
         here.size = plot.short_count(self.parameters(job))
         here.length, here.warmup = f"{self.scale.lengths[job.length][0]:,}", f"{self.scale.warmups[job.warmup]:,}"
         return text.format(here)

@@ -147,13 +147,8 @@ def name_ends(ax, lines, styles):
     for label, marks in sorted(lines.items(), key=lambda line: line[1][-1][1]):
         _, y, *_ = marks[-1]
         last = max(y, last + 0.065 * (high - low))
-        text = {
-            "color": styles[label]["color"],
-            "va": "center",
-            "fontsize": 8,
-            "bbox": {"fc": "w", "ec": "w", "pad": 0},
-        }
-        ax.text(1.02, last, label, transform=ax.get_yaxis_transform(), **text)
+        look = {"color": styles[label]["color"], "bbox": {"fc": "w", "ec": "w", "pad": 0}}
+        ax.text(1.02, last, label, transform=ax.get_yaxis_transform(), va="center", fontsize=8, **look)
 
 
 def along(ax, panel, found):

@@ -93,11 +93,6 @@ class ReproduceConfig:
         prepare = f"{scale.prepare} --out_dir={shlex.quote(data_dir)}"
         return dataclasses.replace(scale, data_dir=data_dir, prepare=prepare)
 
-    @property
-    def folder(self):
-        """Where figures and records of runs go."""
-        return Path(self.results_dir, self.scale)
-
 
 # -- the plan
 
@@ -198,17 +193,16 @@ def make_all(runs, public, cfg):
 
     def next_job(name, settings, needs):
         """The first command of a run that is neither done nor has failed; after the last one the run is made."""
+        folder = settings["out_dir"]
         for what, words in commands(settings, needs, cfg).items() if cfg.run else ():
-            log = Path(settings["out_dir"], f"{what}.log")
+            log = Path(folder, f"{what}.log")
             if log not in failed:
                 return command_of(words, log, settings["max_steps"] if what == "train" else 0)
         run = finished(settings)
         if run is None:
-            raise UserError(
-                f"{settings['out_dir']} is missing or not finished; leave out --run=false, or see its train.log"
-            )
+            raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
         made[name] = run
-        print(f"{len(made)} of {len(runs)}, {settings['out_dir']}: validation loss {run.final_loss:.4f}", flush=True)
+        print(f"{len(made)} of {len(runs)}, {folder}: validation loss {run.final_loss:.4f}", flush=True)
 
     def wanted():
         if cfg.run and not has_data(cfg):
@@ -249,8 +243,9 @@ def publish(name, figure, cfg, found):
         record["table"] = list(figure.table(found))
     record["rows"] = [claim_row(claim, found) for claim in figure.claims]
     print(*tables_of(record), sep="\n", flush=True)
+    folder = Path(cfg.results_dir, cfg.scale)
     if figure.panels:  # last, so that an error leaves the old picture beside the old numbers
-        page_of_panels(cfg.folder / f"{name}.png", figure, found)
+        page_of_panels(folder / f"{name}.png", figure, found)
         record["png"] = f"{cfg.scale}/{name}.png"
     # other figures of this scale keep their records, in the order of figures.py
     path = Path(cfg.results_dir, f"{cfg.scale}.json")
@@ -261,7 +256,7 @@ def publish(name, figure, cfg, found):
     figures[name] = record
     results = {"scale": cfg.units.what, "figures": {key: figures[key] for key in FIGURES if key in figures}}
     write_record(path, RESULTS, results)
-    write_text(cfg.folder / "README.md", report_text(results, cfg.scale))
+    write_text(folder / "README.md", report_text(results, cfg.scale))
 
 
 ABOUT = """Losses are in nats per token. "82M" and the like are the paper's sizes, see Tables 3 and 4. A claim is on the

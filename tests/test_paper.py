@@ -25,7 +25,7 @@ from common.runs import METRICS, read_kept, read_run
 from common.sizes import count_parameters
 from configurator import UserError, load_settings
 from eval import EvalConfig
-from paper import claims, figures, panels, reproduce, tables
+from paper import claims, figures, found, panels, reproduce, tables
 from paper.claims import Claim, claim_cells, claim_row
 from paper.figures import FIGURES
 from paper.found import Found, finished
@@ -51,26 +51,25 @@ def jobs_at(scale):
 # ---- scales
 
 
+def at_paper(*job, **settings):
+    return TrainConfig(**train_settings(Job(*job, **settings), SCALES["paper"], 42, "x"))
+
+
 def test_a_default_job_is_the_papers_recipe():
     """train.py's defaults are Table 4. Only how, and how often, a run is evaluated, logged and saved may differ."""
-    values = train_settings(Job(), SCALES["paper"], 42, "x")
-    mine, default = (dataclasses.asdict(TrainConfig(**of)) for of in (values, {}))
+    mine, default = at_paper(), TrainConfig()
     free = {"out_dir", "eval_every", "eval_tokens", "log_every", "keep", "save_every"}
-    assert {k for k in default if mine[k] != default[k]} <= free
-    assert mine["eval_tokens"] == 0  # the whole validation split, as in Table 5
+    assert {k for k, value in vars(default).items() if vars(mine)[k] != value} <= free
+    assert mine.eval_tokens == 0  # the whole validation split, as in Table 5
 
 
 def test_scale_paper_is_tables_3_and_4():
     for length, batch, each in ((512, 4096, 128), (2048, 1024, 32), (8192, 256, 8), (32000, 64, 2), (64000, 32, 1)):
-        cfg = TrainConfig(**train_settings(Job(length=length), SCALES["paper"], 42, "x"))
+        cfg = at_paper(length=length)
         assert (cfg.block_size, cfg.batch_tokens, cfg.micro_batch) == (length, batch * length, each)
         assert cfg.split_batch(8) == (each, 4) and cfg.max_steps == 10_000
-    for job, total in [
-        *((Job(size=size), total) for size, total in N.items()),
-        (Job("svformer", "468M"), 443_804_672),
-    ]:
-        cfg = TrainConfig(**train_settings(job, SCALES["paper"], 42, "x"))
-        assert count_parameters(cfg.model_config(50277)) == total
+    for mode, size, total in (*(("vanilla", *pair) for pair in N.items()), ("svformer", "468M", 443_804_672)):
+        assert count_parameters(at_paper(mode, size).model_config(50277)) == total
 
 
 @pytest.mark.parametrize("name", SCALES)
@@ -87,19 +86,19 @@ def test_every_run_of_every_figure_is_valid(name):
 
 
 def test_names_of_runs_are_in_this_scales_numbers():
-    jobs = (
-        Job(),
-        Job("svformer", lr=1e-4),
-        Job("cla2", "468M", 64000),
-        Job("svformer", warmup=1200, arch="gpt2"),
-    )
-    names = [SCALES["cpu"].name(job) for job in (*jobs, Job(is_trained=False))]
-    assert names[:3] == ["base-vanilla", "base-svformer-rate0.0005", "12x128-cla2-length1024"]
-    assert names[3:] == ["base-svformer-warmup60-gpt2", "base-vanilla-untrained"]
+    jobs = {
+        "base-vanilla": Job(),
+        "base-svformer-rate0.0005": Job("svformer", lr=1e-4),
+        "12x128-cla2-length1024": Job("cla2", "468M", 64000),
+        "base-svformer-warmup60-gpt2": Job("svformer", warmup=1200, arch="gpt2"),
+        "base-vanilla-untrained": Job(is_trained=False),
+    }
+    assert [SCALES["cpu"].name(job) for job in jobs.values()] == list(jobs)
 
 
 def test_all_figures_are_there():
-    assert list(FIGURES) == [f"fig{i}" for i in (1, 2, *range(4, 23))] + [f"tab{i}" for i in range(1, 6)]
+    assert list(DRAWN) == [f"fig{i}" for i in (1, 2, *range(4, 23))]
+    assert list(FIGURES) == [*DRAWN, *(f"tab{i}" for i in range(1, 6))]
     assert sum(len(figure.claims) for figure in FIGURES.values()) == 82
 
 
@@ -172,14 +171,9 @@ def what_is_drawn(panel):
     names |= {panels.heat: f"map of {panel.key}", panels.along: "loss by tokens"}
     if panel.draw is panels.layers and isinstance(panel.key, dict):
         assert [label for label, _ in panel.lines] == list(panel.key)  # a line for each
-        ranks = [key.removeprefix("top_") for key in panel.key.values()]
-        equations = [re.sub(r" \(.*", "", label) for label in panel.key]
-        is_of_ranks = list(panel.key.values())[0].startswith("top_")
-        return (
-            f"importance at ranks {', '.join(ranks)}"
-            if is_of_ranks
-            else f"similarity to Eq 2 of {', '.join(equations)}"
-        )
+        if "top_1" in panel.key.values():
+            return f"importance at ranks {', '.join(panel.key.values())}".replace("top_", "")
+        return f"similarity to Eq 2 of {', '.join(re.sub(r' .Eq .*', '', label) for label in panel.key)}"
     return names.get(panel.draw, panel.key)
 
 
@@ -191,10 +185,6 @@ def test_a_figure_has_all_panels_and_lines_of_the_papers(name):
         alike = [panel for panel in shown if what_is_drawn(panel) == what]
         is_there = [panel.has_public if wanted == "public" else wanted <= set(panel.jobs) for panel in alike]
         assert any(is_there), f"{name} has no panel with {what} of all these: {wanted}"
-
-
-def test_the_papers_figures_are_all_in_that_table():
-    assert list(DRAWN) == [name for name in FIGURES if name.startswith("fig")]
 
 
 # ---- made-up runs
@@ -216,9 +206,9 @@ class Made(Found):
 
     def run(self, job, seed):
         self.asked.add(job)
-        name, n = self.name(job, seed), train_settings(job, self.scale, seed, "x")["max_steps"]
-        step, loss = np.arange(1.0, 1 + n), rng("loss", name).random()
-        steps = {"step": step, "tokens": step * 1024, "loss": rng("steps", name).random(n) + 3}
+        n, numbers = train_settings(job, self.scale, seed, "x")["max_steps"], rng("run", self.name(job, seed))
+        step, loss = np.arange(1.0, 1 + n), numbers.random()
+        steps = {"step": step, "tokens": step * 1024, "loss": numbers.random(n) + 3}
         val, start = {max(1, n // 2): 3.0} | {n: loss}, {"parameters": N[job.size] + len(job.mode)}
         evaluation = {"val": {"C4": loss, "mine": loss + 0.2}}
         return SimpleNamespace(start=start, steps=steps, val=val, evaluation=evaluation, final_loss=loss)
@@ -244,17 +234,11 @@ def made(data_dir):
 
 def axes_of(figure, found):
     """What a figure is drawn on; it is not rendered."""
-    kept = []
-
-    @contextlib.contextmanager
-    def page(path, size):
-        kept.append(Paper(figsize=size))
-        yield kept[-1]
-
+    paper = Paper()
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(panels, "page", page)
+        m.setattr(panels, "page", lambda path, size: contextlib.nullcontext(paper))
         panels.page_of_panels("x.png", figure, found)
-    return kept[0].axes
+    return paper.axes
 
 
 def lines(ax):
@@ -279,10 +263,12 @@ def test_a_figure_names_all_runs_that_it_needs_and_no_more(name, made):
 
 def test_relative_panels(made):
     """Each line is the run's loss minus vanilla's with its seed and all its settings, averaged over growing windows."""
-    for label, job in made.labels(FIGURES["fig15"].panels[2].lines):
-        gaps = [made.steps(job, s)["loss"] - made.steps(job.baseline, s)["loss"] for s in made.seeds]
-        x, (y,) = plot.growing_means(made.steps(job, 42)["tokens"], np.mean(gaps, 0)[None])
-        np.testing.assert_allclose(lines(axes_of(FIGURES["fig15"], made)[2])[label], [x, y], atol=1e-9)
+    panel = FIGURES["fig15"].panels[2]
+    (ax,) = axes_of(figures.Figure("", (panel,)), made)
+    for label, job in made.labels(panel.lines):
+        gaps = [made.run(job, s).steps["loss"] - made.run(job.baseline, s).steps["loss"] for s in made.seeds]
+        x, (y,) = plot.growing_means(made.run(job, 42).steps["tokens"], np.mean(gaps, 0)[None])
+        np.testing.assert_allclose(lines(ax)[label], [x, y], atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["fig4", "fig18", "fig21"])
@@ -323,36 +309,42 @@ def test_a_critical_point_beyond_training_is_hollow(step, is_filled, made, monke
 # ---- tables of the paper
 
 
-def test_accuracies_and_losses(made):
-    """Tables 1 and 5: means over seeds, the paper's numbers in brackets."""
-    for losses in tables.PAPER_LOSSES.values():
-        assert losses[-1] == round(sum(losses[:7]) / 7, 4)
+def table(name, found):
+    """{first cell: the others} of its rows."""
+    return {row[0]: row[1:] for row in FIGURES[name].table(found)}
+
+
+def test_accuracies(made):
+    """Means over seeds, the paper's numbers in brackets."""
     for accuracies in tables.PAPER_ACCURACIES.values():
         assert accuracies[-1] == pytest.approx(sum(accuracies[:6]) / 6, abs=0.00051)
-    one = {line[0]: line[1:] for line in FIGURES["tab1"].table(made)}
+    one = table("tab1", made)
     mean = np.mean([made.evaluation(Job("resformer"), s, task)["acc"] for s in (42, 1) for task in SIX])
     assert one[""] == [*SIX, "Avg"] and one["ResFormer, length 128"][-1] == f"{mean:.4f} (0.355)"
     made.evaluation = lambda job, seed, task: None if task == "piqa" or seed == 1 else {"acc": 0.5}
-    one = {line[0]: line[1:] for line in FIGURES["tab1"].table(made)}
-    assert one["ResFormer, length 128"][-3:] == ["0.5000 (0.414)", "- (0.604)", "- (0.355)"]
+    assert table("tab1", made)["ResFormer, length 128"][-3:] == ["0.5000 (0.414)", "- (0.604)", "- (0.355)"]
     assert claims.accuracy_gap(Job("resformer"), made, 42) == 0
     made.evaluation = lambda job, seed, task: None
     with pytest.raises(UserError, match="no task is scored at length 2,048; without the hub, name files by --eval_dir"):
-        list(FIGURES["tab1"].table(made))
-    five = {line[0]: line[1:] for line in FIGURES["tab5"].table(made)}
-    loss = np.mean(made.final_losses(Job("resformer")))
+        table("tab1", made)
+
+
+def test_losses_by_domain(made):
+    for losses in tables.PAPER_LOSSES.values():
+        assert losses[-1] == round(sum(losses[:7]) / 7, 4)
+    five, loss = table("tab5", made), np.mean(made.final_losses(Job("resformer")))
     cells = [f"{loss:.4f} (3.5191)", f"{loss + 0.2:.4f}", f"{loss:.4f} (2.7117)"]
     assert five[""] == ["C4", "mine", "Avg"] and five["ResFormer 81.9M"] == cells
 
 
 def test_tables_of_settings(made, data_dir):
     """Tables 2 to 4. At scale paper ours and its numbers are equal."""
-    shares = {line[0]: line[1:] for line in FIGURES["tab2"].table(made)}
+    shares = table("tab2", made)
     assert shares["prose"] == ["60.0%", "30,000", "-", "-"] and shares["C4"] == ["-", "-", "20%", "4B"]
     made.scale = dataclasses.replace(SCALES["paper"], data_dir=str(data_dir))  # with data of 257 tokens
-    last = list(tables.table3(made))[-1]  # the paper prints 32 steps of accumulation, and 4 are meant
-    assert last[1:] == ["64,000 (64,000)", "32 (32)", "8 (8)", "1 (1)", "4 (32)", "2,048,000 (2,048,000)"]
-    four = {line[0]: line[1:] for line in tables.table4(made)}
+    last = table("tab3", made)["64,000"]  # the paper prints 32 steps of accumulation, and 4 are meant
+    assert last == ["64,000 (64,000)", "32 (32)", "8 (8)", "1 (1)", "4 (32)", "2,048,000 (2,048,000)"]
+    four = table("tab4", made)
     total = 2 * 257 * 512 + 8 * (4 * 512**2 + 3 * 512 * 1792 + 2 * 512) + 512
     assert four["parameters"][1] == f"{total:,}" and four["peak learning rate"] == ["0.0006 (0.0006)"] * 5
     assert [four[name][3] for name in ("layers", "width", "FFN width")] == ["15 (-)", "1,024 (-)", "3,584 (-)"]
@@ -397,17 +389,26 @@ def test_critical_points():
     assert claims.critical_point(x, x, 1) == 0
 
 
+@pytest.mark.parametrize("name", "fig5 fig7 fig8 fig9 fig10 fig11 fig13 fig16 fig17 fig20 fig22".split())
+def test_a_claim_is_as_in_the_finished_experiment(name, made):
+    then = read_record(ROOT / "results/night.json", reproduce.RESULTS)["figures"][name]["rows"]
+    now = {(made.names_of(claim.a, claim.b) + claim.what, claim.paper) for claim in FIGURES[name].claims}
+    assert {(row["what"], row["paper"]) for row in then if "length" not in row["what"]} <= now
+
+
+def test_the_longer_is_overtaken_later(made, monkeypatch):
+    monkeypatch.setattr(claims, "critical", lambda job, found, seed: {512: 1, 2048: 0, 64000: 3}.get(job.length, 2))
+    assert claims.later_when_longer(Job(), made, 42) == 8 / 9  # of ten pairs one is equal, one the wrong way round
+
+
 def test_losses_and_differences_of_a_claim(made):
-    of = {(mode, seed): made.final_loss(Job(mode), seed) for mode in ("vanilla", "key", "query") for seed in (42, 1)}
-    values = [of["key", seed] - of["query", seed] for seed in (42, 1)]
-    for value in (claims.loss, claims.gap):  # vanilla's loss cancels
-        row = claim_row(Claim(Job("key"), Job("query"), "lower", claims.LOWER, value), made)
-        assert row["values"] == pytest.approx(values) and row["mean"] == pytest.approx(sum(values) / 2)
-    assert claims.gap(Job("key"), made, 1) == of["key", 1] - of["vanilla", 1]
+    vanilla, key, query = (np.array(made.final_losses(Job(mode))) for mode in ("vanilla", "key", "query"))
+    row = claim_row(Claim(Job("key"), Job("query"), "lower", claims.LOWER), made)
+    assert row["values"] == (key - query).tolist() and row["mean"] == pytest.approx((key - query).mean())
+    assert claims.gap(Job("key"), made, 1) == (key - vanilla)[1]
 
 
-LAYERS = {key: ANALYSIS["layers"][key]["mean"] for key in ANALYSIS["layers"]}
-STATES = {key: ANALYSIS["states"][key]["mean"] for key in ANALYSIS["states"]}
+LAYERS, STATES = ({key: x["mean"] for key, x in ANALYSIS[part].items()} for part in ("layers", "states"))
 NAIVE = {  # what the claims take from an analysis of six layers, a second time
     "entropy in the deeper layers": sum(LAYERS["entropy"][3:]) / 3,
     "first token's importance": max(LAYERS["first"]),
@@ -437,10 +438,9 @@ def test_other_quantities_of_analyses(made):
     row = max(row[0] / (sum(row[1:100]) / 99) for row in made.arrays(Job(), 42)["importance"].tolist())
     assert claims.importance_ratio(Job(), made, 42) == pytest.approx(row)
     above = sum(LAYERS["entropy_minus_uniform"]) / 6
-    assert claims.entropy_minus_uniform(Job(), made, 42) == pytest.approx(above)
-    deeper = sum(x for x in LAYERS["eq4"] if x is not None) - sum(x for x in LAYERS["eq6"] if x is not None)
-    n = sum(x is not None for x in LAYERS["eq4"])
-    assert claims.eq4_minus_eq6(Job(), made, 42) == pytest.approx(deeper / n)
+    assert claims.ENTROPY_MINUS_UNIFORM(Job(), made, 42) == pytest.approx(above)
+    eq4, eq6 = (sum(LAYERS[key][1:]) / 5 for key in ("eq4", "eq6"))  # layer 1 has none
+    assert claims.eq4_minus_eq6(Job(), made, 42) == pytest.approx(eq4 - eq6)
 
 
 def row_of(values, job, side):
@@ -448,15 +448,10 @@ def row_of(values, job, side):
     return claim_row(claim, Made(seeds=tuple(values)))
 
 
-def test_what_decides_nothing():
-    """Equal values show no spread, and some may be missing."""
-    for values in ([0.5, 0.5], [0.1, 0.1001, None]):
-        assert row_of(dict(enumerate(values)), Job(), (0, math.inf))["verdict"] == "cannot tell"
-
-
 @pytest.mark.parametrize("values, verdict", [
-    ([0.5, 0.51], "same side"), ([-0.5, -0.51], "other side"), ([0.5, -0.4], "cannot tell"),
-    ([0.5], "same side?"), ([-0.5], "other side?"), ([0.9, 0.91], "other side"),
+    ([0.5, 0.51], "same side"), ([-0.5, -0.51], "other side"), ([0.9, 0.91], "other side"),
+    ([0.5], "same side?"), ([-0.5], "other side?"), ([0.9], "other side?"), ([0.5, -0.4], "cannot tell"),
+    ([0.5, 0.5], "cannot tell"), ([0.1, 0.1001, None], "cannot tell"),  # no spread; a value that is missing
 ])  # fmt: skip
 def test_verdicts(values, verdict):
     """The paper's side is between 0 and 0.8; the interval of two is wide."""
@@ -468,7 +463,7 @@ def test_a_row_has_json_numbers(made):
     assert (row["seeds"], row["values"], row["n"]) == ([0, 2, 3], [0.25, 0.75, None], 2)
     assert claim_cells(row) == ["cla2 180M: a − b", "paper", "", "+0.5 ± 3.2", "2 of 3"]
     assert made.names_of(Job("cla2", lr=3e-4), Job(lr=3e-4)) == "cla2 − vanilla rate 0.0015"
-    assert made.names_of(Job("gqa2", length=512), Job("gqa2")) == "gqa2 length 64 − gqa2"
+    assert made.names_of(Job("gqa2", length=512), Job("gqa2", arch="gpt2")) == "gqa2 length 64 − gqa2 gpt2"
 
 
 # ---- plans
@@ -478,12 +473,12 @@ def test_a_row_has_json_numbers(made):
 def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
     result = in_process(reproduce, "all", f"--scale={scale}", "--dry_run", cwd=tmp_path)
     assert result.returncode == 0 and not list(tmp_path.iterdir())
-    cfg, text = asked("all", f"--scale={scale}"), result.stdout
+    cfg = asked("all", f"--scale={scale}")
     runs = {settings["out_dir"]: (settings, needs) for settings, needs in runs_of(cfg, cfg.figures.values()).values()}
     assert list(runs) == [f"out/{scale}/{SCALES[scale].name(job)}-42" for job in jobs_at(scale)]
-    made = {"train": set(), "analyze": set(), "eval": set(), "prepare": set()}
-    for command, name, words in re.findall(r"^(python|torchrun \S+) (\w+)\.py (.*)", text, re.M):
-        kinds = {"train": TrainConfig, "analyze": AnalyzeConfig, "eval": EvalConfig, "prepare": PrepareConfig}
+    kinds = {"train": TrainConfig, "analyze": AnalyzeConfig, "eval": EvalConfig, "prepare": PrepareConfig}
+    made = {name: set() for name in kinds}
+    for command, name, words in re.findall(r"^(python|torchrun \S+) (\w+)\.py (.*)", result.stdout, re.M):
         given = load_settings(kinds[name], shlex.split(words))
         assert not getattr(given, "tokenizer_file", ""), "a file that a reader does not have"
         made[name] |= {given.out_dir} if name in ("train", "prepare") else set(given.runs)
@@ -503,6 +498,9 @@ def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
     ("fig3", "cannot reproduce 'fig3'; there are fig1, "),
     ("tab5 --scale=paper", "scale=paper needs GPUs, and there is none; add --dry_run, or set --scale=cpu"),
     ("fig4 --data_dir=missing", "missing has no manifest.json; make the data: `python prepare.py pysource"),
+    ("fig7 --public=m --dry_run", "fig7 draws no public models; fig1 and fig18 do"),
+    ("tab1 --eval_dir=no --dry_run", "eval_dir=no is no folder; it takes one with <task>.jsonl files"),
+    ("fig18 --public=m --dry_run", "m is no model in Hugging Face layout; --public takes Llamas and Mistrals"),
 ])  # fmt: skip
 def test_what_is_refused(words, says, tmp_path):
     refused(in_process(reproduce, *words.split(), cwd=tmp_path), says)
@@ -514,15 +512,6 @@ def test_each_public_model_has_an_analysis_of_its_own():
     every = [asked(*words), asked(*words, "--data_dir=d"), asked(*words, "--public_dtype=bfloat16")]
     folders = {out for cfg in every for _, out in cfg.analyses.values()}
     assert len(folders) == 12 and list(every[0].analyses) == ["a/b", "a-b", "c/b", "../c/b"]
-
-
-@pytest.mark.parametrize("words, says", [
-    ("fig7 --public=m", "fig7 draws no public models; fig1 and fig18 do"),
-    ("tab1 --eval_dir=no", "eval_dir=no is no folder; it takes one with <task>.jsonl files"),
-    ("fig18 --public=m", "m is no model in Hugging Face layout; --public takes Llamas and Mistrals"),
-])  # fmt: skip
-def test_public_models_that_are_none(words, says, tmp_path):
-    refused(in_process(reproduce, *words.split(), "--dry_run", cwd=tmp_path), says)
 
 
 # ---- runs that are small but real
@@ -597,21 +586,20 @@ def test_it_trains_analyses_and_draws(real):
     assert (folder / "results" / drawn["fig9"]["png"]).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_what_is_finished_does_not_run_again(copied, monkeypatch):
+def test_what_is_finished_does_not_run_again_and_drawing_changes_nothing(copied, monkeypatch):
     folder, call = copied
-    before = numbers_in(folder)
+    before = (folder / "results/cpu.json").read_bytes()
     monkeypatch.setattr(reproduce, "run_jobs", lambda wanted, ended, lanes: wanted() and pytest.fail("it runs"))
-    assert call("all").returncode == 0 and numbers_in(folder) == before
+    monkeypatch.setattr(reproduce, "environment", lambda: {"time": "now"})
+    assert call("all").returncode == 0 and (folder / "results/cpu.json").read_bytes() == before
     assert "![fig9](fig9.png)" in (folder / "results/cpu/README.md").read_text()
 
 
 def test_what_is_missing_or_of_other_data_is_refused(copied):
     folder, call = copied
     path = folder / "out" / RUNS[1] / "metrics.jsonl"
-    lines = list(read_record_lines(path, METRICS))
-    path.write_text(
-        "".join(record_line(METRICS, {**line, **({"data": "x"} if "data" in line else {})}) for line in lines)
-    )
+    first, *others = read_record_lines(path, METRICS)  # the first says which data
+    path.write_text("".join(record_line(METRICS, line) for line in (first | {"data": "x"}, *others)))
     refused(call("fig9"), "the data of", RUNS[1], "differ; set another --out_dir")
     shutil.rmtree(folder / "out" / RUNS[1])
     refused(call("fig9", "--run=false"), f"{RUNS[1]} is missing or not finished; leave out --run=false")
@@ -623,6 +611,15 @@ def test_a_finished_run_has_the_settings_that_we_ask_for(copied):
     assert finished(wanted).final_loss == read_run(folder).final_loss
     with pytest.raises(UserError, match="was made with max_steps=4 instead of 8; remove it, or set another --out_dir"):
         finished(wanted | {"max_steps": 8})
+    metrics = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(metrics[:-2]))  # killed before its last step and evaluation
+    assert finished(wanted) is None
+
+
+def test_scores_are_of_the_last_checkpoint(monkeypatch):
+    checkpoints = {name: {"step": int(name), "results": {"piqa": name}} for name in "132"}
+    monkeypatch.setattr(found, "read_results", lambda folder: checkpoints)
+    assert found.scores("run") == {"piqa": "3"}
 
 
 def test_one_failure_does_not_stop_the_rest(copied, monkeypatch):
@@ -633,10 +630,3 @@ def test_one_failure_does_not_stop_the_rest(copied, monkeypatch):
     monkeypatch.setattr(reproduce, "command_of", lambda words, log, steps: jobs.Command(fails, log))
     refused(call("all"), "not drawn: fig9, tab5, the first because", "exploded", "train.log")
     assert list(numbers_in(folder)) == ["fig4"]
-
-
-def test_drawing_again_changes_nothing(copied, monkeypatch):
-    folder, call = copied
-    monkeypatch.setattr(reproduce, "environment", lambda: {"time": "now"})
-    before = (folder / "results/cpu.json").read_bytes()
-    assert call("all").returncode == 0 and (folder / "results/cpu.json").read_bytes() == before
