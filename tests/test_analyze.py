@@ -29,6 +29,7 @@ from analyze import Recorder, importance, inside_of, received, uniform_entropy
 from common import checkpoint
 from common.data import Corpus
 from common.files import read_record
+from common.tokenizer import HFTokenizer
 from configurator import UserError
 from model import GPT
 from net.layers import attend
@@ -57,11 +58,8 @@ def watched(model, idx, modules=()):
 
 
 def attention(attn, args, output):
-    """A_n (B, H, T, T) as the layer applies it: its output where all values are the columns of an identity matrix.
-
-    A position that is in several parts of one softmax has the same row of it in each, so that its columns add up. Here
-    and in analyze.inside_of we know the inside of Attention.
-    """
+    """A_n (B, H, T, T) as the layer applies it: its output where all values are the columns of an identity matrix. A
+    position that is in several parts of one softmax has the same row of it in each, so that its columns add up."""
     weights, attended, used = args[2], args[4], output[2]
     B, G, T, D = used["v"].shape
     in_softmax = [(m, weights[m.index]) for m in attn.mixes if m.residual.map == "cross" or m.residual.of == "scores"]
@@ -135,8 +133,7 @@ def test_no_tensor_has_the_length_twice(monkeypatch):
 def vectors(name, n, x):
     """Norms, and the cosines of all pairs, of x (T, E)."""
     norms = x.square().sum(dim=1).sqrt()
-    unit = x / norms[:, None]
-    cosines = (unit @ unit.T).numpy()[~np.eye(len(x), dtype=bool)]
+    cosines = (x @ x.T / norms[:, None] / norms).numpy()[~np.eye(len(x), dtype=bool)]
     found = {"norm": norms.numpy(), "norm_first": norms[0], "norm_rest": norms[1:].mean(), "similarity": cosines.mean()}
     return {(f"{name}_{key}", n): value for key, value in found.items()}
 
@@ -177,24 +174,22 @@ def naive(model, mode, idx, sink):
             found |= vectors("raw_value", n, V[n + 1])
         values.append(VALUES.get(mode, VALUES["vanilla"])(n + 1, V, None))
         found |= spectra("value", n, values[n])
-        outputs = [[], [], []]  # by head: Eq 2, 4 and 6
+        heads = []  # outputs of Eq 2, 4 and 6
         for h in range(H if n else 0):
             g = h // (H // G)
-            v = [t[:, g * D : g * D + D] for t in values]
-            outputs[0].append(cross(q[h], [k[g], k_before[g]], [v[n], v[n - 1]]))
-            outputs[1].append(A(q[h], k[g]) @ (v[n] + v[n - 1]) / 2)
-            outputs[2].append(A(q[h], k[g]) @ v[n] + sum(v[:n]) / n)  # layer n is the paper's n + 1
+            v, a = [t[:, g * D : g * D + D] for t in values], A(q[h], k[g])
+            two, four = cross(q[h], [k[g], k_before[g]], [v[n], v[n - 1]]), a @ (v[n] + v[n - 1]) / 2
+            heads.append((two, four, a @ v[n] + sum(v[:n]) / n))  # layer n is the paper's n + 1
         if n:
-            two, four, six = (torch.cat(heads, dim=1) for heads in outputs)
-            for name, u in (("eq4", four), ("eq6", six)):
-                cosines = (u * two).sum(dim=1) / u.square().sum(dim=1).sqrt() / two.square().sum(dim=1).sqrt()
-                found[name, n] = cosines.mean()
+            two, *others = (torch.cat(of_head, dim=1) for of_head in zip(*heads, strict=True))
+            for name, u in zip(("eq4", "eq6"), others, strict=True):
+                found[name, n] = ((u * two).sum(dim=1) / u.norm(dim=1) / two.norm(dim=1)).mean()
         k_before = k
     return found
 
 
 PASSES = "vanilla resformer resformer_all svformer share_v2 cross neutreno probs scores key hidden denseformer".split()
-CASES = [(9, 0.314, mode, dict(n_kv_head=n)) for mode, n in widths(*PASSES, "gqa2", "share_q")]
+CASES = [(10, 0.3, mode, dict(n_kv_head=n)) for mode, n in widths(*PASSES, "gqa2", "share_q")]
 CASES += [(21, 0.174, mode, dict(n_kv_head=n)) for mode, n in (("share_v2", 8), ("resformer", 1))]
 CASES += [(12, 0.25, mode, dict(n_kv_head=2, arch="gpt2", attn="eager")) for mode in ("vanilla", "resformer")]
 
@@ -208,9 +203,7 @@ def test_a_pass_equals_the_definitions(monkeypatch, T, sink, mode, shape):
     chunks = [naive(model, mode, row[None], sink) for row in idx]
     assert 0 < np.mean([chunk["sink_heads", n] for chunk in chunks for n in range(4)]) < 1
     recorder = recorded(model, idx)
-    found = {}
-    for name, sums in recorder.sums.items():
-        found |= {(name, n): recorder.mean(name, n) for n in sums}
+    found = {(name, n): recorder.mean(name, n) for name, sums in recorder.sums.items() for n in sums}
     assert found.keys() == chunks[0].keys()
     for key, value in found.items():
         wanted = np.mean([np.asarray(chunk[key]) for chunk in chunks], axis=0)
@@ -223,10 +216,10 @@ def test_every_mode_has_finite_numbers(mode):
     json.dumps(numbers, allow_nan=False)
 
 
-def test_one_percent_is_a_rank():
-    for T, rank in ((2, 1), (100, 1), (101, 2), (250, 3)):
-        found = recorded(tiny(n_layer=1, n_head=2, n_embd=8, block_size=250), tokens((1, T)))
-        assert found.mean("top_1%", 0) == np.sort(found.mean("importance", 0))[-rank], T
+@pytest.mark.parametrize("T, rank", [(2, 1), (100, 1), (101, 2), (250, 3)])
+def test_one_percent_is_a_rank(T, rank):
+    found = recorded(tiny(n_layer=1, n_head=2, n_embd=8, block_size=250), tokens((1, T)))
+    assert found.mean("top_1%", 0) == np.sort(found.mean("importance", 0))[-rank]
 
 
 # ---- closed forms, and what is planted is found
@@ -265,11 +258,10 @@ def chunks(data_dir, n, T, mixture=None, tokenizer=None):
 
 def places(data_dir, idx):
     """(domain, window) of each row of idx (N, T), which begins with the end of text."""
-    where, T = {}, idx.shape[1]
+    where, n = {}, idx.shape[1] - 1
     for domain in THREE:
-        text = np.fromfile(data_dir / "val" / f"{domain}.bin", "<u2")
-        for w in range(len(text) // (T - 1)):
-            where.setdefault(tuple(text[w * (T - 1) : (w + 1) * (T - 1)].tolist()), (domain, w))
+        text = np.fromfile(data_dir / "val" / f"{domain}.bin", "<u2").tolist()
+        where |= {tuple(text[w * n : (w + 1) * n]): (domain, w) for w in range(len(text) // n)}
     assert (idx[:, 0] == 256).all()
     return [where[tuple(row[1:].tolist())] for row in idx]
 
@@ -286,15 +278,13 @@ def test_chunks_are_drawn_as_the_mixture_says(three, mixture):
 
 def test_no_chunk_comes_twice(three, monkeypatch):
     """And which ones come follows from SEED alone."""
-    few = chunks(three, 20, 33)
-    assert torch.equal(few, chunks(three, 20, 33)) and set(places(three, few)) < set(
-        places(three, chunks(three, 40, 33))
-    )
-    assert {domain for domain, _ in places(three, few[:12])} == THREE.keys()  # each batch has text of all domains
+    few, *more = (places(three, chunks(three, n, 33)) for n in (20, 20, 40, 200))
+    assert few == more[0] and set(few) < set(more[1])
+    assert {domain for domain, _ in few[:12]} == THREE.keys()  # each batch has text of all domains
     # 93 windows of 32 in each domain's 3,000 tokens: another domain does not stand in
-    assert len(set(places(three, chunks(three, 200, 33)))) == 93 + 60 + 40
+    assert len(set(more[2])) == 93 + 60 + 40
     monkeypatch.setattr(analyze, "SEED", 1)
-    assert set(places(three, few)) != set(places(three, chunks(three, 20, 33)))
+    assert set(few) != set(places(three, chunks(three, 20, 33)))
 
 
 def other_tokenizer():
@@ -307,18 +297,18 @@ def other_tokenizer():
     return made
 
 
-class Read:
-    """A tokenizer of that package as analyze.py has it from a folder."""
+@pytest.fixture
+def other_folder(tmp_path):
+    """A folder of a public model that has that tokenizer."""
+    model = GPT(config(vocab_size=257, n_layer=2, n_kv_head=2, block_size=33, init_std=0.2)).eval()
+    folder = hf_folder(tmp_path / "model", model, bos_token_id=3)
+    other_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
 
-    hash, eot, is_ours = None, 3, False
 
-    def __init__(self, encoding):
-        self.encode = lambda text: encoding.encode(text, add_special_tokens=False).ids
-
-
-def test_chunks_in_another_models_tokens(three):
+def test_chunks_in_another_models_tokens(three, other_folder):
     """The text of the data, three times what should be needed."""
-    found = chunks(three, 20, 33, tokenizer=Read(other_tokenizer()))
+    found = chunks(three, 20, 33, tokenizer=HFTokenizer.of_folder(other_folder))
     assert found.shape == (20, 33) and (found[:, 0] == 3).all() and (found == 250).any()
     for row, (domain, w) in zip(found, analyze.choose_windows(Corpus(three, 96), 20), strict=True):
         text = np.fromfile(three / "val" / f"{domain}.bin", "<u2")[w * 96 : w * 96 + 96].tolist()
@@ -365,11 +355,11 @@ def test_what_is_written_and_printed_is_what_was_measured(runs, name, mode):
     found, arrays = written(runs / name)
     model, idx = checkpoint.load(runs / name), chunks(runs / "data", 7, 64, {"prose": 1, "code": 3})
     numbers, others = analyze.summarize(recorded(model, idx), 2, 64)
-    for part in ("layers", "states"):
-        for of, column in numbers[part].items():
-            a, b = (np.array(column["mean"], float) for column in (found[part][of], column))
-            np.testing.assert_allclose(a, b, 1e-4, atol=1e-6, err_msg=of)
-    assert arrays.keys() == others.keys()
+    for of, column in (numbers["layers"] | numbers["states"]).items():
+        again = (found["layers"] | found["states"])[of]
+        a, b = (np.array(column["mean"], float) for column in (again, column))
+        np.testing.assert_allclose(a, b, 1e-4, atol=1e-6, err_msg=of)
+    assert arrays.keys() == others.keys() and len(arrays["hidden_norm"]) == 1 + len(arrays["key_norm"]) == 3
     for of, array in arrays.items():
         np.testing.assert_allclose(array, others[of], rtol=1e-3, atol=1e-6)
     assert (found["mode"], found["step"]) == (mode, 8)
@@ -380,16 +370,14 @@ def test_what_is_written_and_printed_is_what_was_measured(runs, name, mode):
     assert np.isnan(arrays["raw_value_norm"][1]).all() == (mode == "svformer")  # it borrows
 
 
-def test_a_hugging_face_folder(runs, tmp_path):
-    model = GPT(config(vocab_size=257, n_layer=2, n_kv_head=2, block_size=33, init_std=0.2)).eval()
-    folder, data_dir = hf_folder(tmp_path / "model", model, bos_token_id=3), f"--data_dir={runs / 'data'}"
-    other_tokenizer().save(str(folder / "tokenizer.json"))
-    assert call(folder, data_dir, "--chunks=6").returncode == 0
-    found, _ = written(folder)
+def test_a_hugging_face_folder(runs, other_folder):
+    assert call(other_folder, f"--data_dir={runs / 'data'}", "--chunks=6").returncode == 0
+    found, _ = written(other_folder)
     assert (found["mode"], found["step"], found["chunks"], found["length"]) == ("vanilla", None, 6, 33)
-    recorder = recorded(model, chunks(runs / "data", 6, 33, tokenizer=Read(other_tokenizer())))
+    idx = chunks(runs / "data", 6, 33, tokenizer=HFTokenizer.of_folder(other_folder))
+    recorder = recorded(checkpoint.load(other_folder), idx)
     assert found["layers"]["entropy"]["mean"] == pytest.approx([recorder.mean("entropy", n) for n in (0, 1)], rel=1e-5)
-    refused(call(folder), "does not say what it was trained on", "--data_dir")
+    refused(call(other_folder), "does not say what it was trained on", "--data_dir")
 
 
 def test_a_model_in_bf16_is_measured_in_float32(runs, tmp_path):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, in_process, refused
+from conftest import ROOT, hf_folder, in_process, refused, tiny
 from matplotlib.figure import Figure as Paper
 
 import analyze
@@ -102,7 +102,7 @@ def test_all_figures_are_there():
     assert sum(len(figure.claims) for figure in FIGURES.values()) == 82
 
 
-# ---- what the paper draws: the legends of each of its panels, with what is on its y axis
+# ---- what the paper draws: how it draws each of its panels, and of which quantity; the runs in the legend
 
 
 def of(modes, *settings, **same):
@@ -114,19 +114,21 @@ def each(name, *values):
     return [{name: value} for value in values]
 
 
-FOUR, LOSS, LENGTHS = "vanilla neutreno resformer svformer", "loss minus vanilla's", (512, 2048, 8192, 32000, 64000)
-INSPECTED = of(FOUR, size="468M")
+FOUR, LOSS, LENGTHS = "vanilla neutreno resformer svformer", "relative", (512, 2048, 8192, 32000, 64000)
+INSPECTED, FIRST = of(FOUR, size="468M"), ("first", "value_norm_first", "hidden_norm_first")
+RANKS = {f"TOP-{k}": f"top_{k}" for k in ("1", "2", "3", "10", "1%")}
+EQUATIONS = {"Current Attention (Eq 4)": "eq4", "Identity Mapping (Eq 6)": "eq6"}
 DRAWN = {
     "fig1": [
-        ("entropy, similarity", of("vanilla", size="468M", is_trained=False)),
-        ("entropy", "public"), ("entropy", INSPECTED),
+        ("before_training", of("vanilla", size="468M", is_trained=False)),
+        ("layers of entropy", "public"), ("layers of entropy", INSPECTED),
     ],
-    "fig2": [("first", INSPECTED), ("value_norm_first", INSPECTED), ("hidden_norm_first", INSPECTED)],
-    "fig4": [("similarity to Eq 2 of Current Attention, Identity Mapping", of("vanilla"))],
+    "fig2": [(f"layers of {key}", INSPECTED) for key in FIRST],
+    "fig4": [(f"layers of {EQUATIONS}", of("vanilla"))],
     "fig5": [(LOSS, of("cla2 share_k2 share_v2"))],
     "fig6": [
-        ("loss by parameters", of("vanilla resformer", *each("size", "82M", "180M", "320M", "468M"))),
-        ("loss by tokens", of("vanilla resformer", size="468M")),
+        ("by_size", of("vanilla resformer", *each("size", "82M", "180M", "320M", "468M"))),
+        ("along", of("vanilla resformer", size="468M")),
     ],
     "fig7": [
         (LOSS, of("resformer", *each("length", 2048, 32000, 64000))),
@@ -138,8 +140,8 @@ DRAWN = {
     "fig10": [(LOSS, of("resformer identity cross"))],
     "fig11": [(LOSS, of("resformer resformer_prev resformer_all"))],
     "fig12": [
-        ("eigenvalues of layer 1", of("vanilla resformer", *each("size", "82M", "180M", "468M"))),
-        ("value_largest", of("vanilla resformer", *each("size", "180M", "468M"))),
+        ("spectrum", of("vanilla resformer", *each("size", "82M", "180M", "468M"))),
+        ("layers of value_largest", of("vanilla resformer", *each("size", "180M", "468M"))),
     ],
     "fig13": [
         (LOSS, of("svformer gqa2 cla2", *each("length", 2048, 64000))),
@@ -147,34 +149,21 @@ DRAWN = {
     ],
     "fig14": [
         (LOSS, of("svformer", *each("length", *LENGTHS))),
-        ("critical point by length", of("svformer", *each("length", *LENGTHS))),
+        ("critical_points", of("svformer", *each("length", *LENGTHS))),
     ],
     "fig15": [
         (LOSS, of("svformer", *each("lr", 1e-4, 3e-4, 6e-4))), (LOSS, of("svformer", *each("warmup", 120, 1200))),
         (LOSS, of("svformer", *each("arch", "llama", "gpt2"))),
-        ("loss by parameters", of("vanilla svformer", *each("size", "2M", "82M", "180M", "468M"))),
+        ("by_size", of("vanilla svformer", *each("size", "2M", "82M", "180M", "468M"))),
     ],
     "fig16": [(LOSS, of("svformer share_q share_k"))],
     "fig17": [(LOSS, of("svformer svformer_2anchors svformer_3anchors svformer_4anchors"))],
-    "fig18": [("hidden_similarity", INSPECTED), ("hidden_similarity", "public")],
-    "fig19": [(f"map of {key}", INSPECTED) for key in ("importance", "value_norm", "hidden_norm")],
-    "fig20": [(key, of(f"{FOUR} cross")) for key in ("entropy", "first", "value_norm_first", "hidden_norm_first")],
-    "fig21": [("importance at ranks 1, 2, 3, 10, 1%", of(mode, size="468M")) for mode in FOUR.split()],
+    "fig18": [("layers of hidden_similarity", INSPECTED), ("layers of hidden_similarity", "public")],
+    "fig19": [(f"heat of {key}", INSPECTED) for key in ("importance", "value_norm", "hidden_norm")],
+    "fig20": [(f"layers of {key}", of(f"{FOUR} cross")) for key in ("entropy", *FIRST)],
+    "fig21": [(f"layers of {RANKS}", of(mode, size="468M")) for mode in FOUR.split()],
     "fig22": [(LOSS, of("neutreno neutreno_0.2 neutreno_0.6 neutreno_0.8"))],
 }  # fmt: skip
-
-
-def what_is_drawn(panel):
-    """The words of DRAWN for what is on a panel's y axis."""
-    names = {panels.relative: LOSS, panels.before_training: "entropy, similarity", panels.by_size: "loss by parameters"}
-    names |= {panels.spectrum: "eigenvalues of layer 1", panels.critical_points: "critical point by length"}
-    names |= {panels.heat: f"map of {panel.key}", panels.along: "loss by tokens"}
-    if panel.draw is panels.layers and isinstance(panel.key, dict):
-        assert [label for label, _ in panel.lines] == list(panel.key)  # a line for each
-        if "top_1" in panel.key.values():
-            return f"importance at ranks {', '.join(panel.key.values())}".replace("top_", "")
-        return f"similarity to Eq 2 of {', '.join(re.sub(r' .Eq .*', '', label) for label in panel.key)}"
-    return names.get(panel.draw, panel.key)
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -182,15 +171,18 @@ def test_a_figure_has_all_panels_and_lines_of_the_papers(name):
     """A line more is ours; a line or a panel less is the paper's, and lost."""
     shown = FIGURES[name].shown(is_public_named=True).panels
     for what, wanted in DRAWN[name]:
-        alike = [panel for panel in shown if what_is_drawn(panel) == what]
+        alike = [p for p in shown if what in (p.draw.__name__, f"{p.draw.__name__} of {p.key}")]
         is_there = [panel.has_public if wanted == "public" else wanted <= set(panel.jobs) for panel in alike]
-        assert any(is_there), f"{name} has no panel with {what} of all these: {wanted}"
+        assert any(is_there), f"{name} has no panel {what} with all these: {wanted}"
+        for panel in alike:
+            assert not isinstance(panel.key, dict) or [label for label, _ in panel.lines] == list(panel.key)
 
 
 # ---- made-up runs
 
 CPU = dataclasses.replace(SCALES["cpu"], steps=40, window=5)
 ANALYSIS = read_kept(ROOT / "results/night/runs.jsonl")["82M-2048-vanilla-lr0.0003-bosTrue-42"]["analysis"]
+LAYERS, STATES = ({key: x["mean"] for key, x in ANALYSIS[part].items()} for part in ("layers", "states"))
 
 
 def rng(*words):
@@ -280,6 +272,44 @@ def test_layer_panels(name, made):
             y = np.array([made.by_layer(job, s, key) for s in made.seeds], float).mean(0)
             x = np.flatnonzero(np.isfinite(y))
             np.testing.assert_allclose(lines(ax)[label], [x + (not key.startswith("hidden")), y[x]])
+
+
+def test_panels_of_arrays(made):
+    """Eigenvalues are layer 1's, the map's rows those of each model in turn; both are means over seeds."""
+    (label, job), *_ = made.labels(FIGURES["fig12"].panels[0].lines)
+    eigenvalues = np.mean([made.arrays(job, s)["value_spectrum"][0] for s in made.seeds], 0)
+    np.testing.assert_allclose(lines(axes_of(FIGURES["fig12"], made)[0])[label][1], eigenvalues)
+    rows = [
+        np.mean([made.arrays(job, s)["value_norm"] for s in made.seeds], 0) for job in FIGURES["fig19"].panels[1].jobs
+    ]
+    (image,) = axes_of(FIGURES["fig19"], made)[1].images
+    np.testing.assert_allclose(image.get_array(), np.concatenate(rows)[:, :100], atol=1e-3)  # up to the scale's floor
+
+
+def test_before_training(made):
+    """On the right axis is what leaves each layer, so the embedding is left out."""
+    entropy, *_, similarity = axes_of(FIGURES["fig1"].shown(), made)
+    assert entropy.lines[0].get_ydata().tolist() == LAYERS["entropy"]
+    assert similarity.lines[0].get_ydata().tolist() == STATES["hidden_similarity"][1:]
+
+
+def test_public_models_are_drawn(made, monkeypatch):
+    monkeypatch.setattr(panels, "read_analysis", lambda folder: ANALYSIS)
+    made.public = {"Llama-3.1-8B": "there"}
+    for name, n, y in (("fig1", 1, LAYERS["entropy"]), ("fig18", 0, STATES["hidden_similarity"])):
+        drawn = lines(axes_of(FIGURES[name].shown(is_public_named=True), made)[n])
+        assert drawn["Llama-3.1-8B"][1].tolist() == y and len(drawn) == {"fig1": 2, "fig18": 5}[name]
+
+
+def test_one_legend_serves_only_panels_with_the_same_lines(made):
+    for name, n in (("fig8", 0), ("fig7", 2)):
+        assert sum(ax.get_legend() is not None for ax in axes_of(FIGURES[name], made)) == n
+
+
+def test_the_level_of_uniform_attention(made):
+    """Row i of A gives its first token 1/i."""
+    (level,) = [line for line in axes_of(FIGURES["fig2"], made)[0].lines if line.get_label() == panels.UNIFORM]
+    assert level.get_ydata()[0] == pytest.approx(np.mean(1 / np.arange(1, 1 + ANALYSIS["length"])))
 
 
 def test_lines_over_sizes_are_those_between_which_we_measure_parameters(made):
@@ -408,7 +438,6 @@ def test_losses_and_differences_of_a_claim(made):
     assert claims.gap(Job("key"), made, 1) == (key - vanilla)[1]
 
 
-LAYERS, STATES = ({key: x["mean"] for key, x in ANALYSIS[part].items()} for part in ("layers", "states"))
 NAIVE = {  # what the claims take from an analysis of six layers, a second time
     "entropy in the deeper layers": sum(LAYERS["entropy"][3:]) / 3,
     "first token's importance": max(LAYERS["first"]),
@@ -485,12 +514,15 @@ def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
         if name == "train":
             assert given == TrainConfig(**runs[given.out_dir][0], resume="auto")
         assert (command != "python") == (scale == "paper" and name == "train")
+        assert name != "analyze" or given.chunks == cfg.units.chunks
         if name != "prepare":  # at a scale of cores even where a GPU would be picked
             assert ("--device=cpu" in words) == (cfg.units.gpus == 0)
     assert made["train"] == runs.keys() and made["prepare"] == {cfg.units.data_dir}
     assert made["analyze"] == {name for name, (_, needs) in runs.items() if "analysis" in needs}
     scored = {name for name, (_, needs) in runs.items() if "scores" in needs}
     assert made["eval"] == scored and len(scored) == 4
+    # what docs/reproduction.md says
+    assert bool(re.search("3,312 GPU-hours .* 187 GB", result.stdout)) == (scale == "paper")
 
 
 @pytest.mark.parametrize("words, says", [
@@ -514,6 +546,16 @@ def test_each_public_model_has_an_analysis_of_its_own():
     assert len(folders) == 12 and list(every[0].analyses) == ["a/b", "a-b", "c/b", "../c/b"]
 
 
+def test_a_public_model_is_read_at_its_own_length(tmp_path, monkeypatch):
+    """And an export of ours is none."""
+    cfg, whose = asked("fig18", f"--public={hf_folder(tmp_path / 'llama', tiny())}"), SimpleNamespace(is_ours=False)
+    monkeypatch.setattr(reproduce.HFTokenizer, "of_folder", lambda folder: whose)
+    assert "--length=32" in next(iter(reproduce.public_commands(cfg).values()))
+    whose.is_ours = True
+    with pytest.raises(UserError, match="llama is an export of ours; --public takes other people's models"):
+        reproduce.public_commands(cfg)
+
+
 # ---- runs that are small but real
 
 RUNS = ("base-vanilla-42", "base-resformer-42")
@@ -523,13 +565,13 @@ def shrink(monkeypatch):
     """Make scale cpu tiny, with few figures of two runs."""
     shape = dict(sizes={"82M": (2, 2, 16)}, lengths={2048: (16, 8, 8)}, steps=4, window=2, evals=2, chunks=4)
     quick = {"eval_tokens": 512, "dtype": "float32", "compile": False}
-    tiny = dataclasses.replace(SCALES["cpu"], what="tiny", settings=quick, **shape)
+    small = dataclasses.replace(SCALES["cpu"], what="tiny", settings=quick, **shape)
     value = figures.compared("Values.", {"Value": "resformer"}, "resformer vanilla")
     five = figures.Figure("Losses.", claims=value.claims, table=tables.table5, runs=(Job(), Job("resformer")))
     few = {"fig4": FIGURES["fig4"], "fig9": value, "tab5": five}
     losses = {key: paper for key, paper in tables.PAPER_LOSSES.items() if key[1] == "82M"}
     monkeypatch.setattr(tables, "PAPER_LOSSES", losses)
-    monkeypatch.setattr(reproduce, "SCALES", SCALES | {"cpu": tiny})
+    monkeypatch.setattr(reproduce, "SCALES", SCALES | {"cpu": small})
     monkeypatch.setattr(reproduce, "FIGURES", few)
     monkeypatch.chdir(ROOT)
 
@@ -592,7 +634,8 @@ def test_what_is_finished_does_not_run_again_and_drawing_changes_nothing(copied,
     monkeypatch.setattr(reproduce, "run_jobs", lambda wanted, ended, lanes: wanted() and pytest.fail("it runs"))
     monkeypatch.setattr(reproduce, "environment", lambda: {"time": "now"})
     assert call("all").returncode == 0 and (folder / "results/cpu.json").read_bytes() == before
-    assert "![fig9](fig9.png)" in (folder / "results/cpu/README.md").read_text()
+    report = (folder / "results/cpu/README.md").read_text()
+    assert "![fig9](fig9.png)" in report and "|resformer − vanilla|lower|" in report.split("## Table")[0]
 
 
 def test_what_is_missing_or_of_other_data_is_refused(copied):

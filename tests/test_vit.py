@@ -12,10 +12,9 @@ from examples import vit
 from value_modes import VALUE_MODES
 
 
-def small(mode, n_layer=3, n_head=2, n_embd=8):
+def small(mode, **shape):
     """A float64 ViT with large random weights, so that nothing hides in rounding or at its initial value."""
-    shape = vit.model_config(mode, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
-    model = vit.ViT(shape).double().eval()
+    model = vit.ViT(vit.model_config(mode, **shape)).double().eval()
     torch.manual_seed(1)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.4)
@@ -57,7 +56,7 @@ def naive(image, w, mode):
 
 @pytest.mark.parametrize("mode", vit.MODES)
 def test_equations(mode):
-    model, images = small(mode), pixels()
+    model, images = small(mode, n_layer=3, n_head=2, n_embd=8), pixels()
     expected = torch.stack([naive(image, model.state_dict(), mode) for image in images])
     assert expected.std() > 0.1
     torch.testing.assert_close(model(images).detach(), expected, rtol=0, atol=1e-10)
@@ -79,12 +78,23 @@ def train(mode, seed, epochs=2):
     images = pixels(24).float() / 4
     images[labels == 0, :4] += 0.7
     images[labels == 1, 4:] += 0.7
-    return vit.train_and_test(mode, seed, epochs, [(images, labels)] * 2, SimpleNamespace(update=lambda n: None))
+    splits = (images, labels), (images, 1 - labels)  # what it learns is wrong in the test
+    return vit.train_and_test(mode, seed, epochs, splits, SimpleNamespace(update=lambda n: None))
 
 
 def test_it_learns_and_the_seed_decides():
-    assert train("svformer", 0, epochs=25)["accuracy"] == 100
+    record = train("svformer", 0, epochs=25)
+    assert (record["train_accuracy"], record["accuracy"]) == (100, 0)
+    assert record["train_loss"] < math.log(2) < record["loss"]
     assert train("resformer", 3) == train("resformer", 3) != train("resformer", 4)
+
+
+def test_the_table_compares_with_the_first_mode():
+    numbers = {"loss": 1.5, "train_loss": 1.0, "accuracy": 90.0, "parameters": 7}
+    runs = [numbers | {"value_mode": mode, "loss": loss} for mode, loss in (("vanilla", 1.5), ("svformer", 1.25))]
+    assert "| svformer | 90.00 | +0.00 | 1.2500 | -0.2500 | 1.0000 | +0.0000 | 7 |" in vit.table(
+        runs, ("vanilla", "svformer")
+    )
 
 
 def test_digits(tmp_path, monkeypatch):
