@@ -49,11 +49,6 @@ def settings_row(ours, paper):
     return ["{} ({})".format(*pair) for pair in pairs]
 
 
-def interval(values):
-    """A cell: mean and 95 % interval over seeds."""
-    return with_interval(*mean_interval(values))
-
-
 # -- the paper's tables
 
 
@@ -139,10 +134,11 @@ def critical_table(found, lines):
 
 
 def concentration_table(found, lines):
-    """Losses, and how concentrated the attention is: the first token's quantities are extremes over layers."""
+    """Losses, and how concentrated the attention is: the first token's quantities are extremes over layers. Cells are
+    means and 95 % intervals over seeds."""
     measured = (claims.ENTROPY, *claims.EXTREMES)
     yield ["mode", "loss", *measured]
     for label, job in found.labels(lines):
         quantities = [claims.MEASURED[what][-1] for what in measured]
-        cells = [interval([quantity(job, found, seed) for seed in found.seeds]) for quantity in quantities]
-        yield [label, interval(found.final_losses(job)), *cells]
+        columns = [[quantity(job, found, seed) for seed in found.seeds] for quantity in (claims.loss, *quantities)]
+        yield [label, *(with_interval(*mean_interval(values)) for values in columns)]

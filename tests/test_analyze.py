@@ -8,19 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
-    COVER,
-    Largest,
-    byte_tokenizer,
-    config,
-    hf_folder,
-    in_process,
-    make_data,
-    refused,
-    tiny,
-    tokens,
-    widths,
-)
+from conftest import COVER, Largest, byte_tokenizer, hf_folder, in_process, make_data, refused, tiny, tokens, widths
 from test_equations import EXACT, VALUES, A, cross, linear, norm
 
 import analyze
@@ -31,7 +19,6 @@ from common.data import Corpus
 from common.files import read_record
 from common.tokenizer import HFTokenizer
 from configurator import UserError
-from model import GPT
 from net.layers import attend
 from value_modes import Residual, ValueMode
 
@@ -300,8 +287,8 @@ def other_tokenizer():
 @pytest.fixture
 def other_folder(tmp_path):
     """A folder of a public model that has that tokenizer."""
-    model = GPT(config(vocab_size=257, n_layer=2, n_kv_head=2, block_size=33, init_std=0.2)).eval()
-    folder = hf_folder(tmp_path / "model", model, bos_token_id=3)
+    model = tiny(vocab_size=257, n_layer=2, n_kv_head=2, block_size=33)
+    folder = hf_folder(tmp_path / "model", model.float(), bos_token_id=3)
     other_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
@@ -330,8 +317,7 @@ def runs(tmp_path_factory):
     words += [f"--data_dir={make_data(folder / 'data')}", "--mixture={'prose': 1, 'code': 3}"]
     assert in_process(train, f"--out_dir={folder / 'a'}", *words).returncode == 0
     shutil.copytree(folder / "a", folder / "b")
-    model = GPT(config("svformer", vocab_size=257, **SHAPE))
-    checkpoint.save(folder / "b", 8, model, byte_tokenizer().hash)
+    checkpoint.save(folder / "b", 8, tiny("svformer", vocab_size=257, **SHAPE).float(), byte_tokenizer().hash)
     return folder
 
 

@@ -36,11 +36,6 @@ def printed(cell):
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
-def kinds(cell):
-    """(kind, formats) of each output."""
-    return [(output.output_type, sorted(output.get("data", {}))) for output in cell.outputs]
-
-
 def numbers(text):
     return [float(number.replace(",", "")) for number in re.findall(NUMBER, text)]
 
@@ -62,11 +57,7 @@ def test_it_has_no_path_of_a_machine_and_is_small():
     text = (ROOT / NAME).read_text(encoding="utf-8")
     without_images = re.sub(r'"image/png": "[^"]*"', "", text).replace("\\n", " ")
     assert re.findall(r"[\"' (=]/\w+/|\b[A-Z]:\\\\", without_images) == []
-    assert len(text) < 500_000
-
-
-def test_its_words_are_few():
-    assert len(WORDS.split()) <= 600
+    assert len(text) < 500_000 and len(WORDS.split()) <= 600
 
 
 def test_its_links_exist():
@@ -91,7 +82,8 @@ def test_a_run_prints_and_draws_what_is_stored(tmp_path):
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
     for stored, cell in zip(CODE, execute(CODE, tmp_path), strict=True):
-        assert kinds(cell) == kinds(stored), cell.source
+        kinds, wanted = ([(out.output_type, sorted(out.get("data", {}))) for out in c.outputs] for c in (cell, stored))
+        assert kinds == wanted, cell.source
         assert re.sub(NUMBER, "N", printed(cell)) == re.sub(NUMBER, "N", printed(stored)), cell.source
         # its text is this repository's code, so losses drift as it changes
         assert numbers(printed(cell)) == pytest.approx(numbers(printed(stored)), rel=0.15, abs=0.02), cell.source
