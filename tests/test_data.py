@@ -18,19 +18,9 @@ from conftest import ROOT, SHARED, byte_tokenizer, finished, gpt2_json, in_proce
 
 import prepare
 from common import data, scoring
-from common.data import Corpus
-from common.tokenizer import (
-    EOT,
-    PATTERN,
-    PUBLIC,
-    HFTokenizer,
-    Tokenizer,
-    byte_level_spec,
-    read_vocabulary,
-    vocabulary_file,
-)
+from common.data import EOT, Corpus, Tokenizer
+from common.tokenizer import PATTERN, PUBLIC, HFTokenizer, byte_level_spec, read_vocabulary, vocabulary_file
 from configurator import UserError
-from hf import layout
 
 SPACES = "\n|\r\n|\t|\x0b|\x0c|\x1c|\x85|\u00a0|\u1680|\u2003|\u2028|\u200b|\u3000".split("|")
 LETTERS = "a|B|é|e\u0301|\u0301|A\u030a|中文|\u1112\u1161\u11ab|1|23|²|½|٣|ﬁ|İ".split("|")
@@ -52,23 +42,13 @@ def small(tmp_path_factory):
     theirs = hf.Tokenizer(hf.models.BPE())
     theirs.normalizer = hf.normalizers.NFC()
     theirs.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
-    trainer = hf.trainers.BpeTrainer(
-        vocab_size=600, special_tokens=[EOT, "<|padding|>"], initial_alphabet=alphabet, show_progress=False
-    )
+    words = dict(vocab_size=600, special_tokens=[EOT, "<|padding|>"], show_progress=False)
+    trainer = hf.trainers.BpeTrainer(initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(), **words)
     theirs.train_from_iterator(hostile(9, 3000), trainer)
     theirs.add_tokens([hf.AddedToken(" " * n, special=False, normalized=True) for n in range(24, 1, -1)])
     file = tmp_path_factory.mktemp("neox") / "tokenizer.json"
     theirs.save(str(file))
     return theirs, Tokenizer(byte_level_spec(json.loads(file.read_bytes()))), file
-
-
-def reference(name, folder):
-    """(the package's, ours) of GPT-NeoX's or GPT-2's own."""
-    hf, file = pytest.importorskip("tokenizers"), SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json"
-    if name == "gpt2":
-        file = gpt2_json(folder)
-    return hf.Tokenizer.from_file(str(file)), Tokenizer(byte_level_spec(json.loads(file.read_bytes())))
 
 
 @functools.cache
@@ -97,7 +77,9 @@ def check_texts(theirs, ours, texts):
 @pytest.mark.parametrize(("name", "size"), [("neox", 50277), ("gpt2", 50257)])
 def test_ids_of_public_tokenizers(tmp_path, name, size):
     """On hostile and on real text."""
-    theirs, ours = reference(name, tmp_path)
+    file = gpt2_json(tmp_path) if name == "gpt2" else SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json"
+    theirs = pytest.importorskip("tokenizers").Tokenizer.from_file(str(file))
+    ours = Tokenizer(byte_level_spec(json.loads(file.read_bytes())))
     assert ours.n_vocab == size and PUBLIC[ours.hash[:16]] == name and len(documents()) > 100
     check_texts(theirs, ours, [*documents(), *hostile(1, 4000)])
 
@@ -135,10 +117,11 @@ def test_another_vocabulary_is_refused(small, tmp_path):
     (tmp_path / "a.txt").write_text("text\n" * 9)
     (tmp_path / "llama.json").write_text(json.dumps({"model": {"vocab": {"▁the": 0}}, "added_tokens": []}))
     words = ("files", f"--input_dir={tmp_path / 'a.txt'}", f"--out_dir={tmp_path / 'out'}", "--tokenizer=neox")
+    ours = "it should be a tokenizer.json of ours, GPT-2's, GPT-NeoX's or in"
     for file, says in (
-        (tmp_path / "no.json", "no.json is missing; it should be a tokenizer.json of ours"),
+        (tmp_path / "no.json", f"no.json is missing; {ours}"),
         (tmp_path / "llama.json", "llama.json is damaged or not a tokenizer.json of ours"),
-        (small[2], "tokenizer.json is damaged or not a tokenizer.json of ours, GPT-2's, GPT-NeoX's or in"),
+        (small[2], "tokenizer.json is damaged or not a tokenizer.json of ours"),
     ):
         refused(in_process(prepare, *words, f"--tokenizer_file={file}"), says)
 
@@ -152,16 +135,11 @@ def test_bytes_of_a_letter_that_is_not_ascii():
     assert tokenizer.token_bytes()[3] == len(" é".encode())
 
 
-def test_vocabularies_in_other_peoples_files(tmp_path):
-    """An export's tokenizer.json is the vocabulary again. GPT-2's older files have the ids alone."""
-    ours = byte_tokenizer(PATTERN)
-    layout.fast_tokenizer(ours).save(str(tmp_path / "tokenizer.json"))
-    assert read_vocabulary(vocabulary_file(tmp_path)).hash == ours.hash
-    if SHARED.is_dir():
-        (tmp_path / "hub").mkdir()
-        shutil.copy(SHARED / "data/tokenizers/gpt2/encoder.json", tmp_path / "hub" / "vocab.json")
-        found = read_vocabulary(vocabulary_file(tmp_path / "hub"))
-        assert (found.name, PUBLIC[found.hash[:16]]) == ("gpt2", "gpt2")
+@needs_shared
+def test_ids_alone_as_in_gpt2s_older_files(tmp_path):
+    shutil.copy(SHARED / "data/tokenizers/gpt2/encoder.json", tmp_path / "vocab.json")
+    found = read_vocabulary(vocabulary_file(tmp_path))
+    assert (found.name, PUBLIC[found.hash[:16]]) == ("gpt2", "gpt2")
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
@@ -169,28 +147,23 @@ def test_vocabularies_in_other_peoples_files(tmp_path):
 
 def test_batch_is_a_function_of_seed_and_step(data_dir):
     a, b = Corpus(data_dir, 16, seed=1), Corpus(data_dir, 16, seed=1)
-    later = a.batch(70, 8)  # b gets there step by step, a at once
+    x, y = a.batch(70, 8)  # b gets there step by step, a at once
     for step in range(71):
         last = b.batch(step, 8)
-    for x, y in zip(later, last, strict=True):
-        np.testing.assert_array_equal(x, y)
-    assert not np.array_equal(later[0], Corpus(data_dir, 16, seed=2).batch(70, 8)[0])
-    np.testing.assert_array_equal(later[0][:, 1:], later[1][:, :-1])
+    np.testing.assert_array_equal(last, (x, y))
+    np.testing.assert_array_equal(x[:, 1:], y[:, :-1])
+    assert not np.array_equal(x, Corpus(data_dir, 16, seed=2).batch(70, 8)[0])
     for cuts in ([0, 4, 8], [0, 1, 3, 8]):  # ranks and micro-batches
         parts = [Corpus(data_dir, 16, seed=1).batch(70, 8, *rows)[0] for rows in itertools.pairwise(cuts)]
-        np.testing.assert_array_equal(np.concatenate(parts), later[0])
+        np.testing.assert_array_equal(np.concatenate(parts), x)
 
 
 def test_sequences_that_begin_with_end_of_text(data_dir):
     """Only the first token that the model sees differs, in what is left of the validation text too."""
     plain, bos = Corpus(data_dir, 16, seed=1), Corpus(data_dir, 16, seed=1, bos=True)
     rest = plain.windows("val", "prose")
-    for get in (
-        lambda corpus: corpus.batch(70, 8),
-        lambda corpus: corpus.val_batch("prose", 0, 3),
-        lambda corpus: corpus.val_batch("prose", rest, rest + 1),
-    ):
-        (x, y), (with_bos, targets) = get(plain), get(bos)
+    for get, rows in (("batch", (70, 8)), ("val_batch", ("prose", 0, 3)), ("val_batch", ("prose", rest, rest + 1))):
+        (x, y), (with_bos, targets) = getattr(plain, get)(*rows), getattr(bos, get)(*rows)
         np.testing.assert_array_equal(targets, y)
         np.testing.assert_array_equal(with_bos[:, 1:], x[:, 1:])
         assert (with_bos[:, 0] == plain.tokenizer.eot).all() and not (x[:, 0] == plain.tokenizer.eot).all()
@@ -200,27 +173,20 @@ def test_each_window_once_per_epoch(data_dir):
     corpus = Corpus(data_dir, 16, seed=3)
     n = {d: corpus.windows("train", d) for d in corpus.domains}
     assert n == {"prose": 29_999 // 16, "code": 19_999 // 16}
-    seen = {d: [] for d in corpus.domains}
-    for s in range(3 * sum(n.values())):
-        domain, window = corpus.place(s)
-        seen[domain].append(window)
+    places = [corpus.place(s) for s in range(3 * sum(n.values()))]
     for d in corpus.domains:
-        first, second = seen[d][: n[d]], seen[d][n[d] : 2 * n[d]]
+        seen = [window for domain, window in places if domain == d]
+        first, second = seen[: n[d]], seen[n[d] : 2 * n[d]]
         assert sorted(first) == sorted(second) == list(range(n[d]))
         assert first != second and first != sorted(first)
 
 
-@pytest.mark.parametrize(
-    ("block_size", "size", "most", "expected"),
-    [
-        (1000, 1, None, [(0, 1), (1, 2), (2, 3)]),  # of 3,000 tokens: two windows of 1,000 and a rest
-        (1000, 9, None, [(0, 2), (2, 3)]),
-        (1000, 9, 1, [(0, 1)]),
-        (2999, 1, None, [(0, 1)]),  # one window and no rest
-        (4000, 1, None, [(0, 1)]),  # no whole window
-        (4000, 1, 5, [(0, 1)]),
-    ],
-)
+@pytest.mark.parametrize(("block_size", "size", "most", "expected"), [
+    (1000, 1, None, [(0, 1), (1, 2), (2, 3)]),  # of 3,000 tokens: two windows of 1,000 and a rest
+    (1000, 9, None, [(0, 2), (2, 3)]), (1000, 9, 1, [(0, 1)]),
+    (2999, 1, None, [(0, 1)]),  # one window and no rest
+    (4000, 1, None, [(0, 1)]), (4000, 1, 5, [(0, 1)]),  # no whole window
+])  # fmt: skip
 def test_parts_of_a_validation_pass(tmp_path, block_size, size, most, expected):
     corpus = Corpus(make_data(tmp_path, {"a": 5000, "b": 5000}), block_size, verify=False)
     parts = corpus.val_parts(size, most)
@@ -248,11 +214,10 @@ def test_mixture_is_what_is_drawn(data_dir):
 def test_a_domain_may_be_a_folder_whose_name_is_no_utf_8(tmp_path):
     name = os.fsdecode(b"a\xff")
     try:
-        (tmp_path / name).touch()
+        folder = make_data(tmp_path, {name: 5000})
     except OSError:
         pytest.skip("names are UTF-8 on this file system, as on a Mac")
-    corpus = Corpus(make_data(tmp_path, {name: 5000}), 16)
-    assert corpus.batch(0, 4)[0].shape == (4, 16)
+    assert Corpus(folder, 16).batch(0, 4)[0].shape == (4, 16)
 
 
 def test_places_beyond_one_chunk(data_dir, monkeypatch):
@@ -276,40 +241,27 @@ def test_hashes_name_the_data(data_dir):
     assert bos.hash == corpus.hash and bos.val_hash != corpus.val_hash  # losses with and without it are not compared
 
 
-def test_another_tokenizer_is_refused(data_dir, tmp_path):
-    """test_bad_input.py has files that are damaged, cut or missing."""
-    folder = shutil.copytree(data_dir, tmp_path / "data")
-    byte_tokenizer("[^a]|a").save(folder / "tokenizer.json")
-    with pytest.raises(UserError, match="not the one that the data was made with"):
-        Corpus(folder, 16)
-
-
-def test_a_domain_without_a_target_is_refused(tmp_path):
-    """One validation token predicts nothing."""
-    with pytest.raises(UserError, match="val data of domain 'a' in .* has 1 tokens, but needs 2"):
-        Corpus(make_data(tmp_path, {"a": 3000}, n_val=1), 16)
-
-
 def test_impossible_settings_are_refused(data_dir, tmp_path, monkeypatch):
-    for block_size, mixture, message in (
-        (25_000, None, "has 20000 tokens, but needs 25001"),
-        (16, {"C4": 1.0}, "mixture names domain 'C4'"),
-        (16, {"code": -1.0}, "at least 0"),
-        (16, {"code": 0}, "a number above 0"),
+    short = make_data(tmp_path / "data/short", {"a": 3000}, n_val=1)  # one validation token predicts nothing
+    other = make_data(tmp_path / "other", {"a": 3000})
+    byte_tokenizer("[^a]|a").save(other / "tokenizer.json")
+    monkeypatch.chdir(tmp_path)
+    for folder, block_size, mixture, message in (
+        (data_dir, 25_000, None, "has 20000 tokens, but needs 25001"),
+        (data_dir, 16, {"C4": 1.0}, "mixture names domain 'C4'"),
+        (data_dir, 16, {"code": -1.0}, "at least 0"),
+        (data_dir, 16, {"code": 0}, "a number above 0"),
+        (short, 16, None, "val data of domain 'a' in .* has 1 tokens, but needs 2"),
+        (other, 16, None, "not the one that the data was made with"),
+        ("nowhere", 16, None, "no data folder nowhere; make it with prepare.py, or .* data/short$"),
     ):
         with pytest.raises(UserError, match=message):
-            Corpus(data_dir, block_size, mixture=mixture)
-    monkeypatch.chdir(tmp_path)
-    make_data(tmp_path / "data/mine", {"a": 3000})
-    (tmp_path / "data/unfinished").mkdir()
-    with pytest.raises(UserError, match="no data folder nowhere; make it with prepare.py, or .* data/mine$"):
-        Corpus("nowhere", 16)
+            Corpus(folder, block_size, mixture=mixture)
 
 
 def test_many_domains_may_be_open_at_once():
     """Each has two files. The usual limit of a process is 1,024; here it is less."""
-    code = """
-import resource
+    code = """import resource
 from common.data import allow_open_files
 limit = resource.RLIMIT_NOFILE
 resource.setrlimit(limit, (64, 800))
