@@ -122,7 +122,6 @@ class House:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
                 os.utime(path, (0, 0))
-        return self
 
     def contents(self):
         """{name: bytes} of the files, without temporary ones, which are hidden. We only read what was touched."""
