@@ -154,11 +154,6 @@ def show_help(cls, usage):
     sys.exit(0)
 
 
-def is_config(word, files_with):
-    """Whether a word is a config file. One that assigns `files_with` is what the positional setting takes."""
-    return word.endswith(".py") and files_with not in read_config(expanded(word))
-
-
 def load_settings(cls, words, usage="", skip_unknown=False):
     """A `cls` of the words behind a script's name: --key=value, --key value, --flag, config.py, or what the positional
     setting takes. skip_unknown: config files may name settings of another script."""
@@ -168,6 +163,8 @@ def load_settings(cls, words, usage="", skip_unknown=False):
     takes_many = positional and typing.get_origin(hints[positional]) is tuple
     while words:
         word = words.pop(0)
+        is_file = word.endswith(".py") and not word.startswith("--")
+        found = read_config(expanded(word)) if is_file else {}
         if word in ("-h", "--help"):
             show_help(cls, usage)
         elif word.startswith("--"):
@@ -181,8 +178,7 @@ def load_settings(cls, words, usage="", skip_unknown=False):
                 raise UserError(f"--{name} is given twice; it takes one folder")
             flags.add(name)
             values[name] = parse(text, hints.get(name, str))
-        elif is_config(word, files_with):
-            found = read_config(expanded(word))
+        elif is_file and files_with not in found:  # one that assigns it is what the positional setting takes
             near = {name for name in found if name in NANOGPT or difflib.get_close_matches(name, hints, 1, 0.85)}
             if (files_with or skip_unknown) and not near:
                 raise UserError(f"{word} sets nothing that this script has, such as {files_with or 'value_mode'}")

@@ -97,9 +97,8 @@ class PrepareConfig:
             raise UserError(f"mixture takes weights above 0, not {self.mixture}")
         total = plain_sum(self.mixture.values())
         if total == math.inf:
-            raise UserError(
-                "mixture takes weights whose sum is a number; only their ratios count, so take smaller ones"
-            )
+            remedy = "only their ratios count, so take smaller ones"
+            raise UserError(f"mixture takes weights whose sum is a number; {remedy}")
         self.mixture = {domain: weight / total for domain, weight in self.mixture.items()}
 
         # Words that would do nothing, or something else than they seem to say, are refused.
@@ -237,8 +236,7 @@ def read_batch(cfg, batch):
     """The documents of a batch: a list [(domain, text), …] for each item that has some of the mixture's domains."""
     items = []
     for item in batch:
-        docs = to_documents(*item, cfg)
-        docs = [(domain, text) for domain, text in docs if not cfg.mixture or domain in cfg.mixture]
+        docs = [doc for doc in to_documents(*item, cfg) if not cfg.mixture or doc[0] in cfg.mixture]
         if docs:
             items.append(docs)
     return items
@@ -406,8 +404,8 @@ def check_output(cfg, inputs):
     if (out / "settings.json").exists():
         before = read_record(out / "settings.json", SETTINGS)
         changed = [name for name in settings if before.get(name) != settings[name]]
-        differ = [f"{name} {before.get(name)!r} there, {settings[name]!r} now" for name in changed]
-        if differ:
+        if changed:
+            differ = [f"{name} {before.get(name)!r} there, {settings[name]!r} now" for name in changed]
             raise UserError(f"{out} holds other data ({'; '.join(differ)}); {remedy}")
     # Of somebody else's folder we would delete or replace these.
     elif any((out / name).exists() for name in ("train", "val", "parts", "tokenizer.json", "manifest.json")):

@@ -60,10 +60,8 @@ class Input(NamedTuple):
 
 
 def python_files(packages):
-    """Yield the Inputs of pysource: the standard library, then the installed packages, or those in `packages` only.
-
-    Duplicates are left out, because a copy in both splits would make the validation loss wrong.
-    """
+    """Yield the Inputs of pysource, without copies (why, says Placement.add): the standard library, then the installed
+    packages, or those in `packages` only."""
     roots = {Path(sysconfig.get_path("stdlib")): "stdlib"}
     roots |= {Path(folder): "packages" for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))}
     # Empty files are left out as well.

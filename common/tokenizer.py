@@ -106,7 +106,6 @@ class Tokenizer:
         n = np.zeros(self.n_vocab, np.int64)
         for b, i in self.spec["ranks"]:
             n[i] = len(base64.b64decode(b))
-        n[list(self.spec["special"].values())] = 0
         return n
 
 
@@ -138,7 +137,6 @@ class HFTokenizer:
     @classmethod
     def of_folder(cls, folder):
         """The tokenizer of a model in Hugging Face layout."""
-        need("tokenizers")
         with reading(folder, "a Hugging Face model with a tokenizer"):
             about = json.loads(Path(folder, "tokenizer.json").read_bytes())
             c = json.loads(Path(folder, "config.json").read_bytes())

@@ -259,6 +259,13 @@ def test_impossible_settings_are_refused(data_dir, tmp_path, monkeypatch):
             Corpus(folder, block_size, mixture=mixture)
 
 
+def test_an_id_beyond_the_vocabulary(tmp_path):
+    folder = make_data(tmp_path, {"a": 3000})
+    np.full(3000, 257, "<u2").tofile(folder / "train/a.bin")
+    with pytest.raises(UserError, match="holds the token id 257, and its vocabulary has 257;"):
+        Corpus(folder, 16, verify=False).batch(0, 1)
+
+
 def test_many_domains_may_be_open_at_once():
     """Each has two files. The usual limit of a process is 1,024; here it is less."""
     code = """import resource
