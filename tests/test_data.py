@@ -233,10 +233,12 @@ def test_order_does_not_depend_on_the_library_version():
     assert data.raw_bits(42, "domain", start=4, n=2).tolist() == data.raw_bits(42, "domain", n=6)[4:].tolist()
 
 
-def test_hashes_name_the_data(data_dir):
-    corpus, other = Corpus(data_dir, 16), Corpus(data_dir, 16, mixture={"code": 1, "prose": 1})
+def test_hashes_name_the_data(data_dir, tmp_path):
+    corpus, other = Corpus(data_dir, 16), Corpus(data_dir, 16, mixture={"prose": 1, "code": 1})
     assert corpus.hash == Corpus(data_dir, 32, seed=1).hash != other.hash
-    assert corpus.val_hash == other.val_hash != Corpus(data_dir, 16, mixture={"code": 1}).val_hash
+    assert corpus.val_hash == Corpus(data_dir, 16, mixture={"code": 1, "prose": 1}).val_hash
+    assert corpus.val_hash != Corpus(data_dir, 16, mixture={"code": 1}).val_hash
+    assert corpus.val_hash != Corpus(make_data(tmp_path, tokenizer=byte_tokenizer("[^a]|a")), 16).val_hash
     bos = Corpus(data_dir, 16, bos=True)
     assert bos.hash == corpus.hash and bos.val_hash != corpus.val_hash  # losses with and without it are not compared
 

@@ -67,6 +67,7 @@ def test_flags(words):
 BAD = {  # test_bad_input.py tries many more, but reads no sentence
     "--learning_rate=1e999": "learning_rate takes float, not inf",
     "--max_steps=1.5": "max_steps takes int, not 1.5",
+    "--max_steps=true": "max_steps takes int, not True",
     "--learning_rte=1": "unknown setting 'learning_rte' (did you mean 'learning_rate'?); see",
     "--zzz=1": "unknown setting 'zzz'; see --help",
     "--batch-size=12": "batch_size is nanoGPT's; here it is micro_batch; a step's tokens",
@@ -180,6 +181,12 @@ def test_a_failed_write_names_its_file_and_leaves_the_old_one(tmp_path):
     with pytest.raises(OSError, match=re.escape(str(tmp_path / "a"))):
         files.write_atomic(tmp_path / "a", full)
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    (tmp_path / "a").symlink_to("/dev/null")
+    with pytest.raises(UserError, match="a is no file that can be replaced"):
+        files.write_text(tmp_path / "a", "")
 
 
 def test_a_librarys_own_error_keeps_its_reason():
