@@ -96,8 +96,9 @@ def run_jobs(wanted, ended, lanes, later=lambda: 0):
                 with open(job.log, "a", encoding="utf-8") as out:  # a session of its own, so that Ctrl-C is ours alone
                     how = {"stdout": out, "stderr": out, "start_new_session": True, "stdin": subprocess.DEVNULL}
                     how["preexec_fn"] = end_with_parent
+                    begin = out.tell()  # before the process can write
                     process = subprocess.Popen([sys.executable, *job.words], env={**os.environ, **lanes[lane]}, **how)
-                    running[lane], seen[job.log] = (job, process, out.tell()), job
+                    running[lane], seen[job.log] = (job, process, begin), job
             if not running:
                 return
             # until one ends, show how far all of them are

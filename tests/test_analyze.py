@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import COVER, Largest, byte_tokenizer, hf_folder, in_process, make_data, refused, tiny, tokens, widths
-from test_equations import EXACT, VALUES, A, cross, linear, norm
+from test_equations import VALUES, A, cross, linear, norm
 
 import analyze
 import train
@@ -21,6 +21,8 @@ from common.tokenizer import HFTokenizer
 from configurator import UserError
 from net.layers import attend
 from value_modes import Residual, ValueMode
+
+EXACT = dict(rtol=0, atol=1e-10)
 
 COMBINED = {  # more than one residual that changes A_n: no row has that
     "probs_then_identity": ValueMode((Residual(of="probs"), Residual(map="identity", lam=(0.5, 1.0)))),

@@ -51,6 +51,13 @@ def small(tmp_path_factory):
     return theirs, Tokenizer(byte_level_spec(json.loads(file.read_bytes()))), file
 
 
+def reference(name, folder):
+    """(the package's, ours) of GPT-NeoX's or GPT-2's own tokenizer."""
+    file = gpt2_json(folder) if name == "gpt2" else SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json"
+    theirs = pytest.importorskip("tokenizers").Tokenizer.from_file(str(file))
+    return theirs, Tokenizer(byte_level_spec(json.loads(file.read_bytes())))
+
+
 @functools.cache
 def documents():
     """Every 30th of the real documents, without the two special tokens, which `tokenizers` would take as such."""
@@ -77,9 +84,7 @@ def check_texts(theirs, ours, texts):
 @pytest.mark.parametrize(("name", "size"), [("neox", 50277), ("gpt2", 50257)])
 def test_ids_of_public_tokenizers(tmp_path, name, size):
     """On hostile and on real text."""
-    file = gpt2_json(tmp_path) if name == "gpt2" else SHARED / "data/tokenizers/gpt-neox-20b.tokenizer.json"
-    theirs = pytest.importorskip("tokenizers").Tokenizer.from_file(str(file))
-    ours = Tokenizer(byte_level_spec(json.loads(file.read_bytes())))
+    theirs, ours = reference(name, tmp_path)
     assert ours.n_vocab == size and PUBLIC[ours.hash[:16]] == name and len(documents()) > 100
     check_texts(theirs, ours, [*documents(), *hostile(1, 4000)])
 

@@ -49,6 +49,7 @@ WRONG = [
     ("8", "before[:, :, -x.size(1) :]", "before", "for 2 new tokens"),
     ("8", 'used[0]["v"]', 'projected[0]["v"]', "the new tokens alone"),
     ("8", 'used[0]["v"]', 'used[0]["v"].detach()', "lacks its gradient"),
+    ("8", "self.g * before", "self.g.detach() * before", "in 80 steps its loss falls from"),
     ("8", "used, cache)", "used)", "with a KV cache the logits differ"),
     ("8", "nn.Parameter(torch.zeros(n_head, 1, 1))", "torch.zeros(n_head, 1, 1)", "no nn.Parameter"),
     ("8", "torch.zeros(n_head, 1, 1)", "torch.zeros(1)", "all heads have one g"),
