@@ -462,7 +462,7 @@ def print_result(cfg, placement):
         if placement.shares and cfg.tokens and not placement.is_full("train", domain):
             print(f"note: the input ended before {domain}'s {cfg.tokens * placement.shares[domain]:,.0f} tokens")
         if cfg.val_tokens and not placement.is_full("val", domain):
-            print(f"note: the input ended before {domain}'s {cfg.val_tokens:,} validation tokens")
+            print(f"note: {domain} has {n_val:,} of {cfg.val_tokens:,} validation tokens")
     print(f"{cfg.out_dir} is ready")
 
 
