@@ -3,9 +3,9 @@
     python export.py out/svformer --out_dir=exports/svformer
     python export.py out/vanilla --out_dir=exports/vanilla --dtype=bfloat16
 
-vanilla of arch=llama becomes a plain Llama; every other model brings its code along. transformers writes the folder and
-loads it again. We compare logits, of a full pass and while it generates, and token ids with ours, before the folder
-gets its name.
+vanilla, gqa2, gqa4, gqa8 and mqa become plain Llamas, unless they have arch=gpt2 or rope_scaling. Every other model
+brings its code along. transformers writes the folder and loads it again. We compare logits, of a full pass and while it
+generates, and token ids with ours, before the folder gets its name.
 Read before: hf/layout.py and hf/modeling_nanoresformer.py.
 """
 
