@@ -164,6 +164,11 @@ def test_the_tables_of_modes_are_current():
     assert right.count("\n|`") == len(TABLE)
 
 
+def test_pages_count_the_modes():
+    assert f"with {len(TABLE)} variants behind one setting" in TEXTS["README.md"]
+    assert f"has these five modes and {len(TABLE) - 5} more in one table" in TEXTS["docs/lecture.md"]
+
+
 @pytest.mark.parametrize("name", tables.PICTURES)
 def test_pictures_are_current(name, tmp_path):
     """Each is in a page, is small, and shows what `python -m docs.tables` would draw now."""
