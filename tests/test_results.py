@@ -164,10 +164,10 @@ def readmes():
     """What README must say."""
     value, interval, _ = gap("resformer")
     yield "**ResFormer did not help our base model**" if abs(value) < interval else "no such finding"
-    yield f"With 12 layers it ends about {-gap('resformer', 0.0015, 0.0015, **DEEP)[0]:.2f} nats lower"
+    yield f"With 12 layers it ends about {-gap('resformer', 0.0015, 0.0015, **DEEP)[0]:.2f} nats below vanilla"
     least, most = (f"{float(times):.1f}" for times in tokens({}, LONG))
     yield f"With V_n + 2 V_1 the base model ends about {-gap('resformer_lambda')[0]:.2f} nats lower"
-    yield f"Vanilla would need {least} to {most} times the tokens for that."
+    yield f"Vanilla would need {least} to {most} times as many tokens to get there."
     best = -gap("svformer", 0.006)[0]
     yield f"SVFormer ends about {best:.2f} nats lower, with 58% of the cache."
 
@@ -273,7 +273,7 @@ def test_the_demo_that_readme_shows():
         assert not missing
     found = {answer.mode: answer for answer in judge(cells, tuned)[0]}
     assert all(a.gap < -a.interval for mode, a in found.items() if mode != "vanilla")
-    assert "In [ours](results/demo.json) all three are still clearly ahead" in README
+    assert "In [ours](results/demo.png), all three are still [clearly ahead](results/demo.json)" in README
 
 
 def test_english_runs():
