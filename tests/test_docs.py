@@ -20,7 +20,7 @@ from docs import tables
 from value_modes import TABLE
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results/README.md"]
-LIMITS = {"README.md": 160}  # lines; other pages have 250
+LIMITS = {"README.md": 160}  # lines; other pages have 260
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 SCRIPTS = "model train prepare sample eval analyze plot".split()
@@ -147,7 +147,7 @@ def test_links_and_files_exist():
 
 def test_pages_are_short_and_their_python_is_python():
     for page, text in TEXTS.items():
-        assert len(text.splitlines()) <= LIMITS.get(page, 250), page
+        assert len(text.splitlines()) <= LIMITS.get(page, 260), page
         for language, block in BLOCK.findall(text):
             if language == "python":
                 assert ast.parse(textwrap.dedent(block)), page
