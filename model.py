@@ -63,7 +63,7 @@ class MixingWeights(nn.Module):
 
     starts: the same dict, of fixed weights or of what learned ones start from; those of learn="softmax" start as below.
     It has no layers where a Gate computes the weights, or map="cross" needs none. Learned ones are vectors, if only of
-    length 1, because FSDP2 takes no scalars: AdamW decays no vectors (train.adamw).
+    length 1, because FSDP2 takes no scalars. So AdamW does not decay them (train.adamw).
     """
 
     def __init__(self, residual, index, plan):
@@ -138,9 +138,9 @@ class Attention(nn.Module):
 
     projected[i]: layer i's projections of this call's tokens, {"q", "k" or "v": (B, heads, T, D)}; the paper's V_1 is
     projected[0]["v"]. It also has layer i's input, "hidden", for Block, and projected["table 0"], … {"v": a token
-    table's values}. used[i]: what layer i's softmax used, after mixing and borrowing; with a KV cache of all tokens so
-    far. Mixing needs no V_1 of older tokens: we mix token by token, and the cache stores mixed values. Sources enter in
-    the steps 2 to 5 of `forward`.
+    table's values}. used[i]: what layer i's softmax used, after mixing and borrowing; with a KV cache, of all tokens.
+    Mixing needs no V_1 of older tokens, because we mix token by token, and the cache stores mixed values. Sources enter
+    in the steps 2 to 5 of `forward`.
     Both are arguments and results, not attributes, so that recompute and torch.compile see what depends on what.
     """
 

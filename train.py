@@ -39,7 +39,7 @@ from value_modes import ModelConfig, ValueMode, get_mode, kv_floats_per_token
 ENVIRONMENT = "train.py's environment"  # the kind of record in env.json
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
 # Settings that change no result beyond rounding: a resumed run may change them without a word, and compare.py compares
-# runs that differ in them. Never may it change what MUST_STAY; all others with a note, as long as it has not ended.
+# runs that differ in them. It may never change MUST_STAY. It may change the rest, with a note, until it has ended.
 MAY_DIFFER = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every",
               "recompute", "shard", "micro_batch", "attn", "sample_every")  # fmt: skip
 MUST_STAY = {"seed", "batch_tokens", "data", "bos", "init_from", "val_hash", "eval_tokens"}
@@ -159,8 +159,8 @@ def learning_rate(step, peak, end, warmup, steps):
 
 
 def adamw(model, lr, weight_decay, betas, device_type):
-    """AdamW that decays matrices (embeddings, head and a Gate's, too) and no vectors: what multiplies is decayed, what
-    scales or shifts is not, as norms, biases, mixing weights."""
+    """AdamW that decays parameters of two dimensions (embeddings, head and a Gate's, too), and none of one: norms,
+    biases, mixing weights."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -168,8 +168,8 @@ def adamw(model, lr, weight_decay, betas, device_type):
 
 
 class Stop:
-    """Ctrl-C and what shells and batch systems send let the current step finish and be saved. Before that a second
-    Ctrl-C ends the run at once; then there is nothing left to lose, and it does nothing."""
+    """Ctrl-C and what shells and batch systems send let the current step finish and be saved. Until then a second
+    Ctrl-C ends the run at once, as `heard` arranges. After that nothing is left to lose, and it does nothing."""
 
     def __init__(self):
         self.asked = False
@@ -318,7 +318,7 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
         if world.rank == 0:
             print(f"{cfg.out_dir} is already finished, at step {done}")
         return None
-    # the records go on after step `done`; the folder says from now on what made it
+    # the records go on after step `done`, on rank 0 only; the folder says from now on what made it
     metrics = Metrics(cfg, world, done)
     if world.rank == 0:
         write_record(Path(cfg.out_dir, "config.json"), RUN, config)
@@ -366,7 +366,7 @@ def train(cfg, world):
     micro_batch, accumulation = cfg.split_batch(world.size)
 
     # ---- the model: from a seed, or with another run's weights
-    torch.manual_seed(cfg.seed)  # weights and batches have streams of their own; a mode of yours may draw from this one
+    torch.manual_seed(cfg.seed)  # for modes of yours that draw, as dropout does; checkpoints have its state
     shape = cfg.model_config(corpus.tokenizer.n_vocab)
     # on a CPU gradients and AdamW's two moments are there, too; on a GPU the weights are made here and go there
     bytes_per_parameter = 16 if world.kind == "cpu" else 4

@@ -14,6 +14,7 @@ We count layers from 0: the paper's layer 1 is layer 0. Paper: https://arxiv.org
 """
 
 import ast
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -50,12 +51,12 @@ class Residual:
          "lerp"     (1 - l, l)
          "unit"     s (a, b) / sqrt(a^2 + b^2), from s = 1
          "softmax"  (Learnable-Plus) a_n and s softmax_n(b) over the layers that have it, from a_n = 1/2, s = n_layer,
-                    b = slope (0, 1, 2, …). All layers share s, and b by the softmax.
+                    b = slope (0, 1, 2, …). Each layer has a b, and all share one s.
          "head", "sigmoid", "relu": a model.Gate computes them for each token
-         A new one: its name here, its start and formula in model.MixingWeights, what it cannot mean in net/rules.py.
+         A new one: its name here, its formula in model.MixingWeights or Gate, what it cannot mean in net/rules.py
     slope: how fast b rises with depth at the start of "softmax".
-    layers: the layers that have it, see `pick_layers`; () = each layer that has a source. A layer that borrows every
-        tensor that the residual would change is left without the residual.
+    layers: the layers that have it, see `pick_layers`; () = each layer that has a source. A residual only acts in layers
+        that own a tensor which it reads (q, k or v): NeuTRENO's in no layer of SVFormer's above 0.
     tables: for source="token": "each" layer has its own table, or they share tables in the order "mirror" (0 1 2 2 1 0)
         or "cycle" (0 1 2 0 1 2), or all share "one", which starts from 0.
     """
@@ -334,9 +335,13 @@ def named(mode):
         digest = hashlib.sha256(repr(mode).encode()).hexdigest()[:6]
         return same[0] if same else dataclasses.replace(mode, name=f"custom_{digest}")
     row, number = row_and_number(mode.name)
-    if row in VALUE_MODES and mode != (get_mode(mode.name) if number else VALUE_MODES[row]):
-        raise UserError(f"name={mode.name!r} already means another mode; choose another name")
-    return mode
+    taken = VALUE_MODES.get(row)
+    if taken and number:
+        with contextlib.suppress(UserError):  # of a row that takes no number
+            taken = get_mode(mode.name)
+    if taken in (None, mode):
+        return mode
+    raise UserError(f"name={mode.name!r} already means another mode, a row or a row with a number; choose another")
 
 
 def read_mode(word):
@@ -506,10 +511,10 @@ def plan_layers(cfg):
 
 def sources_of(r, plan):
     """{layer: what residual r reads there}, for the layers that have it. Numbers of layers, or of r's token tables."""
-    # owners[n]: who owns what r reads, as layer n sees it
+    # owners[n]: who owns what r reads, as layer n sees it; for of="v" in cla2 [[0], [0], [2], [2]]
     owners = [[layer.owner[t] for t in r.reads] for layer in plan]
     layers = pick_layers(r.layers or ":", len(plan))
-    # a layer that is none of its own owners borrows all that r would mix, so it has no such residual
+    # a layer that owns none of the tensors that r reads has no such residual
     if r.reads:
         layers = [n for n in layers if n in owners[n]]
     count = len(layers)

@@ -583,7 +583,6 @@ IMPOSSIBLE = [  # what makes it, and the sentence; test_bad_input.py's modes fin
     (lambda: ValueMode((Residual(map="cross"), Residual(of="scores"))), "use one of them"),
     (lambda: ValueMode(name="a/b"), "use letters, digits"),
     (lambda: config("resfromer"), "did you mean 'resformer'"),
-    (lambda: config(ValueMode(name="neutreno_0.5")), "name='neutreno_0.5' already means another mode"),
     (lambda: config(n_embd=24), "RoPE rotates pairs, so it must be even"),
     (lambda: config(n_embd=30), "n_embd=30"),
     (lambda: config(n_kv_head=3), "n_kv_head=3"),
@@ -654,3 +653,10 @@ def test_records_from_before_the_field_output_went():
     fields["value_mode"]["output"] = "gate"
     with pytest.raises(UserError, match="value_mode takes"):
         ModelConfig.of_record(fields)
+
+
+@pytest.mark.parametrize("name", ["svformer_2", "resformer", "neutreno_0.5"])
+def test_a_name_that_means_another_mode(name):
+    """Also where the row takes no number."""
+    with pytest.raises(UserError, match="already means another mode"):
+        config(ValueMode((Residual(source=1),), name=name))
