@@ -55,8 +55,8 @@ class Residual:
          "head", "sigmoid", "relu": a model.Gate computes them for each token
          A new one: its name here, its formula in model.MixingWeights or Gate, what it cannot mean in net/rules.py
     slope: how fast b rises with depth at the start of "softmax".
-    layers: the layers that have it, see `pick_layers`; () = each layer that has a source. A residual only acts in layers
-        that own a tensor which it reads (q, k or v): NeuTRENO's in no layer of SVFormer's above 0.
+    layers: the layers that have it, see `pick_layers`; () = each layer that has a source. It acts only in layers that
+        own a tensor which it reads (q, k or v): NeuTRENO's in no layer of SVFormer's above 0.
     tables: for source="token": "each" layer has its own table, or they share tables in the order "mirror" (0 1 2 2 1 0)
         or "cycle" (0 1 2 0 1 2), or all share "one", which starts from 0.
     """
