@@ -217,8 +217,10 @@ def remarks(study, answers, fit):
     cfg, base = study.cfg, answers[0]
     named = {f"{mode}-{rate:g}-{seed}": curves for (mode, rate, seed), curves in study.runs.items()}
     yield from rounded_otherwise(named)
+    if cfg.seeds == 1 and not any(a.interval for a in answers):
+        yield "One seed says nothing about noise. Add --seeds=3."
     if len(cfg.rates) == 1:
-        yield f"One rate, {cfg.rates[0]:g}, favours the mode that it suits best: name several --rates to be fair."
+        yield "One rate favours the mode that it suits best. Name several --rates to be fair."
     if any(a.interval for a in answers):
         corrected = ", both at the best rates of parabolas" if any(a.best and a.tuned.around for a in answers) else ""
         yield f"±: half of a 95 % interval. Differences are of equal seeds{corrected}, and all modes share one noise."
@@ -229,26 +231,29 @@ def remarks(study, answers, fit):
             f"{mode} makes {share:.0%} of that noise. If its runs are noisier than the others', ± is off; name two "
             f"modes alone, and their runs here give an answer without the rest. Multiply that p by {len(answers) - 1}."
         )
-    if not any(a.tokens for a in answers) and base.losses:
-        how = f"run this with --max_steps={2 * cfg.max_steps}, then as now" + ", both with --seeds=3" * (cfg.seeds == 1)
-        yield f"× tokens needs {base.mode} at another length: {how}."
+    if any(a.interval for a in answers) and not any(a.tokens for a in answers):
+        yield (
+            f"How many times as many tokens would {base.mode} need? To find out, run this with "
+            f"--max_steps={2 * cfg.max_steps}, and then once more as now."
+        )
 
 
 def table(study, answers):
-    """The answers as Markdown. One rate has no parabola, so its columns are left out."""
+    """The answers as Markdown. A column without any number is left out: one rate has no parabola, one seed no p."""
     base, cfg, rows = answers[0], study.cfg, []
     for a in answers:
         shape = cfg.of_run(a.mode, a.tuned.rate, cfg.seed).model_config(study.corpus.tokenizer.n_vocab)
         loss = f"{statistics.mean(a.losses.values()):.4f}" if a.losses else "diverged"
         cells = [f"{a.tuned.rate:g}{' (edge)' * a.tuned.is_edge}", loss]
-        if len(cfg.rates) > 1:
-            cells += [f"{a.best.rate:.2g}", f"{a.loss:.4f}"] if a.losses and a.tuned.around else ["-", "-"]
+        cells += [f"{a.best.rate:.2g}", f"{a.loss:.4f}"] if a.losses and a.tuned.around else ["-", "-"]
         cells += ["-" if a.gap is None else with_interval(a.gap, a.interval, sign=True)]
         cells += ["-" if a.p is None else f"{a.p:.2g}", in_times(a.tokens) if a.tokens else "-"]
         cells += [f"{count_parameters(shape):,}", f"{2 * kv_floats_per_token(shape):,}", f"{len(a.losses)}"]
         rows.append([a.mode, *cells])
-    header = ["mode", "rate", "val loss", *(["parabola's rate", "its loss"] if len(cfg.rates) > 1 else [])]
-    header += [f"vs {base.mode}", "Holm's p", "× tokens", "parameters", "KV bytes/token (bf16)", "seeds"]
+    header = ["mode", "rate", "val loss", "parabola's rate", "its loss", f"vs {base.mode}", "Holm's p", "× tokens"]
+    header += ["parameters", "KV bytes/token (bf16)", "seeds"]
+    columns = [column for column in zip(header, *rows, strict=True) if set(column[1:]) != {"-"}]
+    header, *rows = zip(*columns, strict=True)
     return markdown(header, rows)
 
 

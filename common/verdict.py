@@ -166,50 +166,44 @@ def in_times(tokens):
 def doubt(a):
     """Why a mode may want another rate than the one that the answer is about, or ""."""
     if a.tuned.is_edge:
-        return f"{a.tuned.rate:g} is the edge of its rates, so a better one may lie beyond, where no parabola reaches"
+        return f"For {a.mode} {a.tuned.rate:g} is the edge of the rates, and a better one may lie beyond it."
     if not a.tuned.around:
-        return f"beside {a.tuned.rate:g} it diverged, so no parabola corrects its rate"
+        return f"Next to {a.tuned.rate:g} {a.mode} diverged, so no parabola corrects its rate."
     return ""
 
 
-def sentence(a, base, n_seeds, is_tuned):
-    """An Answer in words. base: that of the mode that all are compared with; n_seeds: asked for; is_tuned: whether
-    there are several rates."""
+def said_of(a, base, n_seeds, is_tuned):
+    """Yields sentences on an Answer. base: that of the mode that all are compared with; n_seeds: asked for; is_tuned:
+    whether there are several rates."""
     below, better = ("below", "better") if (a.gap or 0) < 0 else ("above", "worse")
     if not a.losses:
-        return f"{a.mode} diverged at every rate down to {a.tuned.rate:g}: name lower --rates."
+        yield f"{a.mode} diverged at every rate down to {a.tuned.rate:g}. Name lower --rates."
+        return
     if a.mode == base.mode:
-        words = "is what the others are compared with"
+        pass  # the others are compared with it
     elif not base.losses:
-        words = f"ends at {a.loss:.4f} nats"
+        yield f"{a.mode} ends at {a.loss:.4f} nats."
     elif a.gap is None:
-        words = f"and {base.mode} have no seed in common that did not diverge"
+        yield f"{a.mode} and {base.mode} have no seed in common that did not diverge."
     elif a.interval is None:
         ends = f"{abs(a.gap):.3f} nats {below}" if abs(a.gap) >= 0.0005 else "level with"
-        more = ": add --seeds=3" if n_seeds == 1 else " (others diverged)"
-        words = f"ends {ends} {base.mode}; one seed says nothing about noise{more}"
+        yield f"{a.mode} ends {ends} {base.mode}."
     elif a.p > 0.05:
         gap = with_interval(a.gap, a.interval, sign=True)
-        words = f"cannot be told apart from {base.mode}: {gap} nats, p = {a.p:.2g}"
+        yield f"{a.mode} cannot be told apart from {base.mode} ({gap} nats, p = {a.p:.2g})."
     else:
-        words = f"is {better} than {base.mode} by {with_interval(abs(a.gap), a.interval)} nats"
+        yield f"{a.mode} is {better} than {base.mode} by {with_interval(abs(a.gap), a.interval)} nats."
     if a.tokens:
-        words += f"; {base.mode} needs {in_times(a.tokens)} times as many tokens for that loss"
+        yield f"For that loss {base.mode} needs {in_times(a.tokens)} times as many tokens."
     if a.best.gain >= 0.0005:
-        words += f"; a parabola puts its best rate at {a.best.rate:.2g}, {a.best.gain:.3f} lower"
+        yield f"A parabola puts the best rate of {a.mode} at {a.best.rate:.2g}, {a.best.gain:.3f} lower."
     if is_tuned and doubt(a):
-        words += f"; {doubt(a)}"
-    if is_tuned and a.mode != base.mode and base.losses and doubt(base):
-        words += f"; and {base.mode}: {doubt(base)}"
+        yield doubt(a)
     if len(a.losses) < n_seeds:
-        words += f"; {n_seeds - len(a.losses)} of its {n_seeds} seeds diverged"
-    return f"{a.mode} {words}."
+        yield f"{n_seeds - len(a.losses)} of the {n_seeds} seeds of {a.mode} diverged."
 
 
 def sentences(answers, n_seeds, is_tuned):
-    """A sentence for each mode, but for the base only if there is something to say of it."""
-    base = answers[0]
-    said = [sentence(a, base, n_seeds, is_tuned) for a in answers]
-    if said[0] == f"{base.mode} is what the others are compared with.":
-        del said[0]
-    return said
+    """A line of sentences for each mode of which there is something to say."""
+    said = [" ".join(said_of(a, answers[0], n_seeds, is_tuned)) for a in answers]
+    return [line for line in said if line]
