@@ -1,4 +1,4 @@
-"""Every number of results/README.md's findings, computed again from the records, by other code than paper/'s."""
+"""Every number of the results, computed again from the records, by other code than the pages were written with."""
 
 import json
 import re
@@ -11,7 +11,6 @@ from common.files import read_record_lines
 from common.runs import read_run
 from common.statistics import Fit, holm, multiplier, t_95
 from common.verdict import judge, search
-from value_modes import row_and_number
 
 
 def page(path):
@@ -19,7 +18,7 @@ def page(path):
     return " ".join((ROOT / path).read_text(encoding="utf-8").replace("−", "-").split())
 
 
-PAGE, README = page("results/README.md"), page("README.md")
+PAGE, NIGHT, README = page("results/README.md"), page("results/night/README.md"), page("README.md")
 RUNS = list(read_record_lines(ROOT / "results/night/runs.jsonl", "a run's record"))
 RUNS = [run for run in RUNS if run["start"]["max_steps"] > 1]  # the model before training is none
 SHAPE = {"n_layer": 6, "n_head": 4, "n_embd": 128, "block_size": 128, "batch_tokens": 2048, "max_steps": 6000}
@@ -120,44 +119,49 @@ CHOSEN += [("neutreno", 0.003), ("denseformer", 0.003)]
 
 def sentences():
     """What results/README.md must say."""
-    deep, large = gap("resformer", 0.0015, 0.0015, **DEEP), gap("resformer", 0.0015, 0.0015, **LARGE)
-    lam, plus, learned, lam_1 = (g(f"resformer_{name}") for name in ("lambda", "plus", "learned", "lambda_1"))
-    lam_mid, lam_large = (g("resformer_lambda", 0.0015, 0.0015, **of) for of in (MID, LARGE))
-    one = t_95(FIT.df) * FIT.noise * 2**0.5
-    yield f"With three seeds a difference is known to ± {deep[1]:.3f}**"
-    yield f"* is one seed, known to ± {one:.3f} if seeds are as noisy there"
-    yield f"The noise of a seed is {FIT.noise:.4f}: the standard deviation left in {len(FIT.cells)} cells"
-    yield f"{t_95(FIT.df):.2f} × {FIT.noise:.4f} × √(2/3) = ± {deep[1]:.3f}, one seed to ± {one:.3f}"
-    yield f"ResFormer does not help**: {g('resformer')}. The paper's gain at 82M parameters, 0.027, is outside"
-    assert gap("resformer")[0] - gap("resformer")[1] > -0.027
-    yield f"{deep[0]:+.3f} with 12 layers, {large[0]:+.3f} with 8 wider ones (5.1M"
-    yield f"λ = 2 {lam} at the base, {lam_mid} at 2.9M, {lam_large} at 5.1M ("
-    yield f"At the base Plus has {plus}, Learnable {learned}, and V_n + V_1 {lam_1}: twice"
-    yield f"at the start, has {g('scaled')}."
-    leads = [loss("resformer_lambda", **of) - loss("vanilla", **of) for of in (SHORT, LONG)]
-    yield f"at rate 0.003 λ = 2 has {leads[0]:.2f}*, {lam} and {leads[1]:.3f}*."
-    early, late = tokens({}, LONG), tokens(LONG, {})
-    yield f"{early[0]} to {early[1]} times as many for λ = 2's loss at 12.3M, and {late[0]} to {late[1]} times at 49.2M"
-    between = gap("svformer", 0.006)[0] - gain("svformer", 0.006) + gain("vanilla", 0.003)
-    yield f"58 % of the KV cache: {g('svformer', 0.006)}, at twice vanilla's rate, and {between:+.3f} if its best rate"
-    yield f"After 49.2M tokens {loss('svformer', 0.006, **LONG) - loss('vanilla', **LONG):+.3f}*, at a rate"
-    yield f"**DenseFormer** {g('denseformer')}. **NeuTRENO** {g('neutreno')}"
-    over = [gap("resformer")[0] - gap(mode)[0] for mode in ("denseformer", "neutreno")]
-    yield "ResFormer ends above both, by {:.3f} and {:.3f};".format(*over)
-    (res, half, _), (sv, same, _) = (at_rate(mode, 0.006) for mode in ("resformer", "svformer"))
-    assert half == pytest.approx(same)
-    yield f"ResFormer has {res:.3f} and SVFormer {sv:.3f}. (The three modes with three seeds at 0.006"
-    yield f"which gives ± {half:.3f}.)"
+    half, one = (
+        FIT.contrast({(BASE, "vanilla", 0.003): 1, (BASE, "resformer", 0.003): -1})[1],
+        t_95(FIT.df) * FIT.noise * 2**0.5,
+    )
+    yield f"three seeds, which measure a difference to ± {half:.3f}."
+    yield f"A star marks a single seed, which measures it to ± {one:.3f} at best."
+    for name, mode, rate, others in (
+        ("ResFormer", "resformer", 0.003, (0.0015, 0.0015)),
+        ("λ = 2", "resformer_lambda", 0.003, (None, 0.0015)),
+        ("SVFormer", "svformer", 0.006, (None, 0.003)),
+    ):
+        gaps = [g(mode, at, 0.0015, **of) if at else "-" for at, of in zip(others, (DEEP, LARGE), strict=True)]
+        late = loss(mode, rate, **LONG) - loss("vanilla", **LONG)
+        yield f"| {name} | {g(mode, rate)} | {gaps[0]} | {gaps[1]} | {late:+.3f}* |"
+    value, interval, _ = gap("resformer")
+    yield "Our interval at the base excludes it." if value - interval > -0.027 else "no such finding"
+    twice = gap("resformer", 0.0015, 0.0015, **DEEP)[0] / -0.027
+    yield "With 12 layers ResFormer gains twice as much" if 1.75 < twice < 2.25 else "no such finding"
+    yield f"ends {gap('scaled')[0]:.2f} nats above vanilla. We only tried"
+    early, late = ([float(end) for end in tokens(*of)] for of in (({}, LONG), (LONG, {})))
+    yield f"vanilla needs {early[0]:.1f} to {early[1]:.1f} times as many"
+    yield f"four times the training it is {late[0]:.1f} to {late[1]:.1f} times, and"
+    yield f"It ends {-gap('svformer', 0.006)[0]:.2f} nats below vanilla, but it needs twice"
+    seems = [-at_rate(mode, 0.006)[0] for mode in ("resformer", "svformer")]
+    yield "ResFormer seems to win by {:.2f} nats, and SVFormer by {:.2f}.".format(*seems)
+    yield f"ends {-gap('denseformer')[0]:.2f} nats below vanilla, and NeuTRENO's {-gap('neutreno')[0]:.2f} could"
     shared = [loss(mode) - MEAN_42 for mode in ("share_q", "share_k")]
-    yield f"sharing queries costs {shared[0]:+.2f}*, keys {shared[1]:+.2f}*, values {g('svformer')}."
-    moved = [loss("resformer", **of) - loss("vanilla", **of) for of in ({"block_size": 32}, {"weight_decay": 0.0})]
-    yield "{:.3f}* at length 32, {:.3f}* without weight decay.".format(*moved)
+    yield "Sharing keys or queries costs about 0.3 nats" if all(0.25 < x < 0.35 for x in shared) else "no such finding"
+    assert abs(gap("svformer")[0]) < half  # sharing values, at the same rate
+    between = gap("svformer", 0.006)[0] - gain("svformer", 0.006) + gain("vanilla", 0.003)
+    others = [gain(mode, rate) - gain("vanilla", 0.003) for mode, rate in CHOSEN if mode != "svformer"]
+    yield f"moves SVFormer to {between:.3f} and the others by at most {max(map(abs, others)):.3f}."
+    yield f"about {FIT.noise * 2**0.5:.3f} nats apart"
+
+
+def evidence():
+    """What results/night/README.md must say of noise."""
+    half, one = (t_95(FIT.df) * FIT.noise * (2 / n) ** 0.5 for n in (3, 1))
+    yield f"It is {FIT.noise:.4f} nats, the standard deviation left in {len(FIT.cells)} cells"
+    yield f"each seed's shift, and {FIT.df} degrees of freedom are"
+    yield f"{t_95(FIT.df):.2f} × {FIT.noise:.4f} × √(2/3) = ± {half:.3f}, and one seed measures it to ± {one:.3f}"
+    yield f"noise of their own, which gives ± {at_rate('resformer', 0.006)[1]:.3f}."
     yield f"compare them with {MEAN_42:.3f}, the mean"
-    more, _, _ = difference("resformer", 0.0015, 0.0015, **LARGE)
-    most, half, _ = difference("svformer", 0.003, 0.0015, **LARGE)
-    yield f"ResFormer and λ = 2 fall by {-more:.3f} against vanilla, SVFormer by {-most:.3f} (± {half:.3f})"
-    grown = difference("resformer", 0.0015, 0.0015, **DEEP)
-    yield f"From 6 to 12 layers ResFormer falls by {-grown[0]:.3f} ± {grown[1]:.3f}"
 
 
 def readmes():
@@ -172,7 +176,10 @@ def readmes():
     yield f"SVFormer ends about {best:.2f} nats lower, with 58% of the cache."
 
 
-@pytest.mark.parametrize("page,sentence", [*((PAGE, s) for s in sentences()), *((README, s) for s in readmes())])
+SAID = [(PAGE, s) for s in sentences()] + [(NIGHT, s) for s in evidence()] + [(README, s) for s in readmes()]
+
+
+@pytest.mark.parametrize("page,sentence", SAID)
 def test_the_page_says(page, sentence):
     assert sentence in page
 
@@ -191,26 +198,18 @@ def test_who_differs_from_vanilla():
 
 
 def test_seeds_1_and_2_alone_say_the_same():
-    """no difference at the base moves by more than 0.006."""
+    """Without seed 42 no difference at the base moves by more than 0.006."""
+    assert "no tuned mode's difference at the base moves by more than 0.006" in NIGHT
     for mode, rate in CHOSEN:
         of, base = LOSSES[BASE, mode, rate], LOSSES[BASE, "vanilla", 0.003]
         assert abs(sum(of[s] - base[s] for s in (1, 2)) / 2 - gap(mode, rate)[0]) <= 0.006
 
 
-def test_numbers_of_the_attention_and_the_share_of_tokens():
-    """Those that analyses made: the report's table has them."""
+def test_the_attention_sink():
+    """By the analyses that the report keeps."""
     figures = json.loads((ROOT / "results/night.json").read_text(encoding="utf-8"))["figures"]
-    rows = {row[0]: row[3:] for row in figures["fig2"]["table"]}
-    found = {mode: [float(cell.split()[0]) for cell in rows[mode]] for mode in rows if mode not in ("mode", "NeuTRENO")}
-    v, r, s = (found[mode] for mode in ("Transformer", "ResFormer", "SVFormer"))
-    for name, numbers in (("vanilla", v), ("ResFormer", r), ("SVFormer", s)):
-        assert "| {} | {:.2f} | {:.2f} | {:.1f} |".format(name, *numbers) in PAGE
-    saved = next(row for row in figures["fig6"]["rows"] if "tokens saved" in row["what"])
-    ours = f"{saved['mean']:.3f} ± {saved['interval']:.3f}"
-    assert f"saves {ours} of the tokens (the paper's first versions: {saved['paper']})" in PAGE
     sink = next(row for row in figures["fig2"]["rows"] if "importance" in row["what"])
-    assert f"gets up to {r[0]:.2f} of a layer's attention, vanilla's {v[0]:.2f}; the difference" in PAGE
-    assert f"is known to ± {sink['interval']:.2f}" in PAGE
+    assert sink["mean"] < 0 and f"difference only to ± {sink['interval']:.2f}" in PAGE
 
 
 def test_the_board_of_records():
@@ -232,19 +231,15 @@ def test_the_board_of_records():
 
 
 def test_counts():
-    assert f"We trained {len(RUNS)} transformers" in PAGE and f"of all {len(RUNS)} runs" in PAGE
+    assert f"we trained {len(RUNS)} transformers" in PAGE and f"of all {len(RUNS)} runs" in NIGHT
     lost = sum(run["commit"] is None for run in RUNS)
-    assert f"commit and curve of {len(RUNS) - lost} of them; the other {lost} are of seed 42" in PAGE
-    assert f"Those {len(RUNS) - lost} took {sum(run.get('seconds') or 0 for run in RUNS) / 3600:.0f} hours" in PAGE
-    size = max(run["start"]["parameters"] for run in RUNS)
+    assert f"commit and curve of {len(RUNS) - lost} of them. The other {lost} are of seed 42" in NIGHT
+    assert f"Those {len(RUNS) - lost} took {sum(run.get('seconds') or 0 for run in RUNS) / 3600:.0f} hours" in NIGHT
     base = next(run["start"]["parameters"] for run in RUNS if run["start"]["parameters"] // 1000 == 1951)
-    per_parameter = [f"{12.288e6 / n:.1f}" for n in (base, size)]
-    assert "the base has {} tokens for each parameter, the largest model {}.".format(*per_parameter) in PAGE
+    assert f"Our base has seen {12.288e6 / base:.1f} tokens for each parameter" in PAGE
     lost = [run["val"][str(run["start"]["max_steps"])] for run in RUNS if run["start"]["block_size"] == 1024]
-    assert f"{min(lost):.4f} to {max(lost):.4f}" in PAGE
-    drawn = {row_and_number(mode)[0] for where, mode, rate in LOSSES if where == BASE and rate == 0.003}
-    assert f"{len(drawn)} of the 69 modes that we had in November 2026, some with several λ." in PAGE
-    assert f"in a run's metrics.jsonl, must be {RUNS[0]['start']['data']}." in PAGE
+    assert f"{min(lost):.4f} to {max(lost):.4f}" in NIGHT
+    assert f"in a run's metrics.jsonl, must be {RUNS[0]['start']['data']}." in NIGHT
 
 
 def test_the_pairs_of_the_plan():
@@ -259,7 +254,6 @@ def test_the_pairs_of_the_plan():
         assert f"vanilla ends at {vanilla:.4f}, λ = 2 at {mine:.4f}: {gap} ± {one:.3f}" in plan
         tokens = multiplier(mine, (steps, vanilla), (other, ends["vanilla", other]), [FIT.noise] * 3, FIT.df)
         assert words.format(*tokens) in plan
-    assert f"in fp32, {gap}*.)" in PAGE
 
 
 def test_the_demo_that_readme_shows():
