@@ -49,7 +49,7 @@ class AnalyzeConfig:
     length: int = setting(0, "tokens per chunk; 0 = the model's block_size", least=0)
 
     batch_tokens: int = setting(8192, "tokens per forward pass", least=1, group="Machine")
-    dtype: Literal["float32", "bfloat16"] = setting("float32", "of weights and states; what we measure is float32")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of weights and states; measured in float32")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps")
 
     def __post_init__(self):
@@ -133,7 +133,7 @@ def importance(mixes, used):
     total = sum(weight * received(q, keys, scale) for weight, q, keys in parts)
     shares = total / total.sum(dim=-1, keepdim=True)
     if (shares < 0).any():
-        raise UserError("a residual of attention has a negative weight, so that some tokens get less than none of it")
+        raise UserError("a residual of attention has a negative weight, so some tokens get less than no attention")
     return shares
 
 

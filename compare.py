@@ -61,7 +61,7 @@ class CompareConfig(TrainConfig):
             raise UserError("name two modes or more: `python compare.py vanilla svformer config/tiny.py`")
         rates = tuple(sorted(self.rates or (self.learning_rate,)))
         if rates[0] <= 0 or any(high < 1.2 * low for low, high in itertools.pairwise(rates)):
-            raise UserError(f"rates={self.rates} must be above 0, and each 1.2 times the one before or more")
+            raise UserError(f"rates={self.rates} must be above 0, and each at least 1.2 times the one before")
         object.__setattr__(self, "rates", rates)
 
     @functools.cached_property
@@ -222,14 +222,14 @@ def remarks(study, answers, fit):
     if len(cfg.rates) == 1:
         yield "One rate favours the mode that it suits best. Name several --rates to be fair."
     if any(a.interval for a in answers):
-        corrected = ", both at the best rates of parabolas" if any(a.best and a.tuned.around for a in answers) else ""
-        yield f"±: half of a 95 % interval. Differences are of equal seeds{corrected}, and all modes share one noise."
+        corrected = ", at the lowest points of the parabolas" if any(a.best and a.tuned.around for a in answers) else ""
+        yield f"± is half of a 95% interval. We subtract equal seeds{corrected}. All modes share one noise."
     if cfg.seeds == 1 and any(a.interval for a in answers):
-        yield f"That noise, {fit.noise:.4f} nats, is of other runs in {cfg.out_dir}, which have several seeds."
+        yield f"That noise ({fit.noise:.4f} nats) comes from other runs in {cfg.out_dir}, which have several seeds."
     for mode, share in noisy(fit).items():
         yield (
-            f"{mode} makes {share:.0%} of that noise. If its runs are noisier than the others', ± is off; name two "
-            f"modes alone, and their runs here give an answer without the rest. Multiply that p by {len(answers) - 1}."
+            f"{mode} makes {share:.0%} of that noise. If its runs are noisier than the others, ± is wrong. Then name "
+            f"only two modes. Their runs are here, and answer without the rest. Multiply that p by {len(answers) - 1}."
         )
     if any(a.interval for a in answers) and not any(a.tokens for a in answers):
         yield (

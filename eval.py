@@ -42,7 +42,7 @@ class EvalConfig:
     task: tuple[str, ...] = setting(("all",), "tasks, see above", group="Tasks")
     data_dir: str = setting("", "folder of local task files; empty = from the hub through `datasets`")
     corpus: str = setting("", "prepared data for the loss; empty = what the run was trained on")
-    limit: int = setting(0, "a trial: only so many documents of each task, and nothing written; 0 = all", least=0)
+    limit: int = setting(0, "documents of each task, for a trial that writes nothing; 0 = all", least=0)
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
     batch_tokens: int = setting(0, "tokens in a forward pass; 0 = 65,536 on a CUDA GPU, else 2,048", least=0)
 

@@ -58,24 +58,22 @@ PAPER_MIXTURE = dict(CommonCrawl=0.5, C4=0.2, Github=0.1, Book=0.05, ArXiv=0.05,
 @dataclass
 class PrepareConfig:
     source: Literal["pysource", "slimpajama", "files"] = setting("pysource", "what to read", positional=True)
-    out_dir: str = setting("", "where the result goes; data/<source> if empty", group="Input and output")
+    out_dir: str = setting("", "where the result goes; empty = data/<source>", group="Input and output")
     input_dir: str = setting("", "folder to read: texts for files, SlimPajama's layout for slimpajama")
     packages: tuple[str, ...] = setting((), "for pysource: read only these installed packages; empty = all")
     text_field: str = setting("text", "column of JSON and .parquet files that holds the text")
-    domains: Literal["folders", "one"] = setting("folders", "for files: each first folder is a domain, or all is one")
+    domains: Literal["folders", "one"] = setting("folders", "for files: a domain for each first folder, or one for all")
     hub_id: str = setting("cerebras/SlimPajama-627B", "data set on the hub, for slimpajama without input_dir")
-    revision: str = setting("", "commit of the hub's data set; give one to be able to get the same data again")
-    tokenizer: str = setting("", "bpe:<size>, gpt2 or neox; if empty bpe:4096, slimpajama's neox", group="Tokenizer")
+    revision: str = setting("", "commit of the hub's data set; with one you can get the same data again")
+    tokenizer: str = setting("", "bpe:<size>, gpt2 or neox; empty = bpe:4096, slimpajama neox", group="Tokenizer")
     tokenizer_file: str = setting("", "a vocabulary to use again: of a data folder, run, export, or gpt2's or neox's")
     bpe_bytes: int = setting(16_000_000, "bytes of train text that bpe is trained on", least=0)
-    tokens: int | None = setting(None, "train tokens; 0 = all; none: slimpajama 20e9 or all", least=0, group="Amounts")
-    val_tokens: int = setting(0, "validation tokens per domain, 0 for all there is", least=0)
+    tokens: int | None = setting(None, "train tokens; 0 = all; none = all, slimpajama 20e9", least=0, group="Amounts")
+    val_tokens: int = setting(0, "validation tokens per domain; 0 = all there are", least=0)
     val_fraction: float = setting(0.05, "share of documents held out, if there is no validation split", 0, 0.5)
-    mixture: dict[str, float] = setting(
-        {}, "weight per domain: splits tokens, drops others; if empty the text's shares"
-    )
+    mixture: dict[str, float] = setting({}, "weight per domain; others are dropped; empty = the text's shares")
     seed: int = setting(0, "random seed for the order of the input files", group="Work")
-    workers: int = setting(0, "processes, 0 for one per core", least=0)
+    workers: int = setting(0, "processes; 0 = one per core", least=0)
 
     def __post_init__(self):
         check_fields(self)

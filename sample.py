@@ -31,7 +31,7 @@ class SampleConfig:
     run: str = setting("", "run, checkpoint or Hugging Face folder; empty = the newest run in out/", positional=True)
     prompt: str = setting("\n", "text to continue; '<|endoftext|>' in it ends a document", group="Text")
     prompt_file: str = setting("", "file with one prompt per line, instead of prompt")
-    max_new_tokens: int = setting(200, "most new tokens; fewer if the document or the block ends", 1, 10**6)
+    max_new_tokens: int = setting(200, "new tokens; fewer if the document or the block ends", 1, 10**6)
     num_samples: int = setting(1, "continuations of each prompt, all in one batch", least=1, most=10**5)
     temperature: float = setting(0.8, "temperature of the softmax; 0 = always the likeliest token", 0, group="Sampling")
     top_k: int = setting(0, "draw from the k likeliest tokens only; 0 = from all", least=0)

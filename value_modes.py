@@ -385,7 +385,7 @@ class ModelConfig:
     arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
     rope_theta: float = setting(10000.0, "base of the rotary angles, see layers.Rope", least=1)
     rope_scaling: tuple[float, ...] = setting((), "Llama 3.1's factor, low, high, original, see layers.Rope; () = none")
-    norm_eps: float = setting(1e-5, "added to the mean square by the norms", least=0, most=1)
+    norm_eps: float = setting(1e-5, "what the norms add to the mean square", least=0, most=1)
     init_std: float = setting(0.02, "spread of the initial weights", least=0, most=100)
     scaled_init: bool | None = setting(None, "divide the spread of output projections by √(2 n_layer); none = if gpt2")
     value_mode: str | ValueMode = setting("vanilla", "a row of `python model.py table`, or a ValueMode")

@@ -28,7 +28,7 @@ class TrainingConfig(bench.BenchConfig):
     )
     block_size: int = setting(256, "tokens per sequence", least=1, group="Work")
     micro_batch: int = setting(8, "sequences per step", least=1)
-    seconds: float = setting(2.0, "least time of a turn", least=0)
+    seconds: float = setting(2.0, "seconds that a turn takes, at least", least=0)
 
 
 def new_step(name, cfg, device):

@@ -128,7 +128,7 @@ class Corpus:
                 raise UserError(f"mixture names domain {domain!r}; {self.dir} has {', '.join(known)}")
         total = plain_sum(mixture.values())
         if min(mixture.values()) < 0 or total in (0, math.inf):
-            raise UserError(f"mixture takes weights of at least 0 whose sum is a number above 0, not {mixture}")
+            raise UserError(f"mixture takes weights from 0 up whose sum is a number above 0, not {mixture}")
         return {d: w / total for d, w in mixture.items() if w > 0}
 
     def _open(self, split, domain, least):

@@ -317,7 +317,7 @@ def test_one_seed_borrows_the_noise_of_runs_that_are_there(data, tmp_path, compa
     make_run(dataclasses.replace(other, out_dir=str(tmp_path / "wider")), 9.0)  # it says nothing of these
     said = compared("vanilla", "svformer")
     noise = (2 * (2 * 0.0015**2 + 0.003**2) / 2) ** 0.5  # by hand, with 2 degrees of freedom
-    assert f"That noise, {noise:.4f} nats, is of other runs in {tmp_path}, which have several seeds." in said
+    assert f"That noise ({noise:.4f} nats) comes from other runs in {tmp_path}, which have several seeds." in said
     assert table(said)["svformer"]["vs vanilla"].endswith(f"± {4.303 * noise * 2**0.5:.3f}")
 
 

@@ -256,7 +256,7 @@ def test_impossible_settings_are_refused(data_dir, tmp_path, monkeypatch):
     for folder, block_size, mixture, message in (
         (data_dir, 25_000, None, "has 20000 tokens, but needs 25001"),
         (data_dir, 16, {"C4": 1.0}, "mixture names domain 'C4'"),
-        (data_dir, 16, {"code": -1.0}, "at least 0"),
+        (data_dir, 16, {"code": -1.0}, "from 0 up"),
         (data_dir, 16, {"code": 0}, "a number above 0"),
         (short, 16, None, "val data of domain 'a' in .* has 1 tokens, but needs 2"),
         (other, 16, None, "not the one that the data was made with"),
