@@ -134,13 +134,15 @@ def sentences():
         late = loss(mode, rate, **LONG) - loss("vanilla", **LONG)
         yield f"| {name} | {g(mode, rate)} | {gaps[0]} | {gaps[1]} | {late:+.3f}* |"
     value, interval, _ = gap("resformer")
-    yield "Our interval at the base excludes it." if value - interval > -0.027 else "no such finding"
+    yield "Our interval for the base model excludes that." if value - interval > -0.027 else "no such finding"
     twice = gap("resformer", 0.0015, 0.0015, **DEEP)[0] / -0.027
     yield "With 12 layers ResFormer gains twice as much" if 1.75 < twice < 2.25 else "no such finding"
     yield f"ends {gap('scaled')[0]:.2f} nats above vanilla. We only tried"
+    middle = gap("resformer_lambda", 0.0015, 0.0015, **MID)[0]
+    yield f"The third one has 2.9M parameters, and λ = 2 ends {-middle:.2f} nats below vanilla there."
     early, late = ([float(end) for end in tokens(*of)] for of in (({}, LONG), (LONG, {})))
-    yield f"vanilla needs {early[0]:.1f} to {early[1]:.1f} times as many"
-    yield f"four times the training it is {late[0]:.1f} to {late[1]:.1f} times, and"
+    yield f"the vanilla base model needs {early[0]:.1f} to {early[1]:.1f} times as many."
+    yield f"four times the training it is {late[0]:.1f} to {late[1]:.1f} times, so there may be no"
     yield f"It ends {-gap('svformer', 0.006)[0]:.2f} nats below vanilla, but it needs twice"
     seems = [-at_rate(mode, 0.006)[0] for mode in ("resformer", "svformer")]
     yield "ResFormer seems to win by {:.2f} nats, and SVFormer by {:.2f}.".format(*seems)
@@ -160,7 +162,7 @@ def evidence():
     yield f"It is {FIT.noise:.4f} nats, the standard deviation left in {len(FIT.cells)} cells"
     yield f"each seed's shift, and {FIT.df} degrees of freedom are"
     yield f"{t_95(FIT.df):.2f} × {FIT.noise:.4f} × √(2/3) = ± {half:.3f}, and one seed measures it to ± {one:.3f}"
-    yield f"noise of their own, which gives ± {at_rate('resformer', 0.006)[1]:.3f}."
+    yield f"estimate of their own, which gives ± {at_rate('resformer', 0.006)[1]:.3f}."
     yield f"compare them with {MEAN_42:.3f}, the mean"
 
 
@@ -176,7 +178,24 @@ def readmes():
     yield f"SVFormer ends about {best:.2f} nats lower, with 58% of the cache."
 
 
-SAID = [(PAGE, s) for s in sentences()] + [(NIGHT, s) for s in evidence()] + [(README, s) for s in readmes()]
+def rows():
+    """What the lecture's table must have."""
+    late = {mode: loss(mode, rate, **LONG) - loss("vanilla", **LONG) for mode, rate in CHOSEN[1:3]}
+    yield f"|ResFormer|{g('resformer')}||"
+    yield f"|ResFormer with 12 layers|{g('resformer', 0.0015, 0.0015, **DEEP)}||"
+    yield f"|V_n + V_1|{g('resformer_lambda_1')}||"
+    yield f"|V_n + 2 V_1|{g('resformer_lambda')}|{late['resformer_lambda']:+.3f}*|"
+    yield f"|SVFormer|{g('svformer', 0.006)}|{late['svformer']:+.3f}*|"
+    yield f"|all layers share the first one's queries|{loss('share_q') - MEAN_42:+.2f}*||"
+    yield f"|all layers share the first one's keys|{loss('share_k') - MEAN_42:+.2f}*||"
+
+
+SAID = (
+    [(page("docs/lecture.md"), s) for s in rows()]
+    + [(PAGE, s) for s in sentences()]
+    + [(NIGHT, s) for s in evidence()]
+    + [(README, s) for s in readmes()]
+)
 
 
 @pytest.mark.parametrize("page,sentence", SAID)
@@ -267,7 +286,7 @@ def test_the_demo_that_readme_shows():
         assert not missing
     found = {answer.mode: answer for answer in judge(cells, tuned)[0]}
     assert all(a.gap < -a.interval for mode, a in found.items() if mode != "vanilla")
-    assert "In [ours](results/demo.png), all three are still [clearly ahead](results/demo.json)" in README
+    assert "In [ours](results/demo.png), all three are still [clearly ahead](results/demo.json)." in README
 
 
 def test_english_runs():

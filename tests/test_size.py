@@ -17,7 +17,7 @@ BUDGETS = {  # lines
     "model.py": 448, "value_modes.py": 550, "train.py": 500, "prepare.py": 491, "eval.py": 233, "sample.py": 182,
     "analyze.py": 390, "plot.py": 358, "compare.py": 341, "export.py": 183, "configurator.py": 232, "minimal.py": 200,
     "net": 356, "hf": 486, "common": 3314, "paper": 1430, "bench": 588, "examples": 266, "docs": 61, "config": 47,
-    "exercises": 455, "tests": 8580,
+    "exercises": 455, "tests": 8584,
 }  # fmt: skip
 CODE = 11_112  # all of it but tests/: a file may grow by what another one lost
 ROOT_FILES = {name for name in BUDGETS if name.endswith(".py")}
