@@ -1,7 +1,7 @@
-"""Is my mode better than vanilla? One command trains both, tunes both, and says what the numbers can bear.
+"""Is my mode better than vanilla? One command trains both, tunes both, and says how sure the answer is.
 
     python compare.py vanilla resformer_lambda svformer config/tiny.py                      one rate, one seed: a look
-    python compare.py vanilla mine.py config/night.py --rates=1.5e-3,3e-3,6e-3 --seeds=3    a fair comparison
+    python compare.py vanilla mine.py config/night.py --rates=1.5e-3,3e-3,6e-3 --seeds=5    a fair comparison
     python compare.py vanilla mine.py config/night.py --rates=1.5e-3,3e-3,6e-3 --dry_run    its runs, tokens and hours
 
 A word is a mode: a name, or a config file that sets value_mode. All other settings are train.py's, and hold for every
@@ -218,12 +218,12 @@ def remarks(study, answers, fit):
     named = {f"{mode}-{rate:g}-{seed}": curves for (mode, rate, seed), curves in study.runs.items()}
     yield from rounded_otherwise(named)
     if cfg.seeds == 1 and not any(a.interval for a in answers):
-        yield "One seed says nothing about noise. Add --seeds=3."
+        yield f"One seed says nothing about noise. Add --seeds={5 if len(answers) == 2 else 3}."
     if len(cfg.rates) == 1:
         yield "One rate favours the mode that it suits best. Name several --rates to be fair."
     if any(a.interval for a in answers):
         corrected = ", at the lowest points of the parabolas" if any(a.best and a.tuned.around for a in answers) else ""
-        yield f"± is half of a 95% interval. We subtract equal seeds{corrected}. All modes share one noise."
+        yield f"± is half of a 95% interval. We subtract equal seeds{corrected}, and estimate one noise for all modes."
     if cfg.seeds == 1 and any(a.interval for a in answers):
         yield f"That noise ({fit.noise:.4f} nats) comes from other runs in {cfg.out_dir}, which have several seeds."
     for mode, share in noisy(fit).items():
@@ -232,10 +232,8 @@ def remarks(study, answers, fit):
             f"only two modes. Their runs are here, and answer without the rest. Multiply that p by {len(answers) - 1}."
         )
     if any(a.interval for a in answers) and not any(a.tokens for a in answers):
-        yield (
-            f"How many times as many tokens would {base.mode} need? To find out, run this with "
-            f"--max_steps={2 * cfg.max_steps}, and then once more as now."
-        )
+        how = f"run this with --max_steps={2 * cfg.max_steps}, and then once more as now"
+        yield f"How many times as many tokens would {base.mode} need? To find out, {how}."
 
 
 def table(study, answers):
@@ -312,7 +310,7 @@ def plan(study, lanes):
         hours = f", about {n * tokens / speed / 3600 / len(lanes):.1f} hours" if speed else ""
         return f"{n} run{'s' * (n != 1)}, {short_count(n * tokens)} tokens{hours}"
 
-    most = counts[-1] + LOOKS * len(cfg.named) * (len(cfg.rates) > 1)
+    most = counts[-1] + LOOKS * len(cfg.named) * (len(cfg.rates) > 1) if counts[-1] else 0
     most = f" (at most {amount(most)})" if most > counts[0] else ""
     yield f"to come: {amount(counts[0])}{most}, {len(lanes)} at a time{guess}"
 

@@ -43,22 +43,29 @@ def setting(default, help, least=None, most=None, group=None, positional=False, 
 PATHS = ("run", "runs", "modes", "words", "init_from", "resume", "public")
 # Settings of nanoGPT whose names do not lead to ours, and what they are here.
 NANOGPT = {
-    "batch_size": "micro_batch; a step's tokens over all ranks are batch_tokens", "dataset": "data_dir",
-    "gradient_accumulation_steps": "what follows from batch_tokens and micro_batch", "lr_decay_iters": "max_steps",
-    "min_lr": "final_lr_ratio, of learning_rate", "decay_lr": "final_lr_ratio; 1 is no decay", "max_iters": "max_steps",
-    "eval_interval": "eval_every", "eval_iters": "eval_tokens", "log_interval": "log_every", "wandb_log": "log=wandb",
-    "wandb_project": "WANDB_PROJECT in the environment", "always_save_checkpoint": "save_every", "start": "prompt",
-    "bias": "arch=gpt2, which has biases", "dropout": "missing: no model drops out", "init_from=resume": "resume=auto",
-    "init_from=gpt2": "missing: we read no weights of GPT-2", "init_from=scratch": "the default",
+    "batch_size": "set micro_batch, and batch_tokens for a step of all ranks", "dataset": "set data_dir",
+    "gradient_accumulation_steps": "it follows from batch_tokens and micro_batch", "lr_decay_iters": "set max_steps",
+    "min_lr": "set final_lr_ratio, a share of learning_rate", "decay_lr": "set final_lr_ratio=1 for no decay",
+    "max_iters": "set max_steps", "eval_interval": "set eval_every", "eval_iters": "set eval_tokens",
+    "log_interval": "set log_every", "wandb_log": "set log=wandb", "wandb_project": "export WANDB_PROJECT=…",
+    "always_save_checkpoint": "set save_every", "start": "set prompt", "bias": "set arch=gpt2, which has biases",
+    "dropout": "no model has any", "init_from=resume": "set resume=auto", "init_from=scratch": "leave it out",
+    "init_from=gpt2": "no weights of GPT-2 can be read",
 }  # fmt: skip
 
 types_of = functools.cache(typing.get_type_hints)  # {setting: its type} of a dataclass
 
 
 def type_name(hint):
-    """A type as --help and errors show it: int, Literal['sdpa', 'eager'], tuple[str, ...], bool | None."""
-    name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
-    return f"{name} such as {{'text': 0.5}}" if typing.get_origin(hint) is dict else name
+    """A type as --help and errors show it: int, 'sdpa' or 'eager', a tuple of str, bool or None."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return f"a tuple of {type_name(args[0])}"
+    if origin is dict:
+        return "a dict such as {'text': 0.5}"
+    if args:
+        return " or ".join(repr(arg) if origin is typing.Literal else type_name(arg) for arg in args)
+    return "None" if hint is type(None) else hint.__name__
 
 
 def cast(value, hint):
@@ -111,7 +118,7 @@ def check_fields(config):
             value = cast(value, hint)
         except TypeError:
             said = in_words(value)
-            is_alone = typing.get_origin(hint) is tuple and not isinstance(value, (tuple, list))
+            is_alone = "a tuple" in type_name(hint) and not isinstance(value, (tuple, list))
             comma = "; a comma makes a tuple, as in (x,)" * is_alone
             raise UserError(f"{name} takes {type_name(hint)}, not {said}{comma}") from None
         least, most = metadata.get("least"), metadata.get("most")
@@ -137,10 +144,13 @@ def parse(text, hint):
 
 def read_config(path):
     """The settings that a config file assigns, {name: value}. Modules, functions, classes and _names are none."""
+    if not os.path.isfile(path):
+        raise UserError(f"there is no config file {path}")
     try:
         found = runpy.run_path(path)
     except (Exception, SystemExit) as e:  # it is the user's code, so it may raise anything
-        raise UserError(f"{path}: {type(e).__name__}: {e}") from None
+        why = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
+        raise UserError(f"{path}: {why}{e}") from None
     is_code = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
     return {name: value for name, value in found.items() if name[0] != "_" and not isinstance(value, is_code)}
 
@@ -191,10 +201,11 @@ def load_settings(cls, words, usage="", skip_unknown=False):
     for name, value in values.items():
         theirs = f"{name}={value}" if name in hints and isinstance(value, str) else name.replace("-", "_")
         if theirs in NANOGPT and not (name in hints and os.path.exists(value)):  # a run may be called gpt2
-            raise UserError(f"{theirs} is nanoGPT's; here it is {NANOGPT[theirs]}")
+            raise UserError(f"{theirs} is nanoGPT's; here {NANOGPT[theirs]}")
         if name not in hints:
-            near = [f" (did you mean {one!r}?)" for one in difflib.get_close_matches(name, hints, 1)]
-            raise UserError(f"unknown setting {name!r}{''.join(near)}; see --help")
+            initials = [hint for hint in hints if name == "".join(word[0] for word in hint.split("_"))]  # lr
+            near = [f" (did you mean {one!r}?)" for one in initials or difflib.get_close_matches(name, hints, 1)]
+            raise UserError(f"unknown setting {name!r}{''.join(near[:1])}; see --help")
     return cls(**values)
 
 

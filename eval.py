@@ -42,7 +42,7 @@ class EvalConfig:
     task: tuple[str, ...] = setting(("all",), "tasks, see above", group="Tasks")
     data_dir: str = setting("", "folder of local task files; empty = from the hub through `datasets`")
     corpus: str = setting("", "prepared data for the loss; empty = what the run was trained on")
-    limit: int = setting(0, "documents of each task, for a trial that writes nothing; 0 = all", least=0)
+    limit: int = setting(0, "documents of each task but loss, for a trial that writes nothing; 0 = all", least=0)
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
     batch_tokens: int = setting(0, "tokens in a forward pass; 0 = 65,536 on a CUDA GPU, else 2,048", least=0)
 
@@ -207,6 +207,9 @@ def tables(entries, names):
             nats = loss["val"] | {"Avg": loss["val_mean"], "mixture": loss["val_mixture"]}
             values.append({column: np.array([number]) for column, number in nats.items()})
         yield markdown(["loss (nats per token)", *values[0]], side_by_side(labels, values))
+    steps = [e.header["step"] for e in entries]
+    if len(set(steps)) > 1:
+        yield f"note: these models trained for different numbers of steps: {', '.join(map(str, steps))}"
 
 
 def main(cfg: EvalConfig):

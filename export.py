@@ -101,6 +101,8 @@ def write_folder(folder, path, model, tokenizer, dtype="float32"):
     with writing(folder):
         peer.save_pretrained(folder)
         fast.save_pretrained(folder)
+        for weights in folder.glob("*.safetensors"):  # safetensors makes files that nobody else may read
+            weights.chmod((folder / "config.json").stat().st_mode)
     named = folder / "tokenizer_config.json"  # version 4 of transformers knows the class by its old name alone
     write_text(named, named.read_text(encoding="utf-8").replace("TokenizersBackend", "PreTrainedTokenizerFast"))
     if not is_plain_llama(model.cfg):

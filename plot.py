@@ -36,7 +36,7 @@ class PlotConfig:
     out_file: str = setting("", "PNG to write; empty = plan.png here, the others beside the first run")
     n_layer: int = setting(4, "layers", least=1, most=48, group="With `plan`")
     n_head: int = setting(8, "query heads", least=1, most=2**16)
-    n_kv_head: int = setting(0, "key and value heads; 0 = as the mode says, else n_head", least=0)
+    n_kv_head: int = setting(0, "key and value heads; 0 = what the mode says, or n_head", least=0)
     n_embd: int = setting(512, "width of the residual stream", least=1, most=2**16)
 
     def __post_init__(self):

@@ -1,7 +1,7 @@
 """Text to tokens: read documents, train or load a tokenizer, write one uint16 file per domain and split.
 
     python prepare.py pysource --tokens=8e6                      # Python code and docstrings of this environment
-    python prepare.py pysource --packages=torch,numpy            # of the packages only these
+    python prepare.py pysource --packages=torch,numpy            # only these packages
     python prepare.py slimpajama --input_dir=/data/SlimPajama --tokenizer_file=tokenizer.json
     python prepare.py slimpajama --hub_id=DKYoon/SlimPajama-6B --tokens=5e9
     python prepare.py files --input_dir=texts                    # .txt, .jsonl, .parquet, .gz, …, recursively
@@ -66,7 +66,7 @@ class PrepareConfig:
     hub_id: str = setting("cerebras/SlimPajama-627B", "data set on the hub, for slimpajama without input_dir")
     revision: str = setting("", "commit of the hub's data set; with one you can get the same data again")
     tokenizer: str = setting("", "bpe:<size>, gpt2 or neox; empty = bpe:4096, slimpajama neox", group="Tokenizer")
-    tokenizer_file: str = setting("", "a vocabulary to use again: of a data folder, run, export, or gpt2's or neox's")
+    tokenizer_file: str = setting("", "a vocabulary to use again: a data folder, run, export, or file of gpt2 or neox")
     bpe_bytes: int = setting(16_000_000, "bytes of train text that bpe is trained on", least=0)
     tokens: int | None = setting(None, "train tokens; 0 = all; none = all, slimpajama 20e9", least=0, group="Amounts")
     val_tokens: int = setting(0, "validation tokens per domain; 0 = all there are", least=0)
@@ -166,7 +166,7 @@ def make_tokenizer(pool, cfg, inputs):
     bpe.train_from_iterator(train_texts(pool, cfg, inputs), n_vocab - 1, pattern=PATTERN)
     ranks = [(bytes(b), i) for b, i in sorted(bpe.get_mergeable_ranks(), key=lambda rank: rank[1])]
     if len(ranks) + 1 < n_vocab:
-        print(f"note: so little text gives {len(ranks) + 1:,} tokens, not {n_vocab:,}")
+        print(f"note: the text is too small for a vocabulary of {n_vocab:,}; it has {len(ranks) + 1:,}")
     return Tokenizer(make_spec(cfg.tokenizer, PATTERN, ranks, {EOT: len(ranks)}))
 
 
@@ -415,7 +415,7 @@ def write_manifest(cfg, placement, tokenizer):
     """Describe what was written. The manifest comes last, because it says that everything is there."""
     out, train, usable = Path(cfg.out_dir), placement.splits["train"], placement.usable()
     if not usable:
-        few = "no validation text where it has train text: too few documents in a domain (see --domains), or all alike"
+        few = "too few different documents in a domain to hold any out for validation (see --domains)"
         what = few if train else "no train text"
         raise UserError(f"the input has {what}{' of ' if cfg.mixture else ''}{', '.join(cfg.mixture)}")
     for files in placement.splits.values():

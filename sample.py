@@ -137,11 +137,11 @@ def read_prompts(cfg):
     """The texts to continue."""
     texts = [cfg.prompt]
     if cfg.prompt.startswith("FILE:"):
-        raise UserError(f"prompt={cfg.prompt} is nanoGPT's; here it is --prompt_file={cfg.prompt[5:]}")
+        raise UserError(f"prompt={cfg.prompt} is nanoGPT's; here set --prompt_file={cfg.prompt[5:]}")
     if "\\n" in cfg.prompt:
         print("note: \\n in the prompt is two characters; a shell makes a line break of $'\\n'")
     if cfg.prompt_file:
-        with reading(cfg.prompt_file, "prompts in UTF-8, one a line", "name a file that is saved as UTF-8"):
+        with reading(cfg.prompt_file, "prompts in UTF-8, one a line", "name a text file"):
             texts = Path(cfg.prompt_file).read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
     if "" in texts:
         raise UserError(f"prompt {texts.index('') + 1} is empty; give text, or '<|endoftext|>' to start a document")
@@ -173,7 +173,8 @@ def main(cfg: SampleConfig):
     n_read, n_new = cfg.num_samples * sum(map(len, prompts)), sum(max(0, len(row) - 2) for row in rows)
     rate, per_token = n_new / max(seconds["decode"], 1e-9), cache.nbytes // (len(rows) * cache.length)
     print(f"\n[prefill {n_read:,} tokens, {seconds['prefill']:.2f} s; decode {n_new:,} tokens, {rate:,.0f} tokens/s]")
-    print(f"[KV cache {cache.nbytes:,} bytes = {len(rows)} x {cache.length} tokens x {per_token}]")
+    dtype = str(model.head.weight.dtype).removeprefix("torch.")
+    print(f"[KV cache {cache.nbytes:,} bytes = {len(rows)} x {cache.length} tokens x {per_token:,} in {dtype}]")
     if max(len(prompts[i // cfg.num_samples]) + len(row) for i, row in enumerate(rows)) > model.cfg.block_size:
         print(f"[the block of {model.cfg.block_size} tokens is full, so a text ends there]")
 

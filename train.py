@@ -56,14 +56,14 @@ class TrainConfig:
 
     data_dir: str = setting("data/slimpajama", "folder made by prepare.py", group="Data")
     mixture: dict[str, float] = setting({}, "weight per domain, {'C4': 0.5, …}, others left out; empty = the data's")
-    bos: bool = setting(False, "begin each sequence with end-of-text in place of its first token")
+    bos: bool = setting(False, "replace the first token of each sequence by end-of-text")
     verify: bool = setting(True, "compare the sha256 of the data with the manifest at the start")
 
     value_mode: str | ValueMode = setting("vanilla", "a row of `python model.py table`, or a ValueMode", group="Model")
     block_size: int = setting(2048, "tokens per sequence", least=1)
     n_layer: int = setting(8, "layers")
     n_head: int = setting(8, "query heads")
-    n_kv_head: int = setting(0, "key and value heads; 0 = as value_mode says, else n_head", least=0)
+    n_kv_head: int = setting(0, "key and value heads; 0 = what value_mode says, or n_head", least=0)
     n_embd: int = setting(512, "width of the residual stream")
     head_dim: int = setting(0, "width of a head; 0 = n_embd / n_head", least=0)
     n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", least=0)
@@ -82,7 +82,7 @@ class TrainConfig:
     weight_decay: float = setting(0.1, "of matrices and embeddings; vectors and scalars have none", least=0)
     beta1: float = setting(0.9, "AdamW's first-moment decay", least=0, most=0.999999)
     beta2: float = setting(0.95, "AdamW's second-moment decay", least=0, most=0.999999)
-    grad_clip: float = setting(1.0, "norm that gradients are clipped to; 0 = no clipping", least=0)
+    grad_clip: float = setting(1.0, "largest norm of the gradients; 0 = no clipping", least=0)
 
     eval_every: int = setting(1000, "steps between evaluations; one more at the end", least=1, group="Records")
     eval_tokens: int = setting(1_048_576, "validation tokens of each domain, in whole windows; 0 = all", least=0)
@@ -122,7 +122,7 @@ class TrainConfig:
             nearest = unit * max(1, round(self.batch_tokens / unit))
             raise UserError(
                 f"batch_tokens={self.batch_tokens} is not a multiple of {unit} = block_size={self.block_size} x "
-                f"{n_ranks} ranks; set it to {nearest}, or start another number of ranks"
+                f"{n_ranks} ranks; set --batch_tokens={nearest}, or start another number of ranks"
             )
         per_rank = self.batch_tokens // unit
         micro_batch = max(n for n in range(1, min(self.micro_batch, per_rank) + 1) if per_rank % n == 0)
@@ -181,7 +181,7 @@ class Stop:
     def __call__(self, number, frame):
         self.asked = True
         if number == signal.SIGINT:
-            heard("stopping after this step, which is saved; Ctrl-C again loses it")
+            heard("saving after this step; Ctrl-C again quits without saving")
 
     def ignore(self):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -224,7 +224,8 @@ def settings_of(cfg, corpus, path):
     # what has changed, and whether it may
     new["init_from"] = cfg.init_from or old.get("init_from", "")  # a resumed run need not name it again
     changed = [k for k in new if k in old and old[k] != new[k] and k not in MAY_DIFFER]
-    words = ", ".join(f"{k} (was {str(old[k])[:40] or 'empty'})" for k in changed)
+    shown = [k for k in changed if k != "value_mode" or "value_mode_name" not in changed]
+    words = ", ".join(f"{k} (was {str(old[k])[:40] or 'empty'})" for k in shown)
     # in a finished run nothing that changes results may
     is_finished = checkpoint.read_header(path)["step"] >= cfg.max_steps
     if MUST_STAY.intersection(changed) or (changed and is_finished):
@@ -348,7 +349,7 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
         metrics.say(line)
     metrics.say(
         f"{record['value_mode']}: {record['parameters']:,} parameters, {cfg.max_steps - done} steps of "
-        f"{cfg.batch_tokens:,} tokens = {world.size} x {accumulation} x {micro_batch} x {cfg.block_size}, "
+        f"{world.size} ranks x {accumulation} x {micro_batch} sequences x {cfg.block_size} tokens, "
         f"{record['dtype']} on {world.kind}"
     )
     return metrics

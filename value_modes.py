@@ -316,11 +316,11 @@ def get_mode(mode):
         return VALUE_MODES[mode]
     row, number = row_and_number(mode)
     if not number:
-        near = difflib.get_close_matches(mode, VALUE_MODES, 1, 0.4)
+        near = difflib.get_close_matches(mode, VALUE_MODES, 1, 0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         if mode.endswith(".py"):
             hint = f"a file stands alone, as in `python train.py {mode}`; "
-        raise UserError(f"unknown value_mode {mode!r}; {hint}known: {', '.join(VALUE_MODES)}")
+        raise UserError(f"unknown value_mode {mode!r}; {hint}`python model.py table` shows all")
     found = VALUE_MODES[row].with_lam(float(number))
     if found == VALUE_MODES[row]:
         return VALUE_MODES[row]
@@ -341,7 +341,7 @@ def named(mode):
             taken = get_mode(mode.name)
     if taken in (None, mode):
         return mode
-    raise UserError(f"name={mode.name!r} already means another mode, a row or a row with a number; choose another")
+    raise UserError(f"name={mode.name!r} reads as a mode of the table; choose another")
 
 
 def read_mode(word):
@@ -351,7 +351,7 @@ def read_mode(word):
         raise UserError(f"{word}: value_mode takes a name or a ValueMode, not {value!r:.80}")
     mode = get_mode(value)
     if values:
-        remedy = "give settings to all modes, as flags or in another file; name helpers _so"
+        remedy = "give settings to all modes, as flags or in another file; begin names of helpers with _"
         raise UserError(f"{word} sets {', '.join(values)} besides its mode; {remedy}")
     return mode
 
@@ -378,7 +378,7 @@ class ModelConfig:
     block_size: int = setting(2048, "tokens per sequence", least=1, most=2**20)
     n_layer: int = setting(8, "layers", least=1, most=1000)
     n_head: int = setting(8, "query heads", least=1, most=2**16)
-    n_kv_head: int = setting(0, "key and value heads; 0 = as value_mode says, else n_head", least=0)
+    n_kv_head: int = setting(0, "key and value heads; 0 = what value_mode says, or n_head", least=0)
     n_embd: int = setting(512, "width of the residual stream", least=1, most=2**16)
     head_dim: int = setting(0, "width of a head; 0 = n_embd / n_head", least=0, most=2**12)
     n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", least=0, most=2**18)
@@ -445,7 +445,7 @@ def problems_of_layers(cfg):
     plan = plan_layers(cfg)
     for index, r in enumerate(mode.residuals):
         acts = any(mix.index == index for layer in plan for mix in layer.mixes)
-        yield not acts, f"{r} acts in no layer of 0..{n_layer - 1}: none has a source and tensors of its own to mix"
+        yield not acts, f"residual {index + 1} (of {r.of}) acts in no layer: none has a source and a tensor of its own"
     for n, layer in enumerate(plan):
         yield not layer.heads, f"layer {n} would own none of q, k, v: its attention would read nothing of its input"
 # fmt: on

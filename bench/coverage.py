@@ -134,7 +134,7 @@ NULLS = {
     "the same, grid of √2": {"best_rates": "random", "ratio": 2**0.5},
     "the same, curves as lopsided as vanilla's": {"best_rates": "random", "lopsided": LOPSIDED},
     "the same, twice as lopsided": {"best_rates": "random", "lopsided": 2 * LOPSIDED},
-    "same curve, but a cliff of 1 nat beside each mode's best rate": {"cliff": 1.0},
+    "same curve, but a cliff of 1 nat beside the best rate of all but vanilla": {"cliff": 1.0},
     "same curve, vanilla three times as noisy": {"noisier": 3.0},
 }
 SIZES = [(2, 3), (2, 5), (4, 3), (4, 5)]

@@ -104,7 +104,7 @@ def find(run_or_file="", which="last"):
         return hf_files(path)[0]
     files = list(steps(path).values())
     if not files:
-        raise UserError(f"{path} holds no checkpoint (step_*.safetensors); name a run's folder, or train one")
+        raise UserError(f"there is no checkpoint (step_*.safetensors) in {path}; name a run's folder, or train one")
     return best(files) if which == "best" else files[-1]
 
 

@@ -36,10 +36,10 @@ def load_manifest(data_dir, verify=True):
     verify: read every file and compare its sha256 (about 1 GB/s). Without it we compare sizes only.
     """
     data_dir = Path(data_dir)
-    if not data_dir.is_dir():
+    if not (data_dir / "manifest.json").exists():
         existing = sorted(manifest.parent.as_posix() for manifest in Path("data").glob("*/manifest.json"))
         those = f", or use one that exists: {', '.join(existing)}" if existing else ""
-        raise UserError(f"no data folder {data_dir}; make it with prepare.py{those}")
+        raise UserError(f"there is no prepared data in {data_dir}; make it with prepare.py{those}")
 
     # The manifest is sealed, so its numbers are right; the token files have to be what they say.
     manifest = read_record(data_dir / "manifest.json", MANIFEST)

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import textwrap
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -30,7 +31,7 @@ def reading(path, what, remedy="copy it again, or make it again"):
     except Exception as e:
         if isinstance(e, (FileNotFoundError, NotADirectoryError)) and e.errno:
             raise UserError(f"{path} is missing; it should be {what}; {remedy}") from None
-        why = " ".join(f"{type(e).__name__}: {e}".split())[:200]
+        why = textwrap.shorten(f"{type(e).__name__}: {e}", 200, placeholder=" …")
         raise UserError(f"{path} is damaged or not {what} ({why}); {remedy}") from e
 
 
@@ -55,7 +56,10 @@ def write_atomic(path, write):
     temporary = path.with_name(f".{path.name}.tmp")  # a kill may leave it; the next write replaces it
     try:
         with writing(path):
+            temporary.touch()
+            mode = temporary.stat().st_mode
             write(temporary)
+            temporary.chmod(mode)  # safetensors makes files that nobody else may read
             # First the bytes reach the disk, then the name: a power cut leaves the old file or the new one.
             with open(temporary, "rb+") as f:
                 os.fsync(f.fileno())

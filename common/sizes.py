@@ -18,7 +18,7 @@ from value_modes import TABLE, ModelConfig, beside_the_plan, equation_of, kv_flo
 class PlanConfig(ModelConfig):
     """Settings of `python model.py`: what to print, and a model's shape."""
 
-    what: str = setting("plan", "a mode's name, for its plan, or table, for all modes", positional=True)
+    what: str = setting("plan", "a mode's name or file, for its plan; or table, for all modes", positional=True)
 
     def __post_init__(self):
         if self.what not in ("plan", "table"):
@@ -69,11 +69,11 @@ def flops_per_token(cfg):
     return 6 * count_multiplying(cfg) + 6 * products * cfg.n_head * cfg.head_dim * cfg.block_size
 
 
-def describe_mix(mix, weights):
+def describe_mix(mix, weights, own="own"):
     """`v: 0.5 own + 0.5 layer 0, learn=lerp`: what a residual mixes in a layer, with the weights that it has or starts
     from, then those fields that are not plain. A gate's weights are its factors; map="cross" has none."""
     r = mix.residual
-    names = ["own", *(f"layer {s}" if isinstance(s, int) else s for s in mix.sources)]
+    names = [own, *(f"layer {s}" if isinstance(s, int) else s for s in mix.sources)]
     if r.map != "cross":
         weights = r.starts(len(mix.sources)) if r.is_gated else weights
         names = [f"{float(weight):.4g} {name}" for weight, name in zip(weights, names, strict=True)]
@@ -92,7 +92,9 @@ def describe(cfg):
     for n, layer in enumerate(plan):
         owners = {t: "own" if owner == n else f"of layer {owner}" for t, owner in layer.owner.items()}
         words = [f"{t} {owners[t]:10}" for t in "qkv"]
-        words += [describe_mix(mix, starts[mix.index].get(n)) for mix in layer.mixes]
+        for i, mix in enumerate(layer.mixes):  # each on what the one before it made
+            is_first = all(other.residual.of != mix.residual.of for other in layer.mixes[:i])
+            words.append(describe_mix(mix, starts[mix.index].get(n), "own" if is_first else "that"))
         lines.append(f"layer {n:2}  " + "  ".join(words).rstrip())
 
     lines += beside_the_plan(mode)  # what the model reads from the mode itself

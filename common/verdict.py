@@ -163,15 +163,6 @@ def in_times(tokens):
     return f"{least:.2f} to {most:.2f}" if math.isfinite(most) else f"{least:.2f} or more"
 
 
-def doubt(a):
-    """Why a mode may want another rate than the one that the answer is about, or ""."""
-    if a.tuned.is_edge:
-        return f"For {a.mode} {a.tuned.rate:g} is the edge of the rates, and a better one may lie beyond it."
-    if not a.tuned.around:
-        return f"Next to {a.tuned.rate:g} {a.mode} diverged, so no parabola corrects its rate."
-    return ""
-
-
 def said_of(a, base, n_seeds, is_tuned):
     """Yields sentences on an Answer. base: that of the mode that all are compared with; n_seeds: asked for; is_tuned:
     whether there are several rates."""
@@ -197,8 +188,10 @@ def said_of(a, base, n_seeds, is_tuned):
         yield f"For that loss {base.mode} needs {in_times(a.tokens)} times as many tokens."
     if a.best.gain >= 0.0005:
         yield f"A parabola puts the best rate of {a.mode} at {a.best.rate:.2g}, {a.best.gain:.3f} lower."
-    if is_tuned and doubt(a):
-        yield doubt(a)
+    if is_tuned and a.tuned.is_edge:
+        yield f"For {a.mode} {a.tuned.rate:g} is the edge of the rates, and a better one may lie beyond it."
+    elif is_tuned and not a.tuned.around:
+        yield f"Next to {a.tuned.rate:g} {a.mode} diverged, so no parabola corrects its rate."
     if len(a.losses) < n_seeds:
         yield f"{n_seeds - len(a.losses)} of the {n_seeds} seeds of {a.mode} diverged."
 

@@ -1,6 +1,6 @@
 """Every figure and table of the paper by one command: train what it needs, analyse, draw, set beside the paper.
 
-    python -m paper.reproduce fig7 --dry_run        the commands of what would run here
+    python -m paper.reproduce fig7 --dry_run        the commands that it would run
     python -m paper.reproduce fig7                  run it and draw it; what is finished does not run again
 
 docs/reproduction.md says what the names stand for. A run is train.py's, in out/<scale>/<its name>-<seed>. Figures go to

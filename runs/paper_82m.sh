@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The paper's 82M on the paper's data: vanilla, ResFormer and SVFormer on 20.97B tokens each, their losses, attention and pictures.
-# We have not run it. Hours are computed from the tokens/s that one H200 made (docs/performance.md); 8 GPUs nobody has tried.
+# We have not run it. Hours are computed from the tokens/s that one H200 made (docs/performance.md); nobody has tried 8 GPUs.
 #
 #     bash runs/paper_82m.sh              on 8 GPUs
 #     GPUS=1 bash runs/paper_82m.sh       the same numbers, but for rounding

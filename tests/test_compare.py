@@ -490,14 +490,14 @@ def test_machines_that_differ_are_said(data, tmp_path, compared):
     (["vanilla", "svformer", "--value_mode=resformer"], "leave out value_mode, and name modes without --"),
     (["vanilla", "svformer", "--resume=auto"], "leave out resume"),
     (["vanilla", "svformer", "--init_from=x"], "leave out init_from"),
-    (["vanilla", "svformer", "--rates=1e-3,1.0000000001e-3"], "and each 1.2 times the one before or more"),
+    (["vanilla", "svformer", "--rates=1e-3,1.0000000001e-3"], "and each at least 1.2 times the one before"),
     (["vanilla", "svformr"], "unknown value_mode 'svformr'; did you mean 'svformer'?"),
     (["vanilla", "svformer", "--value_mode=m.py"], "a file stands alone, as in `python train.py m.py`"),
     (["vanilla", "svformer", "--block_size=100", "--dry_run"], "is not a multiple of 100"),
     (["vanilla", "vanilla"], "vanilla is vanilla, which is there already; name each mode once"),
     (["vanilla", "svformer", "--rates=0"], "must be above 0"),
     (["vanilla", "svformer", "--seeds=11"], "seeds=11 must be at most 10"),
-    (["vanilla", "resformer", "--n_layer=1"], "acts in no layer of 0..0"),
+    (["vanilla", "resformer", "--n_layer=1"], "residual 1 (of v) acts in no layer"),
 ])  # fmt: skip
 def test_what_is_refused(words, says, data, tmp_path):
     refused(in_process(compare, *words_of(data, tmp_path / "out"), *words), says)

@@ -260,7 +260,7 @@ def test_impossible_settings_are_refused(data_dir, tmp_path, monkeypatch):
         (data_dir, 16, {"code": 0}, "a number above 0"),
         (short, 16, None, "val data of domain 'a' in .* has 1 tokens, but needs 2"),
         (other, 16, None, "not the one that the data was made with"),
-        ("nowhere", 16, None, "no data folder nowhere; make it with prepare.py, or .* data/short$"),
+        ("nowhere", 16, None, "there is no prepared data in nowhere; make it with prepare.py, or .* data/short$"),
     ):
         with pytest.raises(UserError, match=message):
             Corpus(folder, block_size, mixture=mixture)

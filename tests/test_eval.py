@@ -295,12 +295,18 @@ def test_runs_side_by_side(runs):
     assert "±" not in evaluate(runs, runs / "a", "--task=piqa", "--limit=1")
 
 
+def test_different_lengths_of_training_are_said():
+    entries = [e.Entry(None, {"mode": mode, "step": n}, None, "") for mode, n in (("vanilla", 8), ("svformer", 4))]
+    assert list(e.tables(entries, ())) == ["note: these models trained for different numbers of steps: 8, 4"]
+    assert list(e.tables(entries[:1] * 2, ())) == []
+
+
 def test_later_calls_keep_what_is_known(runs, tmp_path):
     """But not of a trial, nor of other weights. Nothing is scored before a wrong name is refused."""
     run = shutil.copytree(runs / "b", tmp_path / "run")
     (run / "eval.json").unlink(missing_ok=True)
     words = ("--task=piqa,winogrande", f"--data_dir={runs / 'evals'}")
-    refused(in_process(e, run, tmp_path / "none", *words), "holds no checkpoint")
+    refused(in_process(e, run, tmp_path / "none", *words), "there is no checkpoint")
     assert not (run / "eval.json").exists()
     evaluate(runs, run, *words[:1])
     before = results(run)

@@ -633,6 +633,11 @@ def test_the_plan_says_what_a_mode_does(mode):
     assert PRINTED[mode] in sizes.describe(config(mode))
 
 
+def test_a_second_residual_works_on_what_the_first_made():
+    two = ValueMode((Residual(source=0, layers="2:"), Residual(source=1, layers="2:")))
+    assert "  v: 0.5 own + 0.5 layer 0  v: 0.5 that + 0.5 layer 1\n" in sizes.describe(config(two))
+
+
 def test_the_table_leaves_out_rows_that_do_not_fit():
     assert "| `value_embed_gated2` |" not in sizes.mode_table(config(n_layer=2))
 
@@ -658,5 +663,5 @@ def test_records_from_before_the_field_output_went():
 @pytest.mark.parametrize("name", ["svformer_2", "resformer", "neutreno_0.5"])
 def test_a_name_that_means_another_mode(name):
     """Also where the row takes no number."""
-    with pytest.raises(UserError, match="already means another mode"):
+    with pytest.raises(UserError, match="reads as a mode of the table"):
         config(ValueMode((Residual(source=1),), name=name))

@@ -139,7 +139,7 @@ def sentences():
     yield "With 12 layers ResFormer gains twice as much" if 1.75 < twice < 2.25 else "no such finding"
     yield f"ends {gap('scaled')[0]:.2f} nats above vanilla. We only tried"
     middle = gap("resformer_lambda", 0.0015, 0.0015, **MID)[0]
-    yield f"The third one has 2.9M parameters, and λ = 2 ends {-middle:.2f} nats below vanilla there."
+    yield f"has 2.9M parameters. There λ = 2 ends {-middle:.2f} nats below vanilla."
     early, late = ([float(end) for end in tokens(*of)] for of in (({}, LONG), (LONG, {})))
     yield f"the vanilla base model needs {early[0]:.1f} to {early[1]:.1f} times as many."
     yield f"four times the training it is {late[0]:.1f} to {late[1]:.1f} times, so there may be no"

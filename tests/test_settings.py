@@ -10,6 +10,7 @@ from typing import Literal
 
 import pytest
 from conftest import ROOT, in_process
+from safetensors.numpy import save_file
 
 import train
 from common import files
@@ -70,13 +71,15 @@ BAD = {  # test_bad_input.py tries many more, but reads no sentence
     "--max_steps=true": "max_steps takes int, not True",
     "--learning_rte=1": "unknown setting 'learning_rte' (did you mean 'learning_rate'?); see",
     "--zzz=1": "unknown setting 'zzz'; see --help",
-    "--batch-size=12": "batch_size is nanoGPT's; here it is micro_batch; a step's tokens",
+    "--lr=1": "unknown setting 'lr' (did you mean 'learning_rate'?)",
+    "nowhere.py": "there is no config file nowhere.py",
+    "--batch-size=12": "batch_size is nanoGPT's; here set micro_batch, and batch_tokens",
     "--data_dir=a --data_dir=b": "--data_dir is given twice; it takes one folder",
-    "--mixture=a:1": "mixture takes dict[str, float] such as {'text': 0.5}, not 'a:1'",
+    "--mixture=a:1": "mixture takes a dict such as {'text': 0.5}, not 'a:1'",
     "--kind --compile": "--kind needs a value: kernel",
-    "--kind=eager": "kind takes Literal['sdpa', 'flash'], not 'eager'",
+    "--kind=eager": "kind takes 'sdpa' or 'flash', not 'eager'",
     "--layers=0,-5": "layers=-5 must be at least -4",
-    "bad.py": "layers takes tuple[int, ...], not array([0, 1, 2]); a comma makes a tuple, as in (x,)",
+    "bad.py": "layers takes a tuple of int, not array([0, 1, 2]); a comma makes a tuple, as in (x,)",
     "wordless.py": "name takes str, not an object of class A",
 }
 
@@ -114,7 +117,7 @@ def test_help_lists_every_setting_and_its_default():
 
 def test_a_value_of_nanogpts_is_answered_unless_it_is_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="init_from=resume is nanoGPT's; here it is resume=auto"):
+    with pytest.raises(UserError, match="init_from=resume is nanoGPT's; here set resume=auto"):
         load_settings(TrainConfig, ["--init_from=resume"])
     Path("resume").mkdir()
     assert load_settings(TrainConfig, ["--init_from=resume"]).init_from == "resume"
@@ -181,6 +184,12 @@ def test_a_failed_write_names_its_file_and_leaves_the_old_one(tmp_path):
     with pytest.raises(OSError, match=re.escape(str(tmp_path / "a"))):
         files.write_atomic(tmp_path / "a", full)
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+def test_others_may_read_what_we_write(tmp_path):
+    files.write_text(tmp_path / "a", "")
+    files.write_atomic(tmp_path / "b", lambda path: save_file({}, path))
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path):

@@ -319,7 +319,7 @@ def test_the_first_ctrl_c_is_heard_and_only_a_later_one_kills(rank, handlers, mo
         handlers[signal.SIGINT](signal.SIGINT, None)
 
     press()
-    says = "stopping after this step, which is saved; Ctrl-C again loses it" if rank == "0" else ""
+    says = "saving after this step; Ctrl-C again quits without saving" if rank == "0" else ""
     assert stop.asked and capfd.readouterr().err.strip() == says
     now[0] += 0.9
     press()
@@ -474,7 +474,10 @@ OTHERS = [
     (dict(resume="never"), "already holds a run; --resume=auto continues it"),
     (dict(resume="nowhere"), "resume='nowhere' is not there; it takes never, auto or a"),
     (dict(resume=""), "resume='' is not there"),
-    (dict(batch_tokens=100), "batch_tokens=100 is not a multiple of 16 = block_size=16 x 1 ranks; set it to 96"),
+    (
+        dict(batch_tokens=100),
+        "batch_tokens=100 is not a multiple of 16 = block_size=16 x 1 ranks; set --batch_tokens=96",
+    ),
 ]
 
 
@@ -559,7 +562,7 @@ def test_last_best_and_keep(tmp_path):
 
 def test_without_a_name_the_newest_run_is_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(configurator.UserError, match="out holds no checkpoint"):
+    with pytest.raises(configurator.UserError, match=r"there is no checkpoint .* in out"):
         checkpoint.find()
     for name, age in (("a", 30), ("b", 10), ("c", 20)):
         os.utime(checkpoint.save(Path("out", name), 1, GPT(config()), "hash"), (time.time() - age,) * 2)
@@ -624,7 +627,7 @@ def test_any_ranks_and_shards_equal_one_process(mode, ranks):
 def test_two_ranks_of_torchrun_equal_one(base, data_dir, tmp_path):
     start = "-m torch.distributed.run --nproc_per_node=2 --standalone --local_addr=127.0.0.1".split()
     result = finished([sys.executable, *start, ROOT / "train.py", *flags(data_dir, tmp_path, micro_batch=2)])
-    assert result.returncode == 0 and "= 2 x 2 x 2 x 16" in result.stdout, result.stderr
+    assert result.returncode == 0 and "2 ranks x 2 x 2 sequences x 16 tokens" in result.stdout, result.stderr
     assert_close_runs(base, tmp_path)
 
 
