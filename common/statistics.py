@@ -58,9 +58,10 @@ class Fit:
         for i, (cell, seed, _) in enumerate(self.rows):
             design[i, self.cells.index(cell)] = design[i, len(self.cells) + seeds.index(seed)] = 1
         y = np.array([number for *_, number in self.rows])
-        self.inverse = np.linalg.pinv(design.T @ design)
-        self.values = self.inverse @ design.T @ y
-        self.df = len(y) - np.linalg.matrix_rank(design)
+        # A constant may move from seeds to cells, so the design lacks a rank, and rounding has to count as 0 (docs/LOG.md).
+        solve = np.linalg.pinv(design, rcond=1e-10)
+        self.inverse, self.values = solve @ solve.T, solve @ y  # the inverse is that of design.T @ design
+        self.df = len(y) - np.linalg.matrix_rank(design, tol=1e-10)
         self.design, self.rest = design, y - design @ self.values
         # equal losses leave rounding, which is no noise
         self.noise = max(math.sqrt((self.rest**2).sum() / self.df), 1e-9 * abs(y).max()) if self.df else None

@@ -56,6 +56,16 @@ def test_what_too_few_seeds_cannot_say():
     assert linked.contrast({"b": 1, "a": -1})[0] == pytest.approx(-0.2)
 
 
+@pytest.mark.parametrize("n_modes", range(2, 9))
+def test_groups_that_share_no_seed_do_not_disturb_each_other(n_modes):
+    """Each group lacks a rank of its own. With numpy 2.5's own bound for it, this fails."""
+    groups = [{c: {k: math.sin(7 * c + 3 * k + w) for k in range(3)} for c in range(n_modes)} for w in range(7)]
+    fit = Fit({(w, c): {(w, k): x for k, x in of.items()} for w, group in enumerate(groups) for c, of in group.items()})
+    assert fit.df * fit.noise**2 == pytest.approx(sum(Fit(group).df * Fit(group).noise ** 2 for group in groups))
+    gap, _, _ = fit.contrast({(3, 1): 1, (3, 0): -1})
+    assert gap == pytest.approx(sum(groups[3][1][k] - groups[3][0][k] for k in range(3)) / 3)
+
+
 @pytest.mark.parametrize("n", [2, 5, 10])
 def test_a_mode_that_changes_nothing_does_not_differ(n):
     losses = {seed: 3 + 0.1 * math.sin(seed) for seed in range(n)}
