@@ -58,7 +58,7 @@ class Fit:
         for i, (cell, seed, _) in enumerate(self.rows):
             design[i, self.cells.index(cell)] = design[i, len(self.cells) + seeds.index(seed)] = 1
         y = np.array([number for *_, number in self.rows])
-        # A constant may move from seeds to cells, so the design lacks a rank, and rounding has to count as 0 (docs/LOG.md).
+        # A constant may move from seeds to cells, so the design lacks a rank. Rounding has to count as 0 (docs/LOG.md).
         solve = np.linalg.pinv(design, rcond=1e-10)
         self.inverse, self.values = solve @ solve.T, solve @ y  # the inverse is that of design.T @ design
         self.df = len(y) - np.linalg.matrix_rank(design, tol=1e-10)
