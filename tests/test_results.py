@@ -123,8 +123,8 @@ def sentences():
         FIT.contrast({(BASE, "vanilla", 0.003): 1, (BASE, "resformer", 0.003): -1})[1],
         t_95(FIT.df) * FIT.noise * 2**0.5,
     )
-    yield f"three seeds, which measure a difference to ± {half:.3f}."
-    yield f"A star marks a single seed, which measures it to ± {one:.3f} at best."
+    yield f"three seeds of each, which pins a difference down to ± {half:.3f}."
+    yield f"A star marks a single seed, which pins a difference down to ± {one:.3f} at best."
     for name, mode, rate, others in (
         ("ResFormer", "resformer", 0.003, (0.0015, 0.0015)),
         ("λ = 2", "resformer_lambda", 0.003, (None, 0.0015)),
@@ -141,7 +141,7 @@ def sentences():
     )
     yield f"ends {gap('scaled')[0]:.2f} nats above vanilla. But we only tried"
     middle = gap("resformer_lambda", 0.0015, 0.0015, **MID)[0]
-    yield f"one with 2.9M parameters. There λ = 2 ends {-middle:.2f} nats below vanilla."
+    yield f"in the table, with 2.9M parameters. There λ = 2 ends {-middle:.2f} nats below vanilla."
     early, late = ([float(end) for end in tokens(*of)] for of in (({}, LONG), (LONG, {})))
     yield f"the vanilla base model needs {early[0]:.1f} to {early[1]:.1f} times as many."
     yield f"four times the training the range is {late[0]:.1f} to {late[1]:.1f}, from a single seed."
@@ -232,7 +232,7 @@ def test_the_attention_sink():
     """By the analyses that the report keeps."""
     figures = json.loads((ROOT / "results/night.json").read_text(encoding="utf-8"))["figures"]
     sink = next(row for row in figures["fig2"]["rows"] if "importance" in row["what"])
-    assert sink["mean"] < 0 and f"difference only to ± {sink['interval']:.2f}" in PAGE
+    assert sink["mean"] < 0 and f"know that only to ± {sink['interval']:.2f}" in PAGE
 
 
 def test_the_board_of_records():
@@ -259,7 +259,7 @@ def test_counts():
     assert f"commit and curve of {len(RUNS) - lost} of them. The other {lost} are of seed 42" in NIGHT
     assert f"Those {len(RUNS) - lost} took {sum(run.get('seconds') or 0 for run in RUNS) / 3600:.0f} hours" in NIGHT
     base = next(run["start"]["parameters"] for run in RUNS if run["start"]["parameters"] // 1000 == 1951)
-    assert f"Our base has seen {12.288e6 / base:.1f} tokens for each parameter" in PAGE
+    assert f"Our base model has seen {12.288e6 / base:.1f} tokens per parameter" in PAGE
     lost = [run["val"][str(run["start"]["max_steps"])] for run in RUNS if run["start"]["block_size"] == 1024]
     assert f"{min(lost):.4f} to {max(lost):.4f}" in NIGHT
     assert f"in a run's metrics.jsonl, must be {RUNS[0]['start']['data']}." in NIGHT
@@ -290,7 +290,7 @@ def test_the_demo_that_readme_shows():
         assert not missing
     found = {answer.mode: answer for answer in judge(cells, tuned)[0]}
     assert all(a.gap < -a.interval for mode, a in found.items() if mode != "vanilla")
-    assert "In [ours](results/demo.png), all three are still [clearly ahead](results/demo.json)." in README
+    assert "In [our own run](results/demo.png), all three are still [clearly ahead](results/demo.json)." in README
 
 
 def test_english_runs():
