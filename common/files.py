@@ -56,6 +56,7 @@ def write_atomic(path, write):
     temporary = path.with_name(f".{path.name}.tmp")  # a kill may leave it; the next write replaces it
     try:
         with writing(path):
+            temporary.unlink(missing_ok=True)
             temporary.touch()
             mode = temporary.stat().st_mode
             write(temporary)

@@ -224,7 +224,9 @@ def test_what_cannot_be_told_apart(compared):
 
 def test_one_seed_says_what_it_cannot_say(tmp_path, compared):
     said = compared("vanilla", "svformer", rates="3e-3,6e-3")
-    assert "svformer ends 0.097 nats above vanilla." in said and "One seed says nothing about noise. Add" in said
+    assert "svformer ends 0.097 nats above vanilla." in said
+    assert "One seed says nothing about noise. Add --seeds=5." in said
+    assert "Add --seeds=3." in compared("vanilla", "svformer", "resformer")
     assert table(said)["svformer"]["vs vanilla"] == "+0.0970" and "Holm's p" not in table(said)["svformer"]
     assert "One rate favours the mode that it suits best." not in said
     assert "One rate favours the mode that it suits best." in compared("vanilla", "svformer")
@@ -529,6 +531,8 @@ def test_a_dry_run_counts_what_is_missing(data, tmp_path, compared, monkeypatch)
     assert last_line(*fair).startswith("to come: 9 runs") and "guess" not in last_line(*fair)
     assert last_line("--seeds=3").startswith("to come: 5 runs")
     assert not list(tmp_path.glob("svformer*"))
+    compared("vanilla", "svformer", *fair)
+    assert last_line(*fair) == "to come: 0 runs, 0 tokens, about 0.0 hours, 2 at a time"
 
 
 def test_the_last_words_are_of_this_attempt(tmp_path):

@@ -337,6 +337,7 @@ def test_a_mode_comes_back_bit_for_bit(data_dir, tmp_path, mode, arch):
     assert read.encode("abc <|endoftext|>") == tokenizer.encode("abc <|endoftext|>") and read.prefix == [tokenizer.eot]
     # version 4 of transformers reads rope_theta there, and knows the tokenizer's class by this name
     assert "PreTrainedTokenizerFast" in (folder / "tokenizer_config.json").read_text()
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
     is_llama, about = layout.is_plain_llama(model.cfg), json.loads((folder / "config.json").read_text())
     assert about.get("rope_theta") == (5e5 if is_llama else None)
     assert ("trust_remote_code" in (folder / "README.md").read_text()) != is_llama

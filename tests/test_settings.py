@@ -73,6 +73,7 @@ BAD = {  # test_bad_input.py tries many more, but reads no sentence
     "--zzz=1": "unknown setting 'zzz'; see --help",
     "--lr=1": "unknown setting 'lr' (did you mean 'learning_rate'?)",
     "nowhere.py": "there is no config file nowhere.py",
+    "refused.py": "refused.py: a rate of 0",
     "--batch-size=12": "batch_size is nanoGPT's; here set micro_batch, and batch_tokens",
     "--data_dir=a --data_dir=b": "--data_dir is given twice; it takes one folder",
     "--mixture=a:1": "mixture takes a dict such as {'text': 0.5}, not 'a:1'",
@@ -88,6 +89,9 @@ BAD = {  # test_bad_input.py tries many more, but reads no sentence
 def test_a_sentence_says_what_would_be_right(word, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("bad.py").write_text("import numpy\nlayers = numpy.arange(3)", encoding="utf-8")
+    Path("refused.py").write_text(
+        "from configurator import UserError\nraise UserError('a rate of 0')", encoding="utf-8"
+    )
     Path("wordless.py").write_text("class A:\n    __repr__ = None\nname = A()\n", encoding="utf-8")
     with pytest.raises(UserError, match=re.escape(BAD[word])):
         load_settings(Config, word.split())
@@ -188,6 +192,7 @@ def test_a_failed_write_names_its_file_and_leaves_the_old_one(tmp_path):
 
 def test_others_may_read_what_we_write(tmp_path):
     files.write_text(tmp_path / "a", "")
+    (tmp_path / ".b.tmp").touch(mode=0o600)  # a kill has left it
     files.write_atomic(tmp_path / "b", lambda path: save_file({}, path))
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
 
