@@ -161,7 +161,7 @@ def test_command(run, monkeypatch, capsys):
     first = in_process(sample, *words)
     assert first.returncode == 0 and first.stdout.count("hello") == 2
     # 12 positions (the last new token needs none) of 5 x 32 numbers of 4 bytes, two samples
-    assert "KV cache 15,360 bytes = 2 x 12 tokens x 640" in first.stdout
+    assert "KV cache 15,360 bytes = 2 x 12 tokens x 640 in float32]" in first.stdout
     monkeypatch.setattr(sys, "argv", ["sample.py", *words])
     runpy.run_path(sample.__file__, run_name="__main__")  # as `python sample.py` does
     assert capsys.readouterr().out.split("[")[0] == first.stdout.split("[")[0]

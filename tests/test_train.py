@@ -471,6 +471,7 @@ OTHERS = [
     (dict(init_from="elsewhere"), "init_from (was empty)"),
     (dict(eval_tokens=64), "eval_tokens (was 512)"),
     (dict(max_steps=12, learning_rate=1e-4), "learning_rate (was 0.003)"),  # a finished run with other settings
+    (dict(max_steps=12, value_mode="resformer"), "with other settings: value_mode_name (was vanilla); use them"),
     (dict(resume="never"), "already holds a run; --resume=auto continues it"),
     (dict(resume="nowhere"), "resume='nowhere' is not there; it takes never, auto or a"),
     (dict(resume=""), "resume='' is not there"),
