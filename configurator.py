@@ -57,7 +57,7 @@ types_of = functools.cache(typing.get_type_hints)  # {setting: its type} of a da
 
 
 def type_name(hint):
-    """A type as --help and errors show it: int, 'sdpa' or 'eager', a tuple of str, bool or None."""
+    """A type as --help and errors show it: `int`; `'sdpa' or 'eager'`; `a tuple of str`; `bool or None`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         return f"a tuple of {type_name(args[0])}"

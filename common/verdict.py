@@ -118,7 +118,7 @@ def judge(cells, tuned, tokens=0, schedules=(), pool=None):
     """
     fit, base = Fit(cells), next(iter(tuned))
     if pool and pool.df:
-        fit.noise, fit.df = pool.noise, pool.df
+        fit.noise, fit.df, fit.rest = pool.noise, pool.df, 0 * fit.rest  # with one seed these leave rounding alone
     best = {}
     for mode, at in tuned.items():
         if (mode, at.rate) in cells:
@@ -138,7 +138,7 @@ def judge(cells, tuned, tokens=0, schedules=(), pool=None):
 
 def in_tokens(gap, spread, p, base, tokens, schedules, fit):
     """How many times its tokens the base needs for its loss + gap: (least, most). Empty if no other length helps."""
-    # the base's nearest longer schedule; else the nearest shorter one, and we have to guess how its curve goes on
+    # the base's nearest longer schedule; else the nearest shorter one, and then we guess how the curve goes on
     far = [(length, answer) for length, answer in schedules if max(length / tokens, tokens / length) >= 1.5]
     falling = [(length, answer) for length, answer in far if (length - tokens) * (base.loss - answer.loss) > 0]
     if not falling:
@@ -185,11 +185,12 @@ def said_of(a, base, n_seeds, is_tuned):
     else:
         yield f"{a.mode} is {better} than {base.mode} by {with_interval(abs(a.gap), a.interval)} nats."
     if a.tokens:
-        yield f"For that loss {base.mode} needs {in_times(a.tokens)} times as many tokens."
+        yield f"To reach the loss of {a.mode}, {base.mode} needs {in_times(a.tokens)} times as many tokens."
     if a.best.gain >= 0.0005:
         yield f"A parabola puts the best rate of {a.mode} at {a.best.rate:.2g}, {a.best.gain:.3f} lower."
     if is_tuned and a.tuned.is_edge:
-        yield f"For {a.mode} {a.tuned.rate:g} is the edge of the rates, and a better one may lie beyond it."
+        so = ", so the others look better than they are" if a.mode == base.mode else ""
+        yield f"For {a.mode} {a.tuned.rate:g} is the edge of the rates, and a better one may lie beyond it{so}."
     elif is_tuned and not a.tuned.around:
         yield f"Next to {a.tuned.rate:g} {a.mode} diverged, so no parabola corrects its rate."
     if len(a.losses) < n_seeds:
