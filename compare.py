@@ -228,8 +228,8 @@ def remarks(study, answers, fit):
         yield f"That noise ({fit.noise:.4f} nats) comes from other runs in {cfg.out_dir}, which have several seeds."
     for mode, share in noisy(fit).items():
         yield (
-            f"{mode} makes {share:.0%} of that noise. If its runs are noisier than the others, ± is wrong. Then compare "
-            f"only {base.mode} and one other mode, without new runs, and multiply that p by {len(answers) - 1}."
+            f"{mode} makes {share:.0%} of that noise. If its runs are noisier than the others, ± is wrong. Then "
+            f"compare only {base.mode} and one other mode, without new runs, and multiply that p by {len(answers) - 1}."
         )
     if any(a.interval for a in answers) and not any(a.tokens for a in answers):
         how = f"run this with --max_steps={2 * cfg.max_steps}, and then once more as now"
