@@ -29,7 +29,7 @@ from common.report import markdown, say, with_interval
 from common.runs import RUN, as_kept, read_run, rounded_otherwise, write_kept
 from common.sizes import count_parameters, notes_of
 from common.statistics import Fit
-from common.verdict import GROWTHS, LOOKS, in_times, judge, noisy, search, sentences
+from common.verdict import GROWTHS, LOOKS, in_words, judge, noisy, search, sentences
 from configurator import UserError, need, run, setting
 from plot import Effect, align, comparison, growing_means, short_count
 from train import ENVIRONMENT, MAY_DIFFER, TrainConfig, settings_of
@@ -61,7 +61,7 @@ class CompareConfig(TrainConfig):
             raise UserError("name two modes or more: `python compare.py vanilla svformer config/tiny.py`")
         rates = tuple(sorted(self.rates or (self.learning_rate,)))
         if rates[0] <= 0 or any(high < 1.2 * low for low, high in itertools.pairwise(rates)):
-            raise UserError(f"rates={self.rates} must be above 0, and each at least 1.2 times the one before")
+            raise UserError(f"the rates {rates} must be above 0, and each at least 1.2 times the one before")
         object.__setattr__(self, "rates", rates)
 
     @functools.cached_property
@@ -144,19 +144,23 @@ class Study:
 
     def counts(self):
         """How many runs the procedure still needs, from fewest to most: it depends on where the best rates will be."""
-        rates, known = self.cfg.rates, functools.cache(self.known)  # to read what a run has so far takes a while
-        return sorted(self.count(best, known) for best in (rates[0] / 8, *rates, rates[-1] * 8))
+        rates, loss_of = self.cfg.rates, functools.cache(self.known)  # to read what a run has so far takes a while
+        beyond = 2 ** (GROWTHS + 1)  # where no grid grows
+        found = [self.count(best, loss_of) for best in (rates[0] / beyond, *rates, rates[-1] * beyond)]
+        return min(found), max(found)
 
-    def count(self, best, known_now):
+    def count(self, best, loss_of):
         """How many runs it still needs, if the losses that we do not know yet are lowest at rate `best`."""
         asked = set()
         for mode in self.cfg.named:
 
-            def known(rate, seed, mode=mode):
-                loss, is_asked = known_now(mode, rate, seed), (mode, rate, seed) in asked
-                return 1 + abs(math.log(rate / best)) if loss is None and is_asked else loss
+            def known_or_guessed(rate, seed, mode=mode):
+                loss = loss_of(mode, rate, seed)
+                if loss is None and (mode, rate, seed) in asked:
+                    return 1 + abs(math.log(rate / best))
+                return loss
 
-            while missing := self.search(mode, known)[0]:
+            while missing := self.search(mode, known_or_guessed)[0]:
                 asked.update((mode, *run) for run in missing)
         return len(asked)
 
@@ -180,13 +184,13 @@ class Study:
 
     def schedules(self):
         """[(tokens, Answer)] of the base at other lengths that this command has finished here."""
-        points, cfg, base = [], self.cfg, next(iter(self.cfg.named))
+        points, cfg, base_mode = [], self.cfg, next(iter(self.cfg.named))
         for steps in {made["max_steps"] for _, made in self.made()} - {cfg.max_steps}:
             with contextlib.suppress(UserError):  # of other settings or other code
                 other = Study(dataclasses.replace(cfg, max_steps=steps), self.corpus)
-                missing, tuned = other.search(base)
+                missing, tuned = other.search(base_mode)
                 if not missing:
-                    (answer,), _ = judge(other.cells(), {base: tuned})
+                    (answer,), _ = judge(other.cells(), {base_mode: tuned})
                     if len(answer.losses) == cfg.seeds:
                         points.append((steps * cfg.batch_tokens, answer))
         return points
@@ -199,7 +203,8 @@ class Study:
 
     def pool(self):
         """A Fit of all runs in the folder that differ from these in mode, rate and seed alone."""
-        cells, own = defaultdict(dict), self.decisive(self.cfg.of_run(next(iter(self.cfg.named)), 1.0, 0))
+        cells, any_mode = defaultdict(dict), next(iter(self.cfg.named))
+        own = self.decisive(self.cfg.of_run(any_mode, self.cfg.rates[0], self.cfg.seed))
         for folder, made in self.made():
             differs = {name: made.get(name) for name in ("value_mode", "value_mode_name", "learning_rate", "seed")}
             with contextlib.suppress(UserError):  # of other settings or other code
@@ -214,30 +219,31 @@ class Study:
 
 def remarks(study, answers, fit):
     """Sentences on all modes together."""
-    cfg, base = study.cfg, answers[0]
+    cfg, base, has_intervals = study.cfg, answers[0], any(a.interval for a in answers)
     named = {f"{mode}-{rate:g}-{seed}": curves for (mode, rate, seed), curves in study.runs.items()}
     yield from rounded_otherwise(named)
-    if cfg.seeds == 1 and not any(a.interval for a in answers):
+    if cfg.seeds == 1 and not has_intervals:
         yield f"One seed says nothing about noise. Add --seeds={5 if len(answers) == 2 else 3}."
     if len(cfg.rates) == 1:
         yield "One rate favours the mode that it suits best. Name several --rates to be fair."
-    if any(a.interval for a in answers):
-        corrected = ", at the lowest points of the parabolas" if any(a.best and a.tuned.around for a in answers) else ""
-        yield f"± is half of a 95% interval. We subtract equal seeds{corrected}, and estimate one noise for all modes."
-    if cfg.seeds == 1 and any(a.interval for a in answers):
+    if not has_intervals:
+        return
+    corrected = ", at the lowest points of the parabolas" if any(a.best and a.tuned.around for a in answers) else ""
+    yield f"± is half of a 95% interval. We subtract equal seeds{corrected}, and estimate one noise for all modes."
+    if cfg.seeds == 1:
         yield f"That noise ({fit.noise:.4f} nats) comes from other runs in {cfg.out_dir}, which have several seeds."
     for mode, share in noisy(fit).items():
         yield (
             f"{mode} makes {share:.0%} of that noise. If its runs are noisier than the others, ± is wrong. Then "
             f"compare only {base.mode} and one other mode, without new runs, and multiply that p by {len(answers) - 1}."
         )
-    if any(a.interval for a in answers) and not any(a.tokens for a in answers):
+    if not any(a.times for a in answers):
         how = f"run this with --max_steps={2 * cfg.max_steps}, and then once more as now"
         yield f"How many times as many tokens would {base.mode} need? To find out, {how}."
 
 
 def table(study, answers):
-    """The answers as Markdown. A column without any number is left out: one rate has no parabola, one seed no p."""
+    """The answers as Markdown. A column without any number is left out: without several rates there is no parabola."""
     base, cfg, rows = answers[0], study.cfg, []
     for a in answers:
         shape = cfg.of_run(a.mode, a.tuned.rate, cfg.seed).model_config(study.corpus.tokenizer.n_vocab)
@@ -245,7 +251,7 @@ def table(study, answers):
         cells = [f"{a.tuned.rate:g}{' (edge)' * a.tuned.is_edge}", loss]
         cells += [f"{a.best.rate:.2g}", f"{a.loss:.4f}"] if a.losses and a.tuned.around else ["-", "-"]
         cells += ["-" if a.gap is None else with_interval(a.gap, a.interval, sign=True)]
-        cells += ["-" if a.p is None else f"{a.p:.2g}", in_times(a.tokens) if a.tokens else "-"]
+        cells += ["-" if a.p is None else f"{a.p:.2g}", in_words(a.times) if a.times else "-"]
         cells += [f"{count_parameters(shape):,}", f"{2 * kv_floats_per_token(shape):,}", f"{len(a.losses)}"]
         rows.append([a.mode, *cells])
     header = ["mode", "rate", "val loss", "parabola's rate", "its loss", f"vs {base.mode}", "Holm's p", "× tokens"]
@@ -269,7 +275,8 @@ def picture(study, answers, path):
             differs = a.p is None or a.p <= 0.05
             effects.append(Effect(mode=a.mode, gap=a.gap, interval=a.interval, seeds=seeds, differs=differs))
     rate = "each at its best rate" if len(cfg.rates) > 1 else f"rate {cfg.rates[0]:g}"
-    seeds = f"{cfg.seeds} seeds (ticks), 95 % intervals" if cfg.seeds > 1 else "one seed"
+    seeds = f"{cfg.seeds} seeds (ticks)" if cfg.seeds > 1 else "one seed"
+    seeds += ", 95 % intervals" * any(e.interval for e in effects)
     title = f"{short_count(cfg.max_steps * cfg.batch_tokens)} tokens, {rate}\n{seeds}"
     if curves:
         comparison(path, effects, curves, title, base.mode)
@@ -302,7 +309,7 @@ def plan(study, lanes):
     yield f"rates: {f'{rates} {tuned}' if len(cfg.rates) > 1 else f'only {rates}, not tuned'}"
     where = "at the best rate of each mode" if len(cfg.rates) > 1 else "for each mode"
     yield f"seeds: {', '.join(map(str, cfg.all_seeds))} {where}"
-    tokens, counts = cfg.max_steps * cfg.batch_tokens, study.counts()
+    tokens, (fewest, most) = cfg.max_steps * cfg.batch_tokens, study.counts()
     speed = tokens_per_s(cfg, study.corpus, list(study.runs.values())) if cfg.dry_run else None
     guess = "; hours are a guess from one pass without compile" if speed and not study.runs else ""
 
@@ -310,15 +317,18 @@ def plan(study, lanes):
         hours = f", about {n * tokens / speed / 3600 / len(lanes):.1f} hours" if speed else ""
         return f"{n} run{'s' * (n != 1)}, {short_count(n * tokens)} tokens{hours}"
 
-    most = counts[-1] + LOOKS * len(cfg.named) * (len(cfg.rates) > 1) if counts[-1] else 0
-    most = f" (at most {amount(most)})" if most > counts[0] else ""
-    yield f"to come: {amount(counts[0])}{most}, {len(lanes)} at a time{guess}"
+    if most and len(cfg.rates) > 1:
+        most += LOOKS * len(cfg.named)
+    at_most = f" (at most {amount(most)})" if most > fewest else ""
+    yield f"to come: {amount(fewest)}{at_most}, {len(lanes)} at a time{guess}"
 
 
 def main(cfg: CompareConfig):
     need("matplotlib")  # before hours of training
     for mode in cfg.named:
-        cfg.of_run(mode, cfg.rates[0], cfg.seed).split_batch(1)  # an impossible shape or batch is refused here
+        settings = cfg.of_run(mode, cfg.rates[0], cfg.seed)
+        settings.model_config(vocab_size=1)  # an impossible shape is refused here
+        settings.split_batch(1)  # and an impossible batch
     lanes = lanes_of(cfg.device, cfg.jobs, len(cfg.named) * max(len(cfg.rates), cfg.seeds))
     with contextlib.nullcontext() if cfg.dry_run else hold(cfg.out_dir):
         study = Study(cfg, Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify, cfg.bos))

@@ -62,7 +62,7 @@ class Attention(nn.Module):
     def heads(self, x):
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, T, C) -> (B, H, T, D)
 
-    def weights(self, x, positions, cache):
+    def attention_weights(self, x, positions, cache):
         """A_n: how much each token takes of itself and of each one before it, (B, H, T, tokens so far)."""
         q = apply_rope(self.heads(self.q(x)), positions)
         k = extend(cache, f"k{self.n}", apply_rope(self.heads(self.k(x)), positions))
@@ -74,7 +74,7 @@ class Attention(nn.Module):
 
     def forward(self, x, positions, v_1, cache):
         """x (B, T, C) and layer 1's values v_1 (B, H, T, D), None in that layer itself -> (B, T, C) and v_1."""
-        A = self.weights(x, positions, cache)
+        A = self.attention_weights(x, positions, cache)
         v = self.heads(self.v(x)) if self.v else None
         if v_1 is None:
             v_1 = v  # this is layer 1; all later layers get its values
@@ -117,7 +117,7 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(cfg.n_embd, eps=1e-5)
         self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         for name, p in self.named_parameters():
-            if p.ndim == 2:  # a matrix depends on its name alone, so all modes start from the same weights
+            if p.ndim == 2:  # a matrix depends on the seed and its name alone, so all modes start from the same weights
                 torch.manual_seed(cfg.seed + zlib.crc32(name.encode()))
                 nn.init.normal_(p, std=0.02)
 
@@ -189,7 +189,7 @@ if __name__ == "__main__":
         text = args.text.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as e:
         parser.error(f"cannot read {args.text} as a text in UTF-8: {e}")
-    if len(text) < 20 * Config.block_size:  # its last tenth must be longer than a window
+    if len(text) < 20 * Config.block_size:  # its last tenth must hold two windows or so
         parser.error(f"{args.text} has {len(text)} characters; take a text of {20 * Config.block_size} or more")
     ids = {character: i for i, character in enumerate(sorted(set(text)))}
     data = torch.tensor([ids[character] for character in text])

@@ -138,9 +138,9 @@ class Attention(nn.Module):
 
     projected[i]: layer i's projections of this call's tokens, {"q", "k" or "v": (B, heads, T, D)}; the paper's V_1 is
     projected[0]["v"]. It also has layer i's input, "hidden", for Block, and projected["table 0"], … {"v": a token
-    table's values}. used[i]: what layer i's softmax used, after mixing and borrowing; with a KV cache, of all tokens.
-    Mixing needs no V_1 of older tokens, because we mix token by token, and the cache stores mixed values. Sources enter
-    in the steps 2 to 5 of `forward`.
+    table's values}. used[i]: what layer i's softmax used, after mixing and borrowing; with a KV cache, keys and values
+    of all tokens. Mixing needs no V_1 of older tokens, because we mix token by token, and the cache stores mixed
+    values. Sources enter in the steps 2 to 5 of `forward`.
     Both are arguments and results, not attributes, so that recompute and torch.compile see what depends on what.
     """
 
@@ -157,7 +157,6 @@ class Attention(nn.Module):
         self.values_are_keys = cfg.value_mode.values == "keys"
         parts = {t: heads * cfg.head_dim for t, heads in plan.heads.items() if not (t == "v" and self.values_are_keys)}
         is_gpt2 = cfg.arch == "gpt2"
-        self.parts = parts
         self.proj = Linear(cfg.n_embd, parts, bias=is_gpt2)
         self.out = Linear(cfg.n_head * cfg.head_dim, {"o": cfg.n_embd}, bias=is_gpt2, std=residual_proj_std(cfg))
         self.mixes = [m for m in plan.mixes if m.residual.place != "input"]  # those at the input are Block's
@@ -221,12 +220,11 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         # one product, then a view for each tensor
         y = self.proj(x).view(B, T, -1, self.head_dim)  # (B, T, heads * D) -> (B, T, heads, D)
-        parts = y.split([width // self.head_dim for width in self.parts.values()], dim=2)
-        projected_here = dict(zip(self.parts, parts, strict=True))  # (B, T, heads of t, D) each
+        parts = y.split([width // self.head_dim for width in self.proj.parts.values()], dim=2)
+        projected_here = dict(zip(self.proj.parts, parts, strict=True))  # (B, T, heads of t, D) each
         if self.values_are_keys:
-            projected_here["v"] = F.rms_norm(projected_here["k"], (self.head_dim,), eps=self.norm_eps).to(
-                y.dtype
-            )  # else fp32 in autocast
+            v = F.rms_norm(projected_here["k"], (self.head_dim,), eps=self.norm_eps)
+            projected_here["v"] = v.to(y.dtype)  # in autocast v is fp32
         # rotary positions turn queries and keys, but no values
         for t in ("q", "k"):
             if t in projected_here:
@@ -270,7 +268,7 @@ class Block(nn.Module):
         self.input_mixes = [m for m in plan.mixes if m.residual.place == "input"]
 
     def forward(self, x, angles, weights, projected, used, cache=None):
-        # what the layer reads: the stream, into which residuals of "hidden" mix earlier layers' inputs
+        # residuals of "hidden" mix earlier layers' inputs into the stream itself
         h = x
         for m in self.input_mixes:
             h = weighted_sum(weights[m.index], h, [projected[i]["hidden"] for i in m.sources])

@@ -269,7 +269,7 @@ class Effect:
 
     mode: str
     gap: float
-    interval: float | None  # half of its 95 % interval; None with one seed
+    interval: float | None  # half of its 95 % interval; None where nothing tells the noise
     seeds: list  # the gap of each seed
     differs: bool  # whether it differs from the base
 

@@ -1,9 +1,9 @@
 """Continue prompts with a trained model.
 
-    python sample.py                                                       the newest run below out/
-    python sample.py out/demo/svformer --prompt="def f(" --num_samples=3
-    python sample.py out/demo/svformer --prompt="<|endoftext|>"            a new document
-    python sample.py out/demo/svformer --prompt_file=prompts.txt           continue each line, all as one batch
+    python sample.py                                                           the newest run below out/
+    python sample.py out/demo/svformer-320-0.002-42 --prompt="def f(" --num_samples=3
+    python sample.py out/demo/svformer-320-0.002-42 --prompt="<|endoftext|>"   a new document
+    python sample.py out/demo/svformer-320-0.002-42 --prompt_file=prompts.txt  continue each line, all as one batch
 
 Read before: model.py, for the KVCache.
 """

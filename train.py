@@ -4,8 +4,9 @@
     torchrun --nproc_per_node=8 train.py config/resformer.py         the paper's 82M recipe on 8 GPUs
     python train.py config/resformer.py --resume=auto                continue where the run stopped
 
-Writes into out_dir: metrics.jsonl (a record for the start, for each step and for each evaluation), config.json,
-env.json, tokenizer.json and checkpoints (see common/checkpoint.py). The story is in `train`, at the bottom.
+Writes into out_dir: metrics.jsonl (a record for the start, for each step, for each evaluation, and for the end of a run
+that diverged), config.json, env.json, tokenizer.json and checkpoints (see common/checkpoint.py). The story is in
+`train`, at the bottom.
 Read before: model.py. Read next: common/data.py.
 """
 
@@ -107,7 +108,8 @@ class TrainConfig:
             raise UserError(f"sample_every needs whole weights: leave it at 0 with shard={self.shard}")
         object.__setattr__(self, "value_mode", get_mode(self.value_mode))
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.value_mode.name}")
-        self.model_config(vocab_size=1)  # raises on an impossible shape, whatever the vocabulary
+        if self.resume == "never" and not self.init_from:  # else `with_shape` may still change it
+            self.model_config(vocab_size=1)  # raises on an impossible shape, whatever the vocabulary
 
     def model_config(self, vocab_size):
         """The ModelConfig of these settings; raises ValueError on an impossible shape."""
@@ -263,7 +265,8 @@ def compiled(model, cfg, world, autocast, is_sharded, say):
 @torch.no_grad()
 def validate(model, corpus, cfg, world, autocast, is_sharded):
     """Validation on the first whole windows within eval_tokens of each domain, at least one, or on all text; the same
-    whatever the number of ranks. Returns what `domain_losses` does, and "lam", see GPT.mixing_weights."""
+    whatever the number of ranks. Returns what `domain_losses` does, and "lam" where the mode learns weights, see
+    GPT.mixing_weights."""
     # the parts are the same on any number of ranks, and each rank takes every n-th. All ranks make equally many forward
     # passes, because each of them gathers a sharded model's weights together
     most = max(1, cfg.eval_tokens // cfg.block_size) if cfg.eval_tokens else None
@@ -271,6 +274,7 @@ def validate(model, corpus, cfg, world, autocast, is_sharded):
     n_bytes = corpus.tokenizer.token_bytes()
     sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes of text
     n_rounds = math.ceil(len(parts) / world.size)
+    model.eval()
     for i in range(world.rank, n_rounds * world.size, world.size):
         d, first, last = parts[i % len(parts)]
         x, y = corpus.val_batch(corpus.domains[d], first, last)
@@ -279,6 +283,7 @@ def validate(model, corpus, cfg, world, autocast, is_sharded):
             loss = model(*world.to_device((x, y)))[1]
         if i < len(parts):
             sums[d] += [loss.item() * y.size, y.size, n_bytes[y].sum()]
+    model.train()
     # sums of nats and tokens, not means of batches: so the result is the same however the parts were cut
     result = domain_losses(corpus, world.sum(sums).numpy())
     # what the mixing weights have learned; a sharded model gathers them first
@@ -317,7 +322,7 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
             remedy = f"delete step_{done:08d}.safetensors to train the steps since the one before, or the whole folder"
             raise UserError(f"{cfg.out_dir} has all its steps, but metrics.jsonl lacks the last evaluation; {remedy}")
         if world.rank == 0:
-            print(f"{cfg.out_dir} is already finished, at step {done}")
+            print(f"nothing is left to train: {done} of {cfg.max_steps} steps are done")
         return None
     # the records go on after step `done`, on rank 0 only; the folder says from now on what made it
     metrics = Metrics(cfg, world, done)
@@ -328,6 +333,7 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
     # then a record of the start, and a line on the screen
     micro_batch, accumulation = cfg.split_batch(world.size)
     settings = {name: value for name, value in config.items() if name not in MAY_DIFFER}
+    # here "value_mode" is the name, which is "value_mode_name" in config.json
     name = settings.pop("value_mode_name")
     definition = settings.pop("value_mode")
     record = settings | {
@@ -408,13 +414,13 @@ def train(cfg, world):
     # ---- the loop
     peak = ranks.peak_flops(world.device, dtype)
     flops = flops_per_token(shape)
+    final = cfg.final_lr_ratio * cfg.learning_rate
     stop = Stop()
     for step in range(done, cfg.max_steps):
         n = step + 1
         began = time.perf_counter()
         input_s = 0.0
-        end = cfg.final_lr_ratio * cfg.learning_rate
-        lr = learning_rate(step, cfg.learning_rate, end, cfg.warmup_steps, cfg.max_steps)
+        lr = learning_rate(step, cfg.learning_rate, final, cfg.warmup_steps, cfg.max_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
@@ -470,7 +476,9 @@ def train(cfg, world):
             metrics.evaluation(n, result)
         # a look at what it writes. It draws from a generator of its own, so the run stays the same
         if cfg.sample_every and n % cfg.sample_every == 0 and world.rank == 0:
+            model.eval()
             (ids,), *_ = generate(model, [[corpus.tokenizer.eot]], 100, seed=n, eot=corpus.tokenizer.end)
+            model.train()
             metrics.say(f"step {n} writes: {corpus.tokenizer.decode(ids)!r}")
         # save: after a signal too, at the same step on all ranks, although it reaches them at different times.
         # What is evaluated is saved, so that the best checkpoint is there
@@ -490,6 +498,7 @@ def main(cfg: TrainConfig):
     if cfg.init_from and not os.path.exists(cfg.init_from) and not checkpoint.steps(cfg.out_dir):
         raise UserError(f"init_from={cfg.init_from} is not there; it takes a run, a checkpoint or a folder")
     cfg = with_shape(cfg)
+    cfg.model_config(vocab_size=1)  # an impossible shape is refused before any data is read
     world = ranks.Distributed(cfg.device, fixed_lengths=True)
     remedy = "set a smaller --micro_batch, or --recompute=true, or on several GPUs --shard=zero2 or zero3"
     with ranks.enough_memory(remedy), hold(cfg.out_dir) if world.rank == 0 else contextlib.nullcontext():

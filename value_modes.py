@@ -365,7 +365,7 @@ def equation_of(mode):
 
 
 def beside_the_plan(mode):
-    """`name = value` of each field that differs from vanilla's, of those that no LayerPlan has."""
+    """`name = value` of each field that differs from vanilla's, of those that the lines of the layers do not show."""
     names = ("kv_group", "values", "heads_from_layer_0", "cut_first", "dense")
     return [f"{name} = {getattr(mode, name)}" for name in names if getattr(mode, name) != getattr(ValueMode(), name)]
 
@@ -396,12 +396,13 @@ class ModelConfig:
         H, mode, is_llama = self.n_head, self.value_mode, self.arch == "llama"
         group = min(mode.kv_group or H, H)  # query heads to a key head
         G = self.n_kv_head or H // group
-        scaling, value_heads, is_odd = self.rope_scaling, mode.heads_from_layer_0 * G, self.n_embd % H
+        scaling, value_heads = self.rope_scaling, mode.heads_from_layer_0 * G
         is_ordered = len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2]
         # what 0 stands for
         self.fill("n_kv_head", G)
         self.fill("n_hidden", self.n_hidden or (7 * self.n_embd // 2 if is_llama else 4 * self.n_embd))
-        refuse([(not self.head_dim and is_odd, f"n_embd={self.n_embd} must be a multiple of n_head={H}")])
+        if not self.head_dim:
+            refuse([(self.n_embd % H, f"n_embd={self.n_embd} must be a multiple of n_head={H}")])
         self.fill("head_dim", self.head_dim or self.n_embd // H)
         refuse([
             (H % group, f"value_mode has {group} query heads to a key head: n_head={H} is not a multiple of it"),
@@ -421,7 +422,7 @@ class ModelConfig:
         `slope` was lam[1]."""
         fields = copy.deepcopy(fields)
         mode = fields["value_mode"]
-        if isinstance(mode, dict) and mode.get("output") == "plain":
+        if mode.get("output") == "plain":
             del mode["output"]
             for r in mode["residuals"]:
                 if r["learn"] == "softmax" and r["lam"]:

@@ -121,9 +121,9 @@ def count(case, repetitions):
             wrong = [a.p <= 0.05 and (a.gap * case.gap <= 0) for a in answers]
             seen[f"false{which}"].append(any(wrong))
         for a in both[0]:
-            if a.tokens:
-                seen["m covers"].append(a.tokens[0] <= case.m <= a.tokens[1])
-                seen["contradicts"].append(a.p > 0.05 and not a.tokens[0] <= 1 <= a.tokens[1])
+            if a.times:
+                seen["m covers"].append(a.times[0] <= case.m <= a.times[1])
+                seen["contradicts"].append(a.p > 0.05 and not a.times[0] <= 1 <= a.times[1])
     return {name: float(np.median(x) if "±" in name else np.mean(x)) for name, x in seen.items()}
 
 

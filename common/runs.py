@@ -204,7 +204,7 @@ def as_kept(run, folder, settings, environment, every=50):
     """What is kept of a finished run, the Curves of a folder, in 4 kB. A training loss is a mean of `every` steps."""
     n = len(run.steps["loss"]) // every * every  # a last mean of fewer steps would be noisier than the others
     losses = run.steps["loss"][:n].reshape(-1, every).mean(axis=1)
-    step_tokens = float(run.steps["tokens"][-1] / run.steps["step"][-1])
+    step_tokens = float(run.start["batch_tokens"])
     return {
         "name": Path(folder).name, "commit": environment["commit"], "processor": environment["processor"],
         "settings": settings, "start": run.start, "step_tokens": step_tokens, "every": every,

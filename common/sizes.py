@@ -97,7 +97,7 @@ def describe(cfg):
             words.append(describe_mix(mix, starts[mix.index].get(n), "own" if is_first else "that"))
         lines.append(f"layer {n:2}  " + "  ".join(words).rstrip())
 
-    lines += beside_the_plan(mode)  # what the model reads from the mode itself
+    lines += beside_the_plan(mode)
 
     n_parameters = count_parameters(cfg)
     kv, full = kv_floats_per_token(cfg), 2 * cfg.n_layer * cfg.n_head * cfg.head_dim

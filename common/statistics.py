@@ -67,7 +67,8 @@ class Fit:
         self.noise = max(math.sqrt((self.rest**2).sum() / self.df), 1e-9 * abs(y).max()) if self.df else None
 
     def level(self, cell):
-        """A cell's number as if all seeds had been drawn for it. Two levels may be compared if seeds connect them."""
+        """A cell's number as if all seeds had been drawn for it, up to a constant, the same for all cells that seeds
+        connect. So only differences of levels mean something."""
         return float(self.values[self.cells.index(cell)])
 
     def spread(self, weights):

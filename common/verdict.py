@@ -101,7 +101,7 @@ class Answer:
     gap: float | None = None  # its loss minus the base's, both at their best rates; None without a common seed
     interval: float | None = None  # half the width of its 95 % interval
     p: float | None = None  # after Holm's correction
-    tokens: tuple = ()  # how many times its tokens the base needs for this loss: (least, most), or empty
+    times: tuple = ()  # how many times its tokens the base needs for this loss: (least, most), or empty
 
     @property
     def loss(self):
@@ -113,30 +113,34 @@ def judge(cells, tuned, tokens=0, schedules=(), pool=None):
     """The Answer of each mode, that of the base first, and the Fit behind them.
 
     cells: {(mode, rate): {seed: loss}} of runs that did not diverge; tuned: {mode: Tuned}, the base first; tokens: of
-    each run; schedules: [(tokens, Answer)] of the base at other lengths; pool: a Fit of other runs, for
-    the noise where these have one seed.
+    each run; schedules: [(tokens, Answer)] of the base at other lengths; pool: a Fit of other runs, for the noise where
+    these have one seed.
     """
-    fit, base = Fit(cells), next(iter(tuned))
+    fit, base_mode = Fit(cells), next(iter(tuned))
     if pool and pool.df:
-        fit.noise, fit.df, fit.rest = pool.noise, pool.df, 0 * fit.rest  # with one seed these leave rounding alone
+        fit.noise, fit.df = pool.noise, pool.df
+        fit.rest = 0 * fit.rest  # our own runs leave only rounding, for which no mode is to blame
     best = {}
     for mode, at in tuned.items():
         if (mode, at.rate) in cells:
             rates = at.around or (at.rate,)
             best[mode] = at_best(fit, [(mode, rate) for rate in rates], rates)
-    found = {mode: difference(fit, best[mode], best[base]) for mode in best if mode != base and base in best}
+    found = {}
+    if base_mode in best:
+        others = [mode for mode in best if mode != base_mode]
+        found = {mode: difference(fit, best[mode], best[base_mode]) for mode in others}
     ps, answers = holm({mode: p for mode, (*_, p) in found.items() if p is not None}), []
     for mode, at in tuned.items():
         spread = fit.spread(best[mode].weights) if mode in best else 0.0
         gap, interval, _ = found.get(mode, (None, None, None))
         losses, times = cells.get((mode, at.rate), {}), ()
         if interval is not None:
-            times = in_tokens(gap, spread, ps[mode], answers[0], tokens, schedules, fit)
+            times = times_of(gap, spread, ps[mode], answers[0], tokens, schedules, fit)
         answers.append(Answer(mode, at, losses, best.get(mode), spread, gap, interval, ps.get(mode), times))
     return answers, fit
 
 
-def in_tokens(gap, spread, p, base, tokens, schedules, fit):
+def times_of(gap, spread, p, base, tokens, schedules, fit):
     """How many times its tokens the base needs for its loss + gap: (least, most). Empty if no other length helps."""
     # the base's nearest longer schedule; else the nearest shorter one, and then we guess how the curve goes on
     far = [(length, answer) for length, answer in schedules if max(length / tokens, tokens / length) >= 1.5]
@@ -157,9 +161,9 @@ def noisy(fit):
     return {mode: share for mode, share in shares.items() if share > MOST and len(shares) > 2}
 
 
-def in_times(tokens):
+def in_words(times):
     """A range of multipliers in words."""
-    least, most = tokens
+    least, most = times
     return f"{least:.2f} to {most:.2f}" if math.isfinite(most) else f"{least:.2f} or more"
 
 
@@ -184,8 +188,8 @@ def said_of(a, base, n_seeds, is_tuned):
         yield f"{a.mode} cannot be told apart from {base.mode} ({gap} nats, p = {a.p:.2g})."
     else:
         yield f"{a.mode} is {better} than {base.mode} by {with_interval(abs(a.gap), a.interval)} nats."
-    if a.tokens:
-        yield f"To reach the loss of {a.mode}, {base.mode} needs {in_times(a.tokens)} times as many tokens."
+    if a.times:
+        yield f"To reach the loss of {a.mode}, {base.mode} needs {in_words(a.times)} times as many tokens."
     if a.best.gain >= 0.0005:
         yield f"A parabola puts the best rate of {a.mode} at {a.best.rate:.2g}, {a.best.gain:.3f} lower."
     if is_tuned and a.tuned.is_edge:

@@ -96,11 +96,12 @@ def attend(q, k, v, kernel="sdpa", scale=None, mask=None):
     """A V: causal softmax attention of the last T of S positions.
 
     q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E). scale: 1 / sqrt(D) if None.
-    kernel: "sdpa" (torch's fused kernels), "flash" (the flash-attn package; sdpa with a mask), "eager" (the formula,
-    softmax in fp32). mask: (B, 1, T, S) or (T, S), added to the scores instead of the causal mask.
+    kernel: "sdpa" (torch's fused kernels), "flash" (the flash-attn package; sdpa with a mask, and in fp32, which that
+    package lacks), "eager" (the formula, softmax in fp32). mask: (B, 1, T, S) or (T, S), added to the scores instead of
+    the causal mask.
     """
     T, S = q.size(2), k.size(2)
-    if kernel == "flash" and mask is None:
+    if kernel == "flash" and mask is None and q.dtype != torch.float32:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, heads, D)
         return flash_attn_func(q, k, v, causal=True, softmax_scale=scale).transpose(1, 2)
     is_causal = bool(mask is None and T == S and T > 1)  # the kernels' own causal flag is enough

@@ -21,7 +21,7 @@ from common.files import hold, record_line, write_record
 from common.jobs import lanes_of, last_words, steps_done
 from common.ranks import code_of_results
 from common.runs import RUN, differences, read_kept, read_run
-from common.verdict import Tuned, in_times, judge, search
+from common.verdict import Tuned, in_words, judge, search
 from configurator import load_settings
 from model import GPT
 from train import settings_of
@@ -131,7 +131,7 @@ def make_run(cfg, loss, **changed):
     write_record(folder / "env.json", train.ENVIRONMENT, {"commit": "c", "processor": "p"})
     start = {"event": "start", "step": 0, "code": code_of_results(), "dtype": "float32", "rounding": {"threads": 1}}
     mode = {"definition": config["value_mode"], "value_mode": config["value_mode_name"]}
-    start |= {"max_steps": cfg.max_steps} | mode | changed
+    start |= {"max_steps": cfg.max_steps, "batch_tokens": cfg.batch_tokens} | mode | changed
     records = [start]
     for step in range(start["step"] + 1, 1 + cfg.max_steps):
         records.append({"step": step, "loss": 3.0 - 0.01 * step, "tokens": step * 128, "tokens_per_s": 100.0})
@@ -301,6 +301,32 @@ def test_a_mode_that_diverges_has_an_infinite_loss(tmp_path, compared):
     assert said.count("diverged at every rate down to 0.003") == 3
 
 
+def test_a_run_that_diverged_at_once_is_in_the_report(data, tmp_path, compared):
+    """train.py records that before the step, so its records have no step."""
+    cfg = of_run(data, tmp_path, max_steps=1)
+    start, _, diverged = (make_run(cfg, math.inf) / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (Path(cfg.out_dir) / "metrics.jsonl").write_bytes(start + diverged)
+    compared("vanilla", "svformer", "--report", max_steps=1)
+    assert read_kept(tmp_path / "report/runs.jsonl")["vanilla-1-0.003-42"]["losses"] == []
+
+
+def test_without_a_base_no_noise_is_blamed(compared):
+    """Nothing has an interval then, though seeds show a noise."""
+    lost = lambda mode, rate, seed: math.inf if mode == "vanilla" else 2.5 + {"svformer": 0.1}.get(mode, 0) * seed  # noqa: E731
+    said = compared("vanilla", "svformer", "resformer", "neutreno", seeds=3, loss=lost)
+    assert "of that noise" not in said and "±" not in said
+
+
+def test_the_figure_says_what_it_shows(compared, monkeypatch):
+    """Its intervals too, where one seed borrows the noise of other runs."""
+    titles = []
+    monkeypatch.setattr(compare, "comparison", lambda path, effects, curves, title, base: titles.append(title))
+    for seeds in (1, 3, 1):
+        compared("vanilla", "svformer", seeds=seeds)
+    said = ["one seed", "3 seeds (ticks), 95 % intervals", "one seed, 95 % intervals"]
+    assert [title.split("\n")[1] for title in titles] == said
+
+
 def test_seeds_that_diverge_are_said(tmp_path, compared):
     lost = lambda *run: math.inf if run[::2] == ("vanilla", 1) else losses(*run)  # noqa: E731
     said = compared("vanilla", "svformer", seeds=3, loss=lost)
@@ -391,7 +417,7 @@ def test_a_length_that_is_nearly_the_same_or_no_better_says_nothing(steps, loss,
 
 
 def test_a_range_without_end_in_words():
-    assert in_times((1.234, math.inf)) == "1.23 or more" and in_times((0.5, 2)) == "0.50 to 2.00"
+    assert in_words((1.234, math.inf)) == "1.23 or more" and in_words((0.5, 2)) == "0.50 to 2.00"
 
 
 def test_weights_that_could_not_be_saved_are_said(compared):

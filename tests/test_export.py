@@ -27,7 +27,7 @@ from common.runs import ANALYSIS, read_run
 from common.tokenizer import HFTokenizer, Tokenizer, read_vocabulary
 from configurator import UserError, load_settings
 from model import GPT
-from value_modes import kv_floats_per_token
+from value_modes import Residual, ValueMode, kv_floats_per_token
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -626,6 +626,11 @@ def test_what_is_at_its_default_comes_from_the_model(retrofit, tmp_path, monkeyp
 
     assert shape() == (3, 2, 2048) and shape(n_layer=2, block_size=4096) == (2, 2, 4096)
     assert shape(value_mode="mqa") == (3, 1, 2048)
+    # a mode may need it
+    deep, mode = changed_config(retrofit, tmp_path / "deep", num_hidden_layers=10), ValueMode((Residual(source=8),))
+    with_it = train.TrainConfig(init_from=str(deep), value_mode=mode)
+    assert train.with_shape(with_it).model_config(300).n_layer == 10
+    refused(in_process(train, "--init_from=" + str(model), "--n_head=7"), "must be a multiple of n_")
     # a run that is resumed has its own, however long
     before = {"init_from": "gone", "n_layer": 5, "n_kv_head": 2, "n_head": 4, "block_size": 4096}
     monkeypatch.setattr(checkpoint, "run_settings", lambda folder: before)

@@ -101,6 +101,13 @@ def test_flash_attn_that_cannot_be_used(kind, dtype, says, monkeypatch):
         ranks.need_flash_attn(kind, getattr(torch, dtype))
 
 
+def test_flash_leaves_fp32_to_torch(monkeypatch):
+    """The package takes 16 bits only, and train.py's own samples are drawn in fp32."""
+    monkeypatch.setattr("net.layers.flash_attn_func", None)
+    q = torch.randn(1, 2, 3, 8)
+    assert torch.equal(attend(q, q, q, "flash"), attend(q, q, q, "sdpa"))
+
+
 PEAKS = {
     "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A10": 125e12, "NVIDIA A10G": None, "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200 NVL": 835e12, "NVIDIA GB200": 2500e12, "NVIDIA H800 PCIe": 756e12,

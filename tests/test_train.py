@@ -197,6 +197,22 @@ def test_what_changes_a_run_by_rounding_only(kw, tolerance, base, data_dir, tmp_
     assert_close_runs(base, tmp_path, tolerance)
 
 
+class Dropping(train.GPT):
+    """A mode of somebody's own, which draws in training."""
+
+    def hidden(self, idx, cache=None):
+        return F.dropout(super().hidden(idx, cache), 0.5, self.training)
+
+
+def test_looks_at_a_model_that_draws_change_nothing(data_dir, tmp_path, monkeypatch):
+    """Evaluations and samples are of the whole model, and take nothing from the run's random numbers."""
+    monkeypatch.setattr(train, "GPT", Dropping)
+    for name, every in (("often", 1), ("rarely", 4)):
+        trained(data_dir, tmp_path / name, max_steps=4, eval_every=every, sample_every=every, save_every=4)
+    assert records(tmp_path / "often") == records(tmp_path / "rarely")
+    assert records(tmp_path / "often", "eval")[-1] == records(tmp_path / "rarely", "eval")[-1]
+
+
 FAILURES = {  # of a compiled model. With too little memory it must not go on without compiling
     "torch.compile does not work here (OSError: no compiler); set --compile=false": OSError("no compiler"),
     "too little memory; set a smaller --micro_batch, or --recompute": torch.OutOfMemoryError("CUDA out of memory"),
