@@ -76,6 +76,11 @@ class CompareConfig(TrainConfig):
         return dict(sorted(found.items(), key=lambda item: item[0] != "vanilla"))
 
     @property
+    def base_mode(self):
+        """The name of the mode that all others are compared with."""
+        return next(iter(self.named))
+
+    @property
     def all_seeds(self):
         """42, 1, 2, …; from another --seed on the next ones: 11, 12, 13, …"""
         seeds = SEEDS if self.seed == SEEDS[0] else range(self.seed, self.seed + self.seeds)
@@ -99,7 +104,7 @@ class Study:
     def __init__(self, cfg, corpus):
         self.cfg, self.corpus, self.runs = cfg, corpus, {}
 
-    def known(self, mode, rate, seed):
+    def loss_of(self, mode, rate, seed):
         """The loss of a run, infinite if it diverged, None before its end."""
         key = (mode, rate, seed)
         if key not in self.runs:
@@ -118,8 +123,8 @@ class Study:
         config, _ = settings_of(settings, self.corpus, None)
         return {name: value for name, value in config.items() if name not in MAY_DIFFER}
 
-    def search(self, mode, known=None):
-        return search(known or functools.partial(self.known, mode), self.cfg.rates, self.cfg.all_seeds)
+    def search(self, mode):
+        return search(functools.partial(self.loss_of, mode), self.cfg.rates, self.cfg.all_seeds)
 
     def wanted(self):
         return [self.job(mode, *run) for mode in self.cfg.named for run in self.search(mode)[0]]
@@ -144,7 +149,8 @@ class Study:
 
     def counts(self):
         """How many runs the procedure still needs, from fewest to most: it depends on where the best rates will be."""
-        rates, loss_of = self.cfg.rates, functools.cache(self.known)  # to read what a run has so far takes a while
+        rates = self.cfg.rates
+        loss_of = functools.cache(self.loss_of)  # to read what a run has so far takes a while
         beyond = 2 ** (GROWTHS + 1)  # where no grid grows
         found = [self.count(best, loss_of) for best in (rates[0] / beyond, *rates, rates[-1] * beyond)]
         return min(found), max(found)
@@ -154,13 +160,13 @@ class Study:
         asked = set()
         for mode in self.cfg.named:
 
-            def known_or_guessed(rate, seed, mode=mode):
+            def loss_or_guess(rate, seed, mode=mode):
                 loss = loss_of(mode, rate, seed)
                 if loss is None and (mode, rate, seed) in asked:
                     return 1 + abs(math.log(rate / best))
                 return loss
 
-            while missing := self.search(mode, known_or_guessed)[0]:
+            while missing := search(loss_or_guess, self.cfg.rates, self.cfg.all_seeds)[0]:
                 asked.update((mode, *run) for run in missing)
         return len(asked)
 
@@ -184,13 +190,13 @@ class Study:
 
     def schedules(self):
         """[(tokens, Answer)] of the base at other lengths that this command has finished here."""
-        points, cfg, base_mode = [], self.cfg, next(iter(self.cfg.named))
+        cfg, points = self.cfg, []
         for steps in {made["max_steps"] for _, made in self.made()} - {cfg.max_steps}:
             with contextlib.suppress(UserError):  # of other settings or other code
                 other = Study(dataclasses.replace(cfg, max_steps=steps), self.corpus)
-                missing, tuned = other.search(base_mode)
+                missing, tuned = other.search(cfg.base_mode)
                 if not missing:
-                    (answer,), _ = judge(other.cells(), {base_mode: tuned})
+                    (answer,), _ = judge(other.cells(), {cfg.base_mode: tuned})
                     if len(answer.losses) == cfg.seeds:
                         points.append((steps * cfg.batch_tokens, answer))
         return points
@@ -203,8 +209,8 @@ class Study:
 
     def pool(self):
         """A Fit of all runs in the folder that differ from these in mode, rate and seed alone."""
-        cells, any_mode = defaultdict(dict), next(iter(self.cfg.named))
-        own = self.decisive(self.cfg.of_run(any_mode, self.cfg.rates[0], self.cfg.seed))
+        cells = defaultdict(dict)
+        own = self.decisive(self.cfg.of_run(self.cfg.base_mode, self.cfg.rates[0], self.cfg.seed))
         for folder, made in self.made():
             differs = {name: made.get(name) for name in ("value_mode", "value_mode_name", "learning_rate", "seed")}
             with contextlib.suppress(UserError):  # of other settings or other code
@@ -219,7 +225,8 @@ class Study:
 
 def remarks(study, answers, fit):
     """Sentences on all modes together."""
-    cfg, base, has_intervals = study.cfg, answers[0], any(a.interval for a in answers)
+    cfg, base = study.cfg, answers[0]
+    has_intervals = any(a.interval for a in answers)
     named = {f"{mode}-{rate:g}-{seed}": curves for (mode, rate, seed), curves in study.runs.items()}
     yield from rounded_otherwise(named)
     if cfg.seeds == 1 and not has_intervals:
@@ -244,14 +251,16 @@ def remarks(study, answers, fit):
 
 def table(study, answers):
     """The answers as Markdown. A column without any number is left out: without several rates there is no parabola."""
-    base, cfg, rows = answers[0], study.cfg, []
+    cfg, base = study.cfg, answers[0]
+    rows = []
     for a in answers:
         shape = cfg.of_run(a.mode, a.tuned.rate, cfg.seed).model_config(study.corpus.tokenizer.n_vocab)
         loss = f"{statistics.mean(a.losses.values()):.4f}" if a.losses else "diverged"
         cells = [f"{a.tuned.rate:g}{' (edge)' * a.tuned.is_edge}", loss]
         cells += [f"{a.best.rate:.2g}", f"{a.loss:.4f}"] if a.losses and a.tuned.around else ["-", "-"]
         cells += ["-" if a.gap is None else with_interval(a.gap, a.interval, sign=True)]
-        cells += ["-" if a.p is None else f"{a.p:.2g}", in_words(a.times) if a.times else "-"]
+        cells += ["-" if a.p is None else f"{a.p:.2g}"]
+        cells += [in_words(a.times) if a.times else "-"]
         cells += [f"{count_parameters(shape):,}", f"{2 * kv_floats_per_token(shape):,}", f"{len(a.losses)}"]
         rows.append([a.mode, *cells])
     header = ["mode", "rate", "val loss", "parabola's rate", "its loss", f"vs {base.mode}", "Holm's p", "× tokens"]
@@ -263,7 +272,8 @@ def table(study, answers):
 
 def picture(study, answers, path):
     """The figure: effects, and training losses over tokens at the best rates tried, means over the seeds."""
-    base, cfg, curves, effects = answers[0], study.cfg, {}, []
+    cfg, base = study.cfg, answers[0]
+    curves, effects = {}, []
     for a in answers:
         if a.losses:
             steps = [study.runs[a.mode, a.tuned.rate, seed].steps for seed in a.losses]
@@ -284,7 +294,8 @@ def picture(study, answers, path):
 
 def write_report(study, answers, said):
     """What a page needs, in out_dir/report: table and sentences, the figure, and a record of each run."""
-    cfg, folder, kept = study.cfg, Path(study.cfg.out_dir, "report"), {}
+    cfg, kept = study.cfg, {}
+    folder = Path(cfg.out_dir, "report")
     for key in study.runs:
         settings = study.cfg.of_run(*key)
         path = Path(settings.out_dir)
@@ -302,14 +313,16 @@ def write_report(study, answers, said):
 
 def plan(study, lanes):
     """Lines that say the procedure, and how many runs, tokens and hours it takes from here."""
-    cfg, rates = study.cfg, ", ".join(f"{rate:g}" for rate in study.cfg.rates)
+    cfg = study.cfg
+    rates = ", ".join(f"{rate:g}" for rate in cfg.rates)
     yield from notes_of(cfg, study.corpus, 1)
     yield f"{len(cfg.named)} modes on the same batches: {', '.join(cfg.named)}"
     tuned = f"with seed {cfg.seed}; up to {GROWTHS} more at the edge, up to {LOOKS} where a parabola promises much"
     yield f"rates: {f'{rates} {tuned}' if len(cfg.rates) > 1 else f'only {rates}, not tuned'}"
     where = "at the best rate of each mode" if len(cfg.rates) > 1 else "for each mode"
     yield f"seeds: {', '.join(map(str, cfg.all_seeds))} {where}"
-    tokens, (fewest, most) = cfg.max_steps * cfg.batch_tokens, study.counts()
+    tokens = cfg.max_steps * cfg.batch_tokens
+    fewest, most = study.counts()
     speed = tokens_per_s(cfg, study.corpus, list(study.runs.values())) if cfg.dry_run else None
     guess = "; hours are a guess from one pass without compile" if speed and not study.runs else ""
 

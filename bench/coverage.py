@@ -73,9 +73,9 @@ def draw_runs(rng, case, curves):
     rates = (RATE / case.ratio, RATE, RATE * case.ratio)
     for mode, curve in curves.items():
         noise = NOISE * (case.noisier if mode == BASE else 1)
-        known = lambda rate, seed, mode=mode: cells[mode, rate].get(seed)  # noqa: E731
+        loss_of = lambda rate, seed, mode=mode: cells[mode, rate].get(seed)  # noqa: E731
         while True:
-            missing, tuned[mode] = search(known, rates, SEEDS[: case.n_seeds])
+            missing, tuned[mode] = search(loss_of, rates, SEEDS[: case.n_seeds])
             if not missing:
                 break
             for rate, seed in missing:

@@ -24,42 +24,44 @@ class Tuned:
     around: tuple = ()  # that rate between those beside it; empty if it has none on one side, or that one diverged
 
 
-def search(known, rates, seeds):
+def search(loss_of, rates, seeds):
     """The whole procedure: ([(rate, seed)] that a mode needs now, its Tuned once there are none).
 
-    known: function (rate, seed) -> loss, None before it is known. All rates get the first seed. Where the best one is
+    loss_of: function (rate, seed) -> loss, None before it is known. All rates get the first seed. Where the best one is
     at the grid's edge, the grid grows there by a factor of 2, at most twice. Where a parabola promises much between
     two rates, the first seed trains there, too, at most three times, because a cliff beside a rate looks like a deep
     valley on the other side. Then all seeds train at the best rate.
     """
-    rates, first, grown, looks = list(rates), seeds[0], 0, 0
+    rates, first = list(rates), seeds[0]
+    grown = looks = 0
     while True:
-        missing = [(rate, first) for rate in rates if known(rate, first) is None]
+        missing = [(rate, first) for rate in rates if loss_of(rate, first) is None]
         if missing:
             return missing, None
-        best = min(rates, key=lambda rate: known(rate, first))
-        i = rates.index(best)
+        losses = [loss_of(rate, first) for rate in rates]
+        i = losses.index(min(losses))
+        best = rates[i]
         is_edge = len(rates) > 1 and i in (0, len(rates) - 1)
-        around = tuple(rates[i - 1 : i + 2]) if 0 < i < len(rates) - 1 else ()
-        around = around if all(math.isfinite(known(rate, first)) for rate in around) else ()
-        between = promised(around, [known(rate, first) for rate in around])
+        is_inside = 0 < i < len(rates) - 1 and all(map(math.isfinite, losses[i - 1 : i + 2]))
+        around = tuple(rates[i - 1 : i + 2]) if is_inside else ()
+        between = promised(around, losses[i - 1 : i + 2]) if is_inside else None
         if is_edge and grown < GROWTHS:
-            rates, grown = sorted([*rates, best / 2 if i == 0 else best * 2]), grown + 1
+            rates = sorted([*rates, best / 2 if i == 0 else best * 2])
+            grown += 1
         elif between and between not in rates and looks < LOOKS:
-            rates, looks = sorted([*rates, between]), looks + 1
+            rates = sorted([*rates, between])
+            looks += 1
         else:
             break
-    if is_edge and math.isinf(known(best, first)):  # at every rate: other seeds would not tell which is best
+    if is_edge and math.isinf(losses[i]):  # at every rate: other seeds would not tell which is best
         return [], Tuned(best)
-    missing = [(best, seed) for seed in seeds if known(best, seed) is None]
+    missing = [(best, seed) for seed in seeds if loss_of(best, seed) is None]
     return missing, None if missing else Tuned(best, is_edge, around)
 
 
 def promised(around, losses):
-    """The rate, with three digits, at which a parabola through three rates is lowest, if it promises there more than a
-    part of what it has to climb to the lower of both sides; else None."""
-    if not around:
-        return None
+    """Where a parabola through the losses at three rates, the middle one the lowest, is lowest, with three digits; None
+    if that is less than a quarter (MUCH) of the climb to the lower of the outer two below the middle one."""
     at, _, gain = lowest([math.log2(rate) for rate in around], losses)
     is_much = gain > MUCH * (min(losses[0], losses[2]) - losses[1])
     return float(f"{2**at:.3g}") if is_much else None
@@ -83,10 +85,10 @@ def at_best(fit, cells, rates):
     return Best(2**at, dict(zip(cells, weights, strict=True)), gain)
 
 
-def difference(fit, best, base):
+def difference(fit, mine, theirs):
     """`Fit.contrast` of two modes' Bests. Nobody has trained there, so a gain counts as unsure as it is large."""
-    weights = best.weights | {cell: -weight for cell, weight in base.weights.items()}
-    return fit.contrast(weights, math.hypot(best.gain, base.gain))
+    weights = mine.weights | {cell: -weight for cell, weight in theirs.weights.items()}
+    return fit.contrast(weights, math.hypot(mine.gain, theirs.gain))
 
 
 @dataclass(frozen=True)
@@ -129,11 +131,13 @@ def judge(cells, tuned, tokens=0, schedules=(), pool=None):
     if base_mode in best:
         others = [mode for mode in best if mode != base_mode]
         found = {mode: difference(fit, best[mode], best[base_mode]) for mode in others}
-    ps, answers = holm({mode: p for mode, (*_, p) in found.items() if p is not None}), []
+    ps = holm({mode: p for mode, (*_, p) in found.items() if p is not None})
+    answers = []
     for mode, at in tuned.items():
         spread = fit.spread(best[mode].weights) if mode in best else 0.0
         gap, interval, _ = found.get(mode, (None, None, None))
-        losses, times = cells.get((mode, at.rate), {}), ()
+        losses = cells.get((mode, at.rate), {})
+        times = ()
         if interval is not None:
             times = times_of(gap, spread, ps[mode], answers[0], tokens, schedules, fit)
         answers.append(Answer(mode, at, losses, best.get(mode), spread, gap, interval, ps.get(mode), times))

