@@ -118,8 +118,8 @@ def softmaxes(mixes, used):
         if residual.of == "probs" or residual.map in ("identity", "delta"):
             own, *of_sources = [float(w) for w in weights]
             parts = [(own * weight, q, keys) for weight, q, keys in parts]
-        if residual.of == "probs":
-            parts += [(w, source["q"], [source["k"]]) for w, source in zip(of_sources, sources, strict=True)]
+            if residual.of == "probs":
+                parts += [(w, source["q"], [source["k"]]) for w, source in zip(of_sources, sources, strict=True)]
     return parts
 
 
@@ -304,7 +304,7 @@ def read_chunks(path, block_size, cfg):
         limits = f"at least 2 tokens, and at most {block_size}, its block_size"
         raise UserError(f"a chunk of {T} tokens does not fit {folder}; it takes {limits}")
     data_dir, mixture = checkpoint.trained_on(folder, cfg.data_dir, "the prepared data by --data_dir")
-    corpus = Corpus(data_dir, T - 1, mixture=mixture)
+    corpus = Corpus(data_dir, T - 1, mixture=mixture, splits=("val",))
     has_its_tokens = corpus.tokenizer.hash == tokenizer.hash
     if not has_its_tokens:
         if tokenizer.is_ours:
@@ -312,7 +312,7 @@ def read_chunks(path, block_size, cfg):
                 f"{data_dir} was made with another tokenizer than {folder}; name its own data by --data_dir"
             )
         # a public model reads our text in its own tokens: three times as many of ours will do for its T - 1
-        corpus = Corpus(data_dir, 3 * (T - 1), mixture=mixture)
+        corpus = Corpus(data_dir, 3 * (T - 1), mixture=mixture, verify=False, splits=("val",))
     windows = choose_windows(corpus, cfg.chunks)
     rows = [corpus.val_batch(domain, w, w + 1)[0][0] for domain, w in windows]
     if not has_its_tokens:
@@ -381,7 +381,9 @@ def main(cfg: AnalyzeConfig):
     device = only_process(cfg.device).device
     paths = [checkpoint.find(name) for name in cfg.runs or ("",)]
     if len({cfg.out_dir or path.parent.resolve() for path in paths}) < len(paths):
-        raise UserError("several of these models would write into one folder; name one of them, without --out_dir")
+        raise UserError(
+            "several of these models would write into one folder; name one at a time, each with an --out_dir of its own"
+        )
     for path in paths:
         analyze(path, cfg, device)
 

@@ -49,7 +49,7 @@ class CompareConfig(TrainConfig):
     seeds: int = setting(1, "runs of each mode at its best rate; they differ in weights and batches", least=1, most=10)
     jobs: int = setting(0, "runs at a time; 0 = one for each GPU or core; small ones can share a GPU", least=0)
     dry_run: bool = setting(False, "only say what would run")
-    report: bool = setting(False, "also write out_dir/report: a page, its figure, and a record of each run")
+    report: bool = setting(False, "also write out_dir/report.md, a page, and runs.jsonl, a record of each run")
 
     def __post_init__(self):
         object.__setattr__(self, "out_dir", self.out_dir or "out/compare")
@@ -292,23 +292,21 @@ def picture(study, answers, path):
         comparison(path, effects, curves, title, base.mode)
 
 
-def write_report(study, answers, said):
-    """What a page needs, in out_dir/report: table and sentences, the figure, and a record of each run."""
+def write_report(study, said):
+    """What a page needs beside the figure, in out_dir: table and sentences, and a record of each run."""
     cfg, kept = study.cfg, {}
-    folder = Path(cfg.out_dir, "report")
     for key in study.runs:
         settings = study.cfg.of_run(*key)
         path = Path(settings.out_dir)
         made_on = read_record(path / "env.json", ENVIRONMENT)
         kept[path.name] = as_kept(study.runs[key], path, study.decisive(settings), made_on)
-    write_kept(folder / "runs.jsonl", kept)
-    picture(study, answers, folder / "compare.png")
+    write_kept(Path(cfg.out_dir, "runs.jsonl"), kept)
     made = environment()
     text = f"# {', '.join(cfg.named)}: {short_count(cfg.max_steps * cfg.batch_tokens)} tokens\n\n{said[0]}\n\n"
     text += "".join(f"- {line}\n" for line in said[1:])
     text += f"\n![{' and '.join(cfg.named)}](compare.png)\n\n[runs.jsonl](runs.jsonl) has settings and losses of the "
     text += f"{len(kept)} runs. Made by `python {made['command']}`, commit {made['commit']}, on {made['processor']}.\n"
-    write_text(folder / "README.md", text)
+    write_text(Path(cfg.out_dir, "report.md"), text)
 
 
 def plan(study, lanes):
@@ -355,7 +353,7 @@ def main(cfg: CompareConfig):
             print(*said, sep="\n")
             picture(study, answers, Path(cfg.out_dir, "compare.png"))
             if cfg.report:
-                write_report(study, answers, said)
+                write_report(study, said)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import difflib
 import functools
 import importlib
 import os
+import re
 import runpy
 import sys
 import types
@@ -40,7 +41,7 @@ def setting(default, help, least=None, most=None, group=None, positional=False, 
 
 
 # Settings that may name a file or folder, beside those in _dir and _file.
-PATHS = ("run", "runs", "modes", "words", "init_from", "resume", "public")
+PATHS = ("run", "runs", "modes", "words", "init_from", "resume", "public", "corpus")
 # Settings of nanoGPT whose names do not lead to ours, and what they are here.
 NANOGPT = {
     "batch_size": "set micro_batch, and batch_tokens for a step of all ranks", "dataset": "set data_dir",
@@ -48,9 +49,10 @@ NANOGPT = {
     "min_lr": "set final_lr_ratio, a share of learning_rate", "decay_lr": "set final_lr_ratio=1 for no decay",
     "max_iters": "set max_steps", "eval_interval": "set eval_every", "eval_iters": "set eval_tokens",
     "log_interval": "set log_every", "wandb_log": "set log=wandb", "wandb_project": "export WANDB_PROJECT=…",
-    "always_save_checkpoint": "set save_every", "start": "set prompt", "bias": "set arch=gpt2, which has biases",
-    "dropout": "no model has any", "init_from=resume": "set resume=auto", "init_from=scratch": "leave it out",
-    "init_from=gpt2": "no weights of GPT-2 can be read",
+    "always_save_checkpoint": "set save_every", "start": "set prompt", "eval_only": "run eval.py --task=loss",
+    "backend": "it follows from device", "wandb_run_name": "it is the last part of out_dir",
+    "bias": "set arch=gpt2, which has biases", "dropout": "no model has any", "init_from=resume": "set resume=auto",
+    "init_from=scratch": "leave it out", "init_from=gpt2": "no weights of GPT-2 can be read",
 }  # fmt: skip
 
 types_of = functools.cache(typing.get_type_hints)  # {setting: its type} of a dataclass
@@ -159,8 +161,8 @@ def show_help(cls, usage):
     print(usage.strip() + "\n\nSettings, as --name=value or `name = value` in a config file (default, type, meaning):")
     for f in dataclasses.fields(cls):
         default = f.default_factory() if f.default is dataclasses.MISSING else f.default
-        print(f"\n{f.metadata['group']}\n" if f.metadata.get("group") else "", end="")
-        print(f"  --{f.name}={default!r}  ({type_name(types_of(cls)[f.name])})\n        {f.metadata.get('help', '')}")
+        print(f"\n{f.metadata['group']}\n" if f.metadata["group"] else "", end="")
+        print(f"  --{f.name}={default!r}  ({type_name(types_of(cls)[f.name])})\n        {f.metadata['help']}")
     sys.exit(0)
 
 
@@ -200,7 +202,9 @@ def load_settings(cls, words, usage="", skip_unknown=False):
             raise UserError(f"unexpected word {word!r}; settings are --key=value, config files end in .py, see --help")
     for name, value in values.items():
         theirs = f"{name}={value}" if name in hints and isinstance(value, str) else name.replace("-", "_")
-        if theirs in NANOGPT and not (name in hints and os.path.exists(value)):  # a run may be called gpt2
+        ours = re.match(r"set (\w+)", NANOGPT.get(theirs, ""))
+        is_theirs = theirs in NANOGPT and (not ours or ours[1] in hints)  # this script may lack what is ours for it
+        if is_theirs and not (name in hints and os.path.exists(value)):  # a run may be called gpt2
             raise UserError(f"{theirs} is nanoGPT's; here {NANOGPT[theirs]}")
         if name not in hints:
             initials = [hint for hint in hints if name == "".join(word[0] for word in hint.split("_"))]  # lr

@@ -53,6 +53,8 @@ class EvalConfig:
             if name not in GROUPS["all"]:
                 raise UserError(f"there is no task {name}; there are {', '.join((*GROUPS['all'], *GROUPS))}")
         object.__setattr__(self, "task", tuple(dict.fromkeys(names)))  # each once
+        if self.data_dir and self.task == ("loss",):
+            raise UserError("data_dir is for the files of the other tasks; the loss is of --corpus")
 
 
 @dataclass
@@ -79,7 +81,7 @@ def open_corpora(entries, cfg, world):
         folder, block_size = entry.path.parent, entry.header["config"].block_size
         data_dir, mixture = checkpoint.trained_on(folder, cfg.corpus, "the prepared data for --task=loss by --corpus")
         verify, bos = world.is_first_of_node, checkpoint.trained_with_bos(folder)
-        entry.corpus = Corpus(data_dir, block_size, mixture=mixture, verify=verify, bos=bos)
+        entry.corpus = Corpus(data_dir, block_size, mixture=mixture, verify=verify, bos=bos, splits=("val",))
         if entry.corpus.tokenizer.hash != entry.tokenizer.hash:
             raise UserError(f"{data_dir} was made with another tokenizer than {folder}; name other data by --corpus")
         allow_open_files(2 * len(entry.corpus.domains) * len(entries))  # all of them stay open
@@ -128,13 +130,14 @@ def write_samples(path, asked, scores):
 
 
 @torch.inference_mode()
-def loss_record(corpus, model, cfg, world):
-    """The record of the loss in eval.json, over the whole validation split: every token once but a domain's first."""
+def loss_record(name, corpus, model, cfg, world):
+    """The record of the loss in eval.json, over the whole validation split: every token once but a domain's first.
+    name: what messages call this."""
     n_windows = max(1, cfg.batch_tokens // corpus.block_size)  # in a forward pass
     parts = corpus.val_parts(n_windows)[world.rank :: world.size]
     n_bytes = corpus.tokenizer.token_bytes()
     sums = np.zeros((len(corpus.domains), 3))  # nats, tokens, bytes of text
-    with progress("loss", len(parts), "batch", world.rank == 0) as bar:
+    with progress(name, len(parts), "batch", world.rank == 0) as bar:
         for d, first, last in parts:
             x, y = corpus.val_batch(corpus.domains[d], first, last)
             _, loss = model(*world.to_device((x, y)))
@@ -143,7 +146,7 @@ def loss_record(corpus, model, cfg, world):
 
     # Each rank has its share of the windows.
     sums = world.sum(sums).numpy()
-    require_finite(sums, "loss")
+    require_finite(sums, name)
     return domain_losses(corpus, sums) | {"data": corpus.val_hash}
 
 
@@ -169,7 +172,7 @@ def evaluate(entry, asked, cfg, world):
     for name in cfg.task:
         began = time.time()
         if name == "loss":
-            record = loss_record(entry.corpus, model, cfg, world)
+            record = loss_record(f"{path.parent}, loss", entry.corpus, model, cfg, world)
         else:
             of_task, where = asked[name]
             documents = requests_of(name, of_task, entry.tokenizer, model.cfg.block_size)
@@ -200,7 +203,7 @@ def tables(entries, names):
         if having:
             header = [metric, *having, *(["Avg"] if averaged else [])]
             yield markdown(header, side_by_side(labels, values, averaged))
-    # Table 5: nats per token by domain, their plain mean, and their mean with the weights of training.
+    # Table 5: nats per token by domain, their plain mean, and their mean with the weights of the mixture.
     if "loss" in names:
         values = []
         for loss in (e.records["loss"] for e in entries):

@@ -75,7 +75,7 @@ def write_code(folder):
         write_text(folder / Path(file).name, source)
 
 
-def write_folder(folder, path, model, tokenizer, dtype="float32"):
+def write_folder(folder, path, model, tokenizer, dtype):
     """Write all files of the export of a checkpoint, `path`."""
     peer = to_transformers(model, tokenizer.eot, tokenizer.end).to(getattr(torch, dtype))
 

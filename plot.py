@@ -49,7 +49,7 @@ class PlotConfig:
             raise UserError("name two runs or more: `python plot.py relative out/vanilla out/resformer`")
         if self.words == ("plan",):
             raise UserError("name modes: `python plot.py plan vanilla resformer`; a run in a folder plan is ./plan")
-        if len(self.words) * self.n_layer > 700:
+        if self.words[0] == "plan" and len(self.words) * self.n_layer > 700:
             n_modes = len(self.words) - 1
             raise UserError(f"{n_modes} modes of {self.n_layer} layers do not fit a picture: draw some of them")
         if self.out_file and not self.out_file.endswith(".png"):
@@ -247,7 +247,7 @@ def relative(path, names):
     base = vanillas[0] if len(vanillas) == 1 else names[0]
     # what they trained on has to be the same, token for token
     for name, curve in curves.items():
-        for what in ("data", "mixture", "seed", "batch_tokens", "block_size", "bos", "max_steps"):
+        for what in ("data", "seed", "batch_tokens", "block_size", "bos", "max_steps"):
             own, bases = curve.start[what], curves[base].start[what]
             if own != bases:
                 raise UserError(f"{name} trained with {what}={own} and {base} with {bases}: no loss to subtract")
@@ -274,14 +274,15 @@ class Effect:
     differs: bool  # whether it differs from the base
 
 
-def comparison(path, effects, curves, title, base="vanilla"):
+def comparison(path, effects, curves, title, base):
     """The picture of a comparison. Left: Effects, the best on top; grey where nothing differs, hollow with one seed.
     Right: losses over tokens. curves: {mode: (tokens, losses)}."""
     with page(path, (9.6, max(3.2, 1.3 + 0.3 * len(effects)))) as fig:
         left, right = fig.subplots(1, 2, width_ratios=(1.15, 1))
         effects = sorted(effects, key=lambda effect: -effect.gap)
+        styles = styles_of({mode: mode for mode in (*curves, *(e.mode for e in effects))})
         for y, e in enumerate(effects):
-            color = style_of(e.mode)["color"] if e.differs else "0.5"
+            color = styles[e.mode]["color"] if e.differs else "0.5"
             look = {"color": color, "marker": "o", "markerfacecolor": color if e.interval else "white"}
             left.errorbar(e.gap, y, xerr=e.interval, linewidth=2, **look)
             if len(e.seeds) > 1:
@@ -292,7 +293,6 @@ def comparison(path, effects, curves, title, base="vanilla"):
         left.set(xlabel=f"validation loss minus {base}'s (nats per token)")
         left.locator_params(axis="x", nbins=6)
         left.set_title(title, loc="left", fontsize=9)
-        styles = styles_of({mode: mode for mode in curves})
         for mode, (x, y) in curves.items():
             right.plot(x, y, label=mode, **styles[mode] | {"marker": ""})
         late = np.concatenate([y[x >= SHOWN * x[-1]] for x, y in curves.values()])
@@ -355,4 +355,4 @@ def main(cfg: PlotConfig):
 
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    run(main, __doc__, skip_unknown=True)

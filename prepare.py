@@ -50,7 +50,7 @@ SETTINGS = "prepare.py's settings"
 BATCH_BYTES = 2**20  # of text that a worker gets at a time. What is held out depends on it where --tokens ends the work
 CONTENT_BYTES = 2**32  # of input that we read a second time to tell whether it is the same: 4 GB
 MAY_DIFFER = ("out_dir", "input_dir", "workers")  # settings that a run that goes on may change
-PUBLIC = {"gpt2": "openai-community/gpt2", "neox": "EleutherAI/gpt-neox-20b"}  # where on the hub
+ON_HUB = {"gpt2": "openai-community/gpt2", "neox": "EleutherAI/gpt-neox-20b"}
 # Table 2 of the paper, https://arxiv.org/abs/2410.17897
 PAPER_MIXTURE = dict(CommonCrawl=0.5, C4=0.2, Github=0.1, Book=0.05, ArXiv=0.05, Wikipedia=0.05, StackExchange=0.05)
 
@@ -67,11 +67,13 @@ class PrepareConfig:
     revision: str = setting("", "commit of the hub's data set; with one you can get the same data again")
     tokenizer: str = setting("", "bpe:<size>, gpt2 or neox; empty = bpe:4096, slimpajama neox", group="Tokenizer")
     tokenizer_file: str = setting("", "a vocabulary to use again: a data folder, run, export, or file of gpt2 or neox")
-    bpe_bytes: int = setting(16_000_000, "bytes of train text that bpe is trained on", least=0)
+    bpe_bytes: int = setting(16_000_000, "bytes of train text that bpe is trained on", least=1)
     tokens: int | None = setting(None, "train tokens; 0 = all; none = all, slimpajama 20e9", least=0, group="Amounts")
     val_tokens: int = setting(0, "validation tokens per domain; 0 = all there are", least=0)
     val_fraction: float = setting(0.05, "share of documents held out, if there is no validation split", 0, 0.5)
-    mixture: dict[str, float] = setting({}, "weight per domain; others are dropped; empty = the text's shares")
+    mixture: dict[str, float] = setting(
+        {}, "weight per domain; others are dropped; empty = the text's shares, slimpajama the paper's"
+    )
     seed: int = setting(0, "random seed for the order of the input files", group="Work")
     workers: int = setting(0, "processes; 0 = one per core", least=0)
 
@@ -101,15 +103,23 @@ class PrepareConfig:
 
         # Words that would do nothing, or something else than they seem to say, are refused.
         size = re.fullmatch(r"bpe:(\d+)", self.tokenizer)
-        if self.tokenizer not in ("", *PUBLIC) and not (size and 257 <= int(size[1]) <= 2**16):
+        if self.tokenizer not in ("", *ON_HUB) and not (size and 257 <= int(size[1]) <= 2**16):
             sizes = "257 (bytes, end-of-text) to 65,536 (ids are uint16)"
             those = f"gpt2, neox and bpe:<size>, {sizes}; --tokenizer_file takes a file"
             raise UserError(f"unknown tokenizer {self.tokenizer!r}; there are {those}")
         if self.input_dir and self.source == "pysource":
             raise UserError("pysource reads installed packages; to read --input_dir, name files or slimpajama first")
-        for name, source in (("packages", "pysource"), ("hub_id", "slimpajama"), ("domains", "files")):
-            if self.source != source and getattr(self, name) != self.__dataclass_fields__[name].default:
-                raise UserError(f"--{name} is for {source}, not for {self.source}")
+        is_hub, is_bpe = is_slimpajama and not self.input_dir, self.tokenizer.startswith("bpe:")
+        for name, is_read, place in (
+            ("packages", self.source == "pysource", "pysource"),
+            ("domains", self.source == "files", "files"),
+            ("text_field", self.source != "pysource", "files and slimpajama"),
+            ("hub_id", is_hub, "slimpajama without --input_dir"),
+            ("revision", is_hub, "slimpajama without --input_dir"),
+            ("bpe_bytes", is_bpe, "--tokenizer=bpe:<size>"),
+        ):
+            if not is_read and getattr(self, name) != self.__dataclass_fields__[name].default:
+                raise UserError(f"--{name} is for {place}, so here it would do nothing; leave it out")
         if self.source == "files" and not self.input_dir:
             raise UserError("files needs --input_dir=<a file of text, or a folder of them>")
 
@@ -148,10 +158,10 @@ def first_texts(pool, cfg, placement, inputs, most):
 def make_tokenizer(pool, cfg, inputs):
     """The Tokenizer that cfg.tokenizer names, loaded or trained."""
     path = cfg.tokenizer_file
-    if cfg.tokenizer in PUBLIC and not path:
+    if cfg.tokenizer in ON_HUB and not path:
         remedy = "run again, or pass --tokenizer_file=<its tokenizer.json>"
         with reading(f"{cfg.tokenizer}'s vocabulary", "a file within reach", remedy):
-            path = need("huggingface_hub").hf_hub_download(PUBLIC[cfg.tokenizer], "tokenizer.json")
+            path = need("huggingface_hub").hf_hub_download(ON_HUB[cfg.tokenizer], "tokenizer.json")
     if path:
         tokenizer = read_vocabulary(path)
         if cfg.tokenizer not in ("", tokenizer.name):
@@ -331,14 +341,13 @@ class Placement:
             for domain, tokens, n_bytes, digest in docs:
                 # What is held out when val has enough is for training.
                 to = "val" if held_out and not self.is_full("val", domain) else split
-                # A copy in both splits would make the validation loss wrong. The other sources have no copies.
+                # A copy in both splits would make the validation loss wrong. The other sources have next to none.
                 first = self.first.setdefault(digest, to) if self.cfg.source == "files" else to
-                is_copy = (first, to) == ("val", "train")
-                self.n_copies += is_copy
-                to = first
-                if not is_copy and not self.is_full(to, domain):
-                    new = dict(file=f"{to}/{domain}.bin", tokens=0, documents=0, bytes=0)
-                    about = self.splits[to].setdefault(domain, new)
+                if (first, to) == ("val", "train"):
+                    self.n_copies += 1
+                elif not self.is_full(first, domain):
+                    new = dict(file=f"{first}/{domain}.bin", tokens=0, documents=0, bytes=0)
+                    about = self.splits[first].setdefault(domain, new)
                     about["tokens"] += tokens
                     about["documents"] += 1
                     about["bytes"] += n_bytes
@@ -371,8 +380,9 @@ def write_corpus(pool, cfg, inputs):
     """Make the token files. Returns the Placement, which says what they hold."""
     placement = Placement(cfg, inputs)
     # What a stopped run has joined is joined again. The folders may be links to another disk.
-    for file in Path(cfg.out_dir).glob("[tv]*/*.bin"):
-        file.unlink()
+    for split in placement.splits:
+        for file in Path(cfg.out_dir, split).glob("*.bin"):
+            file.unlink()
     with progress("prepare", cfg.tokens or math.inf, "tok") as bar:
         for split, items, ids in make_parts(pool, cfg, inputs, placement):
             # The workers were given more than is needed, because we did not know yet how many tokens it would be.
@@ -416,8 +426,8 @@ def write_manifest(cfg, placement, tokenizer):
     out, train, usable = Path(cfg.out_dir), placement.splits["train"], placement.usable()
     if not usable:
         few = "too few different documents in a domain to hold any out for validation (see --domains)"
-        what = few if train else "no train text"
-        raise UserError(f"the input has {what}{' of ' if cfg.mixture else ''}{', '.join(cfg.mixture)}")
+        of = f" of {', '.join(cfg.mixture)}" if cfg.mixture else ""
+        raise UserError(f"the input has {few if train else 'no train text'}{of}")
     for files in placement.splits.values():
         for file in files.values():
             file["sha256"] = sha256(out / file["file"])
@@ -469,8 +479,10 @@ def main(cfg: PrepareConfig):
     inputs, cfg.val_fraction = find_inputs(cfg)
     with hold(out):
         settings = check_output(cfg, inputs)
-        if (out / "manifest.json").exists() and load_manifest(out, verify=False):
-            Tokenizer.load(out / "tokenizer.json")  # the data is worth nothing without it
+        if (out / "manifest.json").exists():
+            # neither may be damaged
+            load_manifest(out, verify=False)
+            Tokenizer.load(out / "tokenizer.json")
             print(f"{out} is complete already; there is nothing to do")
         else:
             with processes(cfg) as pool:

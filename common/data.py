@@ -30,10 +30,10 @@ MANIFEST = "prepare.py's manifest"
 _CHUNK = 2**16  # sequences whose domains are drawn together; part of the definition of the data order
 
 
-def load_manifest(data_dir, verify=True):
+def load_manifest(data_dir, verify=True, splits=("train", "val")):
     """The manifest of a data folder. Raises UserError if the folder's files are not those that it describes.
 
-    verify: read every file and compare its sha256 (about 1 GB/s). Without it we compare sizes only.
+    verify: read every file of these splits and compare its sha256 (about 1 GB/s). Else we compare sizes only.
     """
     data_dir = Path(data_dir)
     if not (data_dir / "manifest.json").exists():
@@ -43,7 +43,7 @@ def load_manifest(data_dir, verify=True):
 
     # The manifest is sealed, so its numbers are right; the token files have to be what they say.
     manifest = read_record(data_dir / "manifest.json", MANIFEST)
-    for about in (about for split in manifest["splits"].values() for about in split.values()):
+    for about in (about for split in splits for about in manifest["splits"][split].values()):
         file = data_dir / about["file"]
         with reading(file, "the file that the manifest describes", f"delete {data_dir} and prepare it again"):
             if file.stat().st_size != 2 * about["tokens"]:
@@ -96,14 +96,15 @@ class Corpus:
     Validation: the first windows of each domain, in file order.
 
     bos: whether each sequence begins with end-of-text in place of its first token. Targets stay as they are.
+    splits: those that will be read.
     """
 
-    def __init__(self, data_dir, block_size, seed=0, mixture=None, verify=True, bos=False):
+    def __init__(self, data_dir, block_size, seed=0, mixture=None, verify=True, bos=False, splits=("train", "val")):
         self.dir = Path(data_dir)
         self.block_size = block_size
         self.seed = seed
         self.bos = bos
-        self.manifest = load_manifest(data_dir, verify)
+        self.manifest = load_manifest(data_dir, verify, splits)
         self.tokenizer = Tokenizer.load(self.dir / "tokenizer.json")
         if self.tokenizer.hash != self.manifest["tokenizer"]["hash"]:
             wrong = f"{self.dir}/tokenizer.json is not the one that the data was made with"
@@ -113,7 +114,7 @@ class Corpus:
         # A whole window to train on; to validate, at least one token and its target.
         least = {"train": block_size + 1, "val": 2}
         allow_open_files(2 * len(self.domains))
-        self._files = {split: {d: self._open(split, d, least[split]) for d in self.domains} for split in least}
+        self._files = {split: {d: self._open(split, d, least[split]) for d in self.domains} for split in splits}
 
         # Both caches serve neighbouring sequences: they are of one chunk, and of one epoch of each domain.
         self._bounds = np.cumsum(list(self.mixture.values()))[:-1]  # (domains - 1,): where [0, 1) is cut

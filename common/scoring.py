@@ -166,7 +166,7 @@ def domain_losses(corpus, sums):
     """The losses of a validation pass, from (domains, 3) float64 sums of nats, tokens and bytes of text.
 
     Returns {val: {domain: nats per token}, val_mean: their plain mean (the paper's "Avg"), val_mixture: their mean with
-    the weights of training, bpb: {domain: bits per byte of text}, bpb_mean}.
+    the weights of the corpus's mixture, bpb: {domain: bits per byte of text}, bpb_mean}.
     """
     nats, tokens, n_bytes = sums.T
     if not n_bytes.all():

@@ -108,7 +108,7 @@ def why_left_out(path, cfg):
     """Why we do not read a file, or "". A .json file may be about data, as dataset_infos.json is."""
     suffix, packing = format_of(path.name)
     is_read = suffix in FORMATS if cfg.source == "files" else suffix + packing in SLIMPAJAMA
-    if not is_read:
+    if not is_read or (suffix == ".parquet" and packing):  # .parquet is packed inside
         return suffix + packing or "without a suffix"
     if suffix == ".json":
         with reading(path, *FILE), unpacked(path) as file:
@@ -124,6 +124,8 @@ def text_files(cfg):
     root, out = Path(cfg.input_dir), Path(cfg.out_dir).resolve()
     if not root.exists():
         raise UserError(f"there is no {root}; --input_dir takes a folder or a file")
+    if out in (root.resolve(), *root.resolve().parents):
+        raise UserError(f"{root} is in --out_dir, where only prepare.py's own files may be; set another --out_dir")
     base, all_paths = (root, files_below(root)) if root.is_dir() else (root.parent, [root])
     paths = {path.relative_to(base).as_posix(): path for path in all_paths}
     # below out_dir is what an earlier run made
@@ -165,10 +167,7 @@ def in_pieces(inputs, val_fraction):
             pieces[domain] = int(held_out / math.ceil(held_out / PIECE))
         if sum(n_bytes for _, n_bytes in found) < PIECE:
             small.add(domain)
-    made = []
-    for source in inputs:
-        made.append(source._replace(piece=pieces.get(source.domain, PIECE), keeps_lines=source.domain in small))
-    return made
+    return [s._replace(piece=pieces.get(s.domain, PIECE), keeps_lines=s.domain in small) for s in inputs]
 
 
 def lengths(source):
@@ -219,7 +218,7 @@ def find_inputs(cfg):
             raise UserError(f"no package {package!r} is installed; --packages takes names of folders in site-packages")
     if not any(source.split == "train" for source in inputs):
         layout = "train/ and validation/ folders with " if cfg.source == "slimpajama" else ""
-        which = f"{layout}files {', '.join(FORMATS)}, plain or packed as {', '.join(PACKINGS)}"
+        which = f"{layout}files {', '.join(FORMATS)}, all but .parquet also as {', '.join(PACKINGS)}"
         raise UserError(f"no train text in {cfg.input_dir}: there should be {which}")
     # A source with a validation split of its own keeps it.
     held_out = [source.name for source in inputs if source.split == "val"]
@@ -228,6 +227,10 @@ def find_inputs(cfg):
     elif cfg.val_fraction == 0:
         raise UserError("train.py needs validation text: set --val_fraction above 0, or bring validation files")
     if cfg.source == "files":
+        val_domains = {source.domain for source in inputs if source.split == "val"}
+        if held_out and not val_domains & sizes_of(inputs).keys():
+            where = f"of {', '.join(sorted(val_domains))}, and the train text of {', '.join(sizes_of(inputs))}"
+            raise UserError(f"the validation text is {where}; --domains=one makes one domain of all")
         if not held_out:
             inputs = in_pieces(inputs, cfg.val_fraction)
         for domain in cfg.mixture.keys() - sizes_of(inputs):

@@ -120,8 +120,10 @@ def read_hf_config(folder):
         return dict(json.loads(path.read_bytes()))
 
 
-def is_tied(folder):
-    """Whether a folder's model has one matrix for its embeddings and its head. Ours has two."""
+def is_tied(path):
+    """Whether the model of a folder, or of a file in it, has one matrix for its embeddings and its head. Ours has
+    two."""
+    folder = Path(path).parent if Path(path).is_file() else path
     return is_hf_folder(folder) and bool(read_hf_config(folder).get("tie_word_embeddings"))
 
 

@@ -307,7 +307,7 @@ def test_a_run_that_diverged_at_once_is_in_the_report(data, tmp_path, compared):
     start, _, diverged = (make_run(cfg, math.inf) / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (Path(cfg.out_dir) / "metrics.jsonl").write_bytes(start + diverged)
     compared("vanilla", "svformer", "--report", max_steps=1)
-    assert read_kept(tmp_path / "report/runs.jsonl")["vanilla-1-0.003-42"]["losses"] == []
+    assert read_kept(tmp_path / "runs.jsonl")["vanilla-1-0.003-42"]["losses"] == []
 
 
 def test_without_a_base_no_noise_is_blamed(compared):
@@ -363,11 +363,11 @@ def test_who_makes_most_of_the_noise_is_said(compared):
 
 def test_a_report_has_what_a_page_needs(tmp_path, compared):
     said = compared("vanilla", "svformer", "--report", rates=RATES, seeds=3)
-    page = (tmp_path / "report/README.md").read_text(encoding="utf-8")
+    page = (tmp_path / "report.md").read_text(encoding="utf-8")
     lines = said[said.index("| mode") :].splitlines()
     assert all(line in page for line in lines if not line.startswith("wrote ")) and "](compare.png)" in page
-    kept = read_kept(tmp_path / "report/runs.jsonl")
-    assert len(kept) == len(list(tmp_path.glob("*/metrics.jsonl"))) and (tmp_path / "report/compare.png").exists()
+    kept = read_kept(tmp_path / "runs.jsonl")
+    assert len(kept) == len(list(tmp_path.glob("*/metrics.jsonl"))) and (tmp_path / "compare.png").exists()
     of = kept["svformer-12-0.006-1"]
     assert of["val"] == {"12": pytest.approx(losses("svformer", 6e-3, 1))} and of["settings"]["learning_rate"] == 6e-3
     assert of["settings"]["value_mode_name"] == "svformer" and of["domains"] == {"a": pytest.approx(of["val"]["12"])}

@@ -224,7 +224,7 @@ def test_the_loss_takes_every_token(data_dir):
             nats -= model(x[None])[0][0].log_softmax(-1)[range(len(y)), y].sum().item()
         losses[domain] = nats / 2999
         bits[domain] = nats / (ids[1:] < 256).sum().item() / math.log(2)  # an end of document has no bytes
-    found = e.loss_record(corpus, model, e.EvalConfig(batch_tokens=500), Distributed("cpu"))
+    found = e.loss_record("loss", corpus, model, e.EvalConfig(batch_tokens=500), Distributed("cpu"))
     assert found["val"] == pytest.approx(losses) and found["bpb"] == pytest.approx(bits)
     assert found["val_mean"] == pytest.approx(sum(losses.values()) / 2)
     assert found["bpb_mean"] == pytest.approx(sum(bits.values()) / 2)
@@ -361,5 +361,9 @@ def test_a_failed_model_is_not_scored(runs, tmp_path, task):
     model.norm.weight.data.fill_(3e38)  # finite itself
     checkpoint.save(tmp_path, 1, model, byte_tokenizer().hash)
     byte_tokenizer().save(tmp_path / "tokenizer.json")
-    words = (f"--task={task}", f"--data_dir={runs / 'evals'}", f"--corpus={runs / 'data'}")
-    refused(in_process(e, tmp_path, *words), "not finite")
+    where = f"--corpus={runs / 'data'}" if task == "loss" else f"--data_dir={runs / 'evals'}"
+    refused(in_process(e, tmp_path, f"--task={task}", where), f"{tmp_path}, {task}: the model's", "not finite")
+
+
+def test_a_folder_of_tasks_is_no_data_for_the_loss(runs):
+    refused(in_process(e, runs / "a", "--task=loss", f"--data_dir={runs / 'data'}"), "the loss is of --corpus")

@@ -326,7 +326,7 @@ def test_a_mode_comes_back_bit_for_bit(data_dir, tmp_path, mode, arch):
     tokenizer, folder = Tokenizer.load(data_dir / "tokenizer.json"), tmp_path / "hf"
     path = checkpoint.save(tmp_path, 3, model, tokenizer.hash, val_loss=1.5)
     files.write_record(tmp_path / "config.json", checkpoint.RUN, {"bos": True})
-    export.write_folder(folder, path, model, tokenizer)
+    export.write_folder(folder, path, model, tokenizer, "float32")
     found = checkpoint.find(folder)
     header = checkpoint.read_header(found)
     assert header["config"] == dataclasses.replace(model.cfg, init_std=header["config"].init_std)

@@ -36,18 +36,37 @@ CURVES = {mode: (1000.0 * np.arange(1, 41), 5 - np.log(np.arange(1.0, 41))) for 
 
 
 def test_same_bytes_whatever_the_users_matplotlibrc_says(tmp_path, monkeypatch):
-    plot.comparison(tmp_path / "a.png", EFFECTS, CURVES, "title")
+    plot.comparison(tmp_path / "a.png", EFFECTS, CURVES, "title", "vanilla")
     for name, value in {"figure.facecolor": "red", "savefig.dpi": 20, "font.size": 20}.items():
         monkeypatch.setitem(matplotlib.rcParams, name, value)
-    plot.comparison(tmp_path / "b.png", EFFECTS, CURVES, "title")
+    plot.comparison(tmp_path / "b.png", EFFECTS, CURVES, "title", "vanilla")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_a_plan_takes_the_shape_of_a_config_file(tmp_path):
+    """Which also sets what only train.py has."""
+    words = ["plan", *["vanilla"] * 176, ROOT / "config/tiny.py", f"--out_file={tmp_path / 'a.png'}"]
+    refused(script("plot.py", *words), "176 modes of 4 layers do not fit a picture")
+
+
+def test_a_mode_has_one_colour_in_both_halves(tmp_path, monkeypatch):
+    """Also one of your own beside ResFormer, which has the colour that yours would have alone."""
+    pages = []
+    monkeypatch.setattr(Figure, "savefig", lambda fig, path, **_: (pages.append(fig), path.touch()))
+    of = {mode: plot.Effect(mode, 0.1, 0.01, [0.1], differs=True) for mode in ("resformer", "mine")}
+    plot.comparison(
+        tmp_path / "a.png", of.values(), dict.fromkeys(("vanilla", *of), CURVES["vanilla"]), "title", "vanilla"
+    )
+    left, right = pages[0].axes
+    marks = [line.get_color() for line in left.lines if line.get_marker() == "o"]
+    assert marks == [line.get_color() for line in right.lines[1:]] and marks[0] != marks[1]
 
 
 def test_a_comparison_shows_the_best_on_top_and_greys_what_says_nothing(tmp_path, monkeypatch):
     pages = []
     monkeypatch.setattr(Figure, "savefig", lambda fig, path, **_: (pages.append(fig), path.touch()))
     one_seed = plot.Effect("neutreno", 0.1, None, [0.1], differs=True)
-    plot.comparison(tmp_path / "a.png", [*EFFECTS, one_seed], CURVES, "title")
+    plot.comparison(tmp_path / "a.png", [*EFFECTS, one_seed], CURVES, "title", "vanilla")
     left, right = pages[0].axes
     assert [label.get_text() for label in left.get_yticklabels()] == ["neutreno", "svformer", "resformer"]  # from below
     marks = [line for line in left.lines if line.get_marker() == "o"]
@@ -156,7 +175,7 @@ def test_relative_losses_are_minus_vanillas_wherever_it_is_named(tmp_path, monke
 
 
 @pytest.mark.parametrize("what,own,bases", [
-    ("data", "e", "d"), ("mixture", {"a": 1.0}, {}), ("seed", 1, 42),
+    ("data", "e", "d"), ("seed", 1, 42),
     ("batch_tokens", 200, 100), ("block_size", 20, 10), ("bos", True, False),
     ("max_steps", 2, 1),
 ])  # fmt: skip

@@ -306,7 +306,11 @@ def test_refusals(tmp_path, monkeypatch):
         (["pysource", "--val_fraction=0.7"], ["val_fraction=0.7 must be at most 0.5"]),
         (["pysource", "--mixture={'stdlib': -1}"], ["weights above 0"]),
         (["pysource", "--mixture={'a': 1e308, 'b': 1e308}"], ["weights whose sum is a number"]),
-        (["pysource", "--domains=one"], ["--domains is for files, not for pysource"]),
+        (["pysource", "--domains=one"], ["--domains is for files, so here it would do nothing; leave it out"]),
+        (["pysource", "--text_field=body"], ["--text_field is for files and slimpajama"]),
+        (["slimpajama", "--input_dir=tests", "--revision=abc"], ["--revision is for slimpajama without --input_dir"]),
+        (["pysource", "--tokenizer=gpt2", "--bpe_bytes=3"], ["--bpe_bytes is for --tokenizer=bpe:<size>"]),
+        (["pysource", "--bpe_bytes=0"], ["bpe_bytes=0 must be at least 1"]),
         (["--input_dir=tests"], ["pysource reads installed packages", "name files"]),
         (["files", "--input_dir=requirements.txt", "--val_fraction=0"], ["train.py needs validation text"]),
     ):
@@ -592,6 +596,35 @@ def test_data_that_train_would_refuse_is_not_called_ready(tmp_path):
     assert Corpus(tmp_path / "one", 16).domains == ["text"]
     few = files(tmp_path / "in" / "law", tmp_path / "x")
     refused(call(*few), "too few different documents in a domain")
+
+
+def test_validation_text_of_other_domains_is_refused_at_once(tmp_path):
+    write_files(tmp_path / "in", ["web/a.txt", "books/b.txt", "val.txt"])
+    refused(
+        call(*files(tmp_path / "in", tmp_path / "out")), "the validation text is of text, and the train text of", "web"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_input_inside_the_output_is_refused(tmp_path):
+    write_files(tmp_path, ["texts/raw/a.txt"])
+    for inside in ("texts/raw", "texts", "texts/raw/a.txt"):
+        said = call("files", f"--input_dir={tmp_path / inside}", f"--out_dir={tmp_path / 'texts'}", *BPE)
+        refused(said, f"{tmp_path / inside} is in --out_dir")
+
+
+def test_files_of_others_stay(tmp_path):
+    """Also in a folder whose name begins as ours."""
+    write_files(tmp_path / "out", ["vectors/a.bin"])
+    write_lines(tmp_path / "in" / "a.jsonl", sentences(20))
+    make(*files(tmp_path / "in", tmp_path / "out"))
+    assert (tmp_path / "out/vectors/a.bin").exists()
+
+
+def test_a_packed_parquet_is_left_out(tmp_path):
+    write_files(tmp_path / "in", ["b.parquet.gz"])
+    write_lines(tmp_path / "in" / "a.jsonl", sentences(20))
+    assert "left out: b.parquet.gz (1 .parquet.gz)" in make(*files(tmp_path / "in", tmp_path / "out"))
 
 
 def test_a_vocabulary_is_used_again(corpus, tmp_path):

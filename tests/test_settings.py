@@ -74,7 +74,7 @@ BAD = {  # test_bad_input.py tries many more, but reads no sentence
     "--lr=1": "unknown setting 'lr' (did you mean 'learning_rate'?)",
     "nowhere.py": "there is no config file nowhere.py",
     "refused.py": "refused.py: a rate of 0",
-    "--batch-size=12": "batch_size is nanoGPT's; here set micro_batch, and batch_tokens",
+    "--max-iters=12": "max_iters is nanoGPT's; here set max_steps",
     "--data_dir=a --data_dir=b": "--data_dir is given twice; it takes one folder",
     "--mixture=a:1": "mixture takes a dict such as {'text': 0.5}, not 'a:1'",
     "--kind --compile": "--kind needs a value: kernel",
@@ -127,6 +127,13 @@ def test_a_value_of_nanogpts_is_answered_unless_it_is_a_folder(tmp_path, monkeyp
     assert load_settings(TrainConfig, ["--init_from=resume"]).init_from == "resume"
 
 
+def test_nanogpts_settings_are_answered_where_ours_exist():
+    with pytest.raises(UserError, match="eval_only is nanoGPT's; here run eval.py"):
+        load_settings(TrainConfig, ["--eval_only=true"])
+    with pytest.raises(UserError, match="unknown setting 'batch_size'"):
+        load_settings(EvalConfig, ["--batch_size=8"])  # which has no micro_batch
+
+
 def test_a_path_may_begin_at_home(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert TrainConfig(out_dir="~/run").out_dir == "/home/me/run"
@@ -134,6 +141,7 @@ def test_a_path_may_begin_at_home(monkeypatch):
     assert SampleConfig(run="~/r", prompt="~/r").run == "/home/me/r"  # a prompt is no path
     assert SampleConfig(run="~/r", prompt="~/r").prompt == "~/r"
     assert EvalConfig(runs=("~/a", "b")).runs == ("/home/me/a", "b")
+    assert EvalConfig(corpus="~/data").corpus == "/home/me/data"
     assert PlotConfig(words=("relative", "~/a", "b")).words == ("relative", "/home/me/a", "b")
 
 
