@@ -24,7 +24,7 @@ from common.checkpoint import checked_run
 from common.data import Corpus
 from common.files import hold, read_record, write_text
 from common.jobs import Command, flags_of, lanes_of, run_jobs, tokens_per_s
-from common.ranks import environment
+from common.ranks import enough_memory, environment
 from common.report import markdown, say, with_interval
 from common.runs import RUN, as_kept, read_run, rounded_otherwise, write_kept
 from common.sizes import count_parameters, notes_of
@@ -334,6 +334,7 @@ def plan(study, lanes):
     yield f"to come: {amount(fewest)}{at_most}, {len(lanes)} at a time{guess}"
 
 
+@enough_memory("set a smaller --micro_batch")
 def main(cfg: CompareConfig):
     need("matplotlib")  # before hours of training
     for mode in cfg.named:

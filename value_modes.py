@@ -443,6 +443,7 @@ def problems_of_layers(cfg):
     there += [r.source for r in mode.residuals if isinstance(r.source, int)]
     outside = sorted(n for n in there if not 0 <= n < n_layer)
     yield outside, f"value_mode names layers {outside}, but there are only 0..{n_layer - 1}"
+    yield mode.dense and mode.dense[1] > n_layer, f"dense={mode.dense}: its period is above n_layer={n_layer}"
     plan = plan_layers(cfg)
     for index, r in enumerate(mode.residuals):
         acts = any(mix.index == index for layer in plan for mix in layer.mixes)

@@ -76,9 +76,9 @@ def read_header(path):
         return header | {"config": ModelConfig.of_record(header["config"])}
 
 
-def steps(run):
+def steps(folder):
     """{step: weights file} of a run's folder, in rising order."""
-    return {int(path.stem.removeprefix("step_")): path for path in sorted(Path(run).glob(STEP))}
+    return {int(path.stem.removeprefix("step_")): path for path in sorted(Path(folder).glob(STEP))}
 
 
 def state_file(weights_file):
@@ -93,8 +93,8 @@ def find(run_or_file="", which="last"):
     """The weights file that is meant: a file itself, the "last" or "best" (lowest validation loss) one of a run, or the
     first one of a Hugging Face folder. "" is the newest run below out/."""
     path = Path(run_or_file or "out")
-    if not run_or_file:
-        path = max(path.glob(f"**/{STEP}"), key=os.path.getmtime, default=path / "nothing").parent
+    if not run_or_file and (every := list(path.glob(f"**/{STEP}"))):
+        path = max(every, key=os.path.getmtime).parent
         print(f"the newest run is {path}")
     if path.is_file():
         return path
@@ -134,10 +134,10 @@ def load(run_or_file, device="cpu", dtype=torch.float32):
     return model.to(device, dtype).eval()
 
 
-def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler=None, keep=2, is_main=True):
-    """Write a step's weights and training state into folder `run`, then delete all but the last `keep` and the best.
+def save(folder, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler=None, keep=2, is_main=True):
+    """Write a step's weights and training state into a run's folder, then delete all but the last `keep` and the best.
     Returns the weights file. All ranks call this, because they gather what is divided; the main one writes."""
-    path = Path(run, f"step_{step:08d}.safetensors")
+    path = Path(folder, f"step_{step:08d}.safetensors")
     weights = dcp.get_model_state_dict(model, options=WHOLE)
     state = dcp.get_optimizer_state_dict(model, optimizer, options=WHOLE) if optimizer else {}
     if not is_main:
@@ -157,18 +157,18 @@ def save(run, step, model, tokenizer_hash, val_loss=None, optimizer=None, scaler
     config = dataclasses.asdict(model.cfg)
     header = {"step": step, "val_loss": val_loss, "mode": model.cfg.value_mode.name, "config": config}
     write_tensors(path, WEIGHTS, weights, header | {"tokenizer": tokenizer_hash, "tensors": digest})
-    prune(run, keep)
+    prune(folder, keep)
     return path
 
 
-def prune(run, keep):
+def prune(folder, keep):
     """Delete all checkpoints of a run but the last `keep` and the best; none if `keep` is 0. Then delete what a kill
     has left: half-written files, and states without weights."""
-    files = list(steps(run).values())
+    files = list(steps(folder).values())
     kept = [best(files), *files[-keep:]] if keep else files
     kept = {*kept, *map(state_file, kept)}
     # weights first: a step whose weights are there counts as complete
-    for path in (*files, *Path(run).glob(STEP.replace(".", ".state.")), *Path(run).glob(".step_*.tmp")):
+    for path in (*files, *Path(folder).glob(STEP.replace(".", ".state.")), *Path(folder).glob(".step_*.tmp")):
         if path not in kept:
             path.unlink()
 
@@ -218,10 +218,12 @@ def start_from(path, model, tokenizer_hash):
             remedy = f"`python prepare.py files --input_dir=… --tokenizer_file={path.parent}` makes data of them"
             raise UserError(f"the data has other tokens than {path.parent}; {remedy}")
     must_fit = ("vocab_size", "arch", "n_embd", "head_dim", "rope_theta", "rope_scaling", "norm_eps")
-    check_same(path, header, model, header["tokenizer"] and tokenizer_hash, must_fit)
-    if header["tokenizer"] is None:
-        what = f"{path.parent} has no tokenizer.json"
-        raise UserError(f"{what}, so nobody knows whether its tokens are those of the data")
+    is_unknown = header["tokenizer"] is None
+    check_same(path, header, model, None if is_unknown else tokenizer_hash, must_fit)
+    if is_unknown:
+        raise UserError(
+            f"{path.parent} has no tokenizer.json, so nobody knows whether its tokens are those of the data"
+        )
     theirs = {name: parameter.detach()[rows] for name, parameter, rows in named_parts(load(path))}
     new = []
     for name, parameter, rows in named_parts(model):
@@ -322,7 +324,7 @@ def checked_run(wanted, folder):
     return found
 
 
-def other_checkpoints(folder, run):
+def other_checkpoints(folder, curves):
     """Yields each way in which the last checkpoint of a finished run disagrees with its Curves."""
     files = steps(folder)
     if not files:  # they may be deleted: the losses are all there
@@ -334,9 +336,9 @@ def other_checkpoints(folder, run):
         if files[step].exists():  # else the run that writes them has just replaced it
             raise
         return
-    if header["mode"] != run.start["value_mode"]:
-        yield f"{files[step].name} of {header['mode']}, and records of {run.start['value_mode']}"
-    if step > max(run.steps["step"], default=0):
+    if header["mode"] != curves.start["value_mode"]:
+        yield f"{files[step].name} of {header['mode']}, and records of {curves.start['value_mode']}"
+    if step > max(curves.steps["step"], default=0):
         yield f"{files[step].name}, whose steps its metrics.jsonl lacks"
-    if header["val_loss"] not in (None, run.val.get(step)):
+    if header["val_loss"] not in (None, curves.val.get(step)):
         yield f"{files[step].name}, whose validation loss is not that of the records"

@@ -29,7 +29,9 @@ def reading(path, what, remedy="copy it again, or make it again"):
         raise
     # Each library that parses for us has its own errors.
     except Exception as e:
-        if isinstance(e, (FileNotFoundError, NotADirectoryError)) and e.errno:
+        # a library's own such error may be of the network; safetensors' has no errno
+        is_missing = isinstance(e, (FileNotFoundError, NotADirectoryError)) and (e.errno or "No such file" in str(e))
+        if is_missing:
             raise UserError(f"{path} is missing; it should be {what}; {remedy}") from None
         why = textwrap.shorten(f"{type(e).__name__}: {e}", 200, placeholder=" …")
         raise UserError(f"{path} is damaged or not {what} ({why}); {remedy}") from e
@@ -75,7 +77,7 @@ def write_text(path, text):
 
 
 def write_json(path, value):
-    """Write JSON for others to read; what we read ourselves is a record. NaN raises ValueError."""
+    """Write JSON. What we read again is a record, which has a seal, see `write_record`. NaN raises ValueError."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 

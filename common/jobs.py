@@ -27,7 +27,7 @@ class Command:
 
     words: tuple  # such as train.py, --seed=1
     log: Path
-    folder: str = ""  # of the run that it trains
+    folder: Path | None = None  # of the run that it trains
     steps: int = 0  # of that run
 
 
@@ -56,7 +56,7 @@ def lanes_of(device, jobs, n_runs):
 def steps_done(folder):
     """The last step in a run's metrics.jsonl, read from its end."""
     with contextlib.suppress(OSError, IndexError), open(Path(folder, "metrics.jsonl"), "rb") as file:
-        file.seek(max(0, os.path.getsize(file.name) - 8192))
+        file.seek(max(0, os.path.getsize(file.name) - 2**20))  # no record is longer
         return json.loads(file.read().split(b"\n")[-2])["step"]  # behind the last line break may be half a line
     return 0
 
@@ -77,7 +77,7 @@ def end_with_parent():
 def run_jobs(wanted, ended, lanes, later=lambda: 0):
     """Run jobs, one at a time on each lane, until `wanted()` has no new one.
 
-    wanted: function -> the Jobs that are needed as far as we know now; it is asked again whenever a job has ended.
+    wanted: function -> the Commands that are needed as far as we know now; it is asked again whenever a job has ended.
     ended: function (job, exit code, its last words). If it raises, or at Ctrl-C or a kill, all others are
     stopped by SIGTERM, at which train.py saves.
     later: function -> steps of the jobs that `wanted` will name when others have ended, for the bar.
@@ -137,7 +137,8 @@ def guess_tokens_per_s(cfg, corpus):
     dtype = pick_dtype(cfg.dtype, world.kind)
     if cfg.attn == "flash":
         need_flash_attn(world.kind, dtype)
-    model = GPT(cfg.model_config(corpus.tokenizer.n_vocab), attn=cfg.attn).to(world.device)
+    shape = cfg.model_config(corpus.tokenizer.n_vocab)
+    model = GPT(shape, attn=cfg.attn, recompute=cfg.recompute).to(world.device)
     n = cfg.split_batch(1)[0] if world.kind == "cuda" else max(1, 2048 // cfg.block_size)
     x, y = world.to_device(corpus.batch(0, n, 0, n))
     for _ in range(3):  # the last one counts

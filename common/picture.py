@@ -45,7 +45,8 @@ def lines_of(cfg):
         mixes = {n: m for n, layer in enumerate(plan) for m in layer.mixes if m.index == index}
         groups = defaultdict(dict)
         for n, mix in mixes.items():
-            groups["all" if r.source == "all" else mix.sources][n] = weights_as_text(mix, n)
+            prime = "′" if r.subtract == "mixed" and is_mixed(plan[n], "v") else ""
+            groups["all" if r.source == "all" else mix.sources][n] = weights_as_text(mix, n, prime)
         boxes = {"hidden": ["input"], "scores": ["attention"], "probs": ["attention"]}.get(r.of, r.reads)
         word = "" if r.learn == "fixed" else "learned"
         word = "gate" if r.is_gated else word
@@ -63,8 +64,14 @@ def lines_of(cfg):
     return lines
 
 
-def weights_as_text(mix, n):
-    """What the picture writes at a Mix in layer n: its weights (own, source), "" for learned ones and for an own 1."""
+def is_mixed(layer, t):
+    """Whether a layer mixes its keys or values before the softmax, so that V′ is not V."""
+    return any(mix.residual.of == t and mix.residual.place == "before" for mix in layer.mixes)
+
+
+def weights_as_text(mix, n, prime):
+    """What the picture writes at a Mix in layer n: its weights (own, source), "" for learned ones and for an own 1.
+    prime: ′ if "delta" subtracts V′, or nothing."""
     r = mix.residual
     if r.learn != "fixed" or r.map == "cross":
         return "", ""
@@ -74,7 +81,7 @@ def weights_as_text(mix, n):
         own = source = {2: "½", 3: "⅓", 4: "¼"}.get(count, f"1/{count}")
     if r.map == "delta":  # in the paper's count, as in the equation
         first = {"all": "V_i", "token": "E"}.get(r.source) or f"V_{mix.sources[0] + 1}"
-        source += f" ({first}−V_{n + 1})"
+        source += f" ({first}−V_{n + 1}{prime})"
     return "" if own == "1" else own, source
 
 
@@ -122,7 +129,8 @@ def draw(fig, configs):
         Panel(ax, cfg)
         for n in range(cfg.n_layer if j % 4 == 0 else 0):
             write(ax, -0.03, n * ROW + 0.48, f"layer {n}\nn = {n + 1}", ha="right")
-    caption = textwrap.wrap(CAPTION.format(cfg), int(15 * width))
+    # `left`, `ax`: of the last panel
+    caption = textwrap.wrap(CAPTION.format(configs[0]), int(15 * width))
     write(ax, LEFT + MARGIN - left, -FOOT, "\n".join(caption), va="top")
 
 
@@ -198,11 +206,12 @@ class Panel:
         write(self.ax, sum(CACHE.values()) / 2, top + 0.15, "KV cache", ha="center")
         self.box(CACHE["k"] - 0.12, BOTTOM, 0.42, FRAME, height=top - ROW + TOP - BOTTOM)
         for (t, n), heads in stored_tensors(self.cfg).items():
-            is_mixed = any(mix.residual.of == t and mix.residual.place == "before" for mix in self.plan[n].mixes)
-            name = f"{t.upper()}_{n + 1}{'′' * is_mixed}" if heads == self.cfg.n_head else ""
+            prime = "′" * is_mixed(self.plan[n], t)
+            name = f"{t.upper()}_{n + 1}{prime}" if heads == self.cfg.n_head else ""
             self.box(CACHE[t] - unit * heads / 2, n * ROW + BOXES, unit * heads, self.look(t, n, KEY), name)
         kv, full = kv_floats_per_token(self.cfg), 2 * self.cfg.n_layer * self.cfg.n_head * self.cfg.head_dim
-        write(self.ax, WIDTH, -0.05, f"{2 * kv:,} bytes per token\n{kv / full:.3g} × vanilla's", ha="right", va="top")
+        size = f"{2 * kv:,} bytes per token\n{kv / full:.3g} × full attention's"
+        write(self.ax, WIDTH, -0.05, size, ha="right", va="top")
 
     def draw_words(self, notes):
         """Name and equation above the layers, notes below."""

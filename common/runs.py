@@ -200,8 +200,9 @@ def rounded_otherwise(runs):
 # ---- what is kept of finished runs
 
 
-def as_kept(run, folder, settings, environment, every=50):
-    """What is kept of a finished run, the Curves of a folder, in 4 kB. A training loss is a mean of `every` steps."""
+def as_kept(run, folder, settings, environment):
+    """What is kept of a finished run, the Curves of a folder, in 4 kB. A training loss is a mean of 50 steps."""
+    every = 50
     n = len(run.steps["loss"]) // every * every  # a last mean of fewer steps would be noisier than the others
     losses = run.steps["loss"][:n].reshape(-1, every).mean(axis=1)
     step_tokens = float(run.start["batch_tokens"])

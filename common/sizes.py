@@ -21,6 +21,10 @@ class PlanConfig(ModelConfig):
     what: str = setting("plan", "a mode's name or file, for its plan; or table, for all modes", positional=True)
 
     def __post_init__(self):
+        if self.what != "plan" and self.value_mode != "vanilla":
+            raise UserError(f"{self.what} is one thing to print and value_mode another; leave one of them out")
+        if self.what == "table" and self.n_kv_head:
+            raise UserError("each row of the table has key heads of its own; leave out n_kv_head")
         if self.what not in ("plan", "table"):
             self.fill("value_mode", self.what)
         super().__post_init__()
@@ -35,9 +39,6 @@ def meta_model(cfg):
 def count_parameters(cfg):
     """All parameters of a model. No tensor is allocated."""
     return sum(p.numel() for p in meta_model(cfg).parameters())
-
-
-OF_WEIGHTS = "where a command has --dtype, bfloat16 takes half of float32"
 
 
 def refuse_too_large(what, cfg, bytes_per_parameter, remedy):
@@ -69,7 +70,7 @@ def flops_per_token(cfg):
     return 6 * count_multiplying(cfg) + 6 * products * cfg.n_head * cfg.head_dim * cfg.block_size
 
 
-def describe_mix(mix, weights, own="own"):
+def describe_mix(mix, weights, own):
     """`v: 0.5 own + 0.5 layer 0, learn=lerp`: what a residual mixes in a layer, with the weights that it has or starts
     from, then those fields that are not plain. A gate's weights are its factors; map="cross" has none."""
     r = mix.residual

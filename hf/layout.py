@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from common.files import reading
-from common.sizes import OF_WEIGHTS, refuse_too_large
+from common.sizes import refuse_too_large
 from common.tokenizer import ARCHITECTURES, HFTokenizer, byte_letters
 from configurator import UserError, need
 from model import GPT
@@ -43,7 +43,8 @@ LAYER_NAMES = {  # our modules in a layer, with the part of a fused product, and
 
 
 def named_parts(model):
-    """[(name, its parameter, its rows there)] of all weights, with fused products taken apart: blocks.0.attn.proj.q."""
+    """[(name, its parameter, its rows there)] of all weights, with fused products taken apart:
+    blocks.0.attn.proj.q.weight."""
     found = []
     for full_name, parameter in model.named_parameters():
         path, _, kind = full_name.rpartition(".")
@@ -57,7 +58,7 @@ def named_parts(model):
 
 
 def hf_parts(model):
-    """`named_parts` a model with the names of Llama's layout. Raises KeyError if a weight has no name there."""
+    """`named_parts` of a model with the names of Llama's layout. Raises KeyError if a weight has no name there."""
     names = {"embed": "model.embed_tokens", "norm": "model.norm", "head.head": "lm_head"}
     for n in range(model.cfg.n_layer):
         for ours, theirs in LAYER_NAMES.items():
@@ -89,7 +90,8 @@ def load_hf(folder, device="cpu", dtype=torch.float32):
     A head that is tied to the embeddings becomes a copy of them.
     """
     cfg = hf_config(folder)
-    refuse_too_large(f"{folder} in {str(dtype).removeprefix('torch.')}", cfg, dtype.itemsize, OF_WEIGHTS)
+    remedy = "where a command has --dtype, bfloat16 takes half of float32"
+    refuse_too_large(f"{folder} in {str(dtype).removeprefix('torch.')}", cfg, dtype.itemsize, remedy)
     model = GPT(cfg, init=False).to(device, dtype)
     with reading(folder, "a model with Llama's weights"):
         places = named_tensors(model, read_hf_config(folder).get("model_type"))
@@ -116,7 +118,7 @@ def load_hf(folder, device="cpu", dtype=torch.float32):
 
 def read_hf_config(folder):
     path = Path(folder) / "config.json"
-    with reading(path, "the config of a Hugging Face model"):
+    with reading(path, "the config of a run or of a Hugging Face model"):
         return dict(json.loads(path.read_bytes()))
 
 
@@ -136,7 +138,7 @@ def is_hf_folder(folder):
 
 
 def made_by_us(folder):
-    """What export.py adds to config.json; None in other folders."""
+    """What export.py says of the checkpoint in config.json. All are None in other folders."""
     c = read_hf_config(folder)
     return {name: c.get(name) for name in ("step", "val_loss", "tokenizer_hash", "bos")}
 

@@ -97,7 +97,7 @@ class Tokens:
         # The other half of the pair gets nothing new now: an empty tensor leaves it as it is.
         layer, side = divmod([place for place, _ in self.stored].index((t, n)), 2)
         pair = self.stored[2 * layer : 2 * layer + 2]  # DynamicCache does not mind which of them is a key or a value
-        _, other_heads = pair[0 if side else -1]
+        _, other_heads = pair[0 if side else -1]  # the last one may be alone, then it is its own partner
         update = [new.new_empty(new.size(0), other_heads, 0, new.size(3))] * 2
         update[side] = new
         return self.cache.update(*update, layer)[side]

@@ -97,8 +97,8 @@ def attend(q, k, v, kernel="sdpa", scale=None, mask=None):
 
     q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) -> (B, H, T, E). scale: 1 / sqrt(D) if None.
     kernel: "sdpa" (torch's fused kernels), "flash" (the flash-attn package; sdpa with a mask, and in fp32, which that
-    package lacks), "eager" (the formula, softmax in fp32). mask: (B, 1, T, S) or (T, S), added to the scores instead of
-    the causal mask.
+    package lacks), "eager" (the formula, softmax in fp32). mask: (B, 1 or H, T, S) or (T, S), added to the scores
+    instead of the causal mask.
     """
     T, S = q.size(2), k.size(2)
     if kernel == "flash" and mask is None and q.dtype != torch.float32:
@@ -122,7 +122,8 @@ def attend(q, k, v, kernel="sdpa", scale=None, mask=None):
 def fused_attention(q, k, v, mask, is_causal, scale):
     """torch's scaled_dot_product_attention with grouped heads, in a form that its fused kernels take."""
     # one token each: the heads of a group become the rows of one query, and no key is repeated
-    if q.size(2) == 1:
+    is_for_all_heads = mask is None or mask.ndim == 2 or mask.size(1) == 1
+    if q.size(2) == 1 and is_for_all_heads:
         q = q.unflatten(1, (k.size(1), -1)).squeeze(3)  # (B, H, 1, D) -> (B, G, H/G, D)
         y = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
         return y.flatten(1, 2).unsqueeze(2)  # (B, G, H/G, E) -> (B, H, 1, E)

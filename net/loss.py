@@ -23,7 +23,7 @@ def chunked_cross_entropy(x, w, targets):
     if is_one_kernel and torch.is_autocast_enabled("cuda"):
         most_logits = MOST_LOGITS_COMPILED
     rows = max(1, most_logits // len(w))
-    rows = math.ceil(len(x) / math.ceil(len(x) / rows))  # even chunks have one shape to compile
+    rows = math.ceil(len(x) / math.ceil(len(x) / rows))  # nearly even chunks, of whole tiles if they are long
     if rows > 128:
         rows = math.ceil(rows / 128) * 128
     multiple = 64 if x.is_cuda else 1

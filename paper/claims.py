@@ -68,7 +68,7 @@ def verdict(side, row):
     if side is None:
         return ""
     mean, interval, (low, high) = row["mean"], row["interval"], side
-    if not row["values"] or None in row["values"] or interval == 0:
+    if None in row["values"] or interval == 0:
         return "cannot tell"
     if interval is None:
         return "same side?" if low < mean < high else "other side?"
@@ -96,7 +96,9 @@ def saving(points, others):
     if slope >= 0 or other[0] >= 0:
         return None
     logs, log_sizes = np.log([n for n, _ in others]), np.log([n for n, _ in points + others])
-    gaps = (np.polyval(other, logs) - height) / slope - logs  # ln N at which each is at a loss
+    gaps = (
+        np.polyval(other, logs) - height
+    ) / slope - logs  # ln of how many times the parameters `points` need for each loss of `others`
     return None if abs(gaps).max() > np.ptp(log_sizes) else np.mean(1 - np.exp(gaps))
 
 

@@ -3,7 +3,6 @@
 Read next: claims.py.
 """
 
-import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,12 +18,12 @@ from train import MAY_DIFFER
 
 
 def finished(settings):
-    """The Curves of the run with these settings of train.py, None before its end. UserError if its folder has another
-    run. Settings that change no result may differ."""
+    """The Curves of the run with these settings of train.py, None before its end; its final loss is infinite if it
+    diverged. UserError if its folder has another run. Settings that change no result may differ."""
     wanted = {name: value for name, value in settings.items() if name not in MAY_DIFFER}
     wanted["value_mode_name"] = wanted.pop("value_mode")
     run = checked_run(wanted, settings["out_dir"])
-    return None if run is None or run.final_loss in (None, math.inf) else run
+    return None if run is None or run.final_loss is None else run
 
 
 def scores(folder):

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,7 @@ def has_data(cfg):
 def command_of(words, log, steps=0):
     """The Command of words as we print them. steps: of a training run."""
     launcher = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
-    return Command((*launcher, *words[1:]), log, log.parent if steps else "", steps)
+    return Command((*launcher, *words[1:]), log, log.parent if steps else None, steps)
 
 
 def check_data(finished_runs, cfg):
@@ -194,11 +195,13 @@ def make_all(runs, public, cfg):
     def next_job(name, settings, needs):
         """The first command of a run that is neither done nor has failed; after the last one the run is made."""
         folder = settings["out_dir"]
-        for what, words in commands(settings, needs, cfg).items() if cfg.run else ():
+        run = finished(settings)
+        if run and run.final_loss == math.inf:
+            raise UserError(f"{folder} has diverged; remove it to train it again")
+        for what, words in (commands(settings, needs, cfg) if cfg.run else {}).items():
             log = Path(folder, f"{what}.log")
             if log not in failed:
                 return command_of(words, log, settings["max_steps"] if what == "train" else 0)
-        run = finished(settings)
         if run is None:
             raise UserError(f"{folder} is missing or not finished; leave out --run=false, or see its train.log")
         made[name] = run
@@ -223,8 +226,7 @@ def make_all(runs, public, cfg):
             error = UserError(f"{job.log.stem} of {job.log.parent} failed ({code}): {last_words}; see {job.log}")
             if job.log.stem == "prepare":
                 raise error
-            is_of_run = job.log.parent.name in runs and job.log.stem not in TABLE1
-            note(job.log.parent.name if is_of_run else job.log, error)
+            note(job.log.parent.name if job.log.stem == "train" else job.log, error)
 
     # a run on GPUs takes all of them
     run_jobs(wanted, ended, [{}] if cfg.units.gpus else lanes_of("cpu", 0, len(runs) or 1))
@@ -304,7 +306,7 @@ def main(cfg: ReproduceConfig):
             print(cost([runs[name][0] for name, of_run in missing.items() if "train" in of_run]))
         return
     if cfg.run and cfg.units.gpus and not torch.cuda.is_available():
-        raise UserError(f"scale={cfg.scale} needs GPUs, and there is none; add --dry_run, or set --scale=cpu")
+        raise UserError(f"scale={cfg.scale} needs GPUs, and there is none; see --run=false, --dry_run and --scale=cpu")
     if any(figure.panels for figure in cfg.figures.values()):
         need("matplotlib")  # before hours of training
     # data that needs no download is made

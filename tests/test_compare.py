@@ -614,6 +614,13 @@ Metrics.step = _step
 """
 
 
+def test_progress_is_read_behind_a_long_record(tmp_path):
+    """An evaluation of many domains, or the weights of a deep model."""
+    long = {"event": "eval", "step": 7, "val": {f"domain {i}": 1.0 for i in range(2000)}}
+    (tmp_path / "metrics.jsonl").write_text(record_line("train.py's metrics", long))
+    assert steps_done(tmp_path) == 7
+
+
 def started(words, runs):
     """The process of compare.py once each run has made five steps."""
     process = subprocess.Popen([sys.executable, *map(str, words)], stderr=subprocess.PIPE, text=True)

@@ -108,6 +108,13 @@ def test_flash_leaves_fp32_to_torch(monkeypatch):
     assert torch.equal(attend(q, q, q, "flash"), attend(q, q, q, "sdpa"))
 
 
+def test_one_token_under_a_mask_for_each_head():
+    q, k, v = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    mask = torch.zeros(1, 4, 1, 5).masked_fill(torch.rand(1, 4, 1, 5) < 0.5, -torch.inf)
+    mask[..., 0] = 0
+    torch.testing.assert_close(attend(q, k, v, mask=mask), attend(q, k, v, "eager", mask=mask))
+
+
 PEAKS = {
     "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A10": 125e12, "NVIDIA A10G": None, "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200 NVL": 835e12, "NVIDIA GB200": 2500e12, "NVIDIA H800 PCIe": 756e12,

@@ -25,6 +25,7 @@ from conftest import (
     fewest_layers,
     in_process,
     needs_shared,
+    refused,
     same,
     tiny,
     tokens,
@@ -573,6 +574,7 @@ IMPOSSIBLE = [  # what makes it, and the sentence; test_bad_input.py's modes fin
     (lambda: Residual(of="k", source="token"), "a token table has only values"),
     (lambda: Residual(source="token", map="cross"), "map not 'cross'"),
     (lambda: Residual(tables="mirror"), "is for source='token'"),
+    (lambda: Residual(subtract="projected"), "is for map='delta'"),
     (lambda: Residual(map="cross", lam=(1.0, 1.0)), "leave out lam and learn"),
     (lambda: Residual(source="all", learn="softmax"), "not source='all'"),
     (lambda: Residual(learn="head", lam=(1.0, 1.0)), "lam stays None"),
@@ -581,6 +583,7 @@ IMPOSSIBLE = [  # what makes it, and the sentence; test_bad_input.py's modes fin
     (lambda: ValueMode(values="keys", share_k="every 2"), "values='keys' needs share_k"),
     (lambda: ValueMode((Residual(),), heads_from_layer_0=0.5), "heads_from_layer_0 divides the value heads"),
     (lambda: ValueMode((Residual(map="cross"), Residual(of="scores"))), "use one of them"),
+    (lambda: ValueMode(borrow_v="first"), "with share_v='each' none borrows"),
     (lambda: ValueMode(name="a/b"), "use letters, digits"),
     (lambda: config("resfromer"), "did you mean 'resformer'"),
     (lambda: config(n_embd=24), "RoPE rotates pairs, so it must be even"),
@@ -592,6 +595,7 @@ IMPOSSIBLE = [  # what makes it, and the sentence; test_bad_input.py's modes fin
     (lambda: config(ValueMode(heads_from_layer_0=1.0)), "a whole number of them, and not all"),
     (lambda: config(arch="gpt2", rope_scaling=(8.0, 1.0, 4.0, 32.0)), "gpt2 learns its positions"),
     (lambda: config(rope_scaling=(8.0, 4.0, 4.0, 32.0)), "low < high"),
+    (lambda: config(ValueMode(dense=(1, 9))), "its period is above n_layer=4"),
     (lambda: config(ValueMode(share_v=(0, 7))), "only 0..3"),
     (lambda: config(mode_with(source=4)), "only 0..3"),
     (lambda: config(mode_with(layers=(0,))), "acts in no layer"),
@@ -645,6 +649,15 @@ def test_the_table_leaves_out_rows_that_do_not_fit():
 def test_a_mode_is_printed_by_its_name():
     by_name, by_flag = (in_process(sizes, word, "--n_layer=4") for word in ("svformer", "--value_mode=svformer"))
     assert by_name.returncode == 0 and by_name.stdout == by_flag.stdout
+
+
+@pytest.mark.parametrize("words,says", [
+    (["svformer", "--value_mode=cla2"], "svformer is one thing to print and value_mode another"),
+    (["table", "--value_mode=cla2"], "table is one thing to print and value_mode another"),
+    (["table", "--n_kv_head=2"], "leave out n_kv_head"),
+])  # fmt: skip
+def test_a_word_that_would_change_nothing_is_refused(words, says):
+    refused(in_process(sizes, *words), says)
 
 
 def test_records_from_before_the_field_output_went():

@@ -522,7 +522,7 @@ def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
 @pytest.mark.parametrize("words, says", [
     ("", "say which figure, as in `python -m paper.reproduce fig7 --dry_run`"),
     ("fig3", "cannot reproduce 'fig3'; there are fig1, "),
-    ("tab5 --scale=paper", "scale=paper needs GPUs, and there is none; add --dry_run, or set --scale=cpu"),
+    ("tab5 --scale=paper", "scale=paper needs GPUs, and there is none; see --run=false, --dry_run and --scale=cpu"),
     ("fig4 --data_dir=missing", "missing has no manifest.json; make the data: `python prepare.py pysource"),
     ("fig7 --public=m --dry_run", "fig7 draws no public models; fig1 and fig18 do"),
     ("tab1 --eval_dir=no --dry_run", "eval_dir=no is no folder; it takes one with <task>.jsonl files"),
@@ -654,6 +654,29 @@ def test_scores_are_of_the_last_checkpoint(monkeypatch):
     checkpoints = {name: {"step": int(name), "results": {"piqa": name}} for name in "132"}
     monkeypatch.setattr(found, "read_results", lambda folder: checkpoints)
     assert found.scores("run") == {"piqa": "3"}
+
+
+def test_a_run_is_one_without_its_analysis(copied, monkeypatch):
+    """Figures that need only its loss are drawn."""
+    folder, call = copied
+    (folder / "out" / RUNS[0] / "analysis.json").unlink()
+    (folder / "results/cpu.json").unlink()
+    fails = ("-c", "raise SystemExit('exploded')")
+    monkeypatch.setattr(reproduce, "command_of", lambda words, log, steps: jobs.Command(fails, log))
+    refused(call("all"), "not drawn: fig4, the first because", "has no analysis.json")
+    assert list(numbers_in(folder)) == ["fig9", "tab5"]
+
+
+def test_a_run_that_diverged_is_not_trained_again(copied, monkeypatch):
+    folder, call = copied
+    path = folder / "out" / RUNS[1] / "metrics.jsonl"
+    *others, last = read_record_lines(path, METRICS)
+    diverged = {"event": "diverged", "step": last["step"], "why": "the loss is nan"}
+    path.write_text("".join(record_line(METRICS, line) for line in (*others, diverged)))
+    for weights in path.parent.glob("step_*"):
+        weights.unlink()
+    monkeypatch.setattr(reproduce, "run_jobs", lambda wanted, ended, lanes: wanted() and pytest.fail("it runs"))
+    refused(call("fig9"), "not drawn: fig9", f"{RUNS[1]} has diverged; remove it to train it again")
 
 
 def test_one_failure_does_not_stop_the_rest(copied, monkeypatch):

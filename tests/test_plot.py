@@ -274,6 +274,13 @@ def test_weights_are_the_equations(mode, weights, word):
     assert line.readers == dict(enumerate(weights, 1)) and line.word == word
 
 
+def test_what_neutreno_subtracts_is_what_is_cached():
+    """V' where the values were mixed before, unless the mode says V_n."""
+    modes = ("resformer_neutreno", "resformer_neutreno_literal")
+    lines = [picture.lines_of(config(mode, n_layer=2))[1] for mode in modes]
+    assert [line.readers[1] for line in lines] == [("", "0.2 (V_1−V_2′)"), ("", "0.2 (V_1−V_2)")]
+
+
 def test_all_that_is_below_comes_on_one_line():
     assert [len(picture.lines_of(config(mode, n_layer=8))) for mode in ("resformer_all", "resformer_prev")] == [1, 7]
 
@@ -343,7 +350,7 @@ def test_words_are_the_models(panels):
         words = [text.get_text() for text in ax.texts]
         kv = kv_floats_per_token(cfg)
         share = kv / kv_floats_per_token(config(n_layer=cfg.n_layer))
-        assert f"{2 * kv:,} bytes per token\n{share:.3g} × vanilla's" in words and mode in words
+        assert f"{2 * kv:,} bytes per token\n{share:.3g} × full attention's" in words and mode in words
     weights = [text for text in panels["resformer_lambda"][1].texts if text.get_text() == "2"]
     assert weights and {text.get_position()[0] > picture.RIGHT for text in weights} == {True}
     for mode, note in {

@@ -402,6 +402,7 @@ DAMAGE = [  # what happens to a run's folder, and the sentence; test_bad_input.p
     (edit_records(lambda lines: ["{'no"]), "lacks steps before 12"),  # half a line
     (lambda run: (run / "metrics.jsonl").unlink(), "lacks steps before 12"),
     (lambda run: (run / "config.json").unlink(), "config.json is missing"),
+    (lambda run: (run / STATE).unlink(), f"{STATE} is missing; it should be train.py's training state"),
     (lambda run: (run / STATE.replace("12", "06")).rename(run / STATE), "it belongs to other weights"),
 ]
 
