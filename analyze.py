@@ -320,7 +320,7 @@ def read_chunks(path, block_size, cfg):
         rows = [ids[: T - 1] for ids in map(tokenizer.encode, texts) if len(ids) >= T - 1]
     if not rows:
         raise UserError(f"the validation text of {data_dir} has no chunk of {T} tokens; set a smaller --length")
-    idx = np.full((len(rows), T), tokenizer.eot, np.int64)
+    idx = np.full((len(rows), T), tokenizer.start, np.int64)
     idx[:, 1:] = rows
     return torch.from_numpy(idx)
 

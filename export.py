@@ -77,7 +77,7 @@ def write_code(folder):
 
 def write_folder(folder, path, model, tokenizer, dtype):
     """Write all files of the export of a checkpoint, `path`."""
-    peer = to_transformers(model, tokenizer.eot, tokenizer.end).to(getattr(torch, dtype))
+    peer = to_transformers(model, tokenizer.start, tokenizer.end).to(getattr(torch, dtype))
 
     # What our own stages ask of such a folder stands in its config.json. gqa4 and its like are plain Llamas for others.
     header = checkpoint.read_header(path)
@@ -94,7 +94,7 @@ def write_folder(folder, path, model, tokenizer, dtype):
     if not is_plain_llama(model.cfg):  # pipelines and a bare generate() stop where the block is full
         peer.generation_config.max_length = model.cfg.block_size
     names = {i: name for name, i in tokenizer.special.items()}
-    special = {"bos_token": names[tokenizer.eot]} | dict.fromkeys(("eos_token", "pad_token"), names[tokenizer.end])
+    special = {"bos_token": names[tokenizer.start]} | dict.fromkeys(("eos_token", "pad_token"), names[tokenizer.end])
     how = {"model_max_length": model.cfg.block_size, "padding_side": "left", "clean_up_tokenization_spaces": False}
     made = fast_tokenizer(tokenizer, about["bos"])
     fast = need("transformers").PreTrainedTokenizerFast(tokenizer_object=made, **special, **how)

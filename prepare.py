@@ -436,7 +436,7 @@ def write_manifest(cfg, placement, tokenizer):
     weights = {domain: weight for domain, weight in weights.items() if domain in usable}
     total = plain_sum(weights.values())
     manifest = {
-        "tokenizer": dict(name=tokenizer.name, hash=tokenizer.hash, n_vocab=tokenizer.n_vocab, eot=tokenizer.eot),
+        "tokenizer": dict(name=tokenizer.name, hash=tokenizer.hash, n_vocab=tokenizer.n_vocab),
         "mixture": {domain: weight / total for domain, weight in weights.items()},
         "splits": placement.splits,
     }

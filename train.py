@@ -477,7 +477,7 @@ def train(cfg, world):
         # a look at what it writes. It draws from a generator of its own, so the run stays the same
         if cfg.sample_every and n % cfg.sample_every == 0 and world.rank == 0:
             model.eval()
-            (ids,), *_ = generate(model, [[corpus.tokenizer.eot]], 100, seed=n, eot=corpus.tokenizer.end)
+            (ids,), *_ = generate(model, [[corpus.tokenizer.start]], 100, seed=n, eot=corpus.tokenizer.end)
             model.train()
             metrics.say(f"step {n} writes: {corpus.tokenizer.decode(ids)!r}")
         # save: after a signal too, at the same step on all ranks, although it reaches them at different times.

@@ -262,7 +262,7 @@ def load_tokenizer(weights_file):
     tokenizer = Tokenizer.load(path)
     if tokenizer.hash != read_header(weights_file)["tokenizer"]:
         raise UserError(f"{path} is not the tokenizer that {weights_file} was trained with")
-    tokenizer.prefix = [tokenizer.eot] if trained_with_bos(path.parent) else []
+    tokenizer.prefix = [tokenizer.start] if trained_with_bos(path.parent) else []
     return tokenizer
 
 

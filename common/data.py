@@ -173,7 +173,7 @@ class Corpus:
             raise UserError(f"{wrong}; delete it and prepare it again")
         x, y = rows[:, :-1].copy(), rows[:, 1:].copy()
         if self.bos:
-            x[:, 0] = self.tokenizer.eot
+            x[:, 0] = self.tokenizer.start
         return x, y
 
     def _draw_domains(self, chunk):

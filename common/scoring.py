@@ -33,7 +33,7 @@ def encode_pair(tokenizer, context, scored):
     bare = context.rstrip()
     scored = context[len(bare) :] + scored
     if not bare:
-        return [tokenizer.eot], tokenizer.encode(scored)
+        return [tokenizer.start], tokenizer.encode(scored)
     ids = tokenizer.prefix + tokenizer.encode(bare)
     return ids, (tokenizer.prefix + tokenizer.encode(bare + scored))[len(ids) :]
 

@@ -52,7 +52,7 @@ class Tokenizer:
         self.name = spec["name"]
         self.n_vocab = spec["n_vocab"]
         # End-of-text separates documents, so it starts and ends them.
-        self.eot = self.end = spec["special"][EOT]
+        self.start = self.end = spec["special"][EOT]
         # The ids that a text of its own begins with. Ours has none; other models' tokenizers have some.
         self.prefix = []
         self.special = dict(spec["special"])  # {name: id}
@@ -90,7 +90,7 @@ class Tokenizer:
         """(tokens + 1,) uint16, as in a token file: the ids that `encode` gives, and end-of-text.
         Raises UnicodeEncodeError if `text` has half a surrogate pair."""
         ids = self.encoding.encode_to_numpy(self._normalized(text), disallowed_special=())
-        return np.append(ids, self.eot).astype("<u2")
+        return np.append(ids, self.end).astype("<u2")
 
     def _normalized(self, text):
         if self.spec["normalize"] and not text.isascii():
@@ -121,13 +121,13 @@ class HFTokenizer:
 
     def __init__(self, spec):
         self.spec, self.name, self.n_vocab, self.is_ours = spec, spec["name"], spec["n_vocab"], spec["is_ours"]
-        self.eot, self.end = spec["start"], spec["end"]
+        self.start, self.end = spec["start"], spec["end"]
         self.encoding = need("tokenizers").Tokenizer.from_str(json.dumps(spec["tokenizer"]))
         self.encoding.no_truncation()  # what somebody trained with is saved, too, and would cut our texts
         self.encoding.no_padding()
         added = self.encoding.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        self.special |= {self.encoding.id_to_token(i): i for i in (self.eot, self.end)}
+        self.special |= {self.encoding.id_to_token(i): i for i in (self.start, self.end)}
         # what the file itself puts before a text, [<s>] in Llama's
         text = self.encoding.encode("a")
         self.prefix = text.ids[: [*text.special_tokens_mask, 0].index(0)]

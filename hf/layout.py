@@ -197,8 +197,8 @@ def fast_tokenizer(tokenizer, bos=False):
     bos: the token that begins a sequence goes before each text. Another model's tokenizer is one already."""
     tokenizers = need("tokenizers")
     made = tokenizer.encoding if isinstance(tokenizer, HFTokenizer) else byte_level_bpe(tokenizer)
-    start = next(name for name, i in tokenizer.special.items() if i == tokenizer.eot)
-    parts = {"single": f"{start} $A", "pair": f"{start} $A $B:1", "special_tokens": [(start, tokenizer.eot)]}
+    start = next(name for name, i in tokenizer.special.items() if i == tokenizer.start)
+    parts = {"single": f"{start} $A", "pair": f"{start} $A $B:1", "special_tokens": [(start, tokenizer.start)]}
     if bos:
         made.post_processor = tokenizers.processors.TemplateProcessing(**parts)
     elif isinstance(tokenizer, HFTokenizer):  # in training nothing came before a text

@@ -274,14 +274,14 @@ def make_data(folder, sizes=None, mixture=None, seed=0, tokenizer=None, n_val=3_
     for d, (domain, size) in enumerate(sizes.items()):
         for split, n in (("train", size), ("val", n_val)):
             ids = np.cumsum(rng.choice([1, 1, 1, 2], n)) % 20 + 97 + d  # mostly the next letter, a to t
-            ids[99::100] = tokenizer.eot
+            ids[99::100] = tokenizer.start
             file = folder / split / f"{domain}.bin"
             file.parent.mkdir(parents=True, exist_ok=True)
             ids.astype("<u2").tofile(file)
             about = dict(file=f"{split}/{domain}.bin", tokens=n, documents=n // 100, bytes=n - n // 100)
             splits[split][domain] = about | {"sha256": sha256(file)}
     tokenizer.save(folder / "tokenizer.json")
-    about = dict(name=tokenizer.name, hash=tokenizer.hash, n_vocab=tokenizer.n_vocab, eot=tokenizer.eot)
+    about = dict(name=tokenizer.name, hash=tokenizer.hash, n_vocab=tokenizer.n_vocab)
     mixture = mixture or {d: size / sum(sizes.values()) for d, size in sizes.items()}
     write_record(folder / "manifest.json", MANIFEST, dict(tokenizer=about, mixture=mixture, splits=splits))
     return folder

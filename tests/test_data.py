@@ -75,7 +75,7 @@ def check_texts(theirs, ours, texts):
         ids = ours.encode(text)
         assert ids == right.ids, ascii(text[:1000])
         document = ours.encode_document(text)
-        assert document.dtype == "<u2" and document.tolist() == [*ids, ours.eot], ascii(text[:1000])
+        assert document.dtype == "<u2" and document.tolist() == [*ids, ours.start], ascii(text[:1000])
         form = ours.spec["normalize"]
         assert ours.decode(ids) == (unicodedata.normalize(form, text) if form else text), ascii(text[:1000])
 
@@ -91,7 +91,7 @@ def test_ids_of_public_tokenizers(tmp_path, name, size):
 
 def test_ids_of_a_small_vocabulary(small):
     theirs, ours, _ = small
-    assert ours.n_vocab == theirs.get_vocab_size() and ours.spec["normalize"] == "NFC" and ours.eot == 0
+    assert ours.n_vocab == theirs.get_vocab_size() and ours.spec["normalize"] == "NFC" and ours.start == 0
     check_texts(theirs, ours, ["", *hostile(2, 4000)])
 
 
@@ -171,7 +171,7 @@ def test_sequences_that_begin_with_end_of_text(data_dir):
         (x, y), (with_bos, targets) = getattr(plain, get)(*rows), getattr(bos, get)(*rows)
         np.testing.assert_array_equal(targets, y)
         np.testing.assert_array_equal(with_bos[:, 1:], x[:, 1:])
-        assert (with_bos[:, 0] == plain.tokenizer.eot).all() and not (x[:, 0] == plain.tokenizer.eot).all()
+        assert (with_bos[:, 0] == plain.tokenizer.start).all() and not (x[:, 0] == plain.tokenizer.start).all()
 
 
 def test_each_window_once_per_epoch(data_dir):

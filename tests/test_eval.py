@@ -99,7 +99,7 @@ def test_an_unknown_task_is_answered_with_all_names():
 class Merging:
     """A tokenizer with the words "ab" and " c", else of characters, in which borders of texts can vanish."""
 
-    eot, prefix = 0, [7]
+    start, prefix = 0, [7]
 
     def encode(self, text):
         text = text.replace("ab", "\ue000").replace(" c", "\ue001")

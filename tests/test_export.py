@@ -334,7 +334,9 @@ def test_a_mode_comes_back_bit_for_bit(data_dir, tmp_path, mode, arch):
     assert (header["step"], header["val_loss"], header["tokenizer"]) == (3, 1.5, tokenizer.hash)
     same_weights(checkpoint.load(found), model)
     read = checkpoint.load_tokenizer(found)
-    assert read.encode("abc <|endoftext|>") == tokenizer.encode("abc <|endoftext|>") and read.prefix == [tokenizer.eot]
+    assert read.encode("abc <|endoftext|>") == tokenizer.encode("abc <|endoftext|>") and read.prefix == [
+        tokenizer.start
+    ]
     # version 4 of transformers reads rope_theta there, and knows the tokenizer's class by this name
     assert "PreTrainedTokenizerFast" in (folder / "tokenizer_config.json").read_text()
     assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
@@ -474,7 +476,7 @@ def test_token_ids_are_ours_on_all_text(tmp_path, kind):
         assert theirs.encode(text, add_special_tokens=False).ids == ids, text[:200]
         assert theirs.decode(ids, skip_special_tokens=False) == tokenizer.decode(ids), text[:200]
     theirs.encode_special_tokens = False
-    assert theirs.encode("a<|endoftext|>").ids[-1] == tokenizer.eot
+    assert theirs.encode("a<|endoftext|>").ids[-1] == tokenizer.start
 
 
 def test_llamas_tokenizer_puts_a_token_before_each_text(tmp_path):
@@ -500,7 +502,7 @@ def test_ids_that_are_no_tokens_are_refused(start, end, tmp_path):
 
 def test_a_model_without_a_token_that_begins_takes_the_one_that_ends(tmp_path):
     tokenizer = metaspace_tokenizer(tmp_path, bos_token_id=None)
-    assert tokenizer.eot == tokenizer.end == 1
+    assert tokenizer.start == tokenizer.end == 1
     tokenizer.encoding.add_special_tokens([f"<{i}>" for i in range(20)])  # and nobody resized the model
     (first,) = tokenizer.encoding.encode("<0>", add_special_tokens=False).ids
     tokenizer.n_vocab = first + 1

@@ -80,8 +80,8 @@ def decoded(folder, split, domain):
     """The texts of a token file's documents, each of which ends with end-of-text."""
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     ids = np.fromfile(folder / split / f"{domain}.bin", "<u2")
-    assert ids[-1] == tokenizer.eot
-    return [tokenizer.decode(doc[:-1]) for doc in np.split(ids, np.flatnonzero(ids == tokenizer.eot) + 1)[:-1]]
+    assert ids[-1] == tokenizer.start
+    return [tokenizer.decode(doc[:-1]) for doc in np.split(ids, np.flatnonzero(ids == tokenizer.start) + 1)[:-1]]
 
 
 def documents(cfg):

@@ -197,7 +197,7 @@ def test_prompts_as_nanogpt_takes_them(run):
 
 def test_a_text_begins_as_in_training_and_ends_with_the_tokenizers_end(run, monkeypatch):
     calls, tokenizer = [], byte_tokenizer()
-    tokenizer.eot, tokenizer.end, tokenizer.prefix = 1, 2, [3]
+    tokenizer.start, tokenizer.end, tokenizer.prefix = 1, 2, [3]
     monkeypatch.setattr(checkpoint, "load_tokenizer", lambda path: tokenizer)
     monkeypatch.setattr(sample, "generate", lambda *words, **how: calls.append(words) or generate(*words, **how))
     assert in_process(sample, run, "--prompt=a", "--max_new_tokens=1").returncode == 0
