@@ -293,11 +293,69 @@ def test_the_demo_that_readme_shows():
     assert "In [our own run](results/demo.png), all three are still [clearly ahead](results/demo.json)." in README
 
 
-def test_english_runs():
-    """Kept runs, whose records have a line for each fifty steps, are read like others; the page has their losses."""
-    english = page("results/english/README.md")
-    folders = sorted((ROOT / "results/english").glob("*-*-*-*/"))
-    for folder in folders:
+ENGLISH = ROOT / "results/english"
+NOVELS, RATES = page("results/english/README.md"), (1.5e-3, 3e-3, 6e-3)
+
+
+def english():
+    """(Curves of the kept English runs {(mode, rate, seed): …}, the Answers on the modes that are finished, the Fit)."""
+    runs = {}
+    for folder in sorted(ENGLISH.glob("*-*-*-*/")):
         mode, _, rate, seed = folder.name.split("-")
-        assert f"| {mode} | {rate} | {seed} | {read_run(folder).final_loss:.4f} |" in english
-    assert english.count("| 0.00") == len(folders) and len(read_run(folders[0]).steps["loss"]) == 120
+        runs[mode, float(rate), int(seed)] = read_run(folder)
+    cells, tuned = {}, {}
+    for (mode, rate, seed), run in runs.items():
+        cells.setdefault((mode, rate), {})[seed] = run.final_loss
+    for mode in ("vanilla", "resformer", "resformer_lambda", "svformer"):
+        loss_of = lambda rate, seed, mode=mode: cells.get((mode, rate), {}).get(seed)  # noqa: E731
+        missing, where = search(loss_of, RATES, (42, 1, 2))
+        if not missing:
+            tuned[mode] = where
+    return runs, *judge({cell: of for cell, of in cells.items() if cell[0] in tuned}, tuned)
+
+
+RUNS_IN_ENGLISH, ANSWERS, FIT_IN_ENGLISH = english()
+IN_ENGLISH = {answer.mode: answer for answer in ANSWERS}
+
+
+def lead(losses_of):
+    """How much lower λ = 2's training loss is than vanilla's after a tenth of the training: steps 601 to 750, seeds 1
+    and 2. losses_of: function (mode, seed) -> (steps, losses)."""
+    gaps = []
+    for seed in (1, 2):
+        means = []
+        for mode in ("vanilla", "resformer_lambda"):
+            steps, losses = losses_of(mode, seed)
+            means.append(losses[(steps > 600) & (steps <= 750)].mean())
+        gaps.append(means[0] - means[1])
+    return sum(gaps) / 2
+
+
+def in_english(mode, seed):
+    steps = RUNS_IN_ENGLISH[mode, IN_ENGLISH[mode].tuned.rate, seed].steps
+    return steps["step"], steps["loss"]
+
+
+def in_python(mode, seed):
+    (run,) = (run for run in RUNS if run["name"] == f"82M-2048-{mode}-lr0.0003-{seed}")
+    return run["every"] * np.arange(1, 1 + len(run["losses"])), np.array(run["losses"])
+
+
+def test_the_page_has_all_english_runs():
+    """A line for each fifty steps of kept runs is read like others. The page's grid has their losses."""
+    assert all(len(run.steps["loss"]) == 120 for run in RUNS_IN_ENGLISH.values())
+    rates = sorted({rate for _, rate, _ in RUNS_IN_ENGLISH})
+    assert f"|mode|{'|'.join(f'{rate:g}' for rate in rates)}|seed 1|seed 2|" in NOVELS
+    for mode in dict.fromkeys(mode for mode, *_ in RUNS_IN_ENGLISH):
+        of = {(rate, seed): f"{run.final_loss:.4f}" for (m, rate, seed), run in RUNS_IN_ENGLISH.items() if m == mode}
+        cells = [of.pop((rate, 42), "") for rate in rates]
+        cells += [next((of.pop(key) for key in list(of) if key[1] == seed), "") for seed in (1, 2)]
+        assert not of and f"|{mode}|{'|'.join(cells)}|" in NOVELS.replace("*", "")
+
+
+def test_the_answer_in_english():
+    for mode, answer in IN_ENGLISH.items():
+        row = [mode, f"{answer.tuned.rate:g}", f"{sum(answer.losses.values()) / 3:.4f}", f"{answer.best.rate:.2g}"]
+        row += [f"{answer.loss:.4f}"]
+        row += ["-", "-"] if mode == "vanilla" else [f"{answer.gap:+.3f} ± {answer.interval:.3f}", f"{answer.p:.2g}"]
+        assert f"| {' | '.join(row)} |" in NOVELS
