@@ -298,7 +298,7 @@ NOVELS, RATES = page("results/english/README.md"), (1.5e-3, 3e-3, 6e-3)
 
 
 def english():
-    """(Curves of the kept English runs {(mode, rate, seed): …}, the Answers on the modes that are finished, the Fit)."""
+    """({(mode, rate, seed): Curves} of the kept English runs, the Answers on modes that are finished, the Fit)."""
     runs = {}
     for folder in sorted(ENGLISH.glob("*-*-*-*/")):
         mode, _, rate, seed = folder.name.split("-")
