@@ -112,6 +112,64 @@ def tokens(where, other):
     return [f"{end:.3g}" if end > 2 else f"{end:.2f}" for end in ends]
 
 
+ENGLISH = ROOT / "results/english"
+NOVELS, RATES = page("results/english/README.md"), (1.5e-3, 3e-3, 6e-3)
+
+
+def english():
+    """({(mode, rate, seed): Curves} of the kept English runs, the Answers on modes that are finished, the Fit)."""
+    runs = {}
+    for folder in sorted(ENGLISH.glob("*-*-*-*/")):
+        mode, _, rate, seed = folder.name.split("-")
+        runs[mode, float(rate), int(seed)] = read_run(folder)
+    cells, tuned = {}, {}
+    for (mode, rate, seed), run in runs.items():
+        cells.setdefault((mode, rate), {})[seed] = run.final_loss
+    for mode in ("vanilla", "resformer", "resformer_lambda", "svformer"):
+        loss_of = lambda rate, seed, mode=mode: cells.get((mode, rate), {}).get(seed)  # noqa: E731
+        missing, where = search(loss_of, RATES, (42, 1, 2))
+        if not missing:
+            tuned[mode] = where
+    return runs, *judge({cell: of for cell, of in cells.items() if cell[0] in tuned}, tuned)
+
+
+RUNS_IN_ENGLISH, ANSWERS, FIT_IN_ENGLISH = english()
+IN_ENGLISH = {answer.mode: answer for answer in ANSWERS}
+TUNED = {mode for mode, rate, _ in RUNS_IN_ENGLISH if rate == RATES[-1]}
+
+
+def in_english(mode, seed):
+    """(steps, training losses) of a mode's run at its best rate."""
+    rate = min((run.final_loss, rate) for (m, rate, s), run in RUNS_IN_ENGLISH.items() if (m, s) == (mode, 42))[1]
+    steps = RUNS_IN_ENGLISH[mode, rate, seed].steps
+    return steps["step"], steps["loss"]
+
+
+def in_python(mode, seed):
+    (run,) = (run for run in RUNS if run["name"] == f"82M-2048-{mode}-lr0.0003-{seed}")
+    return run["every"] * np.arange(1, 1 + len(run["losses"])), np.array(run["losses"])
+
+
+def lead(losses_of, *seeds):
+    """How much lower λ = 2's training loss is than vanilla's after a tenth of the training, in steps 601 to 750."""
+    gaps = []
+    for seed in seeds:
+        means = []
+        for mode in ("vanilla", "resformer_lambda"):
+            steps, losses = losses_of(mode, seed)
+            means.append(losses[(steps > 600) & (steps <= 750)].mean())
+        gaps.append(means[0] - means[1])
+    return sum(gaps) / len(gaps)
+
+
+def gap_in_english(mode):
+    """A mode's loss minus vanilla's as a table has it."""
+    if mode in IN_ENGLISH:
+        return f"{IN_ENGLISH[mode].gap:+.3f} ± {IN_ENGLISH[mode].interval:.3f}"
+    best = {m: min(run.final_loss for (x, _, s), run in RUNS_IN_ENGLISH.items() if (x, s) == (m, 42)) for m in TUNED}
+    return f"{best[mode] - best['vanilla']:+.3f}*" if mode in best else "not finished"
+
+
 MEAN_42 = (2.4592 + 2.4812) / 2  # vanilla's seed 42 on both processors
 CHOSEN = [("resformer", 0.003), ("svformer", 0.006), ("resformer_lambda", 0.003), ("resformer_plus", 0.003)]
 CHOSEN += [("neutreno", 0.003), ("denseformer", 0.003)]
@@ -123,8 +181,7 @@ def sentences():
         FIT.contrast({(BASE, "vanilla", 0.003): 1, (BASE, "resformer", 0.003): -1})[1],
         t_95(FIT.df) * FIT.noise * 2**0.5,
     )
-    yield f"three seeds of each, which pins a difference down to ± {half:.3f}."
-    yield f"A star marks a single seed, which pins a difference down to ± {one:.3f} at best."
+    yield f"so three seeds pin a difference down to ± {half:.3f}, and a single one to ± {one:.3f} at best."
     for name, mode, rate, others in (
         ("ResFormer", "resformer", 0.003, (0.0015, 0.0015)),
         ("λ = 2", "resformer_lambda", 0.003, (None, 0.0015)),
@@ -132,18 +189,17 @@ def sentences():
     ):
         gaps = [g(mode, at, 0.0015, **of) if at else "-" for at, of in zip(others, (DEEP, LARGE), strict=True)]
         late = loss(mode, rate, **LONG) - loss("vanilla", **LONG)
-        yield f"| {name} | {g(mode, rate)} | {gaps[0]} | {gaps[1]} | {late:+.3f}* |"
+        yield f" | {g(mode, rate)} ± {half:.3f} | {gaps[0]} | {gaps[1]} | {late:+.3f}* |"
+        yield f"| {name} | {gap_in_english(mode)} | {g(mode, rate)}"
     value, interval, _ = gap("resformer")
-    yield (
-        "Our interval for the base model excludes a gain of that size."
-        if value - interval > -0.027
-        else "no such finding"
-    )
+    yield ("On Python our interval excludes a gain of that size." if value - interval > -0.027 else "no such finding")
     yield f"ends {gap('scaled')[0]:.2f} nats above vanilla. But we only tried"
     middle = gap("resformer_lambda", 0.0015, 0.0015, **MID)[0]
-    yield f"in the table, with 2.9M parameters. There λ = 2 ends {-middle:.2f} nats below vanilla."
+    yield f"With 2.9M parameters λ = 2 ends {-middle:.2f} nats below vanilla."
     early, late = ([float(end) for end in tokens(*of)] for of in (({}, LONG), (LONG, {})))
-    yield f"the vanilla base model needs {early[0]:.1f} to {early[1]:.1f} times as many."
+    novels, code = lead(in_english, 42), lead(in_python, 1, 2)
+    yield f"λ = 2's training loss is {novels:.2f} nats lower than vanilla's on English, and {code:.2f} lower on Python"
+    yield f"the vanilla base model needs {early[0]:.1f} to {early[1]:.1f} times as many tokens."
     yield f"four times the training the range is {late[0]:.1f} to {late[1]:.1f}, from a single seed."
     yield f"**SVFormer ends {-gap('svformer', 0.006)[0]:.2f} nats below vanilla, with 58% of the cache.**"
     assert all(LOSSES[BASE, mode, 0.006][42] - loss("vanilla", 0.006) < gap(mode, rate)[0] for mode, rate in CHOSEN)
@@ -173,13 +229,14 @@ def evidence():
 def readmes():
     """What README must say."""
     value, interval, _ = gap("resformer")
-    yield "**ResFormer did not help our base model**" if abs(value) < interval else "no such finding"
-    yield f"With 12 layers it ends about {-gap('resformer', 0.0015, 0.0015, **DEEP)[0]:.2f} nats below vanilla"
+    yield "**ResFormer doesn't help our base model**" if abs(value) < interval else "no such finding"
+    assert abs(IN_ENGLISH["resformer"].gap) < IN_ENGLISH["resformer"].interval
+    yield f"On Python with 12 layers it ends about {-gap('resformer', 0.0015, 0.0015, **DEEP)[0]:.2f} nats below vanilla"
     least, most = (f"{float(times):.1f}" for times in tokens({}, LONG))
     yield f"With V_n + 2 V_1 the base model ends about {-gap('resformer_lambda')[0]:.2f} nats lower"
     yield f"Vanilla would need {least} to {most} times as many tokens to get there."
     best = -gap("svformer", 0.006)[0]
-    yield f"SVFormer ends about {best:.2f} nats lower, with 58% of the cache."
+    yield f"SVFormer ends about {best:.2f} nats lower on Python, with 58% of the cache."
 
 
 def rows():
@@ -255,6 +312,7 @@ def test_the_board_of_records():
 
 def test_counts():
     assert f"we trained {len(RUNS)} transformers" in PAGE and f"of all {len(RUNS)} runs" in NIGHT
+    assert f"on Python and {len(RUNS_IN_ENGLISH)} on English" in PAGE
     lost = sum(run["commit"] is None for run in RUNS)
     assert f"commit and curve of {len(RUNS) - lost} of them. The other {lost} are of seed 42" in NIGHT
     assert f"Those {len(RUNS) - lost} took {sum(run.get('seconds') or 0 for run in RUNS) / 3600:.0f} hours" in NIGHT
@@ -291,54 +349,6 @@ def test_the_demo_that_readme_shows():
     found = {answer.mode: answer for answer in judge(cells, tuned)[0]}
     assert all(a.gap < -a.interval for mode, a in found.items() if mode != "vanilla")
     assert "In [our own run](results/demo.png), all three are still [clearly ahead](results/demo.json)." in README
-
-
-ENGLISH = ROOT / "results/english"
-NOVELS, RATES = page("results/english/README.md"), (1.5e-3, 3e-3, 6e-3)
-
-
-def english():
-    """({(mode, rate, seed): Curves} of the kept English runs, the Answers on modes that are finished, the Fit)."""
-    runs = {}
-    for folder in sorted(ENGLISH.glob("*-*-*-*/")):
-        mode, _, rate, seed = folder.name.split("-")
-        runs[mode, float(rate), int(seed)] = read_run(folder)
-    cells, tuned = {}, {}
-    for (mode, rate, seed), run in runs.items():
-        cells.setdefault((mode, rate), {})[seed] = run.final_loss
-    for mode in ("vanilla", "resformer", "resformer_lambda", "svformer"):
-        loss_of = lambda rate, seed, mode=mode: cells.get((mode, rate), {}).get(seed)  # noqa: E731
-        missing, where = search(loss_of, RATES, (42, 1, 2))
-        if not missing:
-            tuned[mode] = where
-    return runs, *judge({cell: of for cell, of in cells.items() if cell[0] in tuned}, tuned)
-
-
-RUNS_IN_ENGLISH, ANSWERS, FIT_IN_ENGLISH = english()
-IN_ENGLISH = {answer.mode: answer for answer in ANSWERS}
-
-
-def lead(losses_of):
-    """How much lower λ = 2's training loss is than vanilla's after a tenth of the training: steps 601 to 750, seeds 1
-    and 2. losses_of: function (mode, seed) -> (steps, losses)."""
-    gaps = []
-    for seed in (1, 2):
-        means = []
-        for mode in ("vanilla", "resformer_lambda"):
-            steps, losses = losses_of(mode, seed)
-            means.append(losses[(steps > 600) & (steps <= 750)].mean())
-        gaps.append(means[0] - means[1])
-    return sum(gaps) / 2
-
-
-def in_english(mode, seed):
-    steps = RUNS_IN_ENGLISH[mode, IN_ENGLISH[mode].tuned.rate, seed].steps
-    return steps["step"], steps["loss"]
-
-
-def in_python(mode, seed):
-    (run,) = (run for run in RUNS if run["name"] == f"82M-2048-{mode}-lr0.0003-{seed}")
-    return run["every"] * np.arange(1, 1 + len(run["losses"])), np.array(run["losses"])
 
 
 def test_the_page_has_all_english_runs():
