@@ -231,7 +231,8 @@ def readmes():
     value, interval, _ = gap("resformer")
     yield "**ResFormer doesn't help our base model**" if abs(value) < interval else "no such finding"
     assert abs(IN_ENGLISH["resformer"].gap) < IN_ENGLISH["resformer"].interval
-    yield f"On Python with 12 layers it ends about {-gap('resformer', 0.0015, 0.0015, **DEEP)[0]:.2f} nats below vanilla"
+    deep = gap("resformer", 0.0015, 0.0015, **DEEP)[0]
+    yield f"On Python with 12 layers it ends about {-deep:.2f} nats below vanilla"
     least, most = (f"{float(times):.1f}" for times in tokens({}, LONG))
     yield f"With V_n + 2 V_1 the base model ends about {-gap('resformer_lambda')[0]:.2f} nats lower"
     yield f"Vanilla would need {least} to {most} times as many tokens to get there."
