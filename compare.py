@@ -339,7 +339,10 @@ def main(cfg: CompareConfig):
     need("matplotlib")  # before hours of training
     for mode in cfg.named:
         settings = cfg.of_run(mode, cfg.rates[0], cfg.seed)
-        settings.model_config(vocab_size=1)  # an impossible shape is refused here
+        try:
+            settings.model_config(vocab_size=1)  # an impossible shape is refused here
+        except UserError as e:
+            raise UserError(f"{mode}: {e}") from None
         settings.split_batch(1)  # and an impossible batch
     lanes = lanes_of(cfg.device, cfg.jobs, len(cfg.named) * max(len(cfg.rates), cfg.seeds))
     with contextlib.nullcontext() if cfg.dry_run else hold(cfg.out_dir):

@@ -41,8 +41,9 @@ class PlotConfig:
 
     def __post_init__(self):
         check_fields(self)
-        # our own pictures lie beside the runs, so out/* names them too
-        object.__setattr__(self, "words", tuple(name for name in self.words if not name.endswith(".png")))
+        # what compare.py and we write lies beside the runs, so out/* names it too
+        beside = (".png", "report.md", "runs.jsonl")
+        object.__setattr__(self, "words", tuple(name for name in self.words if not name.endswith(beside)))
         if not self.words:
             raise UserError("name runs that analyze.py has seen: `python plot.py out/a out/b`")
         if self.words[0] == "relative" and len(self.words) < 3:
@@ -241,7 +242,8 @@ def relative(path, names):
     curves = {name: read_run(name) for name in names}
     for name, curve in curves.items():
         if not len(curve.steps["loss"]):
-            raise UserError(f"{name} has no training losses yet; train it first")
+            why = "diverged at once; leave it out" if curve.final_loss else "has no training losses yet; train it first"
+            raise UserError(f"{name} {why}")
     modes = {name: curve.start["value_mode"] for name, curve in curves.items()}
     vanillas = [name for name in names if modes[name] == "vanilla"]
     base = vanillas[0] if len(vanillas) == 1 else names[0]

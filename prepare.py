@@ -426,6 +426,8 @@ def write_manifest(cfg, placement, tokenizer):
     out, train, usable = Path(cfg.out_dir), placement.splits["train"], placement.usable()
     if not usable:
         few = "too few different documents in a domain to hold any out for validation (see --domains)"
+        if cfg.val_fraction == 0:  # the input has a validation split of its own
+            few = "a validation split without text"
         of = f" of {', '.join(cfg.mixture)}" if cfg.mixture else ""
         raise UserError(f"the input has {few if train else 'no train text'}{of}")
     for files in placement.splits.values():

@@ -198,6 +198,10 @@ def checkpoint_to_resume(cfg):
         raise UserError(f"{cfg.out_dir} holds a tokenizer.json and no config.json: it is no run; set another --out_dir")
     if cfg.resume == "never" and files:
         raise UserError(f"{cfg.out_dir} already holds a run; --resume=auto continues it, or set another --out_dir")
+    # with auto it may have been killed before its first checkpoint, and begins again
+    if cfg.resume == "never" and Path(cfg.out_dir, "metrics.jsonl").exists() and read_run(cfg.out_dir).final_loss:
+        remedy = "remove it, or set another --out_dir"
+        raise UserError(f"{cfg.out_dir} has the records of a run that has ended, without its weights; {remedy}")
     if cfg.resume == "never" or (cfg.resume == "auto" and not files):
         return None
     path = checkpoint.find(cfg.out_dir if cfg.resume == "auto" else cfg.resume)

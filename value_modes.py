@@ -410,6 +410,7 @@ class ModelConfig:
             (H % G, f"n_head={H} must be a multiple of n_kv_head={G}"),
             (is_llama and self.head_dim % 2, f"heads are {self.head_dim} wide: RoPE rotates pairs, so it must be even"),
             (scaling and not is_ordered, f"rope_scaling={scaling}: factor, low < high, original, all positive"),
+            (self.rope_theta != 10000.0 and not is_llama, f"rope_theta is for arch='llama': {self.arch} has no angles"),
             (scaling and not is_llama, f"rope_scaling is for arch='llama': {self.arch} learns its positions"),
             (value_heads % 1 or value_heads >= G,
              f"heads_from_layer_0={mode.heads_from_layer_0} of {G} value heads: a whole number of them, and not all"),

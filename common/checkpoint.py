@@ -97,6 +97,8 @@ def find(run_or_file="", which="last"):
         path = max(every, key=os.path.getmtime).parent
         print(f"the newest run is {path}")
     if path.is_file():
+        if path.suffix != ".safetensors":
+            raise UserError(f"{path} is no checkpoint; name a run's folder, or a step_*.safetensors in it")
         return path
     if (path / "adapter_config.json").exists():
         raise UserError(f"{path} is an adapter of peft; merge it into its model first, by merge_and_unload")

@@ -162,7 +162,10 @@ def read_results(folder):
 
 def read_analysis(folder):
     """What analyze.py found, from the analysis.json of a folder."""
-    return read_record(Path(folder, "analysis.json"), ANALYSIS)
+    path = Path(folder, "analysis.json")
+    if not path.exists():
+        raise UserError(f"{folder} has no analysis.json; make it: `python analyze.py {folder}`")
+    return read_record(path, ANALYSIS)
 
 
 # ---- runs beside each other

@@ -148,4 +148,8 @@ def mode_table(cfg):
 
 
 def main(cfg: PlanConfig):
-    print(mode_table(cfg) if cfg.what == "table" else describe(cfg))
+    if cfg.what == "table":
+        shape = ModelConfig(**{f.name: getattr(cfg, f.name) for f in dataclasses.fields(ModelConfig)})
+        print(mode_table(shape))
+    else:
+        print(describe(cfg))

@@ -226,6 +226,10 @@ def find_inputs(cfg):
         print(f"held out: {some(held_out)}, a validation split of its own, and nothing else")
     elif cfg.val_fraction == 0:
         raise UserError("train.py needs validation text: set --val_fraction above 0, or bring validation files")
+    if cfg.source == "pysource":
+        there = {source.domain for source in inputs} | {"prose"}  # of docstrings
+        for domain in cfg.mixture.keys() - there:
+            raise UserError(f"mixture names domain {domain!r}; the input has {', '.join(sorted(there))}")
     if cfg.source == "files":
         val_domains = {source.domain for source in inputs if source.split == "val"}
         if held_out and not val_domains & sizes_of(inputs).keys():

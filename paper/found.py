@@ -77,10 +77,7 @@ class Found:
     # what analyze.py and eval.py found
 
     def analysis(self, job, seed):
-        folder = self.root / self.name(job, seed)
-        if not (folder / "analysis.json").exists():
-            raise UserError(f"{folder} has no analysis.json; make it: `python analyze.py {folder}`")
-        return read_analysis(folder)
+        return read_analysis(self.root / self.name(job, seed))
 
     def by_layer(self, job, seed, key):
         """A quantity's means by layer or state; None in layers without it. key "value_norm" or "hidden_norm": the first

@@ -594,6 +594,7 @@ IMPOSSIBLE = [  # what makes it, and the sentence; test_bad_input.py's modes fin
     (lambda: config("skipv1", n_kv_head=1), "heads_from_layer_0=0.5 of 1 value heads"),
     (lambda: config(ValueMode(heads_from_layer_0=1.0)), "a whole number of them, and not all"),
     (lambda: config(arch="gpt2", rope_scaling=(8.0, 1.0, 4.0, 32.0)), "gpt2 learns its positions"),
+    (lambda: config(arch="gpt2", rope_theta=1e5), "gpt2 has no angles"),
     (lambda: config(rope_scaling=(8.0, 4.0, 4.0, 32.0)), "low < high"),
     (lambda: config(ValueMode(dense=(1, 9))), "its period is above n_layer=4"),
     (lambda: config(ValueMode(share_v=(0, 7))), "only 0..3"),
@@ -640,6 +641,11 @@ def test_the_plan_says_what_a_mode_does(mode):
 def test_a_second_residual_works_on_what_the_first_made():
     two = ValueMode((Residual(source=0, layers="2:"), Residual(source=1, layers="2:")))
     assert "  v: 0.5 own + 0.5 layer 0  v: 0.5 that + 0.5 layer 1\n" in sizes.describe(config(two))
+
+
+def test_the_table_has_all_modes():
+    printed = in_process(sizes, "table", "--n_layer=8").stdout
+    assert [row.split("`")[1] for row in printed.splitlines()[2:]] == list(TABLE)
 
 
 def test_the_table_leaves_out_rows_that_do_not_fit():

@@ -134,7 +134,7 @@ def test_neither_a_notebooks_backend_nor_a_terminal_of_ascii_ends_it(tmp_path):
     ((), "name runs that analyze.py has seen: `python plot.py out/a out/b`"),
     (("x", "--out_file=x.pdf"), "must end in .png"),
     (("analysis.png",), "name runs"),  # the picture of an earlier call
-    ((ROOT / "README.md",), "README.md/analysis.json is missing"),
+    ((ROOT / "README.md",), "README.md has no analysis.json; make it"),
     (("plan",), "name modes: `python plot.py plan vanilla resformer`"),
     (("plan", "svformr"), "did you mean 'svformer'?"),
     (("plan", "vanilla", "resformer_v3", "--n_layer=2"), "resformer_v3: value_mode names layers [2]"),

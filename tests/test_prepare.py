@@ -310,6 +310,10 @@ def test_refusals(tmp_path, monkeypatch):
         (["pysource", "--text_field=body"], ["--text_field is for files and slimpajama"]),
         (["slimpajama", "--input_dir=tests", "--revision=abc"], ["--revision is for slimpajama without --input_dir"]),
         (["pysource", "--tokenizer=gpt2", "--bpe_bytes=3"], ["--bpe_bytes is for --tokenizer=bpe:<size>"]),
+        (
+            ["pysource", "--packages=rustbpe", "--mixture={'foo': 1}"],
+            ["mixture names domain 'foo'; the input has", "prose"],
+        ),
         (["pysource", "--bpe_bytes=0"], ["bpe_bytes=0 must be at least 1"]),
         (["--input_dir=tests"], ["pysource reads installed packages", "name files"]),
         (["files", "--input_dir=requirements.txt", "--val_fraction=0"], ["train.py needs validation text"]),
@@ -611,6 +615,12 @@ def test_input_inside_the_output_is_refused(tmp_path):
     for inside in ("texts/raw", "texts", "texts/raw/a.txt"):
         said = call("files", f"--input_dir={tmp_path / inside}", f"--out_dir={tmp_path / 'texts'}", *BPE)
         refused(said, f"{tmp_path / inside} is in --out_dir")
+
+
+def test_an_empty_validation_split_is_said(tmp_path):
+    write_lines(tmp_path / "in" / "a.jsonl", sentences(20))
+    write_lines(tmp_path / "in" / "val.jsonl", [])
+    refused(call(*files(tmp_path / "in", tmp_path / "out")), "the input has a validation split without text")
 
 
 def test_files_of_others_stay(tmp_path):

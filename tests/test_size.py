@@ -14,12 +14,12 @@ import pytest
 from conftest import ROOT
 
 BUDGETS = {  # lines
-    "model.py": 446, "value_modes.py": 552, "train.py": 510, "prepare.py": 503, "eval.py": 239, "sample.py": 183,
-    "analyze.py": 392, "plot.py": 358, "compare.py": 361, "export.py": 185, "configurator.py": 247, "minimal.py": 200,
-    "net": 360, "hf": 490, "common": 3345, "paper": 1433, "bench": 588, "examples": 266, "docs": 61, "config": 47,
-    "exercises": 455, "tests": 8888,
+    "model.py": 446, "value_modes.py": 553, "train.py": 514, "prepare.py": 505, "eval.py": 239, "sample.py": 183,
+    "analyze.py": 392, "plot.py": 360, "compare.py": 364, "export.py": 185, "configurator.py": 247, "minimal.py": 200,
+    "net": 360, "hf": 490, "common": 3358, "paper": 1430, "bench": 588, "examples": 266, "docs": 61, "config": 47,
+    "exercises": 455, "tests": 8913,
 }  # fmt: skip
-CODE = 11_221  # all of it but tests/: a file may grow by what another one lost
+CODE = 11_243  # all of it but tests/: a file may grow by what another one lost
 ROOT_FILES = {name for name in BUDGETS if name.endswith(".py")}
 
 

@@ -478,6 +478,15 @@ def test_records_without_checkpoints_take_no_other_run(base, data_dir, tmp_path)
     refused(said, "lacks steps before 12, or has some twice; copy it again, or go on in another folder")
 
 
+def test_records_of_a_run_that_has_ended_are_not_replaced(copy, data_dir):
+    """Its losses are all there, so nobody trains it again by mistake."""
+    for path in copy.glob("step_*"):
+        path.unlink()
+    before = (copy / "metrics.jsonl").read_bytes()
+    refused(called(data_dir, copy, resume="never"), "has the records of a run that has ended, without its weights")
+    assert (copy / "metrics.jsonl").read_bytes() == before
+
+
 OTHERS = [
     (dict(value_mode="resformer"), "is a vanilla model with another value_mode than this one"),
     (dict(n_embd=64), "with another n_embd, head_dim, n_hidden than"),
