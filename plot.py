@@ -320,6 +320,10 @@ ANALYSIS = (
 def analysis(path, names):
     """Draw what analyze.py found of several models, by layer."""
     every = {name: read_analysis(name) for name in names}
+    lengths = {found["length"] for found in every.values()}
+    if len(lengths) > 1:
+        those = " and ".join(map(str, sorted(lengths)))
+        raise UserError(f"these analyses are of chunks of {those} tokens; run analyze.py on all with the same --length")
     styles = styles_of({name: found["mode"] for name, found in every.items()})
     with page(path, (12.5, 7.5)) as fig:
         for ax, (title, part, key, over) in zip(fig.subplots(2, 3).flat, ANALYSIS, strict=True):

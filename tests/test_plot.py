@@ -214,14 +214,20 @@ def test_runs_of_one_name_are_told_apart():
 # ---- what analyze.py found
 
 
-def make_analysis(folder, mode, level):
+def make_analysis(folder, mode, level, length=64):
     """What analyze.py leaves of a model of two layers, whose quantities are level, level + 1."""
     layers = {key: {"mean": [level, level + 1]} for key in ("entropy_minus_uniform", "first", "value_rank")}
     layers |= {"value_norm_first": {"mean": [level, 2 * level]}, "value_norm_rest": {"mean": [2.0, 4.0]}}
     states = {"hidden_norm_first": {"mean": [level] * 3}, "hidden_norm_rest": {"mean": [1.0, 2.0, 4.0]}}
     states |= {"hidden_similarity": {"mean": [0.0, 0.5, level]}}
-    found = {"mode": mode, "parameters": 7, "length": 64, "layers": layers, "states": states}
+    found = {"mode": mode, "parameters": 7, "length": length, "layers": layers, "states": states}
     write_record(folder / "analysis.json", "analyze.py's numbers", found)
+
+
+def test_analyses_of_other_lengths_are_not_drawn_together(tmp_path):
+    make_analysis(tmp_path / "a", "vanilla", 1.0)
+    make_analysis(tmp_path / "b", "svformer", 1.0, length=8)
+    refused(in_process(plot, "a", "b"), "these analyses are of chunks of 8 and 64 tokens; run analyze.py on all")
 
 
 def test_analyses_are_lines_over_layers(tmp_path, monkeypatch):
