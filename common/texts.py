@@ -226,10 +226,10 @@ def find_inputs(cfg):
         print(f"held out: {some(held_out)}, a validation split of its own, and nothing else")
     elif cfg.val_fraction == 0:
         raise UserError("train.py needs validation text: set --val_fraction above 0, or bring validation files")
-    if cfg.source == "pysource":
-        there = {source.domain for source in inputs} | {"prose"}  # of docstrings
-        for domain in cfg.mixture.keys() - there:
-            raise UserError(f"mixture names domain {domain!r}; the input has {', '.join(sorted(there))}")
+    if inputs[0].domain:  # SlimPajama's documents name their own
+        there = [*sizes_of(inputs), *(["prose"] if cfg.source == "pysource" else [])]  # prose: docstrings
+        for domain in cfg.mixture.keys() - set(there):
+            raise UserError(f"mixture names domain {domain!r}; the input has {', '.join(there)}")
     if cfg.source == "files":
         val_domains = {source.domain for source in inputs if source.split == "val"}
         if held_out and not val_domains & sizes_of(inputs).keys():
@@ -237,8 +237,6 @@ def find_inputs(cfg):
             raise UserError(f"the validation text is {where}; --domains=one makes one domain of all")
         if not held_out:
             inputs = in_pieces(inputs, cfg.val_fraction)
-        for domain in cfg.mixture.keys() - sizes_of(inputs):
-            raise UserError(f"mixture names domain {domain!r}; the input has {', '.join(sizes_of(inputs))}")
 
     # The order of hashes does not depend on a library's shuffle. Names may have bytes that are not UTF-8.
     names = {source: f"{cfg.seed}/{source.name}".encode("utf-8", "surrogateescape") for source in inputs}

@@ -96,9 +96,8 @@ def saving(points, others):
     if slope >= 0 or other[0] >= 0:
         return None
     logs, log_sizes = np.log([n for n, _ in others]), np.log([n for n, _ in points + others])
-    gaps = (
-        np.polyval(other, logs) - height
-    ) / slope - logs  # ln of how many times the parameters `points` need for each loss of `others`
+    # ln of how many times the parameters `points` need for each loss of `others`
+    gaps = (np.polyval(other, logs) - height) / slope - logs
     return None if abs(gaps).max() > np.ptp(log_sizes) else np.mean(1 - np.exp(gaps))
 
 
