@@ -566,6 +566,11 @@ def test_a_dry_run_counts_what_is_missing(data, tmp_path, compared, monkeypatch)
     assert last_line(*fair) == "to come: 0 runs, 0 tokens, about 0.0 hours, 2 at a time"
 
 
+def test_a_mode_that_does_not_fit_is_named(data, tmp_path):
+    words = words_of(data, tmp_path, "vanilla", "resformer_v3", n_layer=2)
+    refused(in_process(compare, *words), "resformer_v3: value_mode names layers [2], but there are only 0..1")
+
+
 def test_the_last_words_are_of_this_attempt(tmp_path):
     log = tmp_path / "train.log"
     log.write_text("error: too little memory\n")

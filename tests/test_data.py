@@ -266,6 +266,15 @@ def test_impossible_settings_are_refused(data_dir, tmp_path, monkeypatch):
             Corpus(folder, block_size, mixture=mixture)
 
 
+def test_validation_needs_no_train_text(tmp_path):
+    """Whether it is too short for a window, or altered."""
+    folder = make_data(tmp_path, {"a": 3000})
+    np.full(3000, 7, "<u2").tofile(folder / "train/a.bin")
+    with pytest.raises(UserError, match="a.bin is damaged or not"):
+        Corpus(folder, 16)
+    assert Corpus(folder, 5000, splits=("val",)).val_parts(1)
+
+
 def test_an_id_beyond_the_vocabulary(tmp_path):
     folder = make_data(tmp_path, {"a": 3000})
     np.full(3000, 257, "<u2").tofile(folder / "train/a.bin")

@@ -365,5 +365,9 @@ def test_a_failed_model_is_not_scored(runs, tmp_path, task):
     refused(in_process(e, tmp_path, f"--task={task}", where), f"{tmp_path}, {task}: the model's", "not finite")
 
 
+def test_a_file_that_is_no_checkpoint(runs):
+    refused(in_process(e, runs / "a/config.json"), "config.json is no checkpoint; name a run's folder")
+
+
 def test_a_folder_of_tasks_is_no_data_for_the_loss(runs):
     refused(in_process(e, runs / "a", "--task=loss", f"--data_dir={runs / 'data'}"), "the loss is of --corpus")

@@ -602,7 +602,9 @@ def test_a_retrofit_learns_and_goes_back_to_transformers(retrofit, tmp_path):
     (lam,) = curves.evaluation["lam"]
     assert all(own != 1 or first != 0 for own, first in lam[1:])  # λ has moved
     said = ran(export, retrofit.run, f"--out_dir={tmp_path / 'hf'}")
-    assert ("ties its head" in said) == retrofit.right.config.tie_word_embeddings
+    ties = retrofit.right.config.tie_word_embeddings
+    assert ("ties its head" in said) == ties
+    assert layout.is_tied(checkpoint.find(retrofit.model)) == ties  # --init_from takes the file, too
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True).eval()
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
     prefix = checkpoint.load_tokenizer(checkpoint.find(retrofit.run)).prefix

@@ -204,6 +204,14 @@ def test_what_relative_needs(tmp_path):
     refused(in_process(plot, "relative", "v", "late"), "it lacks steps, or has some twice")
     (tmp_path / "n/metrics.jsonl").write_text("")
     refused(in_process(plot, "relative", "v", "n"), "n has no training losses yet")
+    diverged = record_line("train.py's metrics", {"event": "diverged", "step": 1, "why": "the loss is nan"})
+    (tmp_path / "n/metrics.jsonl").write_text(start + "\n" + diverged)
+    refused(in_process(plot, "relative", "v", "n"), "n diverged at once; leave it out")
+
+
+def test_files_beside_the_runs_are_no_runs():
+    words = ("relative", "o/compare.png", "o/report.md", "o/runs.jsonl", "o/a", "o/b")
+    assert plot.PlotConfig(words=words).words == ("relative", "o/a", "o/b")
 
 
 def test_runs_of_one_name_are_told_apart():
