@@ -232,7 +232,7 @@ def remarks(study, answers, fit):
     if cfg.seeds == 1 and not has_intervals:
         yield f"One seed says nothing about noise. Add --seeds={5 if len(answers) == 2 else 3}."
     if len(cfg.rates) == 1:
-        yield "One rate favours the mode that it suits best. Name several --rates to be fair."
+        yield "A single rate favours the mode that it suits best. Name several --rates to be fair."
     if not has_intervals:
         return
     corrected = ", at the lowest points of the parabolas" if any(a.best and a.tuned.around for a in answers) else ""

@@ -87,7 +87,7 @@ class Attention(nn.Module):
             values = extend(cache, f"v{self.n}", v)  # mine, after those of earlier tokens
         u = A @ values  # Eq 1: attention averages values
         if self.value_mode == "neutreno":
-            u = u + 0.4 * (v_1 - v)  # Eq 8: after attention, at the token's own place
+            u = u + 0.4 * (v_1 - v)  # Eq 8: after attention, at the token's own position
 
         return self.out(u.transpose(1, 2).flatten(2)), v_1  # (B, H, T, D) -> (B, T, C)
 

@@ -228,8 +228,8 @@ def test_one_seed_says_what_it_cannot_say(tmp_path, compared):
     assert "One seed says nothing about noise. Add --seeds=5." in said
     assert "Add --seeds=3." in compared("vanilla", "svformer", "resformer")
     assert table(said)["svformer"]["vs vanilla"] == "+0.0970" and "Holm's p" not in table(said)["svformer"]
-    assert "One rate favours the mode that it suits best." not in said
-    assert "One rate favours the mode that it suits best." in compared("vanilla", "svformer")
+    assert "A single rate favours the mode that it suits best." not in said
+    assert "A single rate favours the mode that it suits best." in compared("vanilla", "svformer")
     said = compared("vanilla", "svformer", out_dir=tmp_path / "equal", loss=lambda *_: 2.5)
     assert "svformer ends level with vanilla." in said
 

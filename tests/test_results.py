@@ -241,7 +241,7 @@ def readmes():
     yield "**ResFormer doesn't help our base model**" if abs(value) < interval else "no such finding"
     assert abs(IN_ENGLISH["resformer"].gap) < IN_ENGLISH["resformer"].interval
     deep = gap("resformer", 0.0015, 0.0015, **DEEP)[0]
-    yield f"On Python with 12 layers it ends about {-deep:.2f} nats below vanilla"
+    yield f"With 12 layers it ends about {-deep:.2f} nats below vanilla on Python"
     least, most = (f"{float(times):.1f}" for times in tokens({}, LONG))
     yield f"With V_n + 2 V_1 the base model ends about {-gap('resformer_lambda')[0]:.2f} nats lower"
     yield f"Vanilla would need {least} to {most} times as many tokens to get there."
@@ -355,7 +355,7 @@ def test_the_demo_that_readme_shows():
         assert not missing
     found = {answer.mode: answer for answer in judge(cells, tuned)[0]}
     assert all(a.gap < -a.interval for mode, a in found.items() if mode != "vanilla")
-    assert "In [our own run](results/demo.png), all three are still [clearly ahead](results/demo.json)." in README
+    assert "When [we ran that](results/demo.png), all three were still [clearly ahead](results/demo.json)." in README
 
 
 def test_the_page_has_all_english_runs():
