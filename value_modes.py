@@ -205,7 +205,7 @@ TABLE = {
     # -- ResFormer and its weights
     "resformer": (mode_with(), "½ A_n (V_n + V_1)", "Eq 7"),
     "resformer_lambda": (mode_with(lam=(1.0, 2.0)), "A_n (V_n + λ V_1), λ = 2", "Fig 8; v5 Constant"),
-    "scaled": (mode_with(lam=(5**0.5, 0.0)), "√5 A_n V_n, at the start as large as with λ = 2", ""),
+    "scaled": (mode_with(lam=(5**0.5, 0.0)), "√5 A_n V_n, as large at the start as with λ = 2", ""),
     "resformer_learned": (mode_with(learn="scalar"), "A_n (a_n V_n + b_n V_1), from ½, ½", "v5 Learnable"),
     "resformer_plus": (mode_with(learn="softmax"),
         "A_n (a_n V_n + s softmax_n(b) V_1), from a = ½, s = L, b = 0", "v5 Learnable-Plus"),
@@ -225,7 +225,7 @@ TABLE = {
     "query": (mode_with(of="q"), "½ (Q_n + Q_1) for Q_n", "Fig 9"),
     "key": (mode_with(of="k"), "½ (K_n + K_1) for K_n", "Fig 9"),
     "hidden": (mode_with(of="hidden"), "½ (H_{n-1} + H_0) for H_{n-1}", "v5, scale ours"),
-    "scores": (mode_with(of="scores"), "½ (Q_n K_nᵀ + Q_1 K_1ᵀ) for Q_n K_nᵀ", "v5, or the next"),
+    "scores": (mode_with(of="scores"), "½ (Q_n K_nᵀ + Q_1 K_1ᵀ) for Q_n K_nᵀ", "v5, or the next row"),
     "probs": (mode_with(of="probs"), "½ (A_n + A_1) V_n", "v5, attention matrix"),
     # -- sharing
     "svformer": (ValueMode(share_v="first"), "A_n V_1", "Eq 10"),

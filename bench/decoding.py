@@ -68,10 +68,10 @@ def decoding_table(rows):
         line = {"shape": row["shape"], "dtype": row["dtype"], "batch x prompt": f"{row['batch']} x {row['prompt']:,}"}
         line["side"] = f"{row['name']}, compiled" if row["compile"] == "on" else row["name"]
         line["tokens/s"] = row.get("error") or f"{row['tokens_per_s']:,.0f}"
-        line["to vanilla"] = bench.spread(row["to_vanilla"]) if "to_vanilla" in row else ""
+        line["vs vanilla"] = bench.spread(row["to_vanilla"]) if "to_vanilla" in row else ""
         for key in row:
             if key.startswith(f"to {bench.LLAMA}"):
-                line[key] = bench.spread(row[key])
+                line[f"vs {key.removeprefix('to ')}"] = bench.spread(row[key])
         if "kv_bytes" in row:
             line["KV bytes per row"] = f"{row['kv_bytes'] // row['batch']:,}"
         lines.append(line)

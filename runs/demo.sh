@@ -2,9 +2,9 @@
 # The whole story on a laptop: Python code becomes four small models. No GPU, no network, 3 min 12 s on two cores of an AMD EPYC.
 #
 #     make demo                 makes .venv and calls this
-#     bash runs/demo.sh all     goes on after the samples: losses by domain, attention, pictures, an export
+#     bash runs/demo.sh all     continues after the samples: losses by domain, attention, pictures, an export
 #
-# PY=… picks another Python. Stop it at any time: the same command goes on where it was.
+# PY=… picks another Python. Stop it at any time: the same command continues where it left off.
 set -e
 cd "$(dirname "$0")/.."
 PY=${PY:-python}

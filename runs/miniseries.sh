@@ -6,7 +6,7 @@
 #     MODES="vanilla mine.py" bash runs/miniseries.sh --dry_run     another pair; only how long it takes
 #
 # Depth is the one dial. Width is 16 × depth in heads of 32, and the middle one of three learning rates falls as 1 / width.
-# Words behind the script go to compare.py. Stop it at any time: the same command goes on where it was.
+# Words behind the script go to compare.py. Stop it at any time: the same command continues where it left off.
 set -e
 cd "$(dirname "$0")/.."
 PY=${PY:-python}

@@ -5,7 +5,7 @@
 #     bash runs/paper_82m.sh              on 8 GPUs
 #     GPUS=1 bash runs/paper_82m.sh       the same numbers, but for rounding
 #
-# PY=… picks another Python. After a kill the same command goes on from the last checkpoint.
+# PY=… picks another Python. After a kill the same command continues from the last checkpoint.
 set -e
 cd "$(dirname "$0")/.."
 PY=${PY:-python}

@@ -198,7 +198,7 @@ def sentences():
     novels = IN_ENGLISH["resformer"]
     is_excluded = value - interval > -0.027 and novels.gap - novels.interval > -0.027
     yield "At our size, both intervals exclude a gain as large as that." if is_excluded else "no such finding"
-    yield f"ends {gap('scaled')[0]:.2f} nats above vanilla. But we only tried"
+    yield f"ends {gap('scaled')[0]:.2f} nats above vanilla. We only tried it at vanilla's rate"
     middle = gap("resformer_lambda", 0.0015, 0.0015, **MID)[0]
     yield f"With 2.9M parameters λ = 2 ends {-middle:.2f} nats below vanilla."
     early, late = ([float(end) for end in tokens(*of)] for of in (({}, LONG), (LONG, {})))
