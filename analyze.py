@@ -3,9 +3,9 @@
     python analyze.py out/vanilla out/resformer                    1,000 validation chunks through each model
     python analyze.py models/Llama-3.1-8B --length=2048 --dtype=bfloat16 --data_dir=data/demo --out_dir=out/llama
 
-A chunk is the end-of-text token, as before a first document, then consecutive tokens of validation text. We write
-analysis.json (numbers by layer) and analysis.npz (by token position, and spectra) into the run's folder, print the main
-ones, and `python plot.py` draws them. Each is defined at the function that measures it. Read model.py first.
+A chunk is the end-of-text token, as before a file's first document, then consecutive tokens of validation text. We
+write analysis.json (numbers by layer) and analysis.npz (by token position, and spectra) into the run's folder, print
+the main ones, and `python plot.py` draws them. Each is defined in the function that measures it. Read model.py first.
 """
 
 import functools
@@ -45,11 +45,11 @@ class AnalyzeConfig:
     out_dir: str = setting("", "folder of the results; empty = the run's own")
 
     data_dir: str = setting("", "prepared data with validation text; empty = the run's own data", group="Text")
-    chunks: int = setting(1000, "chunks to average over, divided among the domains as the mixture is", least=1)
+    chunks: int = setting(1000, "chunks to average over, divided among the domains like the mixture", least=1)
     length: int = setting(0, "tokens per chunk; 0 = the model's block_size", least=0)
 
     batch_tokens: int = setting(8192, "tokens per forward pass", least=1, group="Machine")
-    dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of weights and states; measured in float32")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of weights and states; we measure in float32")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps")
 
     def __post_init__(self):
@@ -133,7 +133,7 @@ def importance(mixes, used):
     total = sum(weight * received(q, keys, scale) for weight, q, keys in parts)
     shares = total / total.sum(dim=-1, keepdim=True)
     if (shares < 0).any():
-        raise UserError("a residual of attention has a negative weight, so some tokens get less than no attention")
+        raise UserError("an attention residual has a negative weight, so some tokens get negative attention")
     return shares
 
 
@@ -303,14 +303,12 @@ def read_chunks(path, block_size, cfg):
     if not 2 <= T <= block_size:
         limits = f"at least 2 tokens, and at most {block_size}, its block_size"
         raise UserError(f"a chunk of {T} tokens does not fit {folder}; it takes {limits}")
-    data_dir, mixture = checkpoint.trained_on(folder, cfg.data_dir, "the prepared data by --data_dir")
+    data_dir, mixture = checkpoint.trained_on(folder, cfg.data_dir, "the prepared data with --data_dir")
     corpus = Corpus(data_dir, T - 1, mixture=mixture, splits=("val",))
     has_its_tokens = corpus.tokenizer.hash == tokenizer.hash
     if not has_its_tokens:
         if tokenizer.is_ours:
-            raise UserError(
-                f"{data_dir} was made with another tokenizer than {folder}; name its own data by --data_dir"
-            )
+            raise UserError(f"{data_dir} and {folder} have different tokenizers; name its own data with --data_dir")
         # a public model reads our text in its own tokens: three times as many of ours will do for its T - 1
         corpus = Corpus(data_dir, 3 * (T - 1), mixture=mixture, verify=False, splits=("val",))
     windows = choose_windows(corpus, cfg.chunks)
@@ -351,7 +349,7 @@ def analyze(path, cfg, device):
     """Measure the model of a weights file, write analysis.json and analysis.npz, print some numbers by layer."""
     header, out = checkpoint.read_header(path), Path(cfg.out_dir or path.parent)
     if out.exists() and not os.access(out, os.W_OK):  # said before the work, not after it
-        raise UserError(f"{out} cannot be written; set another --out_dir")
+        raise UserError(f"{out} is not writable; set another --out_dir")
     idx = read_chunks(path, header["config"].block_size, cfg)
     N, T = idx.shape
     model = checkpoint.load(path, device, getattr(torch, cfg.dtype))
@@ -370,7 +368,7 @@ def analyze(path, cfg, device):
     write_record(out / "analysis.json", ANALYSIS, about | numbers)
 
     print(f"{path.parent} ({about['mode']}): {N} of {cfg.chunks} chunks of {T} tokens; wrote {out}/analysis.json")
-    print("layers n count from 1, as in the paper:")
+    print("layers n, counted from 1 as in the paper:")
     columns = [numbers["layers"][name]["mean"] for name in SHOWN]
     rows = [[n, *map(plus_minus, row)] for n, row in enumerate(zip(*columns, strict=True), start=1)]
     print(markdown(["n", *SHOWN], rows), flush=True)

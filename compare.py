@@ -1,12 +1,12 @@
 """Is my mode better than vanilla? One command trains both, tunes both, and says how sure the answer is.
 
-    python compare.py vanilla resformer_lambda svformer config/tiny.py                      one rate, one seed: a look
+    python compare.py vanilla resformer_lambda svformer config/tiny.py                      one rate, one seed
     python compare.py vanilla mine.py config/night.py --rates=1.5e-3,3e-3,6e-3 --seeds=5    a fair comparison
     python compare.py vanilla mine.py config/night.py --rates=1.5e-3,3e-3,6e-3 --dry_run    its runs, tokens and hours
 
-A word is a mode: a name, or a config file that sets value_mode. All other settings are train.py's, and hold for every
-mode. A run is a folder out_dir/<mode>-<steps>-<rate>-<seed>. One that is there is used; if its settings, data or code
-(comments do not count) differ, the command says so and stops. Ctrl-C saves all runs; the same command goes on.
+A mode is a name, or a config file that sets value_mode. All other settings are train.py's, and apply to every mode. A
+run is a folder out_dir/<mode>-<steps>-<rate>-<seed>. One that already exists is reused; if its settings, data or code
+(comments do not count) differ, the command says so and stops. Ctrl-C saves all runs; the same command continues.
 What the numbers mean: docs/own_mode.md.
 """
 
@@ -49,7 +49,7 @@ class CompareConfig(TrainConfig):
     seeds: int = setting(1, "runs of each mode at its best rate; they differ in weights and batches", least=1, most=10)
     jobs: int = setting(0, "runs at a time; 0 = one for each GPU or core; small ones can share a GPU", least=0)
     dry_run: bool = setting(False, "only say what would run")
-    report: bool = setting(False, "also write out_dir/report.md, a page, and runs.jsonl, a record of each run")
+    report: bool = setting(False, "also write out_dir/report.md (a page) and runs.jsonl (a record of each run)")
 
     def __post_init__(self):
         object.__setattr__(self, "out_dir", self.out_dir or "out/compare")
@@ -71,7 +71,7 @@ class CompareConfig(TrainConfig):
         for word in self.modes:
             mode = read_mode(word)
             if mode.name in found:
-                raise UserError(f"{word} is {mode.name}, which is there already; name each mode once")
+                raise UserError(f"{word} names {mode.name} a second time; name each mode once")
             found[mode.name] = (word if word.endswith(".py") else f"--value_mode={word}"), mode
         return dict(sorted(found.items(), key=lambda item: item[0] != "vanilla"))
 
@@ -139,12 +139,12 @@ class Study:
         """Say how a run has ended. Raises UserError if it failed otherwise than by diverging."""
         run = read_run(job.folder) if (job.folder / "metrics.jsonl").exists() else None
         if run is None or run.final_loss is None:
-            raise UserError(f"{job.folder} failed ({code}): {last_words}; see {job.log}")
+            raise UserError(f"{job.folder} failed (exit code {code}): {last_words}; see {job.log}")
         loss = f"{run.final_loss:.4f}"
         if run.final_loss == math.inf:
             loss = f"diverged, so its loss counts as infinite: {last_words.split(';')[0]}"
         elif code:
-            loss += f", but its weights may not be saved: {last_words}"
+            loss += f", but its weights may not have been saved: {last_words}"
         say(f"{job.folder.name}: {loss}")
 
     def counts(self):
@@ -236,16 +236,16 @@ def remarks(study, answers, fit):
     if not has_intervals:
         return
     corrected = ", at the lowest points of the parabolas" if any(a.best and a.tuned.around for a in answers) else ""
-    yield f"± is half of a 95% interval. We subtract equal seeds{corrected}, and estimate one noise for all modes."
+    yield f"± is half of a 95% interval. We subtract seed by seed{corrected}, and estimate one noise for all modes."
     if cfg.seeds == 1:
         yield f"That noise ({fit.noise:.4f} nats) comes from other runs in {cfg.out_dir}, which have several seeds."
     for mode, share in noisy(fit).items():
         yield (
-            f"{mode} makes {share:.0%} of that noise. If its runs are noisier than the others, ± is wrong. Then "
-            f"compare only {base.mode} and one other mode, without new runs, and multiply that p by {len(answers) - 1}."
+            f"{mode} accounts for {share:.0%} of the squared noise. If it is noisier than the others, ± is wrong. Then "
+            f"compare {base.mode} with one mode at a time (no new runs), and multiply each p by {len(answers) - 1}."
         )
     if not any(a.times for a in answers):
-        how = f"run this with --max_steps={2 * cfg.max_steps}, and then once more as now"
+        how = f"run this with --max_steps={2 * cfg.max_steps}, and then once more without it"
         yield f"How many times as many tokens would {base.mode} need? To find out, {how}."
 
 
@@ -286,7 +286,7 @@ def picture(study, answers, path):
             effects.append(Effect(mode=a.mode, gap=a.gap, interval=a.interval, seeds=seeds, differs=differs))
     rate = "each at its best rate" if len(cfg.rates) > 1 else f"rate {cfg.rates[0]:g}"
     seeds = f"{cfg.seeds} seeds (ticks)" if cfg.seeds > 1 else "one seed"
-    seeds += ", 95 % intervals" * any(e.interval for e in effects)
+    seeds += ", 95% intervals" * any(e.interval for e in effects)
     title = f"{short_count(cfg.max_steps * cfg.batch_tokens)} tokens, {rate}\n{seeds}"
     if curves:
         comparison(path, effects, curves, title, base.mode)
@@ -315,7 +315,7 @@ def plan(study, lanes):
     rates = ", ".join(f"{rate:g}" for rate in cfg.rates)
     yield from notes_of(cfg, study.corpus, 1)
     yield f"{len(cfg.named)} modes on the same batches: {', '.join(cfg.named)}"
-    tuned = f"with seed {cfg.seed}; up to {GROWTHS} more at the edge, up to {LOOKS} where a parabola promises much"
+    tuned = f"with seed {cfg.seed}; up to {GROWTHS} more at the edge, up to {LOOKS} where a parabola promises a lot"
     yield f"rates: {f'{rates} {tuned}' if len(cfg.rates) > 1 else f'only {rates}, not tuned'}"
     where = "at the best rate of each mode" if len(cfg.rates) > 1 else "for each mode"
     yield f"seeds: {', '.join(map(str, cfg.all_seeds))} {where}"
@@ -331,7 +331,7 @@ def plan(study, lanes):
     if most and len(cfg.rates) > 1:
         most += LOOKS * len(cfg.named)
     at_most = f" (at most {amount(most)})" if most > fewest else ""
-    yield f"to come: {amount(fewest)}{at_most}, {len(lanes)} at a time{guess}"
+    yield f"still to run: {amount(fewest)}{at_most}, {len(lanes)} at a time{guess}"
 
 
 @enough_memory("set a smaller --micro_batch")

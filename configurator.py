@@ -44,7 +44,7 @@ def setting(default, help, least=None, most=None, group=None, positional=False, 
 PATHS = ("run", "runs", "modes", "words", "init_from", "resume", "public", "corpus")
 # Settings of nanoGPT whose names do not lead to ours, and what they are here.
 NANOGPT = {
-    "batch_size": "set micro_batch, and batch_tokens for a step of all ranks", "dataset": "set data_dir",
+    "batch_size": "set micro_batch, and batch_tokens for a whole step over all ranks", "dataset": "set data_dir",
     "gradient_accumulation_steps": "it follows from batch_tokens and micro_batch", "lr_decay_iters": "set max_steps",
     "min_lr": "set final_lr_ratio, a share of learning_rate", "decay_lr": "set final_lr_ratio=1 for no decay",
     "max_iters": "set max_steps", "eval_interval": "set eval_every", "eval_iters": "set eval_tokens",
@@ -193,19 +193,19 @@ def load_settings(cls, words, usage="", skip_unknown=False):
         elif is_file and files_with not in found:  # one that assigns it is what the positional setting takes
             near = {name for name in found if name in NANOGPT or difflib.get_close_matches(name, hints, 1, 0.85)}
             if (files_with or skip_unknown) and not near:
-                raise UserError(f"{word} sets nothing that this script has, such as {files_with or 'value_mode'}")
+                raise UserError(f"{word} sets none of this script's settings, such as {files_with or 'value_mode'}")
             values |= {name: found[name] for name in found if name in near or not skip_unknown}
         elif takes_many or (positional and not others):
             others.append(word)
             values[positional] = tuple(others) if takes_many else word
         else:
-            raise UserError(f"unexpected word {word!r}; settings are --key=value, config files end in .py, see --help")
+            raise UserError(f"unexpected word {word!r}; settings are --key=value, config files end in .py; see --help")
     for name, value in values.items():
         theirs = f"{name}={value}" if name in hints and isinstance(value, str) else name.replace("-", "_")
         ours = re.match(r"set (\w+)", NANOGPT.get(theirs, ""))
         is_theirs = theirs in NANOGPT and (not ours or ours[1] in hints)  # this script may lack what is ours for it
         if is_theirs and not (name in hints and os.path.exists(value)):  # a run may be called gpt2
-            raise UserError(f"{theirs} is nanoGPT's; here {NANOGPT[theirs]}")
+            raise UserError(f"{theirs} is a nanoGPT setting; here, {NANOGPT[theirs]}")
         if name not in hints:
             initials = [hint for hint in hints if name == "".join(word[0] for word in hint.split("_"))]  # lr
             near = [f" (did you mean {one!r}?)" for one in initials or difflib.get_close_matches(name, hints, 1)]
@@ -239,7 +239,7 @@ def run(main, usage, skip_unknown=False):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (FileExistsError, NotADirectoryError) as e:
-        message = f"{e.filename}: a file or a broken link is where a folder should be; name another folder"
+        message = f"{e.filename}: there is a file or a broken link where a folder should be; name another folder"
     except OSError as e:  # a full disk, a folder without permission
         message = f"{e.filename or 'a file'} cannot be read or written: {e.strerror or e}"
     rank = os.environ.get("RANK", "0")

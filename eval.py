@@ -1,8 +1,8 @@
-"""Evaluate checkpoints: loss by domain, and zero-shot tasks as the field's harness (lm-eval) scores them.
+"""Evaluate checkpoints: loss by domain, and zero-shot tasks as the field's standard harness (lm-eval) scores them.
 
-    python eval.py --task=hellaswag                                     the newest run below out/
+    python eval.py --task=hellaswag                                     the newest run under out/
     python eval.py out/vanilla out/resformer --task=table1,table5       the paper's tables, side by side
-    torchrun --nproc_per_node=8 eval.py out/resformer --task=all        documents split over the ranks
+    torchrun --nproc_per_node=8 eval.py out/resformer --task=all        documents split across the ranks
     python eval.py out/resformer --task=piqa --data_dir=evals           local files, no network
 
 Tasks: loss (validation loss by domain), hellaswag openbookqa winogrande arc_challenge arc_easy piqa, lambada;
@@ -37,12 +37,12 @@ class EvalConfig:
     """Every setting of eval.py."""
 
     runs: tuple[str, ...] = setting((), "runs, files or exports, the baseline first", group="Models", positional=True)
-    which: Literal["last", "best"] = setting("last", "a run's last checkpoint, or its best in validation")
+    which: Literal["last", "best"] = setting("last", "a run's last checkpoint, or its best by validation loss")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of weights; auto = bf16 on newer GPUs")
     task: tuple[str, ...] = setting(("all",), "tasks, see above", group="Tasks")
     data_dir: str = setting("", "folder of local task files; empty = from the hub through `datasets`")
     corpus: str = setting("", "prepared data for the loss; empty = what the run was trained on")
-    limit: int = setting(0, "documents of each task but loss, for a trial that writes nothing; 0 = all", least=0)
+    limit: int = setting(0, "documents of each task except loss, for a trial that writes nothing; 0 = all", least=0)
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
     batch_tokens: int = setting(0, "tokens in a forward pass; 0 = 65,536 on a CUDA GPU, else 2,048", least=0)
 
@@ -51,10 +51,10 @@ class EvalConfig:
         names = [name for group in self.task for name in GROUPS.get(group, (group,))]
         for name in names:
             if name not in GROUPS["all"]:
-                raise UserError(f"there is no task {name}; there are {', '.join((*GROUPS['all'], *GROUPS))}")
+                raise UserError(f"unknown task {name}; choose from {', '.join((*GROUPS['all'], *GROUPS))}")
         object.__setattr__(self, "task", tuple(dict.fromkeys(names)))  # each once
         if self.data_dir and self.task == ("loss",):
-            raise UserError("data_dir is for the files of the other tasks; the loss is of --corpus")
+            raise UserError("data_dir is for the files of the other tasks; the loss uses --corpus")
 
 
 @dataclass
@@ -79,11 +79,11 @@ def open_corpora(entries, cfg, world):
         raise UserError(f"{names} have different tokenizers, so their losses per token cannot be compared; {how}")
     for entry in entries:
         folder, block_size = entry.path.parent, entry.header["config"].block_size
-        data_dir, mixture = checkpoint.trained_on(folder, cfg.corpus, "the prepared data for --task=loss by --corpus")
+        data_dir, mixture = checkpoint.trained_on(folder, cfg.corpus, "the prepared data for --task=loss with --corpus")
         verify, bos = world.is_first_of_node, checkpoint.trained_with_bos(folder)
         entry.corpus = Corpus(data_dir, block_size, mixture=mixture, verify=verify, bos=bos, splits=("val",))
         if entry.corpus.tokenizer.hash != entry.tokenizer.hash:
-            raise UserError(f"{data_dir} was made with another tokenizer than {folder}; name other data by --corpus")
+            raise UserError(f"{data_dir} and {folder} have different tokenizers; name other data with --corpus")
         allow_open_files(2 * len(entry.corpus.domains) * len(entries))  # all of them stay open
     if len({entry.corpus.val_hash for entry in entries}) > 1:
         how = "compare their losses on one --corpus, and only if all or none were trained with --bos"
@@ -167,7 +167,7 @@ def evaluate(entry, asked, cfg, world):
     path, stores = entry.path, world.rank == 0 and not cfg.limit  # a trial must not replace a result
     if stores and not os.access(path.parent, os.W_OK):
         stores = False
-        print(f"note: {path.parent} cannot be written, so its results are not stored", flush=True)
+        print(f"note: {path.parent} is not writable, so its results are not stored", flush=True)
     model = checkpoint.load(path, device=world.device, dtype=getattr(torch, cfg.dtype))
     for name in cfg.task:
         began = time.time()

@@ -1,4 +1,4 @@
-"""Write a trained model as a Hugging Face folder, for transformers, lm-eval and whatever reads such folders.
+"""Write a trained model as a Hugging Face folder, for transformers, lm-eval and whatever else reads such folders.
 
     python export.py out/svformer --out_dir=exports/svformer
     python export.py out/vanilla --out_dir=exports/vanilla --dtype=bfloat16
@@ -6,7 +6,7 @@
 vanilla, gqa2, gqa4, gqa8 and mqa become plain Llamas, unless they have arch=gpt2 or rope_scaling. Every other model
 brings its code along. transformers writes the folder and loads it again. We compare logits, of a full pass and while it
 generates, and token ids with ours, before the folder gets its name.
-Read before: hf/layout.py and hf/modeling_nanoresformer.py.
+Read first: hf/layout.py and hf/modeling_nanoresformer.py.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class ExportConfig:
     """Every setting of export.py."""
 
     run: str = setting("", "run or checkpoint file; empty = the newest run in out/", positional=True, group="Model")
-    which: Literal["last", "best"] = setting("last", "a run's last checkpoint, or its best in validation")
+    which: Literal["last", "best"] = setting("last", "a run's last checkpoint, or its best by validation loss")
     dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "dtype of the weights")
     out_dir: str = setting("", "the new folder; empty = exports/<name of the run>", group="Result")
 
@@ -140,7 +140,7 @@ def check_export(folder, model, tokenizer, dtype):
     n_differ = sum(theirs.encode(text, add_special_tokens=False) != tokenizer.encode(text) for text in texts)
     print(f"logits: at most {largest:.1e} apart; token ids: {n_differ} of {len(texts)} texts differ")
     if largest > 1e-3 or n_differ:
-        what = f"transformers {transformers.__version__} makes another model of the folder, so we did not keep it"
+        what = f"transformers {transformers.__version__} loads a different model from the folder, so we did not keep it"
         raise UserError(f"{what}; try version 5.23.0, or another --dtype if a weight overflows in {dtype}")
 
 
@@ -159,10 +159,10 @@ def largest_difference(model, peer, idx):
 def main(cfg: ExportConfig):
     path = checkpoint.find(cfg.run, cfg.which)
     if checkpoint.is_hf_file(path):
-        raise UserError(f"{path.parent} is a Hugging Face folder already; name a run of train.py")
+        raise UserError(f"{path.parent} is already a Hugging Face folder; name a run of train.py")
     out = Path(cfg.out_dir or Path("exports", path.parent.resolve().name))
     if out.exists():
-        raise UserError(f"{out} exists; remove it, or choose another --out_dir")
+        raise UserError(f"{out} already exists; remove it, or choose another --out_dir")
     transformers = need("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -177,7 +177,7 @@ def main(cfg: ExportConfig):
         new.rename(out)
     origin = checkpoint.run_settings(path.parent).get("init_from", "")
     if origin and is_tied(origin):
-        print(f"note: {origin} ties its head to its embeddings; {out} does not, because they were trained apart")
+        print(f"note: {origin} ties its head to its embeddings; {out} does not, because they were trained separately")
     print(f"{out} is ready: {model.cfg.value_mode.name}, step {checkpoint.read_header(path)['step']}, {cfg.dtype}")
 
 

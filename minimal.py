@@ -1,4 +1,4 @@
-"""Value residual learning in one file that needs torch alone: a small GPT, its training, its KV cache.
+"""Value residual learning in one file that needs only torch: a small GPT, its training, its KV cache.
 
     python minimal.py input.txt --value_mode=resformer      trains vanilla and ResFormer side by side, then writes text
 
@@ -179,18 +179,18 @@ def train(models, train_data, val_data, args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="a text file; its characters are the tokens")
-    parser.add_argument("--value_mode", choices=MODES, default="resformer", help="is trained beside vanilla")
+    parser.add_argument("--value_mode", choices=MODES, default="resformer", help="mode to train beside vanilla")
     for name, default in (("max_steps", 200), ("learning_rate", 3e-3), ("seed", 1)):
         parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args()
     if not (args.max_steps > 0 and 0 < args.learning_rate <= 0.1 and 0 <= args.seed < 2**32):
-        parser.error("take max_steps from 1 on, learning_rate above 0 and up to 0.1, seed from 0 to 2^32 - 1")
+        parser.error("max_steps must be at least 1, learning_rate above 0 and at most 0.1, seed from 0 to 2^32 - 1")
     try:
         text = args.text.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as e:
-        parser.error(f"cannot read {args.text} as a text in UTF-8: {e}")
+        parser.error(f"cannot read {args.text} as UTF-8 text: {e}")
     if len(text) < 20 * Config.block_size:  # its last tenth must hold two windows or so
-        parser.error(f"{args.text} has {len(text)} characters; take a text of {20 * Config.block_size} or more")
+        parser.error(f"{args.text} has {len(text)} characters; it needs {20 * Config.block_size} or more")
     ids = {character: i for i, character in enumerate(sorted(set(text)))}
     data = torch.tensor([ids[character] for character in text])
     n = len(data) * 9 // 10  # the last tenth is for validation

@@ -1,15 +1,15 @@
 """The network: a Llama-like decoder in which every value-residual variant is a value of one setting, `value_mode`.
 
-    python model.py --value_mode=svformer --n_layer=4      print a mode's plan: who owns and who reads what, and sizes
+    python model.py --value_mode=svformer --n_layer=4      print a mode's plan: which layer owns and reads what, sizes
     python model.py table                                  all modes: equation, source, parameters, KV cache
 
-Shapes: B batch, T tokens, C n_embd, H n_head, G n_kv_head, D head_dim, V vocab_size. Layers count from 0, so
+Shapes: B batch, T tokens, C n_embd, H n_head, G n_kv_head, D head_dim, V vocab_size. Layers are counted from 0, so
 the paper's V_1 is projected[0]["v"]. A_n is layer n's causal softmax(q k^T / sqrt(D)); U_n is the output of its
 attention before the output projection. Modes as data, and the table of them, are in value_modes.py.
 Paper: https://arxiv.org/abs/2410.17897.
 
 The idea is in Attention.forward. Before it: the weights of residuals. After it: Block, GPT, the KV cache. The rest of
-a Llama (rotary positions, attention kernels, MLP) is in net/layers.py, the loss in net/loss.py. Next: train.py.
+a Llama (rotary positions, attention kernels, MLP) is in net/layers.py, the loss in net/loss.py. Read next: train.py.
 """
 
 import math
@@ -207,7 +207,7 @@ class Attention(nn.Module):
             elif m.residual.map == "identity":  # U_n = A_n V' + l V_1 (Fig 10); with all layers' values Eq 6
                 added = [repeat_heads(projected[i]["v"], self.n_head) for i in m.sources]
             else:
-                assert m.residual.of == "probs", f"{m.residual} is nowhere computed: add it here"
+                assert m.residual.of == "probs", f"{m.residual} is not computed anywhere: add it here"
                 pairs = [(used[i]["q"], used[i]["k"]) for i in m.sources]
                 added = [attend(q, k, used_here["v"], self.kernel, mask=mask) for q, k in pairs]  # A_i V'
             u = weighted_sum(w, u, added)

@@ -2,7 +2,7 @@
 
     python plot.py out/demo/vanilla-320-0.002-42 out/demo/svformer-320-0.002-42     by layer, from analyze.py's numbers
     python plot.py relative out/vanilla out/resformer          training loss minus vanilla's: the paper's relative loss
-    python plot.py plan vanilla resformer svformer mine.py     who reads what of which layer, and what the cache stores
+    python plot.py plan vanilla resformer svformer mine.py     which layer reads what, and what the cache stores
 
 compare.py and paper/ draw with the functions below.
 """
@@ -31,9 +31,9 @@ class PlotConfig:
     """Every setting of plot.py."""
 
     words: tuple[str, ...] = setting(
-        (), "runs' folders, also after relative; or plan, modes", positional=True, files_with="value_mode"
+        (), "runs' folders, alone or after relative; or plan and modes", positional=True, files_with="value_mode"
     )
-    out_file: str = setting("", "PNG to write; empty = plan.png here, the others beside the first run")
+    out_file: str = setting("", "PNG to write; empty = plan.png here; other pictures go beside the first run")
     n_layer: int = setting(4, "layers", least=1, most=48, group="With `plan`")
     n_head: int = setting(8, "query heads", least=1, most=2**16)
     n_kv_head: int = setting(0, "key and value heads; 0 = what the mode says, or n_head", least=0)
@@ -45,14 +45,14 @@ class PlotConfig:
         beside = (".png", "report.md", "runs.jsonl")
         object.__setattr__(self, "words", tuple(name for name in self.words if not name.endswith(beside)))
         if not self.words:
-            raise UserError("name runs that analyze.py has seen: `python plot.py out/a out/b`")
+            raise UserError("name runs that analyze.py has analysed: `python plot.py out/a out/b`")
         if self.words[0] == "relative" and len(self.words) < 3:
             raise UserError("name two runs or more: `python plot.py relative out/vanilla out/resformer`")
         if self.words == ("plan",):
-            raise UserError("name modes: `python plot.py plan vanilla resformer`; a run in a folder plan is ./plan")
+            raise UserError("name modes: `python plot.py plan vanilla resformer`; for a run in plan/, write ./plan")
         if self.words[0] == "plan" and len(self.words) * self.n_layer > 700:
             n_modes = len(self.words) - 1
-            raise UserError(f"{n_modes} modes of {self.n_layer} layers do not fit a picture: draw some of them")
+            raise UserError(f"{n_modes} modes of {self.n_layer} layers do not fit into one picture: draw fewer")
         if self.out_file and not self.out_file.endswith(".png"):
             raise UserError(f"out_file={self.out_file} must end in .png")
 
@@ -164,7 +164,7 @@ def draw_line(ax, x, y, label, style, points=None, is_run=True):
     label = (" " if label.startswith("_") else "") + label.replace("$", r"\$")
     mean, seeds = y.mean(0), "1 seed"
     if len(y) > 1:
-        half, seeds = t_95(len(y) - 1) * y.std(0, ddof=1) / len(y) ** 0.5, f"{len(y)} seeds, 95 %"
+        half, seeds = t_95(len(y) - 1) * y.std(0, ddof=1) / len(y) ** 0.5, f"{len(y)} seeds, 95%"
         ax.fill_between(x, mean - half, mean + half, color=style["color"], alpha=0.14, linewidth=0)
     if points is not None:
         ax.plot(*points, **style | {"linestyle": ""})
@@ -252,7 +252,7 @@ def relative(path, names):
         for what in ("data", "seed", "batch_tokens", "block_size", "bos", "max_steps"):
             own, bases = curve.start[what], curves[base].start[what]
             if own != bases:
-                raise UserError(f"{name} trained with {what}={own} and {base} with {bases}: no loss to subtract")
+                raise UserError(f"{name} has {what}={own} and {base} has {bases}, so their losses can't be subtracted")
         if not np.intersect1d(curve.steps["step"], curves[base].steps["step"]).size:
             raise UserError(f"{name} and {base} have no step in common")
     labels = short_names(names)

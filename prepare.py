@@ -6,9 +6,9 @@
     python prepare.py slimpajama --hub_id=DKYoon/SlimPajama-6B --tokens=5e9
     python prepare.py files --input_dir=texts                    # .txt, .jsonl, .parquet, .gz, …, recursively
 
-Stop it at any time, even with kill -9: the same command goes on, and the result is the same to the byte. That works
+Stop it at any time, even with kill -9: the same command continues, with the same result, byte for byte. That works
 because each batch of documents becomes a file of its own in out_dir/parts, which is either complete or absent. We join
-the parts in order. A new start reads those that exist, instead of encoding their text again. They are deleted at the
+the parts in order. A restart reads those that exist, instead of encoding their text again. They are deleted at the
 end, so until then the folder takes up to twice the disk space of the result (80 GB for 20B tokens).
 
 Read next: texts.py (what we read), tokenizer.py, data.py (the layout of the result, and its reader).
@@ -59,20 +59,20 @@ PAPER_MIXTURE = dict(CommonCrawl=0.5, C4=0.2, Github=0.1, Book=0.05, ArXiv=0.05,
 class PrepareConfig:
     source: Literal["pysource", "slimpajama", "files"] = setting("pysource", "what to read", positional=True)
     out_dir: str = setting("", "where the result goes; empty = data/<source>", group="Input and output")
-    input_dir: str = setting("", "folder to read: texts for files, SlimPajama's layout for slimpajama")
+    input_dir: str = setting("", "folder to read: any texts for files, SlimPajama's layout for slimpajama")
     packages: tuple[str, ...] = setting((), "for pysource: read only these installed packages; empty = all")
     text_field: str = setting("text", "column of JSON and .parquet files that holds the text")
-    domains: Literal["folders", "one"] = setting("folders", "for files: a domain for each first folder, or one for all")
+    domains: Literal["folders", "one"] = setting("folders", "for files: a domain per top-level folder, or one for all")
     hub_id: str = setting("cerebras/SlimPajama-627B", "data set on the hub, for slimpajama without input_dir")
-    revision: str = setting("", "commit of the hub's data set; with one you can get the same data again")
-    tokenizer: str = setting("", "bpe:<size>, gpt2 or neox; empty = bpe:4096, slimpajama neox", group="Tokenizer")
-    tokenizer_file: str = setting("", "a vocabulary to use again: a data folder, run, export, or file of gpt2 or neox")
+    revision: str = setting("", "commit of the hub's data set; it pins the data, so you can get it again")
+    tokenizer: str = setting("", "bpe:<size>, gpt2 or neox; empty = bpe:4096 (neox for slimpajama)", group="Tokenizer")
+    tokenizer_file: str = setting("", "a vocabulary to reuse: a data folder, run, export, or file of gpt2 or neox")
     bpe_bytes: int = setting(16_000_000, "bytes of train text that bpe is trained on", least=1)
-    tokens: int | None = setting(None, "train tokens; 0 = all; none = all, slimpajama 20e9", least=0, group="Amounts")
+    tokens: int | None = setting(None, "to train on; 0 = all; none = all (slimpajama: 20e9)", least=0, group="Amounts")
     val_tokens: int = setting(0, "validation tokens per domain; 0 = all there are", least=0)
     val_fraction: float = setting(0.05, "share of documents held out, if there is no validation split", 0, 0.5)
     mixture: dict[str, float] = setting(
-        {}, "weight per domain; others are dropped; empty = the text's shares, slimpajama the paper's"
+        {}, "weight per domain; others are dropped; empty = the text's shares (the paper's for slimpajama)"
     )
     seed: int = setting(0, "random seed for the order of the input files", group="Work")
     workers: int = setting(0, "processes; 0 = one per core", least=0)
@@ -97,18 +97,18 @@ class PrepareConfig:
             raise UserError(f"mixture takes weights above 0, not {self.mixture}")
         total = plain_sum(self.mixture.values())
         if total == math.inf:
-            remedy = "only their ratios count, so take smaller ones"
-            raise UserError(f"mixture takes weights whose sum is a number; {remedy}")
+            remedy = "only their ratios count, so use smaller ones"
+            raise UserError(f"the mixture's weights add up to infinity; {remedy}")
         self.mixture = {domain: weight / total for domain, weight in self.mixture.items()}
 
         # Words that would do nothing, or something else than they seem to say, are refused.
         size = re.fullmatch(r"bpe:(\d+)", self.tokenizer)
         if self.tokenizer not in ("", *ON_HUB) and not (size and 257 <= int(size[1]) <= 2**16):
-            sizes = "257 (bytes, end-of-text) to 65,536 (ids are uint16)"
-            those = f"gpt2, neox and bpe:<size>, {sizes}; --tokenizer_file takes a file"
-            raise UserError(f"unknown tokenizer {self.tokenizer!r}; there are {those}")
+            sizes = "with a size from 257 (bytes, end-of-text) to 65,536 (ids are uint16)"
+            those = f"gpt2, neox or bpe:<size> {sizes}; for a file use --tokenizer_file"
+            raise UserError(f"unknown tokenizer {self.tokenizer!r}; choose {those}")
         if self.input_dir and self.source == "pysource":
-            raise UserError("pysource reads installed packages; to read --input_dir, name files or slimpajama first")
+            raise UserError("pysource reads installed packages; to read --input_dir, begin with files or slimpajama")
         is_hub, is_bpe = is_slimpajama and not self.input_dir, self.tokenizer.startswith("bpe:")
         for name, is_read, place in (
             ("packages", self.source == "pysource", "pysource"),
@@ -160,7 +160,7 @@ def make_tokenizer(pool, cfg, inputs):
     path = cfg.tokenizer_file
     if cfg.tokenizer in ON_HUB and not path:
         remedy = "run again, or pass --tokenizer_file=<its tokenizer.json>"
-        with reading(f"{cfg.tokenizer}'s vocabulary", "a file within reach", remedy):
+        with reading(f"{cfg.tokenizer}'s vocabulary", "a reachable file", remedy):
             path = need("huggingface_hub").hf_hub_download(ON_HUB[cfg.tokenizer], "tokenizer.json")
     if path:
         tokenizer = read_vocabulary(path)
@@ -176,7 +176,7 @@ def make_tokenizer(pool, cfg, inputs):
     bpe.train_from_iterator(train_texts(pool, cfg, inputs), n_vocab - 1, pattern=PATTERN)
     ranks = [(bytes(b), i) for b, i in sorted(bpe.get_mergeable_ranks(), key=lambda rank: rank[1])]
     if len(ranks) + 1 < n_vocab:
-        print(f"note: the text is too small for a vocabulary of {n_vocab:,}; it has {len(ranks) + 1:,}")
+        print(f"note: the text is too short for a vocabulary of {n_vocab:,}; the vocabulary has {len(ranks) + 1:,}")
     return Tokenizer(make_spec(cfg.tokenizer, PATTERN, ranks, {EOT: len(ranks)}))
 
 
@@ -225,7 +225,7 @@ def processes(cfg):
         try:
             yield pool
         except KeyboardInterrupt:
-            heard("stopping; what is finished stays, and the same command goes on")
+            heard("stopping; finished parts are kept, and the same command continues")
             pool.shutdown(cancel_futures=True)
             raise
         except BrokenProcessPool:
@@ -414,7 +414,7 @@ def check_output(cfg, inputs):
         changed = [name for name in settings if before.get(name) != settings[name]]
         if changed:
             differ = [f"{name} {before.get(name)!r} there, {settings[name]!r} now" for name in changed]
-            raise UserError(f"{out} holds other data ({'; '.join(differ)}); {remedy}")
+            raise UserError(f"{out} holds different data ({'; '.join(differ)}); {remedy}")
     # Of somebody else's folder we would delete or replace these.
     elif any((out / name).exists() for name in ("train", "val", "parts", "tokenizer.json", "manifest.json")):
         raise UserError(f"{out} holds files that prepare.py did not write; {remedy}")
@@ -429,7 +429,7 @@ def write_manifest(cfg, placement, tokenizer):
         if cfg.val_fraction == 0:  # the input has a validation split of its own
             few = "a validation split without text"
         of = f" of {', '.join(cfg.mixture)}" if cfg.mixture else ""
-        raise UserError(f"the input has {few if train else 'no train text'}{of}")
+        raise UserError(f"the input has {few if train else 'no training text'}{of}")
     for files in placement.splits.values():
         for file in files.values():
             file["sha256"] = sha256(out / file["file"])
@@ -455,24 +455,24 @@ def print_result(cfg, placement):
         print(f"note: {placement.n_copies:,} documents were left out of train, because they are in val too")
     train, val = placement.splits["train"], placement.splits["val"]
     if cfg.tokens and len(placement.shares) > 1 and not cfg.mixture:
-        print("note: --tokens was divided by the sizes of the domains' files; --mixture divides it otherwise")
+        print("note: --tokens was split by the sizes of the domains' files; --mixture splits it differently")
     if cfg.tokens and not placement.shares and not placement.is_full("train", None):
         print(f"note: the input ended before {cfg.tokens:,} tokens")
     for domain in {**placement.shares, **train, **val}:
         if domain not in placement.usable():
-            what = "validation" if domain in train else "train"
-            print(f"note: no {what} text of domain {domain}; the mixture goes without it")
+            what = "validation" if domain in train else "training"
+            print(f"note: no {what} text for domain {domain}, so the mixture leaves it out")
             continue
         n_train, n_val = train[domain]["tokens"], val[domain]["tokens"]
         share = n_val / (n_train + n_val)
         if share > 2 * cfg.val_fraction > 0 and cfg.tokens == 0:
-            print(f"note: {share:.0%} of {domain} is held out, because its documents are few or differ much in length")
+            print(f"note: {share:.0%} of {domain} is held out: it has few documents, or their lengths differ a lot")
         if n_train <= 2048:
-            print(f"note: {domain} is short: train.py takes it with a --block_size of up to {n_train - 1}")
+            print(f"note: {domain} is short: train.py needs a --block_size of at most {n_train - 1} for it")
         if placement.shares and cfg.tokens and not placement.is_full("train", domain):
             print(f"note: the input ended before {domain}'s {cfg.tokens * placement.shares[domain]:,.0f} tokens")
         if cfg.val_tokens and not placement.is_full("val", domain):
-            print(f"note: {domain} has {n_val:,} of {cfg.val_tokens:,} validation tokens")
+            print(f"note: {domain} has only {n_val:,} of the {cfg.val_tokens:,} validation tokens asked for")
     print(f"{cfg.out_dir} is ready")
 
 
@@ -485,7 +485,7 @@ def main(cfg: PrepareConfig):
             # neither may be damaged
             load_manifest(out, verify=False)
             Tokenizer.load(out / "tokenizer.json")
-            print(f"{out} is complete already; there is nothing to do")
+            print(f"{out} is already complete; there is nothing to do")
         else:
             with processes(cfg) as pool:
                 # settings.json comes after the tokenizer is made: if that fails, other settings may be tried.
@@ -494,7 +494,7 @@ def main(cfg: PrepareConfig):
                     write_record(out / "settings.json", SETTINGS, settings)
                     tokenizer.save(out / "tokenizer.json")
                 tokenizer = Tokenizer.load(out / "tokenizer.json")
-                print(f"writing {out}; stop at any time, the same command goes on", flush=True)
+                print(f"writing {out}; stop at any time; the same command continues", flush=True)
                 placement = write_corpus(pool, cfg, inputs)
             write_manifest(cfg, placement, tokenizer)
             print_result(cfg, placement)

@@ -1,11 +1,11 @@
 """Continue prompts with a trained model.
 
-    python sample.py                                                           the newest run below out/
+    python sample.py                                                           the newest run under out/
     python sample.py out/demo/svformer-320-0.002-42 --prompt="def f(" --num_samples=3
     python sample.py out/demo/svformer-320-0.002-42 --prompt="<|endoftext|>"   a new document
     python sample.py out/demo/svformer-320-0.002-42 --prompt_file=prompts.txt  continue each line, all as one batch
 
-Read before: model.py, for the KVCache.
+Read first: model.py, for the KVCache.
 """
 
 from dataclasses import dataclass
@@ -31,14 +31,14 @@ class SampleConfig:
     run: str = setting("", "run, checkpoint or Hugging Face folder; empty = the newest run in out/", positional=True)
     prompt: str = setting("\n", "text to continue; '<|endoftext|>' in it ends a document", group="Text")
     prompt_file: str = setting("", "file with one prompt per line, instead of prompt")
-    max_new_tokens: int = setting(200, "new tokens; fewer if the document or the block ends", 1, 10**6)
+    max_new_tokens: int = setting(200, "how many new tokens; fewer if the document or the block ends", 1, 10**6)
     num_samples: int = setting(1, "continuations of each prompt, all in one batch", least=1, most=10**5)
     temperature: float = setting(0.8, "temperature of the softmax; 0 = always the likeliest token", 0, group="Sampling")
     top_k: int = setting(0, "draw from the k likeliest tokens only; 0 = from all", least=0)
     seed: int = setting(1, "random seed; the same seed and prompts give the same text")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of weights; auto = bf16 on newer GPUs")
-    compile: bool = setting(False, "torch.compile each step, with CUDA graphs on GPUs: for long texts on GPUs")
+    compile: bool = setting(False, "torch.compile each step, with CUDA graphs on GPUs; worth it for long texts on GPUs")
 
     def __post_init__(self):
         check_fields(self)
@@ -137,18 +137,18 @@ def read_prompts(cfg):
     """The texts to continue."""
     texts = [cfg.prompt]
     if cfg.prompt.startswith("FILE:"):
-        raise UserError(f"prompt={cfg.prompt} is nanoGPT's; here set --prompt_file={cfg.prompt[5:]}")
+        raise UserError(f"prompt={cfg.prompt} is a nanoGPT setting; here, set --prompt_file={cfg.prompt[5:]}")
     if "\\n" in cfg.prompt:
-        print("note: \\n in the prompt is two characters; a shell makes a line break of $'\\n'")
+        print("note: \\n in the prompt is two characters; in a shell, write $'\\n' for a line break")
     if cfg.prompt_file:
-        with reading(cfg.prompt_file, "prompts in UTF-8, one a line", "name a text file"):
+        with reading(cfg.prompt_file, "a UTF-8 file with one prompt per line", "name a text file"):
             texts = Path(cfg.prompt_file).read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
     if "" in texts:
         raise UserError(f"prompt {texts.index('') + 1} is empty; give text, or '<|endoftext|>' to start a document")
     return texts
 
 
-@enough_memory("set fewer --num_samples, a shorter prompt or fewer --max_new_tokens")
+@enough_memory("use fewer --num_samples, a shorter prompt or fewer --max_new_tokens")
 def main(cfg: SampleConfig):
     device = only_process(cfg.device).device
     path = checkpoint.find(cfg.run)
@@ -158,7 +158,7 @@ def main(cfg: SampleConfig):
     prompts = [tokenizer.prefix + tokenizer.encode(text, allow_eot=True) for text in texts]
     for number, ids in enumerate(prompts, 1):
         if len(ids) > model.cfg.block_size:
-            raise UserError(f"prompt {number} has {len(ids)} tokens, the block {model.cfg.block_size}; shorten it")
+            raise UserError(f"prompt {number}: {len(ids)} tokens exceed the block's {model.cfg.block_size}; shorten it")
 
     how = {"temperature": cfg.temperature, "top_k": cfg.top_k, "compile": cfg.compile}
     rows, cache, seconds = generate(model, prompts, cfg.max_new_tokens, cfg.num_samples, cfg.seed, tokenizer.end, **how)
@@ -176,7 +176,7 @@ def main(cfg: SampleConfig):
     dtype = str(model.head.weight.dtype).removeprefix("torch.")
     print(f"[KV cache {cache.nbytes:,} bytes = {len(rows)} x {cache.length} tokens x {per_token:,} in {dtype}]")
     if max(len(prompts[i // cfg.num_samples]) + len(row) for i, row in enumerate(rows)) > model.cfg.block_size:
-        print(f"[the block of {model.cfg.block_size} tokens is full, so a text ends there]")
+        print(f"[the block of {model.cfg.block_size} tokens is full, so the text ends here]")
 
 
 if __name__ == "__main__":

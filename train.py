@@ -7,7 +7,7 @@
 Writes into out_dir: metrics.jsonl (a record for the start, for each step, for each evaluation, and for the end of a run
 that diverged), config.json, env.json, tokenizer.json and checkpoints (see common/checkpoint.py). The story is in
 `train`, at the bottom.
-Read before: model.py. Read next: common/data.py.
+Read first: model.py. Read next: common/data.py.
 """
 
 import contextlib
@@ -56,9 +56,9 @@ class TrainConfig:
     seed: int = setting(42, "random seed for weights and data order", least=0)
 
     data_dir: str = setting("data/slimpajama", "folder made by prepare.py", group="Data")
-    mixture: dict[str, float] = setting({}, "weight per domain, {'C4': 0.5, …}, others left out; empty = the data's")
-    bos: bool = setting(False, "replace the first token of each sequence by end-of-text")
-    verify: bool = setting(True, "compare the sha256 of the data with the manifest at the start")
+    mixture: dict[str, float] = setting({}, "weights, as in {'C4': 0.5, …}; others are left out; empty = the data's")
+    bos: bool = setting(False, "replace the first token of each sequence with end-of-text")
+    verify: bool = setting(True, "at the start, check the data's sha256 against the manifest")
 
     value_mode: str | ValueMode = setting("vanilla", "a row of `python model.py table`, or a ValueMode", group="Model")
     block_size: int = setting(2048, "tokens per sequence", least=1)
@@ -67,15 +67,15 @@ class TrainConfig:
     n_kv_head: int = setting(0, "key and value heads; 0 = what value_mode says, or n_head", least=0)
     n_embd: int = setting(512, "width of the residual stream")
     head_dim: int = setting(0, "width of a head; 0 = n_embd / n_head", least=0)
-    n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", least=0)
+    n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd (4 n_embd with arch=gpt2)", least=0)
     arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
     rope_theta: float = setting(10000.0, "base of the rotary angles", least=1)
-    rope_scaling: tuple[float, ...] = setting((), "Llama 3.1's factor, low, high, original; () = none")
+    rope_scaling: tuple[float, ...] = setting((), "Llama 3.1's (factor, low, high, original); () = none")
     norm_eps: float = setting(1e-5, "what the norms add to the mean square", least=0, most=1)
-    scaled_init: bool | None = setting(None, "divide the spread of output projections by √(2 n_layer); none = if gpt2")
+    scaled_init: bool | None = setting(None, "divide output projections' spread by √(2 n_layer); none = only gpt2")
 
     batch_tokens: int = setting(2_097_152, "tokens per optimizer step, over all ranks", 1, 2**40, group="Optimization")
-    micro_batch: int = setting(32, "most sequences per rank and forward pass; the rest accumulates", least=1)
+    micro_batch: int = setting(32, "at most this many sequences per rank and pass; the rest accumulates", least=1)
     max_steps: int = setting(10_000, "optimizer steps, the length of the schedule", least=1, most=10**9)
     warmup_steps: int = setting(120, "steps of linear warmup from 1e-7", least=0)
     learning_rate: float = setting(6e-4, "peak of the schedule", least=0, most=1e6)
@@ -83,7 +83,7 @@ class TrainConfig:
     weight_decay: float = setting(0.1, "of matrices and embeddings; vectors and scalars have none", least=0)
     beta1: float = setting(0.9, "AdamW's first-moment decay", least=0, most=0.999999)
     beta2: float = setting(0.95, "AdamW's second-moment decay", least=0, most=0.999999)
-    grad_clip: float = setting(1.0, "largest norm of the gradients; 0 = no clipping", least=0)
+    grad_clip: float = setting(1.0, "maximum norm of the gradients; 0 = no clipping", least=0)
 
     eval_every: int = setting(1000, "steps between evaluations; one more at the end", least=1, group="Records")
     eval_tokens: int = setting(1_048_576, "validation tokens of each domain, in whole windows; 0 = all", least=0)
@@ -97,15 +97,15 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "autocast's dtype; auto = bf16 if fast")
     compile: bool | None = setting(None, "torch.compile; none = on GPUs only")
     attn: Literal["sdpa", "flash", "eager"] = setting("sdpa", "attention kernel: torch's, flash-attn's, or plain")
-    recompute: bool = setting(False, "activation checkpointing: less memory, more computing, the same numbers")
-    shard: Literal["none", "zero2", "zero3"] = setting("none", "zero2: ranks divide the optimizer; zero3: weights too")
+    recompute: bool = setting(False, "activation checkpointing: less memory, more compute, the same numbers")
+    shard: Literal["none", "zero2", "zero3"] = setting("none", "zero2: divide the optimizer state; zero3: weights, too")
 
     def __post_init__(self):
         check_fields(self)
         if self.resume not in ("never", "auto") and not os.path.exists(self.resume):
-            raise UserError(f"resume={self.resume!r} is not there; it takes never, auto or a checkpoint's path")
+            raise UserError(f"resume={self.resume!r} does not exist; it takes never, auto or a checkpoint's path")
         if self.sample_every and self.shard != "none":
-            raise UserError(f"sample_every needs whole weights: leave it at 0 with shard={self.shard}")
+            raise UserError(f"sample_every needs unsharded weights: leave it at 0 with shard={self.shard}")
         object.__setattr__(self, "value_mode", get_mode(self.value_mode))
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.value_mode.name}")
         if self.resume == "never" and not self.init_from:  # else `with_shape` may still change it
@@ -124,7 +124,7 @@ class TrainConfig:
             nearest = unit * max(1, round(self.batch_tokens / unit))
             raise UserError(
                 f"batch_tokens={self.batch_tokens} is not a multiple of {unit} = block_size={self.block_size} x "
-                f"{n_ranks} ranks; set --batch_tokens={nearest}, or start another number of ranks"
+                f"{n_ranks} ranks; set --batch_tokens={nearest}, or start a different number of ranks"
             )
         per_rank = self.batch_tokens // unit
         micro_batch = max(n for n in range(1, min(self.micro_batch, per_rank) + 1) if per_rank % n == 0)
@@ -195,13 +195,13 @@ def checkpoint_to_resume(cfg):
     files = list(checkpoint.steps(cfg.out_dir).values())
     config = Path(cfg.out_dir, "config.json")
     if not files and not config.exists() and config.with_name("tokenizer.json").exists():
-        raise UserError(f"{cfg.out_dir} holds a tokenizer.json and no config.json: it is no run; set another --out_dir")
+        raise UserError(f"{cfg.out_dir} holds a tokenizer.json but no config.json: not a run; set another --out_dir")
     if cfg.resume == "never" and files:
         raise UserError(f"{cfg.out_dir} already holds a run; --resume=auto continues it, or set another --out_dir")
     # with auto it may have been killed before its first checkpoint, and begins again
     if cfg.resume == "never" and Path(cfg.out_dir, "metrics.jsonl").exists() and read_run(cfg.out_dir).final_loss:
         remedy = "remove it, or set another --out_dir"
-        raise UserError(f"{cfg.out_dir} has the records of a run that has ended, without its weights; {remedy}")
+        raise UserError(f"{cfg.out_dir} has the records of a finished run, but not its weights; {remedy}")
     if cfg.resume == "never" or (cfg.resume == "auto" and not files):
         return None
     path = checkpoint.find(cfg.out_dir if cfg.resume == "auto" else cfg.resume)
@@ -209,7 +209,7 @@ def checkpoint_to_resume(cfg):
         raise UserError(f"{path} has no training state to resume; start from its weights with --init_from")
     if files and path.resolve() != files[-1].resolve():
         there = f"{cfg.out_dir} already holds {files[-1].name}"
-        raise UserError(f"{there}, and {path} is another one; set another --out_dir")
+        raise UserError(f"{there}, so it cannot continue from {path}; set another --out_dir")
     return path
 
 
@@ -236,7 +236,7 @@ def settings_of(cfg, corpus, path):
     is_finished = checkpoint.read_header(path)["step"] >= cfg.max_steps
     if MUST_STAY.intersection(changed) or (changed and is_finished):
         remedy = "use them, or start anew in another --out_dir"
-        raise UserError(f"{old_path.parent} was started with other settings: {words}; {remedy}")
+        raise UserError(f"{old_path.parent} was started with different settings: {words}; {remedy}")
     return new, f"note: changed since the run was last started: {words}" if words else ""
 
 
@@ -305,7 +305,7 @@ def validate(model, corpus, cfg, world, autocast, is_sharded):
 def end_diverged(metrics, step, why):
     """End a run whose step has failed, and record that. The caller has saved nothing of the step."""
     metrics.write({"event": "diverged", "step": step, "why": why})
-    remedy = "nothing of this step is saved; continue from a checkpoint before it with a lower learning_rate"
+    remedy = "this step was not saved; continue from an earlier checkpoint with a lower learning_rate"
     raise UserError(f"step {step}: {why}; {remedy}")
 
 
@@ -323,7 +323,7 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
         checkpoint.prune(cfg.out_dir, keep=0)  # keeps all checkpoints, and deletes what a kill has left of one
     if done >= cfg.max_steps:
         if checkpoint.steps(cfg.out_dir) and read_run(cfg.out_dir).final_loss is None:
-            remedy = f"delete step_{done:08d}.safetensors to train the steps since the one before, or the whole folder"
+            remedy = f"delete step_{done:08d}.safetensors to repeat the steps since the one before, or the whole folder"
             raise UserError(f"{cfg.out_dir} has all its steps, but metrics.jsonl lacks the last evaluation; {remedy}")
         if world.rank == 0:
             print(f"nothing is left to train: {done} of {cfg.max_steps} steps are done")
@@ -463,7 +463,7 @@ def train(cfg, world):
         if not scaler.is_enabled():
             check_finite(metrics, n, "gradient norm", norm)
         elif scaler.get_scale() < 2**-10:
-            end_diverged(metrics, n, "fp16 gradients overflow at any loss scale, which bfloat16 would not")
+            end_diverged(metrics, n, "fp16 gradients overflow at every loss scale; bfloat16 ones would not")
 
         # record
         seconds = time.perf_counter() - began
@@ -493,14 +493,14 @@ def train(cfg, world):
             checkpoint.save(cfg.out_dir, n, model, vocabulary, val_loss, optimizer, scaler, cfg.keep, is_main)
         if is_stopped and n < cfg.max_steps:
             stop.ignore()
-            metrics.say(f"stopped and saved at step {n}; the same command with --resume=auto continues")
+            metrics.say(f"stopped and saved at step {n}; to continue, run the same command with --resume=auto")
             break
     metrics.close()
 
 
 def main(cfg: TrainConfig):
     if cfg.init_from and not os.path.exists(cfg.init_from) and not checkpoint.steps(cfg.out_dir):
-        raise UserError(f"init_from={cfg.init_from} is not there; it takes a run, a checkpoint or a folder")
+        raise UserError(f"init_from={cfg.init_from} does not exist; it takes a run, a checkpoint or a folder")
     cfg = with_shape(cfg)
     cfg.model_config(vocab_size=1)  # an impossible shape is refused before any data is read
     world = ranks.Distributed(cfg.device, fixed_lengths=True)

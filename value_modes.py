@@ -173,7 +173,7 @@ class ValueMode:
         """This mode with `value` as the weight of the sources, in its last residual whose `lam` is not None."""
         settable = [j for j, r in enumerate(self.residuals) if r.lam]
         if not settable:
-            raise UserError(f"{self.name} does not take a number: no residual of it has a weight that can be set")
+            raise UserError(f"{self.name} does not take a number: none of its residuals has a weight that can be set")
         residuals, last = list(self.residuals), settable[-1]
         residuals[last] = dataclasses.replace(residuals[last], lam=(residuals[last].lam[0], value))
         return dataclasses.replace(self, residuals=tuple(residuals))
@@ -224,7 +224,7 @@ TABLE = {
     "cross_prev": (mode_with(map="cross", source="prev"), "softmax(Q_n [K_n; K_{n-1}]ᵀ) [V_n; V_{n-1}]", "Eq 2, Fig 4"),
     "query": (mode_with(of="q"), "½ (Q_n + Q_1) for Q_n", "Fig 9"),
     "key": (mode_with(of="k"), "½ (K_n + K_1) for K_n", "Fig 9"),
-    "hidden": (mode_with(of="hidden"), "½ (H_{n-1} + H_0) for H_{n-1}", "v5, scale ours"),
+    "hidden": (mode_with(of="hidden"), "½ (H_{n-1} + H_0) for H_{n-1}", "v5, our scale"),
     "scores": (mode_with(of="scores"), "½ (Q_n K_nᵀ + Q_1 K_1ᵀ) for Q_n K_nᵀ", "v5, or the next row"),
     "probs": (mode_with(of="probs"), "½ (A_n + A_1) V_n", "v5, attention matrix"),
     # -- sharing
@@ -234,7 +234,7 @@ TABLE = {
     "svformer_4anchors": (ValueMode(share_v=(0, 0.375, 0.625, -1)), "… first, two of the middle, last", "Fig 17"),
     "share_q": (ValueMode(share_q="first"), "softmax(Q_1 K_nᵀ) V_n", "Fig 16"),
     "share_k": (ValueMode(share_k="first"), "softmax(Q_n K_1ᵀ) V_n", "Fig 16"),
-    "share_q2": (ValueMode(share_q="every 2"), "Q_n of the first layer in each pair", "as Fig 5"),
+    "share_q2": (ValueMode(share_q="every 2"), "Q_n of the first layer in each pair", "like Fig 5"),
     "share_k2": (ValueMode(share_k="every 2"), "K_n of the first layer in each pair", "Fig 5"),
     "share_v2": (ValueMode(share_v="every 2"), "V_n of the first layer in each pair", "Fig 5"),
     "cla2": (ValueMode(share_k="every 2", share_v="every 2"),
@@ -319,7 +319,7 @@ def get_mode(mode):
         near = difflib.get_close_matches(mode, VALUE_MODES, 1, 0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         if mode.endswith(".py"):
-            hint = f"a file stands alone, as in `python train.py {mode}`; "
+            hint = f"give a file without --value_mode=, as in `python train.py {mode}`; "
         raise UserError(f"unknown value_mode {mode!r}; {hint}`python model.py table` shows all")
     found = VALUE_MODES[row].with_lam(float(number))
     if found == VALUE_MODES[row]:
@@ -351,7 +351,7 @@ def read_mode(word):
         raise UserError(f"{word}: value_mode takes a name or a ValueMode, not {value!r:.80}")
     mode = get_mode(value)
     if values:
-        remedy = "give settings to all modes, as flags or in another file; begin names of helpers with _"
+        remedy = "put settings for all modes into flags or another file, and start the names of helpers with _"
         raise UserError(f"{word} sets {', '.join(values)} besides its mode; {remedy}")
     return mode
 
@@ -381,13 +381,13 @@ class ModelConfig:
     n_kv_head: int = setting(0, "key and value heads; 0 = what value_mode says, or n_head", least=0)
     n_embd: int = setting(512, "width of the residual stream", least=1, most=2**16)
     head_dim: int = setting(0, "width of a head; 0 = n_embd / n_head", least=0, most=2**12)
-    n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd, with arch=gpt2 4 n_embd", least=0, most=2**18)
+    n_hidden: int = setting(0, "width of the MLP; 0 = 3.5 n_embd (4 n_embd with arch=gpt2)", least=0, most=2**18)
     arch: Literal["llama", "gpt2"] = setting("llama", "RMSNorm, RoPE, SwiGLU; gpt2: LayerNorm, positions, GELU, biases")
     rope_theta: float = setting(10000.0, "base of the rotary angles, see layers.Rope", least=1)
-    rope_scaling: tuple[float, ...] = setting((), "Llama 3.1's factor, low, high, original, see layers.Rope; () = none")
+    rope_scaling: tuple[float, ...] = setting((), "Llama 3.1's (factor, low, high, original); () = none")
     norm_eps: float = setting(1e-5, "what the norms add to the mean square", least=0, most=1)
     init_std: float = setting(0.02, "spread of the initial weights", least=0, most=100)
-    scaled_init: bool | None = setting(None, "divide the spread of output projections by √(2 n_layer); none = if gpt2")
+    scaled_init: bool | None = setting(None, "divide output projections' spread by √(2 n_layer); none = only gpt2")
     value_mode: str | ValueMode = setting("vanilla", "a row of `python model.py table`, or a ValueMode")
 
     def __post_init__(self):
@@ -405,15 +405,15 @@ class ModelConfig:
             refuse([(self.n_embd % H, f"n_embd={self.n_embd} must be a multiple of n_head={H}")])
         self.fill("head_dim", self.head_dim or self.n_embd // H)
         refuse([
-            (H % group, f"value_mode has {group} query heads to a key head: n_head={H} is not a multiple of it"),
+            (H % group, f"value_mode has {group} query heads to a key head: n_head={H} is not a multiple of {group}"),
             (mode.kv_group != 1 and G != H // group, f"n_kv_head={G}, but value_mode makes it {H // group}"),
             (H % G, f"n_head={H} must be a multiple of n_kv_head={G}"),
-            (is_llama and self.head_dim % 2, f"heads are {self.head_dim} wide: RoPE rotates pairs, so it must be even"),
-            (scaling and not is_ordered, f"rope_scaling={scaling}: factor, low < high, original, all positive"),
+            (is_llama and self.head_dim % 2, f"heads are {self.head_dim} wide: RoPE needs an even width"),
+            (scaling and not is_ordered, f"rope_scaling={scaling} must be factor, low < high, original, all positive"),
             (self.rope_theta != 10000.0 and not is_llama, f"rope_theta is for arch='llama': {self.arch} has no angles"),
             (scaling and not is_llama, f"rope_scaling is for arch='llama': {self.arch} learns its positions"),
             (value_heads % 1 or value_heads >= G,
-             f"heads_from_layer_0={mode.heads_from_layer_0} of {G} value heads: a whole number of them, and not all"),
+             f"heads_from_layer_0={mode.heads_from_layer_0} of {G} value heads must be a whole number, and not all"),
         ])  # fmt: skip
         refuse(problems_of_layers(self))
 
@@ -448,9 +448,9 @@ def problems_of_layers(cfg):
     plan = plan_layers(cfg)
     for index, r in enumerate(mode.residuals):
         acts = any(mix.index == index for layer in plan for mix in layer.mixes)
-        yield not acts, f"residual {index + 1} (of {r.of}) acts in no layer: none has a source and a tensor of its own"
+        yield not acts, f"residual {index + 1} (of={r.of!r}) acts in no layer: none has a source and its own tensor"
     for n, layer in enumerate(plan):
-        yield not layer.heads, f"layer {n} would own none of q, k, v: its attention would read nothing of its input"
+        yield not layer.heads, f"layer {n} would own none of q, k, v: its attention would ignore its input"
 # fmt: on
 
 

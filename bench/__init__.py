@@ -38,12 +38,12 @@ OUR_LOSS = f"{NO_MASK}, with our loss"
 class BenchConfig:
     """Settings of both benchmarks."""
 
-    rounds: int = setting(3, "times that each side runs", least=1, group="Measuring")
+    rounds: int = setting(3, "how many times each side runs", least=1, group="Measuring")
     out_file: str = setting("", "JSON file to write; empty = results/bench_<what>.json")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1")
     modes: tuple[str, ...] = setting(("resformer", "svformer"), "value modes to compare with vanilla", group="Sides")
     shape: Literal[*SHAPES] = setting("tiny", "shape of the models; tiny has 8 layers of width 128")
-    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "dtype of the products")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "dtype of the matrix products")
     compile: bool = setting(False, "torch.compile")
 
     def __post_init__(self):

@@ -1,4 +1,4 @@
-"""How often does compare.py's answer hold? Its own functions on made-up runs whose truth we know.
+"""How often is compare.py's verdict right? Its own functions on made-up runs for which we know the truth.
 
     python -m bench.coverage                       2,000 comparisons a row
     python -m bench.coverage --repetitions=200     a first look
@@ -26,7 +26,7 @@ OWN, OTHER = 2.469, 2.2134  # vanilla's losses at 12.3M and 49.2M tokens
 
 @dataclass(frozen=True)
 class CoverageConfig:
-    repetitions: int = setting(2000, "comparisons a row", least=1)
+    repetitions: int = setting(2000, "comparisons per row", least=1)
 
     def __post_init__(self):
         check_fields(self)

@@ -22,7 +22,7 @@ class DecodingConfig(bench.BenchConfig):
     """The sides are the modes and the peers, which continue the same prompts."""
 
     peers: tuple[Literal[*PEERS], ...] = setting((), "caches of transformers' generate")
-    batch: int = setting(1, "rows", least=1, group="Work")
+    batch: int = setting(1, "rows in the batch", least=1, group="Work")
     prompt: int = setting(32, "tokens of each prompt", least=1)
     new: int = setting(128, "tokens to add to each", least=3)
 

@@ -24,11 +24,11 @@ class TrainingConfig(bench.BenchConfig):
     """The sides are the modes and the peers."""
 
     peers: tuple[Literal[*PEERS], ...] = setting(
-        (), "transformers' Llama: as it is, without its mask, then with our loss"
+        (), "transformers' Llama: as it is; without its mask; with our loss, too"
     )
     block_size: int = setting(256, "tokens per sequence", least=1, group="Work")
     micro_batch: int = setting(8, "sequences per step", least=1)
-    seconds: float = setting(2.0, "seconds that a turn takes, at least", least=0)
+    seconds: float = setting(2.0, "minimum seconds per turn", least=0)
 
 
 def new_step(name, cfg, device):

@@ -34,7 +34,7 @@ from value_modes import ModelConfig
 
 WEIGHTS, STATE = "train.py's weights", "train.py's training state"  # kinds of records
 STEP = f"step_{'[0-9]' * 8}.safetensors"  # the names of weights files
-AGAIN = "copy it again, or move this step's files away to go back to the step before"
+AGAIN = "copy it again, or move this step's files away to go back to the previous checkpoint"
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # rank 0 gets tensors as if there were one rank
 
 
@@ -98,10 +98,10 @@ def find(run_or_file="", which="last"):
         print(f"the newest run is {path}")
     if path.is_file():
         if path.suffix != ".safetensors":
-            raise UserError(f"{path} is no checkpoint; name a run's folder, or a step_*.safetensors in it")
+            raise UserError(f"{path} is not a checkpoint; name a run's folder, or a step_*.safetensors in it")
         return path
     if (path / "adapter_config.json").exists():
-        raise UserError(f"{path} is an adapter of peft; merge it into its model first, by merge_and_unload")
+        raise UserError(f"{path} is a peft adapter; first merge it into its model with merge_and_unload")
     if is_hf_folder(path):
         return hf_files(path)[0]
     files = list(steps(path).values())
@@ -184,7 +184,7 @@ def resume(path, model, optimizer, scaler, tokenizer_hash):
     with reading(state_file(path), STATE, AGAIN):
         record, tensors = read_tensors(state_file(path), STATE)
         if record["weights"] != header["tensors"]:
-            raise ValueError(f"it belongs to other weights than {path.name}")
+            raise ValueError(f"it does not belong to {path.name}")
         # a scaler may have skipped all steps so far: then there are no moments, and AdamW must not count a step
         if any(name.startswith("exp_avg/") for name in tensors):
             found = dcp.get_optimizer_state_dict(model, optimizer)
@@ -205,7 +205,7 @@ def check_same(path, header, model, tokenizer_hash, fields):
     if header["tokenizer"] != tokenizer_hash:
         differ.append("tokenizer")
     if differ:
-        what = f"{path} is a {header['mode']} model with another {', '.join(differ)} than this one"
+        what = f"{path} is a {header['mode']} model that differs from this one in {', '.join(differ)}"
         raise UserError(f"{what}; they must be the same")
 
 
@@ -218,13 +218,13 @@ def start_from(path, model, tokenizer_hash):
         header["tokenizer"] = load_tokenizer(path).hash
         if header["tokenizer"] != tokenizer_hash:
             remedy = f"`python prepare.py files --input_dir=… --tokenizer_file={path.parent}` makes data of them"
-            raise UserError(f"the data has other tokens than {path.parent}; {remedy}")
+            raise UserError(f"the data was not made with the tokenizer of {path.parent}; {remedy}")
     must_fit = ("vocab_size", "arch", "n_embd", "head_dim", "rope_theta", "rope_scaling", "norm_eps")
     is_unknown = header["tokenizer"] is None
     check_same(path, header, model, None if is_unknown else tokenizer_hash, must_fit)
     if is_unknown:
         raise UserError(
-            f"{path.parent} has no tokenizer.json, so nobody knows whether its tokens are those of the data"
+            f"{path.parent} has no tokenizer.json, so there is no telling whether its tokens match the data's"
         )
     theirs = {name: parameter.detach()[rows] for name, parameter, rows in named_parts(load(path))}
     new = []
@@ -234,8 +234,8 @@ def start_from(path, model, tokenizer_hash):
         else:
             new.append(name)
     seen = header["config"].block_size
-    longer = f"; it has seen no more than {seen} positions" if model.cfg.block_size > seen else ""
-    tied = "; its head, tied to the embeddings there, is a copy of its own here" if is_tied(path.parent) else ""
+    longer = f"; it was trained on at most {seen} positions" if model.cfg.block_size > seen else ""
+    tied = "; its head is tied to the embeddings there, and a separate copy here" if is_tied(path.parent) else ""
     note = f"weights from {path}; new: {', '.join(new) or 'none'}; not used: {', '.join(theirs) or 'none'}"
     return note + tied + longer
 
@@ -285,7 +285,7 @@ def trained_on(folder, given, instead):
     if "data_dir" not in trained:
         raise UserError(f"{folder} does not say what it was trained on; name {instead}")
     if not Path(trained["data_dir"]).is_dir():
-        raise UserError(f"{folder} was trained on {trained['data_dir']}, which is no folder here; name {instead}")
+        raise UserError(f"{folder} was trained on {trained['data_dir']}, which is not a folder here; name {instead}")
     return trained["data_dir"], trained["mixture"]
 
 
@@ -306,7 +306,7 @@ def checked_run(wanted, folder):
     if not Path(folder, "config.json").exists():
         # train.py writes it before the first record
         if path.exists() and path.stat().st_size:
-            raise UserError(f"{folder} has lost its config.json; remove it, or set another --out_dir")
+            raise UserError(f"{folder} has lost its config.json; remove the folder, or set another --out_dir")
         return None
     made, found = read_record(Path(folder, "config.json"), RUN), read_run(folder)
     # config.json may say auto; the records of starts say which dtype that became. Whoever asks for auto takes any
@@ -316,13 +316,13 @@ def checked_run(wanted, folder):
         then = start | {"value_mode": start["definition"], "value_mode_name": start["value_mode"]}
         what += differences(made | then, wanted)
         code = start.get("code", {})
-        what += [f"another {name}" for name, digest in code_of_results().items() if code.get(name) != digest]
+        what += [f"a different {name}" for name, digest in code_of_results().items() if code.get(name) != digest]
     if found.final_loss is not None:
         what += other_checkpoints(folder, found)
     if found.starts and found.starts[0]["step"]:
-        what.append(f"the first {found.starts[0]['step']} steps of another run")
+        what.append(f"its first {found.starts[0]['step']} steps are another run's")
     if what:
-        raise UserError(f"{folder} was made with {what[0]}; remove it, or set another --out_dir")
+        raise UserError(f"{folder} holds another run ({what[0]}); remove it, or set another --out_dir")
     return found
 
 
@@ -339,8 +339,8 @@ def other_checkpoints(folder, curves):
             raise
         return
     if header["mode"] != curves.start["value_mode"]:
-        yield f"{files[step].name} of {header['mode']}, and records of {curves.start['value_mode']}"
+        yield f"{files[step].name} is {header['mode']}, but its records are {curves.start['value_mode']}"
     if step > max(curves.steps["step"], default=0):
-        yield f"{files[step].name}, whose steps its metrics.jsonl lacks"
+        yield f"its metrics.jsonl lacks the steps of {files[step].name}"
     if header["val_loss"] not in (None, curves.val.get(step)):
-        yield f"{files[step].name}, whose validation loss is not that of the records"
+        yield f"{files[step].name} and its records have different validation losses"

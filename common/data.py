@@ -38,7 +38,7 @@ def load_manifest(data_dir, verify=True, splits=("train", "val")):
     data_dir = Path(data_dir)
     if not (data_dir / "manifest.json").exists():
         existing = sorted(manifest.parent.as_posix() for manifest in Path("data").glob("*/manifest.json"))
-        those = f", or use one that exists: {', '.join(existing)}" if existing else ""
+        those = f", or use a folder that has some: {', '.join(existing)}" if existing else ""
         raise UserError(f"there is no prepared data in {data_dir}; make it with prepare.py{those}")
 
     # The manifest is sealed, so its numbers are right; the token files have to be what they say.
@@ -49,7 +49,7 @@ def load_manifest(data_dir, verify=True, splits=("train", "val")):
             if file.stat().st_size != 2 * about["tokens"]:
                 raise ValueError(f"it has {file.stat().st_size} bytes instead of {2 * about['tokens']}")
             if verify and sha256(file) != about["sha256"]:
-                raise ValueError("it was altered: its sha256 is another one")
+                raise ValueError("it was altered: its sha256 does not match")
     return manifest
 
 
@@ -83,7 +83,7 @@ def allow_open_files(n):
             try:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (n + 256, hard))
             except ValueError:
-                few = f"this data needs {n} open files, and the system allows {hard}"
+                few = f"this data needs {n} open files, but the system allows {hard}"
                 raise UserError(f"{few}; raise that with `ulimit -n`, or prepare it with --domains=one") from None
 
 
@@ -126,10 +126,10 @@ class Corpus:
         known = self.manifest["splits"]["train"]
         for domain in mixture:
             if domain not in known:
-                raise UserError(f"mixture names domain {domain!r}; {self.dir} has {', '.join(known)}")
+                raise UserError(f"mixture names domain {domain!r}, but {self.dir} has {', '.join(known)}")
         total = plain_sum(mixture.values())
         if min(mixture.values()) < 0 or total in (0, math.inf):
-            raise UserError(f"mixture takes weights from 0 up whose sum is a number above 0, not {mixture}")
+            raise UserError(f"mixture takes weights of 0 or more with a finite sum above 0, not {mixture}")
         return {d: w / total for d, w in mixture.items() if w > 0}
 
     def _open(self, split, domain, least):
@@ -169,7 +169,7 @@ class Corpus:
         rows = np.stack(rows)
         # Without verify nobody has looked, and on a GPU such an id ends the process.
         if rows.max() >= self.tokenizer.n_vocab:
-            wrong = f"{self.dir} holds the token id {rows.max()}, and its vocabulary has {self.tokenizer.n_vocab}"
+            wrong = f"{self.dir} holds the token id {rows.max()}, but its vocabulary has {self.tokenizer.n_vocab}"
             raise UserError(f"{wrong}; delete it and prepare it again")
         x, y = rows[:, :-1].copy(), rows[:, 1:].copy()
         if self.bos:

@@ -32,7 +32,7 @@ def reading(path, what, remedy="copy it again, or make it again"):
         # a library's own such error may be of the network; safetensors' has no errno
         is_missing = isinstance(e, (FileNotFoundError, NotADirectoryError)) and (e.errno or "No such file" in str(e))
         if is_missing:
-            raise UserError(f"{path} is missing; it should be {what}; {remedy}") from None
+            raise UserError(f"{path} is missing ({what}); {remedy}") from None
         why = textwrap.shorten(f"{type(e).__name__}: {e}", 200, placeholder=" …")
         raise UserError(f"{path} is damaged or not {what} ({why}); {remedy}") from e
 
@@ -46,14 +46,14 @@ def writing(path):
         e.filename = e.filename or str(path)
         raise
     except SafetensorError as e:
-        raise UserError(f"{path} cannot be written: {e}; free some space, what was there before is intact") from e
+        raise UserError(f"{path} cannot be written: {e}; free some space; what was there before is intact") from e
 
 
 def write_atomic(path, write):
     """Write a file by `write(temporary path)`. The file is either complete or absent, even after kill -9."""
     path = Path(path)
     if path.exists() and not path.is_file():  # as root, a rename would even replace /dev/null
-        raise UserError(f"{path} is no file that can be replaced; choose another name")
+        raise UserError(f"{path} is not a file that can be replaced; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")  # a kill may leave it; the next write replaces it
     try:
@@ -100,7 +100,7 @@ def unsealed(kind, found):
     if found["kind"] != kind:
         raise ValueError(f"it is {found['kind']}")
     if found != sealed(kind, record):
-        raise ValueError("it was altered: its checksum is another one")
+        raise ValueError("it was altered: its checksum does not match")
     return record
 
 
@@ -134,5 +134,5 @@ def hold(folder, name=".lock", seconds=0):
         with FileLock(Path(folder, name), timeout=seconds):
             yield
     except Timeout:
-        remedy = "wait until it has ended, or choose another folder"
+        remedy = "wait until it has finished, or choose another folder"
         raise UserError(f"another process is writing into {folder}; {remedy}") from None

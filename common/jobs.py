@@ -65,7 +65,7 @@ def last_words(log, begin):
     """The last error in the output of a job from byte `begin` on, else its last line."""
     lines = [line for line in log.read_bytes()[begin:].decode(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (errors or lines or ["nothing was said"])[-1]
+    return (errors or lines or ["it printed nothing"])[-1]
 
 
 def end_with_parent():
@@ -114,7 +114,7 @@ def run_jobs(wanted, ended, lanes, later=lambda: 0):
                     bar.clear()  # what `ended` prints shall not stand behind it
                     ended(job, process.returncode, last_words(job.log, begin))
     except KeyboardInterrupt:
-        heard("stopping; runs that have begun save first, and Ctrl-C again does not wait for that")
+        heard("stopping; running jobs save first, but a second Ctrl-C doesn't wait for that")
         raise
     finally:
         bar.close()

@@ -60,7 +60,7 @@ class Distributed:
             try:
                 dist.init_process_group("nccl" if self.kind == "cuda" else "gloo", timeout=hour)
             except ValueError as e:  # a variable is missing
-                raise UserError(f"WORLD_SIZE={self.size}, but {e}; use torchrun, or unset it") from None
+                raise UserError(f"WORLD_SIZE={self.size}, but {e}; use torchrun, or unset WORLD_SIZE") from None
 
     def gather(self, value):
         """The values of all ranks, by rank."""
@@ -118,12 +118,12 @@ def enough_memory(remedy):
     try:
         yield
     except torch.OutOfMemoryError:
-        raise UserError(f"the GPU has too little memory; {remedy}") from None
+        raise UserError(f"the GPU ran out of memory; {remedy}") from None
     except RuntimeError as e:
         is_connection = any(word in str(e).lower() for word in ("gloo", "nccl", "connection", "tcpstore"))
         if not (dist.is_initialized() and is_connection):
             raise
-        way_out = "what was saved is intact: run it again, train.py with --resume=auto"
+        way_out = "what was saved is intact: run the command again (train.py with --resume=auto)"
         raise UserError(f"another rank has ended or cannot be reached; {way_out}") from None
 
 
@@ -169,7 +169,7 @@ def pick_dtype(name, kind):
     """The torch.dtype of autocast. "auto": with CUDA bf16, or fp16 before Ampere; on CPUs bf16 where the processor
     computes in it, else fp32. Raises UserError for bf16 on a GPU that has none."""
     if name == "bfloat16" and kind == "cuda" and not has_bf16():
-        raise UserError("this GPU does not compute in bfloat16; set --dtype=float16, or leave it at auto")
+        raise UserError("this GPU does not support bfloat16; set --dtype=float16, or leave it at auto")
     if name != "auto":
         return getattr(torch, name)
     if kind == "cuda":
@@ -192,7 +192,7 @@ def need_flash_attn(kind, dtype):
         raise UserError("attn=flash needs a GPU and dtype bfloat16 or float16; use attn=sdpa")
     version = getattr(need("flash_attn", "flash-attn"), "__version__", "?")
     if not version.startswith("2."):
-        raise UserError(f"attn=flash calls flash-attn 2, not {version}; pip install 'flash-attn<3', or set --attn=sdpa")
+        raise UserError(f"attn=flash needs flash-attn 2, not {version}; pip install 'flash-attn<3', or set --attn=sdpa")
 
 
 def peak_flops(device, dtype):

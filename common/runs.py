@@ -44,7 +44,7 @@ class Metrics:
         is_new = not any(path.parent.glob("step_*.safetensors"))
         first = records[0]["step"] if records else 0
         if steps != list(range(first + 1, done + 1)) and not (is_new and not records):
-            remedy = f"copy it again, or go on in another folder by --resume={path.parent}/step_{done:08d}.safetensors"
+            remedy = f"copy it again, or continue elsewhere with --resume={path.parent}/step_{done:08d}.safetensors"
             raise UserError(f"{path} lacks steps before {done}, or has some twice; {remedy}")
         write_text(path, "".join(record_line(METRICS, r) for r in records))
         # a resumed run goes on in wandb, too: its records of starts know under which id
@@ -62,7 +62,7 @@ class Metrics:
         except Exception as e:  # its server, its login and its own process can fail in many ways
             self.wandb = None
             why = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-            self.say(f"note: wandb failed ({why}); the run goes on without it. See `wandb login`, WANDB_MODE=offline")
+            self.say(f"note: wandb failed ({why}); the run continues. Try `wandb login` or WANDB_MODE=offline")
 
     def write(self, record):
         """Append a record. All have "step"; those of evaluations and starts also have "event": "eval" or "start"."""
@@ -143,7 +143,7 @@ def read_run(folder):
         if not events["start"] and events["step"]:
             raise ValueError("it has no record of a start")
         if len({record["step"] for record in events["eval"]}) < len(events["eval"]):
-            raise ValueError("it has an evaluation twice")
+            raise ValueError("it has the same evaluation twice")
         names, val = ("step", "loss", "tokens", "tokens_per_s"), {r["step"]: r["val_mean"] for r in events["eval"]}
         steps = {name: np.array([record[name] for record in events["step"]], float) for name in names}
         final = val.get(events["start"][-1]["max_steps"]) if val else None
@@ -197,7 +197,7 @@ def rounded_otherwise(runs):
             kinds = (f"{which}: {some(sorted(names[which]))}" for which in names)
             differ.append(f"{what} ({'; '.join(kinds)})")
     if differ:
-        yield f"The runs differ in {' and in '.join(differ)}. Rounding alone has moved a loss of ours by 0.02."
+        yield f"The runs differ in {' and in '.join(differ)}. Rounding alone has moved one of our losses by 0.02."
 
 
 # ---- what is kept of finished runs

@@ -46,7 +46,7 @@ def requests_of(name, asked, tokenizer, block_size):
         for context, choice in zip(q.contexts, q.choices, strict=True):
             ids, scored = encode_pair(tokenizer, context, q.delimiter + choice)
             if not 0 < len(scored) <= block_size:
-                here = f"{name}, document {i}: {len(scored)} tokens are to be scored, and the model's block takes"
+                here = f"{name}, document {i}: {len(scored)} tokens are to be scored, but the model's block takes"
                 raise UserError(f"{here} 1 to {block_size}; leave this task out, or use a model with a longer block")
             documents[i].append(Request((ids + scored)[-(block_size + 1) :], len(scored)))
     return documents

@@ -22,9 +22,9 @@ class PlanConfig(ModelConfig):
 
     def __post_init__(self):
         if self.what != "plan" and self.value_mode != "vanilla":
-            raise UserError(f"{self.what} is one thing to print and value_mode another; leave one of them out")
+            raise UserError(f"{self.what} and value_mode both say what to print; leave one of them out")
         if self.what == "table" and self.n_kv_head:
-            raise UserError("each row of the table has key heads of its own; leave out n_kv_head")
+            raise UserError("each row of the table sets its own number of key heads; leave out n_kv_head")
         if self.what not in ("plan", "table"):
             self.fill("value_mode", self.what)
         super().__post_init__()
@@ -46,7 +46,7 @@ def refuse_too_large(what, cfg, bytes_per_parameter, remedy):
     needed = count_parameters(cfg) * bytes_per_parameter / 1e9
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     if needed > there:
-        raise UserError(f"{what} takes {needed:.1f} GB, and this machine has {there:.1f} GB; {remedy}")
+        raise UserError(f"{what} takes {needed:.1f} GB, but this machine has {there:.1f} GB; {remedy}")
 
 
 def count_multiplying(cfg):
@@ -95,7 +95,7 @@ def describe(cfg):
         words = [f"{t} {owners[t]:10}" for t in "qkv"]
         for i, mix in enumerate(layer.mixes):  # each on what the one before it made
             is_first = all(other.residual.of != mix.residual.of for other in layer.mixes[:i])
-            words.append(describe_mix(mix, starts[mix.index].get(n), "own" if is_first else "that"))
+            words.append(describe_mix(mix, starts[mix.index].get(n), "own" if is_first else "of the mix"))
         lines.append(f"layer {n:2}  " + "  ".join(words).rstrip())
 
     lines += beside_the_plan(mode)
@@ -103,10 +103,10 @@ def describe(cfg):
     n_parameters = count_parameters(cfg)
     kv, full = kv_floats_per_token(cfg), 2 * cfg.n_layer * cfg.n_head * cfg.head_dim
     lines += [
-        f"parameters      {n_parameters:,} ({count_multiplying(cfg):,} multiply), vocabulary {cfg.vocab_size:,}",
-        f"training bytes  {4 * n_parameters:,} of weights, as many of gradients, twice that of AdamW, in fp32",
+        f"parameters      {n_parameters:,} ({count_multiplying(cfg):,} in matmuls), vocabulary {cfg.vocab_size:,}",
+        f"training bytes  {4 * n_parameters:,} for weights, as many for gradients, twice that for AdamW, in fp32",
         f"training FLOPs  {flops_per_token(cfg):,} per token at block_size {cfg.block_size}",
-        f"KV cache        {kv:,} floats per token = {2 * kv:,} bytes in bf16, {kv / full:.4f} of full attention's",
+        f"KV cache        {kv:,} floats per token = {2 * kv:,} bytes in bf16, {kv / full:.4f} × full attention's",
     ]
     return "\n".join(lines)
 
@@ -118,16 +118,17 @@ def notes_of(cfg, corpus, n_ranks):
     epochs = n / sum(windows.values())
     # a domain with a large weight comes more often than the rest
     often = {domain: n * weight / windows[domain] for domain, weight in corpus.mixture.items()}
-    words = [f", {times:.3g} of {domain}" for domain, times in often.items() if times > max(1, 2 * epochs)]
-    yield f"{cfg.max_steps:,} steps read {epochs:.3g} epochs of the train text{''.join(words)}"
+    words = [f"{times:.3g} of {domain}" for domain, times in often.items() if times > max(1, 2 * epochs)]
+    more = f" ({', '.join(words)})" if words else ""
+    yield f"{cfg.max_steps:,} steps read {epochs:.3g} epochs of the training text{more}"
     if cfg.warmup_steps >= cfg.max_steps:
-        steps = f"the warmup takes {cfg.warmup_steps} steps, and the run has {cfg.max_steps}"
-        yield f"note: {steps}, so the rate never reaches its peak; set --warmup_steps"
+        steps = f"the warmup takes {cfg.warmup_steps} steps, but the run has only {cfg.max_steps}"
+        yield f"note: {steps}, so the rate never reaches its peak; set a smaller --warmup_steps"
     is_cpu = cfg.device == "cpu" or (cfg.device == "auto" and not torch.cuda.is_available())
     if is_cpu and cfg.dtype == "bfloat16" and pick_dtype("auto", "cpu") == torch.float32:
-        yield "note: this processor does not compute in bfloat16, so it is slow; --dtype=float32 is faster"
+        yield "note: this processor has no bfloat16 arithmetic, so bfloat16 is slow here; --dtype=float32 is faster"
     if cfg.shard != "none" and n_ranks == 1:
-        yield f"shard={cfg.shard} has one rank to divide the model among; continuing without it"
+        yield f"shard={cfg.shard} needs several ranks, and there is one; continuing without it"
 
 
 def mode_table(cfg):
@@ -143,7 +144,7 @@ def mode_table(cfg):
         kv = kv_floats_per_token(model_config)
         share = f"{kv / (2 * cfg.n_layer * cfg.n_head * cfg.head_dim):.4g}"
         rows.append([f"`{name}`", equation, source, f"{more:+,}" if more else "±0", f"{kv:,}", share])
-    header = ["mode", "equation", "from", "parameters", "KV floats per token", "of vanilla's"]
+    header = ["mode", "equation", "from", "parameters", "KV floats per token", "× vanilla's"]
     return markdown(header, rows, left=3)
 
 

@@ -38,7 +38,7 @@ def clean_wikihow(text):
 def texts_of(values):
     """The choices of a row. A text would be taken apart into letters."""
     if not isinstance(values, list):
-        raise TypeError(f"{values!r} is no list of choices")
+        raise TypeError(f"{values!r} is not a list of choices")
     return tuple(values)
 
 
@@ -114,7 +114,7 @@ REVISIONS = {
 def hub_rows(name):
     """The rows of a task's split from the hub, or without network from the cache that `datasets` keeps."""
     task, datasets = TASKS[name], need("datasets")
-    with reading(task.hub, "within reach on the hub", "without network, name a folder of local files by --data_dir"):
+    with reading(task.hub, "reachable on the hub", "without a network, name a folder of local files with --data_dir"):
         return list(datasets.load_dataset(task.hub, task.config, revision=REVISIONS[task.hub], split=task.split))
 
 
@@ -123,7 +123,7 @@ def local_rows(path, name):
     task = TASKS[name]
     how = f"{task.hub!r}, {task.config!r}, split={task.split!r}, revision={REVISIONS[task.hub]!r}"
     command = f'python -c "import datasets; datasets.load_dataset({how}).to_json({str(path)!r})"'
-    with reading(path, f"the {task.split} split of {name} as JSON lines", f"with network, `{command}` makes it"):
+    with reading(path, f"the {task.split} split of {name} as JSON lines", f"with a network, `{command}` makes it"):
         with unpacked(path) as file:
             content = file.read()
         if content.lstrip().startswith(b"["):
@@ -145,7 +145,7 @@ def questions(name, data_dir="", limit=0):
         raise UserError(f"{where} has no rows")
     asked = []
     for i, row in enumerate(rows[: limit or None]):
-        with reading(f"{where}, row {i}", f"a row of {TASKS[name].hub}, which {name} reads"):
+        with reading(f"{where}, row {i}", f"a row in the format of {TASKS[name].hub}"):
             q = TASKS[name].ask(row)
             "".join((*q.contexts, *q.choices))  # a TypeError where one is no text
             if "" in q.choices or not 0 <= q.gold < len(q.choices):

@@ -40,7 +40,7 @@ OWN_DOMAIN = ("torch", "sympy", "numpy", "networkx", "pandas", "matplotlib")
 LEFT_OUT = {"_vendor", "_vendored"}
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 FILE = "a text file", "get it again"  # what it should be, and what helps
-ON_HUB = "a data set within reach", "run again, or pass --input_dir=<folder with a copy>"
+ON_HUB = "a reachable data set", "run again, or pass --input_dir=<folder with a copy>"
 
 
 class Input(NamedTuple):
@@ -90,7 +90,7 @@ def files_below(folder, above=()):
         if path.name.startswith(".") or path.name == "__MACOSX":
             continue
         if path.is_symlink() and not path.exists():
-            raise UserError(f"{path} is a link to nothing; repair or remove it")
+            raise UserError(f"{path} is a broken link; fix or remove it")
         if path.is_file():
             yield path
         elif path.is_dir() and path.resolve() not in (here, *above):
@@ -123,7 +123,7 @@ def text_files(cfg):
     """The Inputs of `files`, or of slimpajama from a folder. Prints what is left out."""
     root, out = Path(cfg.input_dir), Path(cfg.out_dir).resolve()
     if not root.exists():
-        raise UserError(f"there is no {root}; --input_dir takes a folder or a file")
+        raise UserError(f"{root} does not exist; --input_dir takes a folder or a file")
     if out in (root.resolve(), *root.resolve().parents):
         raise UserError(f"{root} is in --out_dir, where only prepare.py's own files may be; set another --out_dir")
     base, all_paths = (root, files_below(root)) if root.is_dir() else (root.parent, [root])
@@ -137,9 +137,9 @@ def text_files(cfg):
         match = pattern.search(name)
         split = SPLITS[match[1].lower()] if match and root.is_dir() else "train"
         if split == "test":
-            why = why or "of a test split"
+            why = why or "in a test split"
         if cfg.source == "slimpajama" and not match:
-            why = why or "of no split"
+            why = why or "in no split"
         if why:
             left_out[why].append(name)
             continue
@@ -217,24 +217,25 @@ def find_inputs(cfg):
         if package not in installed:
             raise UserError(f"no package {package!r} is installed; --packages takes names of folders in site-packages")
     if not any(source.split == "train" for source in inputs):
-        layout = "train/ and validation/ folders with " if cfg.source == "slimpajama" else ""
-        which = f"{layout}files {', '.join(FORMATS)}, all but .parquet also as {', '.join(PACKINGS)}"
-        raise UserError(f"no train text in {cfg.input_dir}: there should be {which}")
+        which = f"files {', '.join(FORMATS)}, all but .parquet also compressed ({', '.join(PACKINGS)})"
+        if cfg.source == "slimpajama":
+            which = f"train/ and validation/ folders with files {', '.join(SLIMPAJAMA)}"
+        raise UserError(f"no training text in {cfg.input_dir}: there should be {which}")
     # A source with a validation split of its own keeps it.
     held_out = [source.name for source in inputs if source.split == "val"]
     if held_out:
-        print(f"held out: {some(held_out)}, a validation split of its own, and nothing else")
+        print(f"held out: {some(held_out)}, the input's own validation split, and nothing else")
     elif cfg.val_fraction == 0:
-        raise UserError("train.py needs validation text: set --val_fraction above 0, or bring validation files")
+        raise UserError("train.py needs validation text: set --val_fraction above 0, or add validation files")
     if inputs[0].domain:  # SlimPajama's documents name their own
         there = [*sizes_of(inputs), *(["prose"] if cfg.source == "pysource" else [])]  # prose: docstrings
         for domain in cfg.mixture.keys() - set(there):
-            raise UserError(f"mixture names domain {domain!r}; the input has {', '.join(there)}")
+            raise UserError(f"mixture names domain {domain!r}, but the input has {', '.join(there)}")
     if cfg.source == "files":
         val_domains = {source.domain for source in inputs if source.split == "val"}
         if held_out and not val_domains & sizes_of(inputs).keys():
-            where = f"of {', '.join(sorted(val_domains))}, and the train text of {', '.join(sizes_of(inputs))}"
-            raise UserError(f"the validation text is {where}; --domains=one makes one domain of all")
+            where = f"from {', '.join(sorted(val_domains))}, and the training text from {', '.join(sizes_of(inputs))}"
+            raise UserError(f"the validation text is {where}; --domains=one puts it all into one domain")
         if not held_out:
             inputs = in_pieces(inputs, cfg.val_fraction)
 
@@ -250,7 +251,7 @@ def unpacked(path):
     _, packing = format_of(path.name)
     if packing:
         if not path.stat().st_size:
-            raise ValueError("it has 0 bytes, as after a download that failed")
+            raise ValueError("it is empty, as after a failed download")
         # pyarrow notices a file that was cut short; the package zstandard takes it for whole.
         with need("pyarrow").input_stream(path, compression=PACKINGS[packing]) as stream:
             yield io.BufferedReader(stream, 2**17)
@@ -294,7 +295,7 @@ def read_input(source, cfg):
         return
     with open(source.path, "rb") as file:
         if file.read(23) == b"version https://git-lfs":
-            raise UserError(f"{source.path} is a pointer of Git LFS, not the file; run `git lfs pull` where it is from")
+            raise UserError(f"{source.path} is a Git LFS pointer, not the file; run `git lfs pull` where it came from")
     if format_of(source.name)[0] == ".parquet":
         file = need("pyarrow.parquet").ParquetFile(source.path)
         # Without our column we read all, so that an error can name them.
@@ -365,21 +366,21 @@ def to_documents(source, number, raw, cfg):
     place = f"{source.path or source.name}, {'line' if is_line else 'item'} {number + 1}"
     again = f"delete {cfg.out_dir} and start over"
     if isinstance(raw, str):
-        with reading(place, "UTF-8", f"convert it, as with `iconv -f WINDOWS-1252 -t UTF-8`, {again}"):
+        with reading(place, "UTF-8", f"convert it (perhaps with `iconv -f WINDOWS-1252 -t UTF-8`), then {again}"):
             raw.encode()  # fails for bytes that were no text
             if source.is_txt and "\0" in raw:
-                raise ValueError("it has zero bytes, as UTF-16LE without a mark has")
+                raise ValueError("it contains NUL bytes, like UTF-16LE without a byte-order mark")
     if source.is_txt:
         return [(source.domain, raw)]
-    what = f"an object with a text in {cfg.text_field!r}{'' if source.domain else ' and its set in meta'}"
-    with reading(place, what, f"repair it, or set --text_field, {again}"):
+    what = f"an object with text in {cfg.text_field!r}{'' if source.domain else ' and its set in meta'}"
+    with reading(place, what, f"repair it or set --text_field, then {again}"):
         if is_line:
             raw = raw.strip("\ufeff \r\n\t")  # files that were joined have marks in the middle
             if not raw:
                 return []
             raw = json.loads(raw)
         if cfg.text_field not in raw:
-            raise ValueError(f"it has {', '.join(map(str, raw))}")
+            raise ValueError(f"its fields are {', '.join(map(str, raw))}")
         domain = source.domain or raw["meta"]["redpajama_set_name"].removeprefix("RedPajama")
         text = raw[cfg.text_field]
         if isinstance(text, bytes):  # a binary column

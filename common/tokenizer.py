@@ -146,11 +146,11 @@ class HFTokenizer:
             spec = {"name": Path(folder).resolve().name, "tokenizer": about, "start": start, "end": end}
             n_vocab = c.get("shape", c)["vocab_size"]  # export.py's own class has our names in its shape
             if not all(type(i) is int and 0 <= i < n_vocab for i in (start, end)):
-                raise ValueError(f"bos_token_id={c['bos_token_id']} or eos_token_id={c['eos_token_id']} is no token id")
+                raise ValueError(f"bos_token_id={c['bos_token_id']} or eos_token_id={c['eos_token_id']} is not an id")
             is_ours = "tokenizer_hash" in c and not c.get("foreign_tokens")
             made = cls(spec | {"n_vocab": n_vocab, "hash": c.get("tokenizer_hash"), "is_ours": is_ours})
             if None in made.special:
-                raise ValueError("tokenizer.json lacks the token of bos_token_id or eos_token_id")
+                raise ValueError("tokenizer.json lacks the token for bos_token_id or eos_token_id")
             return made
 
     def save(self, path):
@@ -214,7 +214,7 @@ def is_of_llama(folder):
         return bool(c.get("foreign_tokens"))
     kind = c.get("model_type")
     if kind not in (None, *ARCHITECTURES, "gpt2", "gpt_neox", "nanoresformer"):
-        raise UserError(f"{folder} is a {kind} model; {' and '.join(ARCHITECTURES)} are supported")
+        raise UserError(f"{folder} is a {kind} model; only {' and '.join(ARCHITECTURES)} are supported")
     return kind in ARCHITECTURES
 
 
@@ -224,11 +224,11 @@ def read_vocabulary(path):
     if is_of_llama(Path(path).parent):
         tokenizer = HFTokenizer.of_folder(Path(path).parent)
         if tokenizer.n_vocab > 2**16:
-            limit = "token files hold ids of 16 bits, at most 65,536 of them"
-            raise UserError(f"{path} has {tokenizer.n_vocab:,} tokens, and {limit}; take a model with fewer")
+            limit = "token files hold 16-bit ids, so at most 65,536 of them"
+            raise UserError(f"{path} has {tokenizer.n_vocab:,} tokens, and {limit}; choose a model with fewer")
         return tokenizer
-    remedy = "we read no others; --tokenizer=bpe:<size> trains one"
-    with reading(path, "a tokenizer.json of ours, GPT-2's, GPT-NeoX's or in a Llama's folder", remedy):
+    remedy = "no others are supported; --tokenizer=bpe:<size> trains one"
+    with reading(path, "a tokenizer.json of ours, of GPT-2, of GPT-NeoX or from a Llama's folder", remedy):
         about = json.loads(Path(path).read_bytes())
         if about.get("kind") == VOCABULARY:
             return Tokenizer.load(path)
@@ -238,7 +238,7 @@ def read_vocabulary(path):
         is_ours = cuts.get("type") == "Sequence" and cuts["pretokenizers"][0]["pattern"]["Regex"] == PATTERN
         name = PUBLIC.get(tokenizer.hash[:16]) or (is_ours and f"bpe:{tokenizer.n_vocab}")
         if not name:
-            raise ValueError("it is another vocabulary")
+            raise ValueError("it is a different vocabulary")
         tokenizer.name = tokenizer.spec["name"] = name
         return tokenizer
 

@@ -176,14 +176,14 @@ def said_of(a, base, n_seeds, is_tuned):
     whether there are several rates."""
     below, better = ("below", "better") if (a.gap or 0) < 0 else ("above", "worse")
     if not a.losses:
-        yield f"{a.mode} diverged at every rate down to {a.tuned.rate:g}. Name lower --rates."
+        yield f"{a.mode} diverged at every rate down to {a.tuned.rate:g}. Try lower --rates."
         return
     if a.mode == base.mode:
         pass  # the others are compared with it
     elif not base.losses:
         yield f"{a.mode} ends at {a.loss:.4f} nats."
     elif a.gap is None:
-        yield f"{a.mode} and {base.mode} have no seed in common that did not diverge."
+        yield f"For every seed, {a.mode} or {base.mode} diverged, so they can't be compared."
     elif a.interval is None:
         ends = f"{abs(a.gap):.3f} nats {below}" if abs(a.gap) >= 0.0005 else "level with"
         yield f"{a.mode} ends {ends} {base.mode}."
@@ -195,12 +195,12 @@ def said_of(a, base, n_seeds, is_tuned):
     if a.times:
         yield f"To reach the loss of {a.mode}, {base.mode} needs {in_words(a.times)} times as many tokens."
     if a.best.gain >= 0.0005:
-        yield f"A parabola puts the best rate of {a.mode} at {a.best.rate:.2g}, {a.best.gain:.3f} lower."
+        yield f"A parabola puts the best rate of {a.mode} at {a.best.rate:.2g}, with a loss {a.best.gain:.3f} lower."
     if is_tuned and a.tuned.is_edge:
         so = ", so the others look better than they are" if a.mode == base.mode else ""
-        yield f"For {a.mode} {a.tuned.rate:g} is the edge of the rates, and a better one may lie beyond it{so}."
+        yield f"The best rate of {a.mode}, {a.tuned.rate:g}, is at the edge, and a better one may lie beyond it{so}."
     elif is_tuned and not a.tuned.around:
-        yield f"Next to {a.tuned.rate:g} {a.mode} diverged, so no parabola corrects its rate."
+        yield f"{a.mode} diverged at a rate next to {a.tuned.rate:g}, so no parabola corrects its rate."
     if len(a.losses) < n_seeds:
         yield f"{n_seeds - len(a.losses)} of the {n_seeds} seeds of {a.mode} diverged."
 

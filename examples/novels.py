@@ -37,7 +37,7 @@ def plain_text(path):
     Where one of them is inside another, the first end tag closes both, and the outer one's text after it is dropped.
     That is 0.05 % of the collection, mostly what follows a letter that somebody quotes.
     """
-    with reading(path, "a novel of the collection, in TEI's XML", "clone it again"):
+    with reading(path, "a novel of the collection, in TEI XML", "clone it again"):
         xml = path.read_text(encoding="utf-8-sig")
         ElementTree.fromstring(xml)
         body = re.search(r"<text\b.*</text>", xml, re.DOTALL)[0]

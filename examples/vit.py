@@ -36,7 +36,7 @@ class VitConfig:
     """Settings of examples/vit.py."""
 
     value_mode: tuple[str, ...] = setting(MODES, "modes to compare with the first one")
-    seeds: tuple[int, ...] = setting((1, 2, 3), "random seeds for weights and batches; each mode runs with each", 0)
+    seeds: tuple[int, ...] = setting((1, 2, 3), "random seeds for weights and batches; each mode runs with all", 0)
     epochs: int = setting(20, "passes over the training images", least=1)
     out_file: str = setting("out/vit.json", "JSON to write: settings, machine, and each run")
 

@@ -90,7 +90,7 @@ def load_hf(folder, device="cpu", dtype=torch.float32):
     A head that is tied to the embeddings becomes a copy of them.
     """
     cfg = hf_config(folder)
-    remedy = "where a command has --dtype, bfloat16 takes half of float32"
+    remedy = "if the command has --dtype, bfloat16 needs half as much as float32"
     refuse_too_large(f"{folder} in {str(dtype).removeprefix('torch.')}", cfg, dtype.itemsize, remedy)
     model = GPT(cfg, init=False).to(device, dtype)
     with reading(folder, "a model with Llama's weights"):
@@ -109,7 +109,7 @@ def load_hf(folder, device="cpu", dtype=torch.float32):
     if is_tied(folder) and "lm_head.weight" in places:
         places.pop("lm_head.weight").copy_(model.embed.weight.detach())
     if places:
-        raise UserError(f"{folder} has no tensor {min(places)}; is a shard missing, or config.json another model's?")
+        raise UserError(f"{folder} has no tensor {min(places)}; is a shard missing, or is config.json another model's?")
     return model.eval()
 
 
@@ -152,13 +152,13 @@ def hf_config(folder):
         # Real files leave out the widths of heads, and the authors' say "architecture".
         c = {"model_type": c.get("architecture"), "head_dim": None, "num_key_value_heads": None, **c}
         if c["model_type"] not in (None, *ARCHITECTURES):
-            raise UserError(f"{folder} is a {c['model_type']} model; {' and '.join(ARCHITECTURES)} are supported")
+            raise UserError(f"{folder} is a {c['model_type']} model; only {' and '.join(ARCHITECTURES)} are supported")
         if c["model_type"] == "mistral":  # what transformers takes where a file says nothing
             c = {"sliding_window": 4096, **c, "num_key_value_heads": c["num_key_value_heads"] or 8}
             window, block = c["sliding_window"], c["max_position_embeddings"]
             if window and window < block:
-                what = f"attends to a window of {window} tokens, less than its block of {block}"
-                raise UserError(f"{folder} {what}, which no mode here does")
+                what = f"uses an attention window of {window} tokens, shorter than its block of {block}"
+                raise UserError(f"{folder} {what}; no mode here has one")
         for field, value in SUPPORTED.items():
             if c.get(field) not in (None, value):
                 raise UserError(f"{folder} has {field}={c[field]!r}; only {value!r} is supported")

@@ -55,18 +55,18 @@ class Tokens:
 
     def __init__(self, cfg, cache, attention_mask, position_ids, x):
         if not isinstance(cache, DynamicCache | None):
-            raise ValueError(f"keys and values go into a DynamicCache alone, no {type(cache).__name__}")
+            raise ValueError(f"keys and values only go into a DynamicCache, not a {type(cache).__name__}")
         self.cache, T = cache, x.size(1)
         self.past = 0 if cache is None else cache.get_seq_length()
         if position_ids is None and self.past + T > cfg.block_size:
-            raise ValueError(f"{self.past + T} tokens do not fit block_size={cfg.block_size}")
+            raise ValueError(f"{self.past + T} tokens do not fit in block_size={cfg.block_size}")
         if attention_mask is not None and attention_mask.size(-1) != self.past + T:
             raise ValueError(f"attention_mask is for {attention_mask.size(-1)} tokens, not for {self.past + T}")
         self.stored = list(stored_tensors(cfg).items())  # [(place, heads)]
         self.where = slice(self.past, self.past + T) if position_ids is None else position_ids
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # a graph that is traced cannot look
         if position_ids is not None and self.past == 0 and not is_traced and position_ids.max() >= cfg.block_size:
-            raise ValueError(f"position_ids go up to {position_ids.max()}, and block_size is {cfg.block_size}")
+            raise ValueError(f"position_ids go up to {position_ids.max()}, but block_size is {cfg.block_size}")
 
         # What new tokens may see, if that is not simply all before them.
         seen = None
@@ -145,9 +145,9 @@ class Body(GPT):
         for name, value in {"output_attentions": config.output_attentions, **kw}.items():
             is_off = value is None or (value is False and name.startswith("output_"))
             if not is_off and name not in known:
-                raise ValueError(f"this model takes no {name}; modeling_nanoresformer.py says what it takes")
+                raise ValueError(f"this model does not accept {name}; modeling_nanoresformer.py lists what it accepts")
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("the model takes either input_ids or inputs_embeds")
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
         if input_ids is None and self.tables:
             raise ValueError(f"{self.cfg.value_mode.name} needs input_ids, because it has values for each token id")
         x = inputs_embeds if input_ids is None else input_ids
@@ -230,7 +230,7 @@ class NanoResFormerForCausalLM(PreTrainedModel, GenerationMixin):
         length = generation_config.max_length + (generation_config.prompt_lookup_num_tokens or 0)
         most = self.model.cfg.block_size
         if length > most + 1:  # the last new token needs no position of its own
-            what = f"prompt and new tokens may be {length}, and the model's block is {most} tokens long"
+            what = f"prompt plus new tokens could reach {length}, but the model's block is {most} tokens long"
             raise ValueError(f"{what}; set a smaller max_new_tokens")
 
     @can_return_tuple

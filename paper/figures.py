@@ -128,7 +128,7 @@ FIGURES = {
         tuple(over_vanilla("resformer", what, INSPECTED) for what in EXTREMES),
         table=lambda found: tables.concentration_table(found, INSPECTED_FOUR)),
     "fig4": Figure(
-        "How near two cheap substitutes come to cross-layer attention (Eq 2).",
+        "How close two cheap substitutes come to cross-layer attention (Eq 2).",
         (Panel(panels.layers, "", tuple((name, Job()) for name in EQUATIONS), EQUATIONS),),
         (Claim(Job(), None, "higher", HIGHER, claims.eq4_minus_eq6, ": similarity to Eq 2, Eq 4's − Eq 6's"),)),
     "fig5": compared(

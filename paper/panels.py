@@ -61,7 +61,7 @@ def layers(ax, panel, found):
         lines[name], modes[name] = found.means(analysis, key), name  # a colour for each
         lengths.add(analysis["length"])
     if not lines:
-        raise UserError("none of the public models is analysed; the notes above say why")
+        raise UserError("none of the public models has been analysed; the notes above say why")
     level = {}
     if len(lengths) == 1:  # else there is no one level
         (T,) = lengths

@@ -1,10 +1,10 @@
-"""Every figure and table of the paper by one command: train what it needs, analyse, draw, set beside the paper.
+"""Every figure and table of the paper with one command: train what it needs, analyse, draw, compare with the paper.
 
     python -m paper.reproduce fig7 --dry_run        the commands that it would run
     python -m paper.reproduce fig7                  run it and draw it; what is finished does not run again
 
 docs/reproduction.md says what the names stand for. A run is train.py's, in out/<scale>/<its name>-<seed>. Figures go to
-results/<scale>/, where README.md shows all, numbers to results/<scale>.json. After a kill the same command goes on.
+results/<scale>/, where README.md shows all, numbers to results/<scale>.json. After a kill the same command continues.
 """
 
 import contextlib
@@ -48,11 +48,11 @@ class ReproduceConfig:
 
     words: tuple[str, ...] = setting((), "fig1, tab5, …, see docs/reproduction.md; or all", positional=True)
     scale: Literal["cpu", "paper"] = setting("cpu", "cpu: small models, which show that it works; paper: the paper's")
-    seeds: int = setting(1, "seeds of every run", least=1, most=len(SEEDS))
+    seeds: int = setting(1, "seeds per run", least=1, most=len(SEEDS))
     dry_run: bool = setting(False, "only say what would run")
     run: bool = setting(True, "train and analyse what is missing; false = only draw what is there")
     public: tuple[str, ...] = setting((), "folders of Llama and Mistral models, for fig1 and fig18")
-    public_dtype: Literal["float32", "bfloat16"] = setting("float32", "of their weights")
+    public_dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of the public models")
     eval_dir: str = setting("", "folder with files of tab1's tasks, see eval.py; empty = from the hub")
     out_dir: str = setting("", "folder of the runs; empty = out/<scale>")
     data_dir: str = setting("", "prepared data; empty = the scale's own, which is made if it is pysource")
@@ -64,7 +64,7 @@ class ReproduceConfig:
             raise UserError("say which figure, as in `python -m paper.reproduce fig7 --dry_run`")
         for word in self.words:
             if word not in (*FIGURES, "all"):
-                raise UserError(f"cannot reproduce {word!r}; there are {', '.join(FIGURES)}, all")
+                raise UserError(f"cannot reproduce {word!r}; choose from {', '.join(FIGURES)}, all")
         object.__setattr__(self, "out_dir", self.out_dir or f"out/{self.scale}")
         if self.public and not any(figure.has_public for figure in self.figures.values()):
             raise UserError(f"{self.words[0]} draws no public models; fig1 and fig18 do")
@@ -136,9 +136,9 @@ def public_commands(cfg):
     missing = {}
     for folder, out in cfg.analyses.values():
         if not is_hf_folder(folder):
-            raise UserError(f"{folder} is no model in Hugging Face layout; --public takes Llamas and Mistrals")
+            raise UserError(f"{folder} is not a model in Hugging Face layout; --public takes Llamas and Mistrals")
         if HFTokenizer.of_folder(folder).is_ours:
-            raise UserError(f"{folder} is an export of ours; --public takes other people's models")
+            raise UserError(f"{folder} is one of our exports; --public takes other people's models")
         length = min(cfg.units.lengths[2048][0], hf_config(folder).block_size)
         if not (out / "analysis.json").exists():
             words = ["python", "analyze.py", folder, f"--length={length}", f"--chunks={cfg.units.chunks}"]
@@ -180,7 +180,7 @@ def check_data(finished_runs, cfg):
     if cfg.run and has_data(cfg):
         seen[Corpus(cfg.units.data_dir, 1, verify=False).hash] = cfg.units.data_dir
     if len(seen) > 1:
-        raise UserError(f"the data of {' and '.join(seen.values())} differ; set another --out_dir")
+        raise UserError(f"{' and '.join(seen.values())} have different data; set another --out_dir")
 
 
 def make_all(runs, public, cfg):
@@ -197,7 +197,7 @@ def make_all(runs, public, cfg):
         folder = settings["out_dir"]
         run = finished(settings)
         if run and run.final_loss == math.inf:
-            raise UserError(f"{folder} has diverged; remove it to train it again")
+            raise UserError(f"the run in {folder} diverged; remove it to train it again")
         for what, words in (commands(settings, needs, cfg) if cfg.run else {}).items():
             log = Path(folder, f"{what}.log")
             if log not in failed:
@@ -223,7 +223,7 @@ def make_all(runs, public, cfg):
 
     def ended(job, code, last_words):
         if code:
-            error = UserError(f"{job.log.stem} of {job.log.parent} failed ({code}): {last_words}; see {job.log}")
+            error = UserError(f"{job.log.stem} failed for {job.log.parent} (code {code}): {last_words}; see {job.log}")
             if job.log.stem == "prepare":
                 raise error
             note(job.log.parent.name if job.log.stem == "train" else job.log, error)
@@ -264,7 +264,7 @@ def publish(name, figure, cfg, found):
 ABOUT = """Losses are in nats per token. "82M" and the like are the paper's sizes, see Tables 3 and 4. A claim is on the
 base unless it says more: "82M" and the paper's length 2,048; "a − b" is a's loss minus b's. ± is half of a 95 %
 interval over n seeds, by Student's t; one seed has none. "here": on which side of the paper's sign or bound the whole
-interval is; "?": one seed. We correct nothing for the number of verdicts."""
+interval is; "?": one seed. We don't correct for the number of verdicts."""
 
 
 def tables_of(record):
@@ -292,7 +292,7 @@ def report_text(results, scale):
 
 def main(cfg: ReproduceConfig):
     if cfg.eval_dir and not Path(cfg.eval_dir).is_dir():
-        raise UserError(f"eval_dir={cfg.eval_dir} is no folder; it takes one with <task>.jsonl files")
+        raise UserError(f"eval_dir={cfg.eval_dir} is not a folder; it takes one with <task>.jsonl files")
     runs = runs_of(cfg, cfg.figures.values())
     public = public_commands(cfg)  # refuses what is no Llama before anything runs
     if cfg.dry_run:
@@ -301,12 +301,12 @@ def main(cfg: ReproduceConfig):
         missing = {name: commands(*run, cfg) for name, run in runs.items()}
         missing = {name: of_run for name, of_run in missing.items() if of_run}
         every_word = [*public.values(), *(words for of_run in missing.values() for words in of_run.values())]
-        print(*map(shlex.join, every_word), f"{len(missing)} runs of {cfg.units.what}", sep="\n")
+        print(*map(shlex.join, every_word), f"{len(missing)} runs at scale {cfg.scale} ({cfg.units.what})", sep="\n")
         if cfg.units.gpus:
             print(cost([runs[name][0] for name, of_run in missing.items() if "train" in of_run]))
         return
     if cfg.run and cfg.units.gpus and not torch.cuda.is_available():
-        raise UserError(f"scale={cfg.scale} needs GPUs, and there is none; see --run=false, --dry_run and --scale=cpu")
+        raise UserError(f"scale={cfg.scale} needs GPUs, and there are none; see --run=false, --dry_run and --scale=cpu")
     if any(figure.panels for figure in cfg.figures.values()):
         need("matplotlib")  # before hours of training
     # data that needs no download is made
@@ -325,7 +325,7 @@ def main(cfg: ReproduceConfig):
             print(f"note: {e}", flush=True)
             missing[name] = e
     if missing:
-        raise UserError(f"not drawn: {', '.join(missing)}, the first because {next(iter(missing.values()))}")
+        raise UserError(f"not drawn: {', '.join(missing)}, the first one because {next(iter(missing.values()))}")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def test_the_weight_of_attention_does_not_change_where_it_goes(own):
 
 
 def test_negative_shares_of_attention_are_refused():
-    with pytest.raises(UserError, match="a residual of attention has a negative weight"):
+    with pytest.raises(UserError, match="an attention residual has a negative weight"):
         recorded(tiny(ValueMode((Residual(of="probs", lam=(1.0, -0.9)),))), tokens((2, 9)))
 
 
@@ -386,12 +386,12 @@ def test_what_cannot_be_analysed(runs, tmp_path, monkeypatch):
     other = make_data(tmp_path / "other", tokenizer=byte_tokenizer("(?s:..?)"))
     refused(call(runs / "a", runs / "b", f"--out_dir={tmp_path}"), "several of these models would write into one")
     refused(call(runs / "a", "--length=65"), "a chunk of 65 tokens does not fit", "at least 2 tokens, and at most 64")
-    refused(call(runs / "a", f"--data_dir={other}"), "another tokenizer", str(other))
+    refused(call(runs / "a", f"--data_dir={other}"), "different tokenizers", str(other))
     (runs / "data").rename(runs / "moved")
-    refused(call(runs / "a"), "data, which is no folder here; name the prepared data by --data_dir")
+    refused(call(runs / "a"), "data, which is not a folder here; name the prepared data with --data_dir")
     (runs / "moved").rename(runs / "data")
     monkeypatch.setattr("os.access", lambda *of: False)
-    refused(call(runs / "a"), "a cannot be written; set another --out_dir")
+    refused(call(runs / "a"), "a is not writable; set another --out_dir")
 
 
 def test_a_model_that_is_not_finite(runs, tmp_path):

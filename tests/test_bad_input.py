@@ -300,7 +300,8 @@ def machines(rng, house):
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
     result = house.call(words)
-    is_done = result.returncode == 0 or "error: new exists" in result.stderr  # a finished export is not replaced
+    # a finished export is not replaced
+    is_done = result.returncode == 0 or "error: new already exists" in result.stderr
     assert is_done and house.results(result) == house.made[words], f"{words}: {result.stderr}"
     return is_refused
 

@@ -158,7 +158,7 @@ def test_a_folder_that_says_two_things_is_refused(data, tmp_path, compared):
     for changed, *says in (
         ([(svformer / "metrics.jsonl").read_bytes()], "value_mode", "remove it, or set another --out_dir"),
         (lines[:2] + lines[3:], "it lacks steps, or has some twice"),
-        ([*lines, lines[-1]], "it has an evaluation twice"),
+        ([*lines, lines[-1]], "it has the same evaluation twice"),
         (lines[1:], "it has no record of a start"),
     ):
         (vanilla / "metrics.jsonl").write_bytes(b"".join(changed))
@@ -166,8 +166,8 @@ def test_a_folder_that_says_two_things_is_refused(data, tmp_path, compared):
     (vanilla / "metrics.jsonl").write_bytes(b"".join(lines))
     # another model's weights
     for mode, says in (
-        ("svformer", " of svformer, and records of vanilla"),
-        ("vanilla", ", whose validation loss is not that of the records"),
+        ("svformer", " is svformer, but its records are vanilla"),
+        ("vanilla", " and its records have different validation losses"),
     ):
         model = GPT(config(mode, vocab_size=257, n_layer=2, n_head=2, n_embd=32, block_size=64))
         path = checkpoint.save(vanilla, 12, model, "tokenizer", val_loss=1.0)
@@ -177,9 +177,9 @@ def test_a_folder_that_says_two_things_is_refused(data, tmp_path, compared):
     settings = files.read_record(vanilla / "config.json", RUN)
     for name, value in (("data", "0" * 16), ("seed", 7)):
         write_record(vanilla / "config.json", RUN, settings | {name: value})
-        refused(in_process(compare, *words), f"was made with {name}={value} instead of {settings[name]}")
+        refused(in_process(compare, *words), f"holds another run ({name}={value} instead of {settings[name]})")
     (vanilla / "config.json").unlink()
-    refused(in_process(compare, *words), "vanilla-", "has lost its config.json; remove it")
+    refused(in_process(compare, *words), "vanilla-", "has lost its config.json; remove the folder")
     # a kill before config.json was written leaves an empty file, and the run begins anew
     (vanilla / "metrics.jsonl").write_bytes(b"")
     compared("vanilla", "svformer")
@@ -254,7 +254,7 @@ def test_a_parabola_finds_the_rate_between_those_tried(compared, monkeypatch):
     numbers = [rows["vanilla"][name] for name in ("rate", "val loss", "parabola's rate", "its loss")]
     assert numbers == ["0.003", "2.5020", "0.0034", "2.5000"]
     assert rows["svformer"]["its loss"] == rows["svformer"]["val loss"] == "2.4900"
-    assert "A parabola puts the best rate of vanilla at 0.0034, 0.002 lower." in said
+    assert "A parabola puts the best rate of vanilla at 0.0034, with a loss 0.002 lower." in said
     # by hand: residuals are 4 × 0.001² with 2 degrees of freedom. Vanilla's three rates count -0.08, 0.96 and 0.12. The
     # outer two have the first seed alone, so its shift, the mean of both modes' deviations, is taken off them.
     of_42 = 0.12 - 0.08
@@ -279,10 +279,10 @@ def test_what_no_parabola_corrects_is_said(tmp_path, compared):
         return {"vanilla": 2.5, "svformer": 2.5 - rate, "resformer": 2.5 - rate if rate < 4e-3 else math.inf}[mode]
 
     said = compared("vanilla", "svformer", "resformer", rates="1e-3,2e-3", loss=falls)
-    edge = "For svformer 0.008 is the edge of the rates, and a better one may lie beyond it."
+    edge = "The best rate of svformer, 0.008, is at the edge, and a better one may lie beyond it."
     assert edge in said
     assert table(said)["svformer"]["rate"] == "0.008 (edge)" and "its loss" not in table(said)["svformer"]
-    assert "Next to 0.002 resformer diverged, so no parabola corrects its rate." in said
+    assert "resformer diverged at a rate next to 0.002, so no parabola corrects its rate." in said
     # and of a base
     said = compared("svformer", "resformer", rates="1e-3,2e-3", loss=falls)
     assert f"\n{edge[:-1]}, so the others look better than they are.\n" in said
@@ -294,7 +294,7 @@ def test_a_mode_that_diverges_has_an_infinite_loss(tmp_path, compared):
 
     said = compared("vanilla", "svformer", "resformer", rates="3e-3,6e-3", loss=diverges)
     assert "vanilla-12-0.003-42: diverged, so its loss counts as infinite: step 3: the loss is nan" in said
-    assert "vanilla diverged at every rate down to 0.00075. Name lower --rates." in said
+    assert "vanilla diverged at every rate down to 0.00075. Try lower --rates." in said
     assert "resformer ends at 2.4880 nats." in said and "as many tokens" not in said
     assert table(said)["vanilla"]["val loss"] == "diverged" and "vs vanilla" not in table(said)["svformer"]
     said = compared("svformer", "vanilla", "resformer", out_dir=tmp_path / "all", loss=lambda *run: math.inf)
@@ -314,7 +314,7 @@ def test_without_a_base_no_noise_is_blamed(compared):
     """Nothing has an interval then, though seeds show a noise."""
     lost = lambda mode, rate, seed: math.inf if mode == "vanilla" else 2.5 + {"svformer": 0.1}.get(mode, 0) * seed  # noqa: E731
     said = compared("vanilla", "svformer", "resformer", "neutreno", seeds=3, loss=lost)
-    assert "of that noise" not in said and "±" not in said
+    assert "of the squared noise" not in said and "±" not in said
 
 
 def test_the_figure_says_what_it_shows(compared, monkeypatch):
@@ -323,7 +323,7 @@ def test_the_figure_says_what_it_shows(compared, monkeypatch):
     monkeypatch.setattr(compare, "comparison", lambda path, effects, curves, title, base: titles.append(title))
     for seeds in (1, 3, 1):
         compared("vanilla", "svformer", seeds=seeds)
-    said = ["one seed", "3 seeds (ticks), 95 % intervals", "one seed, 95 % intervals"]
+    said = ["one seed", "3 seeds (ticks), 95% intervals", "one seed, 95% intervals"]
     assert [title.split("\n")[1] for title in titles] == said
 
 
@@ -334,7 +334,7 @@ def test_seeds_that_diverge_are_said(tmp_path, compared):
     assert table(said)["vanilla"]["seeds"] == "2" and table(said)["svformer"]["vs vanilla"].startswith("+0.")
     lost = lambda mode, _, seed: math.inf if (mode == "vanilla") == (seed == 42) else 2.0  # noqa: E731
     said = compared("vanilla", "svformer", seeds=3, out_dir=tmp_path / "b", loss=lost)
-    assert "svformer and vanilla have no seed in common that did not diverge. 2 of the 3 seeds of svformer" in said
+    assert "For every seed, svformer or vanilla diverged, so they can't be compared. 2 of the 3 seeds" in said
     assert "vs vanilla" not in table(said)["svformer"]
 
 
@@ -349,7 +349,7 @@ def test_one_seed_borrows_the_noise_of_runs_that_are_there(data, tmp_path, compa
     assert table(said)["svformer"]["vs vanilla"].endswith(f"± {4.303 * noise * 2**0.5:.3f}")
     # whose rounding is the largest says nothing
     said = compared("vanilla", "svformer", "resformer_lambda", rates=RATES)
-    assert "That noise (" in said and "of that noise" not in said
+    assert "That noise (" in said and "of the squared noise" not in said
 
 
 def test_who_makes_most_of_the_noise_is_said(compared):
@@ -357,8 +357,8 @@ def test_who_makes_most_of_the_noise_is_said(compared):
         return 2.5 + {42: 0, 1: 1, 2: -1}[seed] * {"vanilla": 0.03, "svformer": 0.001}.get(mode, 0.002)
 
     said = compared("vanilla", "svformer", "resformer", seeds=3, loss=noisy)
-    assert "vanilla makes 67% of that noise. If its runs are noisier" in said and "multiply that p by 2." in said
-    assert "of that noise" not in compared("vanilla", "svformer", seeds=3)
+    assert "vanilla accounts for 67% of the squared noise. If it is noisier" in said and "multiply each p by 2." in said
+    assert "of the squared noise" not in compared("vanilla", "svformer", seeds=3)
 
 
 def test_a_report_has_what_a_page_needs(tmp_path, compared):
@@ -422,7 +422,7 @@ def test_a_range_without_end_in_words():
 
 def test_weights_that_could_not_be_saved_are_said(compared):
     said = compared("vanilla", "svformer", ends=(2, "step_00000012.safetensors cannot be written: No space left"))
-    assert "vanilla-12-0.003-42: 2.5010, but its weights may not be saved: step_00000012.safetensors cannot" in said
+    assert "vanilla-12-0.003-42: 2.5010, but its weights may not have been saved: step_00000012" in said
 
 
 # -- how often it holds, in short; `python -m bench.coverage` has the long form
@@ -471,11 +471,11 @@ def test_the_last_start_of_a_resumed_run_counts(data, tmp_path):
 
 
 @pytest.mark.parametrize("says,setting,start", [
-    ("was made with n_embd=64 instead of 32; remove it, or set another --out_dir", {"n_embd": 64}, {}),
-    ("was made with another model.py", {}, {"code": code_of_results() | {"model.py": "0"}}),
-    ("was made with another model.py", {}, {"code": {}}),
-    ("was made with weight_decay=0.5 instead of 0.1", {}, {"weight_decay": 0.5}),  # and resumed with 0.1
-    ("was made with the first 6 steps of another run", {}, {"step": 6}),
+    ("holds another run (n_embd=64 instead of 32); remove it, or set another --out_dir", {"n_embd": 64}, {}),
+    ("holds another run (a different model.py)", {}, {"code": code_of_results() | {"model.py": "0"}}),
+    ("holds another run (a different model.py)", {}, {"code": {}}),
+    ("holds another run (weight_decay=0.5 instead of 0.1)", {}, {"weight_decay": 0.5}),  # and resumed with 0.1
+    ("holds another run (its first 6 steps are another run's)", {}, {"step": 6}),
 ])  # fmt: skip
 def test_a_run_of_other_settings_or_code_is_refused(says, setting, start, data, tmp_path):
     make_run(of_run(data, tmp_path, **setting), 2.0, **start)
@@ -506,7 +506,7 @@ def test_a_precision_is_what_auto_became(data, tmp_path, compared, trained):
     make_run(of_run(data, tmp_path, dtype="auto"), 2.0, dtype="float32")
     compared("vanilla", "svformer", dtype="float32")
     assert [mode for mode, *_ in trained] == ["svformer"]
-    says = "vanilla-12-0.003-42 was made with dtype=float32 instead of bfloat16; remove it"
+    says = "vanilla-12-0.003-42 holds another run (dtype=float32 instead of bfloat16); remove it"
     refused(in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", dtype="bfloat16")), says)
     compared("vanilla", "svformer", dtype="auto")
 
@@ -525,12 +525,12 @@ def test_machines_that_differ_are_said(data, tmp_path, compared):
     (["vanilla", "svformer", "--init_from=x"], "leave out init_from"),
     (["vanilla", "svformer", "--rates=1e-3,1.0000000001e-3"], "and each at least 1.2 times the one before"),
     (["vanilla", "svformr"], "unknown value_mode 'svformr'; did you mean 'svformer'?"),
-    (["vanilla", "svformer", "--value_mode=m.py"], "a file stands alone, as in `python train.py m.py`"),
+    (["vanilla", "svformer", "--value_mode=m.py"], "give a file without --value_mode=, as in `python train.py m.py`"),
     (["vanilla", "svformer", "--block_size=100", "--dry_run"], "is not a multiple of 100"),
-    (["vanilla", "vanilla"], "vanilla is vanilla, which is there already; name each mode once"),
+    (["vanilla", "vanilla"], "vanilla names vanilla a second time; name each mode once"),
     (["vanilla", "svformer", "--rates=0"], "must be above 0"),
     (["vanilla", "svformer", "--seeds=11"], "seeds=11 must be at most 10"),
-    (["vanilla", "resformer", "--n_layer=1"], "residual 1 (of v) acts in no layer"),
+    (["vanilla", "resformer", "--n_layer=1"], "residual 1 (of='v') acts in no layer"),
 ])  # fmt: skip
 def test_what_is_refused(words, says, data, tmp_path):
     refused(in_process(compare, *words_of(data, tmp_path / "out"), *words), says)
@@ -539,13 +539,13 @@ def test_what_is_refused(words, says, data, tmp_path):
 def test_modes_differ_in_the_mode_alone(data, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("value_mode = 'svformer'\nblock_size = 8\ndata_dir = 'elsewhere'\n")
-    says = "mine.py sets block_size, data_dir besides its mode; give settings to all modes"
+    says = "mine.py sets block_size, data_dir besides its mode; put settings for all modes into"
     refused(in_process(compare, *words_of(data, tmp_path / "out", "vanilla", mine)), says)
 
 
 def test_two_compares_in_one_folder(data, tmp_path):
     with hold(tmp_path / "out"):
-        says = f"another process is writing into {tmp_path / 'out'}; wait until it has ended"
+        says = f"another process is writing into {tmp_path / 'out'}; wait until it has finished"
         refused(in_process(compare, *words_of(data, tmp_path / "out", "vanilla", "svformer")), says)
 
 
@@ -556,14 +556,14 @@ def test_a_dry_run_counts_what_is_missing(data, tmp_path, compared, monkeypatch)
         return compared("vanilla", "svformer", "--dry_run", "--jobs=2", *more).splitlines()[-1]
 
     fair = ("--rates=1e-3,3e-3,9e-3", "--seeds=3")
-    assert last_line(*fair).startswith("to come: 10 runs, 15.4k tokens, about 2.1 hours (at most 20 runs, 30.7k tokens")
+    assert last_line(*fair).startswith("still to run: 10 runs, 15.4k tokens, about 2.1 hours (at most 20 runs,")
     assert last_line(*fair).endswith("2 at a time; hours are a guess from one pass without compile")
     make_run(of_run(data, tmp_path), 2.0)
-    assert last_line(*fair).startswith("to come: 9 runs") and "guess" not in last_line(*fair)
-    assert last_line("--seeds=3").startswith("to come: 5 runs")
+    assert last_line(*fair).startswith("still to run: 9 runs") and "guess" not in last_line(*fair)
+    assert last_line("--seeds=3").startswith("still to run: 5 runs")
     assert not list(tmp_path.glob("svformer*"))
     compared("vanilla", "svformer", *fair)
-    assert last_line(*fair) == "to come: 0 runs, 0 tokens, about 0.0 hours, 2 at a time"
+    assert last_line(*fair) == "still to run: 0 runs, 0 tokens, about 0.0 hours, 2 at a time"
 
 
 def test_a_mode_that_does_not_fit_is_named(data, tmp_path):
@@ -575,7 +575,7 @@ def test_the_last_words_are_of_this_attempt(tmp_path):
     log = tmp_path / "train.log"
     log.write_text("error: too little memory\n")
     begin = log.stat().st_size
-    assert last_words(log, 0) == "too little memory" and last_words(log, begin) == "nothing was said"
+    assert last_words(log, 0) == "too little memory" and last_words(log, begin) == "it printed nothing"
     log.write_text(log.read_text() + "step 1\nerror: no disk\n\n")
     assert last_words(log, begin) == "no disk"
 
@@ -649,7 +649,7 @@ def test_it_trains_is_stopped_and_goes_on(data, tmp_path):
     process.send_signal(signal.SIGINT)
     said = process.communicate()[1]
     assert process.returncode == 130 and said.splitlines()[-1] == "stopped"
-    assert "stopping; runs that have begun save first, and Ctrl-C again does not wait for that" in said
+    assert "stopping; running jobs save first, but a second Ctrl-C doesn't wait for that" in said
     for run in runs:
         assert [path.name for path in run.glob("step_*[0-9].safetensors")] == ["step_00000005.safetensors"]
         assert read_run(run).final_loss is None
@@ -677,5 +677,5 @@ def test_runs_end_with_the_comparison_that_started_them(data, tmp_path):
 
 def test_a_run_that_fails_ends_with_its_own_sentence(data, tmp_path):
     words = words_of(data, tmp_path / "out", "vanilla", "svformer", attn="flash", jobs=1)
-    says = r"vanilla-12-0.003-42 failed \(2\): .*flash.*; see .*train.log"
+    says = r"vanilla-12-0.003-42 failed \(exit code 2\): .*flash.*; see .*train.log"
     assert re.search(says, script("compare.py", *words).stderr)

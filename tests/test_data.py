@@ -122,9 +122,9 @@ def test_another_vocabulary_is_refused(small, tmp_path):
     (tmp_path / "a.txt").write_text("text\n" * 9)
     (tmp_path / "llama.json").write_text(json.dumps({"model": {"vocab": {"▁the": 0}}, "added_tokens": []}))
     words = ("files", f"--input_dir={tmp_path / 'a.txt'}", f"--out_dir={tmp_path / 'out'}", "--tokenizer=neox")
-    ours = "it should be a tokenizer.json of ours, GPT-2's, GPT-NeoX's or in"
+    ours = "(a tokenizer.json of ours, of GPT-2, of GPT-NeoX or from"
     for file, says in (
-        (tmp_path / "no.json", f"no.json is missing; {ours}"),
+        (tmp_path / "no.json", f"no.json is missing {ours}"),
         (tmp_path / "llama.json", "llama.json is damaged or not a tokenizer.json of ours"),
         (small[2], "tokenizer.json is damaged or not a tokenizer.json of ours"),
     ):
@@ -256,8 +256,8 @@ def test_impossible_settings_are_refused(data_dir, tmp_path, monkeypatch):
     for folder, block_size, mixture, message in (
         (data_dir, 25_000, None, "has 20000 tokens, but needs 25001"),
         (data_dir, 16, {"C4": 1.0}, "mixture names domain 'C4'"),
-        (data_dir, 16, {"code": -1.0}, "from 0 up"),
-        (data_dir, 16, {"code": 0}, "a number above 0"),
+        (data_dir, 16, {"code": -1.0}, "of 0 or more"),
+        (data_dir, 16, {"code": 0}, "a finite sum above 0"),
         (short, 16, None, "val data of domain 'a' in .* has 1 tokens, but needs 2"),
         (other, 16, None, "not the one that the data was made with"),
         ("nowhere", 16, None, "there is no prepared data in nowhere; make it with prepare.py, or .* data/short$"),
@@ -278,7 +278,7 @@ def test_validation_needs_no_train_text(tmp_path):
 def test_an_id_beyond_the_vocabulary(tmp_path):
     folder = make_data(tmp_path, {"a": 3000})
     np.full(3000, 257, "<u2").tofile(folder / "train/a.bin")
-    with pytest.raises(UserError, match="holds the token id 257, and its vocabulary has 257;"):
+    with pytest.raises(UserError, match="holds the token id 257, but its vocabulary has 257;"):
         Corpus(folder, 16, verify=False).batch(0, 1)
 
 

@@ -223,7 +223,8 @@ def test_new_tokens(tmp_path):
     peer.save_pretrained(tmp_path)
     idx[0, 0] = 63
     close(checkpoint.load(tmp_path)(idx)[0], peer(idx).logits)
-    with pytest.raises(UserError, match="another vocab_size"):  # its config.json still names the old tokenizer
+    # its config.json still names the old tokenizer
+    with pytest.raises(UserError, match="differs from this one in vocab_size"):
         checkpoint.start_from(checkpoint.find(tmp_path), tiny("value_embed").float(), None)
 
 
@@ -233,8 +234,8 @@ def test_as_much_is_generated_as_the_block_holds(peer):
 
 
 @pytest.mark.parametrize(("how", "says"), [
-    ({"max_new_tokens": 26}, "may be 34, and the model's block is 32 tokens"),
-    ({"max_new_tokens": 23, "prompt_lookup_num_tokens": 4}, "may be 35"),  # candidates need positions
+    ({"max_new_tokens": 26}, "could reach 34, but the model's block is 32 tokens"),
+    ({"max_new_tokens": 23, "prompt_lookup_num_tokens": 4}, "could reach 35"),  # candidates need positions
     ({"assistant_early_exit": 2}, "has no early exit"),
 ])  # fmt: skip
 def test_what_generate_refuses_leaves_the_model_as_it_was(how, says, peer):
@@ -364,7 +365,7 @@ def test_an_export_that_is_another_model_is_not_kept(runs, tmp_path, monkeypatch
 
     monkeypatch.setattr(export, "write_folder", write_folder)
     result = in_process(export, runs["svformer"][0], f"--out_dir={tmp_path / 'hf'}")
-    refused(result, "makes another model of the folder")
+    refused(result, "loads a different model from the folder")
     assert not [*tmp_path.iterdir()]
 
 
@@ -414,9 +415,9 @@ def test_logits_are_those_of_transformers(kind, fields, tmp_path):
     [
         (dict(vocab_size=60), "has shape (61, 32), not (60, 32)"),
         (dict(value_mode="svformer"), "KeyError"),
-        (dict(model_type="qwen2"), "is a qwen2 model; llama and mistral are supported"),
-        (dict(model_type="mistral", sliding_window=31), "attends to a window of 31 tokens, less than its block of 32"),
-        (dict(model_type="mistral", max_position_embeddings=5000), "attends to a window of 4096 tokens"),
+        (dict(model_type="qwen2"), "is a qwen2 model; only llama and mistral are supported"),
+        (dict(model_type="mistral", sliding_window=31), "attention window of 31 tokens, shorter than its block of 32"),
+        (dict(model_type="mistral", max_position_embeddings=5000), "uses an attention window of 4096 tokens"),
         (dict(attention_bias=True), "has attention_bias=True; only False is supported"),
         (dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling of type 'linear'"),
     ],
@@ -444,7 +445,7 @@ def test_a_model_larger_than_the_machines_memory(tmp_path, monkeypatch):
     """Before any of it is read."""
     folder = hf_folder(tmp_path / "m", tiny().float(), vocab_size=2**26)
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 2_000_000}[name])
-    with pytest.raises(UserError, match=r"m in float32 takes 17\.2 GB, and this machine has 2\.0 GB; "):
+    with pytest.raises(UserError, match=r"m in float32 takes 17\.2 GB, but this machine has 2\.0 GB; "):
         layout.load_hf(folder)
     with pytest.raises(UserError, match=r"m in bfloat16 takes 8\.6 GB"):
         layout.load_hf(folder, dtype=torch.bfloat16)
@@ -587,7 +588,7 @@ def test_a_retrofit_starts_as_the_model(retrofit):
     assert ("tied to the embeddings" in note) == right.config.tie_word_embeddings and "positions" not in note
     assert note in retrofit.said
     longer = GPT(dataclasses.replace(model.cfg, block_size=96))
-    assert checkpoint.start_from(path, longer, tokenizer.hash).endswith("; it has seen no more than 48 positions")
+    assert checkpoint.start_from(path, longer, tokenizer.hash).endswith("; it was trained on at most 48 positions")
     idx = tokens((2, 48), vocab=300)
     logits, _ = model(idx)
     assert torch.equal(logits, layout.load_hf(retrofit.model)(idx)[0])
@@ -662,7 +663,7 @@ def test_a_retrofit_goes_on_when_the_model_is_gone(retrofit, names_it, tmp_path)
     finally:
         moved.rename(retrofit.model)
     assert read_run(run).steps["step"].tolist() == [1, 2, 3, 4]
-    refused(new, "model is not there; it takes a run")
+    refused(new, "model does not exist; it takes a run")
 
 
 def test_analysis_and_loss_on_data_of_a_models_own_tokens(retrofit, tmp_path):
@@ -676,7 +677,7 @@ def test_analysis_and_loss_on_data_of_a_models_own_tokens(retrofit, tmp_path):
 
 def test_an_adapter_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="is an adapter of peft; merge it into its model first"):
+    with pytest.raises(UserError, match="is a peft adapter; first merge it into its model"):
         checkpoint.find(tmp_path)
 
 
@@ -720,11 +721,11 @@ def test_bytes_of_another_models_tokens(retrofit):
 def test_what_a_retrofit_cannot_be(retrofit, data_dir, tmp_path):
     words, out = retrofit.words, f"--out_dir={tmp_path / 'out'}"
     of_other_tokens = in_process(train, *words[:-1], retrofit.start, f"--data_dir={data_dir}", out)
-    refused(of_other_tokens, "the data has other tokens than", "--tokenizer_file=")
+    refused(of_other_tokens, "the data was not made with the tokenizer of", "--tokenizer_file=")
     large = changed_config(retrofit, tmp_path / "large", vocab_size=128256)
     texts = f"--input_dir={retrofit.model.parent / 'texts'}"
     too_large = in_process(prepare, "files", texts, f"--tokenizer_file={large}", out)
-    refused(too_large, "has 128,256 tokens, and token files hold ids of 16 bits")
+    refused(too_large, "has 128,256 tokens, and token files hold 16-bit ids")
 
 
 # ---- our stages on a folder
@@ -759,5 +760,5 @@ FIT = dict(vocab_size=60, arch="gpt2", n_embd=64, head_dim=8, rope_theta=5e5, ro
 @pytest.mark.parametrize("field", FIT)
 def test_what_a_model_that_starts_from_another_must_share(field, tmp_path):
     path = checkpoint.save(tmp_path, 1, tiny(), "hash")
-    with pytest.raises(UserError, match=f"with another .*{field}.* than this one; they must be the same"):
+    with pytest.raises(UserError, match=f"differs from this one in .*{field}.*; they must be the same"):
         checkpoint.start_from(path, tiny(**{field: FIT[field]}), "hash")

@@ -95,8 +95,8 @@ def refusal(*words):
 
 
 @pytest.mark.parametrize("text, says", [
-    (b"too short", "has 9 characters; take a text of 2560 or more"),
-    (b"\xff" * 3000, "as a text in UTF-8"),
+    (b"too short", "has 9 characters; it needs 2560 or more"),
+    (b"\xff" * 3000, "as UTF-8 text"),
     (None, "cannot read"),
 ])  # fmt: skip
 def test_a_text_that_is_none(text, says, tmp_path):
@@ -107,4 +107,4 @@ def test_a_text_that_is_none(text, says, tmp_path):
 
 @pytest.mark.parametrize("flag", ["--learning_rate=nan", "--learning_rate=1", "--max_steps=0", "--seed=-1"])
 def test_a_number_out_of_range(flag):
-    assert "take max_steps from 1 on" in refusal("input.txt", flag)
+    assert "max_steps must be at least 1" in refusal("input.txt", flag)

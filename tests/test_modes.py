@@ -570,29 +570,29 @@ def test_what_each_layer_reads(mode, right):
 
 
 IMPOSSIBLE = [  # what makes it, and the sentence; test_bad_input.py's modes find more
-    (lambda: Residual(source=-1), "source=-1: a layer's number"),
+    (lambda: Residual(source=-1), "source=-1 must be a layer's number"),
     (lambda: Residual(of="k", source="token"), "a token table has only values"),
     (lambda: Residual(source="token", map="cross"), "map not 'cross'"),
-    (lambda: Residual(tables="mirror"), "is for source='token'"),
-    (lambda: Residual(subtract="projected"), "is for map='delta'"),
+    (lambda: Residual(tables="mirror"), "is only for source='token'"),
+    (lambda: Residual(subtract="projected"), "is only for map='delta'"),
     (lambda: Residual(map="cross", lam=(1.0, 1.0)), "leave out lam and learn"),
-    (lambda: Residual(source="all", learn="softmax"), "not source='all'"),
-    (lambda: Residual(learn="head", lam=(1.0, 1.0)), "lam stays None"),
+    (lambda: Residual(source="all", learn="softmax"), "so not 'all'"),
+    (lambda: Residual(learn="head", lam=(1.0, 1.0)), "lam must be None"),
     (lambda: Residual(learn="lerp", lam=(5.0, 0.3)), "must sum to 1"),
     (lambda: ValueMode(share_v=(1, 2)), "begin with 0"),
     (lambda: ValueMode(values="keys", share_k="every 2"), "values='keys' needs share_k"),
-    (lambda: ValueMode((Residual(),), heads_from_layer_0=0.5), "heads_from_layer_0 divides the value heads"),
+    (lambda: ValueMode((Residual(),), heads_from_layer_0=0.5), "heads_from_layer_0 divides value heads"),
     (lambda: ValueMode((Residual(map="cross"), Residual(of="scores"))), "use one of them"),
-    (lambda: ValueMode(borrow_v="first"), "with share_v='each' none borrows"),
+    (lambda: ValueMode(borrow_v="first"), "share_v='each' borrows nothing"),
     (lambda: ValueMode(name="a/b"), "use letters, digits"),
     (lambda: config("resfromer"), "did you mean 'resformer'"),
-    (lambda: config(n_embd=24), "RoPE rotates pairs, so it must be even"),
+    (lambda: config(n_embd=24), "RoPE needs an even width"),
     (lambda: config(n_embd=30), "n_embd=30"),
     (lambda: config(n_kv_head=3), "n_kv_head=3"),
     (lambda: config("gqa4", n_kv_head=4), "value_mode makes it 2"),
     (lambda: config(ValueMode(kv_group=3)), "n_head=8 is not a multiple"),
     (lambda: config("skipv1", n_kv_head=1), "heads_from_layer_0=0.5 of 1 value heads"),
-    (lambda: config(ValueMode(heads_from_layer_0=1.0)), "a whole number of them, and not all"),
+    (lambda: config(ValueMode(heads_from_layer_0=1.0)), "must be a whole number, and not all"),
     (lambda: config(arch="gpt2", rope_scaling=(8.0, 1.0, 4.0, 32.0)), "gpt2 learns its positions"),
     (lambda: config(arch="gpt2", rope_theta=1e5), "gpt2 has no angles"),
     (lambda: config(rope_scaling=(8.0, 4.0, 4.0, 32.0)), "low < high"),
@@ -640,7 +640,7 @@ def test_the_plan_says_what_a_mode_does(mode):
 
 def test_a_second_residual_works_on_what_the_first_made():
     two = ValueMode((Residual(source=0, layers="2:"), Residual(source=1, layers="2:")))
-    assert "  v: 0.5 own + 0.5 layer 0  v: 0.5 that + 0.5 layer 1\n" in sizes.describe(config(two))
+    assert "  v: 0.5 own + 0.5 layer 0  v: 0.5 of the mix + 0.5 layer 1\n" in sizes.describe(config(two))
 
 
 def test_the_table_has_all_modes():
@@ -658,8 +658,8 @@ def test_a_mode_is_printed_by_its_name():
 
 
 @pytest.mark.parametrize("words,says", [
-    (["svformer", "--value_mode=cla2"], "svformer is one thing to print and value_mode another"),
-    (["table", "--value_mode=cla2"], "table is one thing to print and value_mode another"),
+    (["svformer", "--value_mode=cla2"], "svformer and value_mode both say what to print"),
+    (["table", "--value_mode=cla2"], "table and value_mode both say what to print"),
     (["table", "--n_kv_head=2"], "leave out n_kv_head"),
 ])  # fmt: skip
 def test_a_word_that_would_change_nothing_is_refused(words, says):

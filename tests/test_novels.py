@@ -42,7 +42,7 @@ def test_every_16th_novel_is_held_out(clone, tmp_path):
 @pytest.mark.parametrize("text", ["hello", "<a>", "<a/>", "", TEI.replace("</teiHeader>", "")])
 def test_a_file_that_is_no_tei(text, clone, tmp_path):
     (clone / "level1/b.xml").write_text(text)
-    what = "damaged or not a novel of the collection, in TEI's XML"
+    what = "damaged or not a novel of the collection, in TEI XML"
     refused(in_process(novels, clone, tmp_path / "out"), f"level1/b.xml is {what}")
     assert not (tmp_path / "out").exists()
 

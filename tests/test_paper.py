@@ -521,12 +521,12 @@ def test_dry_run_prints_commands_that_make_the_runs(scale, tmp_path):
 
 @pytest.mark.parametrize("words, says", [
     ("", "say which figure, as in `python -m paper.reproduce fig7 --dry_run`"),
-    ("fig3", "cannot reproduce 'fig3'; there are fig1, "),
-    ("tab5 --scale=paper", "scale=paper needs GPUs, and there is none; see --run=false, --dry_run and --scale=cpu"),
+    ("fig3", "cannot reproduce 'fig3'; choose from fig1, "),
+    ("tab5 --scale=paper", "scale=paper needs GPUs, and there are none; see --run=false, --dry_run and --scale=cpu"),
     ("fig4 --data_dir=missing", "missing has no manifest.json; make the data: `python prepare.py pysource"),
     ("fig7 --public=m --dry_run", "fig7 draws no public models; fig1 and fig18 do"),
-    ("tab1 --eval_dir=no --dry_run", "eval_dir=no is no folder; it takes one with <task>.jsonl files"),
-    ("fig18 --public=m --dry_run", "m is no model in Hugging Face layout; --public takes Llamas and Mistrals"),
+    ("tab1 --eval_dir=no --dry_run", "eval_dir=no is not a folder; it takes one with <task>.jsonl files"),
+    ("fig18 --public=m --dry_run", "m is not a model in Hugging Face layout; --public takes Llamas and Mistrals"),
 ])  # fmt: skip
 def test_what_is_refused(words, says, tmp_path):
     refused(in_process(reproduce, *words.split(), cwd=tmp_path), says)
@@ -546,7 +546,7 @@ def test_a_public_model_is_read_at_its_own_length(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce.HFTokenizer, "of_folder", lambda folder: whose)
     assert "--length=32" in next(iter(reproduce.public_commands(cfg).values()))
     whose.is_ours = True
-    with pytest.raises(UserError, match="llama is an export of ours; --public takes other people's models"):
+    with pytest.raises(UserError, match="llama is one of our exports; --public takes other people's models"):
         reproduce.public_commands(cfg)
 
 
@@ -634,7 +634,7 @@ def test_what_is_missing_or_of_other_data_is_refused(copied):
     path = folder / "out" / RUNS[1] / "metrics.jsonl"
     first, *others = read_record_lines(path, METRICS)  # the first says which data
     path.write_text("".join(record_line(METRICS, line) for line in (first | {"data": "x"}, *others)))
-    refused(call("fig9"), "the data of", RUNS[1], "differ; set another --out_dir")
+    refused(call("fig9"), RUNS[1], "have different data; set another --out_dir")
     shutil.rmtree(folder / "out" / RUNS[1])
     refused(call("fig9", "--run=false"), f"{RUNS[1]} is missing or not finished; leave out --run=false")
 
@@ -643,7 +643,7 @@ def test_a_finished_run_has_the_settings_that_we_ask_for(copied):
     folder = copied[0] / "out" / RUNS[0]
     wanted = {"max_steps": 4, "value_mode": "vanilla", "out_dir": folder}
     assert finished(wanted).final_loss == read_run(folder).final_loss
-    with pytest.raises(UserError, match="was made with max_steps=4 instead of 8; remove it, or set another --out_dir"):
+    with pytest.raises(UserError, match="holds another run .max_steps=4 instead of 8.; remove it, or set another"):
         finished(wanted | {"max_steps": 8})
     metrics = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(metrics[:-2]))  # killed before its last step and evaluation
@@ -663,7 +663,7 @@ def test_a_run_is_one_without_its_analysis(copied, monkeypatch):
     (folder / "results/cpu.json").unlink()
     fails = ("-c", "raise SystemExit('exploded')")
     monkeypatch.setattr(reproduce, "command_of", lambda words, log, steps: jobs.Command(fails, log))
-    refused(call("all"), "not drawn: fig4, the first because", "has no analysis.json")
+    refused(call("all"), "not drawn: fig4, the first one because", "has no analysis.json")
     assert list(numbers_in(folder)) == ["fig9", "tab5"]
 
 
@@ -676,7 +676,7 @@ def test_a_run_that_diverged_is_not_trained_again(copied, monkeypatch):
     for weights in path.parent.glob("step_*"):
         weights.unlink()
     monkeypatch.setattr(reproduce, "run_jobs", lambda wanted, ended, lanes: wanted() and pytest.fail("it runs"))
-    refused(call("fig9"), "not drawn: fig9", f"{RUNS[1]} has diverged; remove it to train it again")
+    refused(call("fig9"), "not drawn: fig9", f"{RUNS[1]} diverged; remove it to train it again")
 
 
 def test_one_failure_does_not_stop_the_rest(copied, monkeypatch):
@@ -685,5 +685,5 @@ def test_one_failure_does_not_stop_the_rest(copied, monkeypatch):
     (folder / "results/cpu.json").unlink()
     fails = ("-c", "raise SystemExit('exploded')")
     monkeypatch.setattr(reproduce, "command_of", lambda words, log, steps: jobs.Command(fails, log))
-    refused(call("all"), "not drawn: fig9, tab5, the first because", "exploded", "train.log")
+    refused(call("all"), "not drawn: fig9, tab5, the first one because", "exploded", "train.log")
     assert list(numbers_in(folder)) == ["fig4"]

@@ -46,7 +46,7 @@ def test_same_bytes_whatever_the_users_matplotlibrc_says(tmp_path, monkeypatch):
 def test_a_plan_takes_the_shape_of_a_config_file(tmp_path):
     """Which also sets what only train.py has."""
     words = ["plan", *["vanilla"] * 176, ROOT / "config/tiny.py", f"--out_file={tmp_path / 'a.png'}"]
-    refused(script("plot.py", *words), "176 modes of 4 layers do not fit a picture")
+    refused(script("plot.py", *words), "176 modes of 4 layers do not fit into one picture")
 
 
 def test_a_mode_has_one_colour_in_both_halves(tmp_path, monkeypatch):
@@ -91,7 +91,7 @@ def test_growing_means():
 def test_a_line_is_the_mean_of_its_seeds_in_the_band_of_its_interval():
     ax, y = Figure().subplots(), np.array([[1.0, 2.0], [3.0, 8.0], [5.0, 2.0]])
     plot.draw_line(ax, np.array([1, 2]), y, "a", plot.style_of("resformer"))
-    assert ax.lines[0].get_ydata().tolist() == [3, 4] and ax.lines[0].get_label() == "a, 3 seeds, 95 %"
+    assert ax.lines[0].get_ydata().tolist() == [3, 4] and ax.lines[0].get_label() == "a, 3 seeds, 95%"
     corners = ax.collections[0].get_paths()[0].vertices
     half = 4.302653 * 12**0.5 / 3**0.5  # Student's t; n - 1: sqrt(24 / 2)
     np.testing.assert_allclose(np.ptp(corners[corners[:, 0] == 2][:, 1]), 2 * half, rtol=1e-6)
@@ -111,7 +111,7 @@ def test_layers_without_a_quantity_are_left_out():
     rows = {"a": [[None, 1.0, 2.0], [None, 3.0, 5.0]], "b": [[1.0, 2.0, 4.0]]}
     plot.layer_panel(ax, rows, plot.styles_of({"a": "vanilla", "b": "resformer"}), "height", 1, (2.5, "uniform"))
     found = {line.get_label(): line.get_xydata().T.tolist() for line in ax.lines}
-    assert found["a, 2 seeds, 95 %"] == [[2, 3], [2, 3.5]] and found["b, 1 seed"] == [[1, 2, 3], [1, 2, 4]]
+    assert found["a, 2 seeds, 95%"] == [[2, 3], [2, 3.5]] and found["b, 1 seed"] == [[1, 2, 3], [1, 2, 4]]
     assert found["uniform"][1] == [2.5, 2.5]
     assert ax.get_ylim()[0] == 0  # no number is below it, whatever the band says
 
@@ -131,14 +131,14 @@ def test_neither_a_notebooks_backend_nor_a_terminal_of_ascii_ends_it(tmp_path):
 
 
 @pytest.mark.parametrize("words,says", [
-    ((), "name runs that analyze.py has seen: `python plot.py out/a out/b`"),
+    ((), "name runs that analyze.py has analysed: `python plot.py out/a out/b`"),
     (("x", "--out_file=x.pdf"), "must end in .png"),
     (("analysis.png",), "name runs"),  # the picture of an earlier call
     ((ROOT / "README.md",), "README.md has no analysis.json; make it"),
     (("plan",), "name modes: `python plot.py plan vanilla resformer`"),
     (("plan", "svformr"), "did you mean 'svformer'?"),
     (("plan", "vanilla", "resformer_v3", "--n_layer=2"), "resformer_v3: value_mode names layers [2]"),
-    (("plan", *["vanilla"] * 40, "--n_layer=40"), "40 modes of 40 layers do not fit a picture"),
+    (("plan", *["vanilla"] * 40, "--n_layer=40"), "40 modes of 40 layers do not fit into one picture"),
 ])  # fmt: skip
 def test_bad_calls(words, says):
     refused(in_process(plot, *words), says)
@@ -182,7 +182,7 @@ def test_relative_losses_are_minus_vanillas_wherever_it_is_named(tmp_path, monke
 def test_losses_on_other_tokens_are_not_subtracted(what, own, bases, tmp_path):
     make_metrics(tmp_path / "r", "resformer", [4.0], **{what: own})
     make_metrics(tmp_path / "v", "vanilla", [5.0])
-    says = f"r trained with {what}={own} and v with {bases}: no loss to subtract"
+    says = f"r has {what}={own} and v has {bases}, so their losses can't be subtracted"
     refused(in_process(plot, "relative", "r", "v"), says)
 
 
@@ -384,4 +384,4 @@ def test_modes_in_files_and_with_numbers(tmp_path, monkeypatch):
     assert result.returncode == 0 and (tmp_path / "plan.png").exists(), result.stderr
     assert [cfg.value_mode.name for cfg in drawn] == ["vanilla", "mine", "neutreno_0.6"]
     assert {(cfg.n_layer, cfg.n_head, cfg.n_embd) for cfg in drawn} == {(5, 4, 512)}
-    refused(in_process(plot, "plan", "none.py"), "none.py sets nothing that this script has")
+    refused(in_process(plot, "plan", "none.py"), "none.py sets none of this script's settings")

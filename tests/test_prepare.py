@@ -180,7 +180,7 @@ def test_kill_at_any_moment(corpus, tmp_path, monkeypatch):
         assert before.items() <= parts.items()  # no part is made twice
         before = parts
     assert len(before) > 10
-    refused(call(*files(corpus[0], out, *BUDGETS)), "other data (bytes in a batch 5000 there, 1048576 now)")
+    refused(call(*files(corpus[0], out, *BUDGETS)), "different data (bytes in a batch 5000 there, 1048576 now)")
     monkeypatch.setattr(prepare, "BATCH_BYTES", 5_000)
     first, second, *_ = sorted(out.glob("parts/[tv]*-*"))
     content = first.read_bytes()
@@ -195,9 +195,9 @@ def test_kill_at_any_moment(corpus, tmp_path, monkeypatch):
 def test_rerun_and_other_settings(corpus, tmp_path):
     folder, out = corpus
     before = contents(out)
-    assert "is complete already" in make(*files(folder, out, "--workers=1"))
-    refused(call(*files(folder, out, "--seed=5")), "other data (seed 0 there, 5 now;")
-    refused(call(*files(folder / "web", out)), "other data", "input files")
+    assert "is already complete" in make(*files(folder, out, "--workers=1"))
+    refused(call(*files(folder, out, "--seed=5")), "different data (seed 0 there, 5 now;")
+    refused(call(*files(folder / "web", out)), "different data", "input files")
     assert contents(out) == before
 
 
@@ -242,10 +242,10 @@ def test_what_the_input_lacks_is_said(tmp_path):
     write_lines(tmp_path / "in" / "web" / "a.jsonl", sentences(40))
     said = make(*files(tmp_path / "in", tmp_path / "out", "--tokens=1e6", "--val_tokens=1e6", "--tokenizer=bpe:60000"))
     assert "note: the input ended before web's 1,000,000 tokens" in said
-    assert re.search("note: web has [0-9]+ of 1,000,000 validation tokens", said)
-    assert re.search(r"too small for a vocabulary of 60,000; it has [0-9,]+\n", said)
+    assert re.search("note: web has only [0-9]+ of the 1,000,000 validation tokens", said)
+    assert re.search(r"too short for a vocabulary of 60,000; the vocabulary has [0-9,]+\n", said)
     unknown = files(tmp_path / "in", tmp_path / "x", "--mixture={'wep': 1}")
-    refused(call(*unknown), "names domain 'wep'; the input has web")
+    refused(call(*unknown), "names domain 'wep', but the input has web")
 
 
 def slimpajama(folder):
@@ -271,7 +271,7 @@ def test_slimpajama_layout_budget_and_mixture(tmp_path):
     assert 6000 <= train["C4"]["tokens"] < 6200 and 2000 <= train["Book"]["tokens"] < 2200
     assert "a<|endoftext|>b" in decoded(out, "val", "C4")
     said = make("slimpajama", f"--input_dir={folder}", f"--out_dir={tmp_path / 'all'}", "--val_tokens=40", *BPE)
-    assert "the input ended" in said and "no train text of domain ArXiv" in said
+    assert "the input ended" in said and "no training text for domain ArXiv" in said
     manifest = load_manifest(tmp_path / "all")
     assert manifest["mixture"] == pytest.approx({"C4": 0.2 / 0.35, "Github": 0.1 / 0.35, "Book": 0.05 / 0.35})
     assert all(40 <= about["tokens"] < 400 for about in manifest["splits"]["val"].values())
@@ -299,23 +299,23 @@ def test_hub_out_of_reach(tmp_path, monkeypatch):
 def test_refusals(tmp_path, monkeypatch):
     for words, fragments in (
         (["files"], ["--input_dir"]),
-        (["files", "--input_dir=no/such"], ["there is no no/such"]),
-        (["slimpajama", "--input_dir=tests"], ["no train text in tests", "train/", "validation/", ".jsonl", ".zst"]),
+        (["files", "--input_dir=no/such"], ["no/such does not exist"]),
+        (["slimpajama", "--input_dir=tests"], ["no training text in tests", "train/", "validation/", ".jsonl", ".zst"]),
         (["books"], ["'pysource' or 'slimpajama' or 'files'"]),
         (["pysource", "--tokenizer=bpe:70000"], ["unknown tokenizer 'bpe:70000'", "257", "65,536", "uint16"]),
         (["pysource", "--val_fraction=0.7"], ["val_fraction=0.7 must be at most 0.5"]),
         (["pysource", "--mixture={'stdlib': -1}"], ["weights above 0"]),
-        (["pysource", "--mixture={'a': 1e308, 'b': 1e308}"], ["weights whose sum is a number"]),
+        (["pysource", "--mixture={'a': 1e308, 'b': 1e308}"], ["weights add up to infinity"]),
         (["pysource", "--domains=one"], ["--domains is for files, so here it would do nothing; leave it out"]),
         (["pysource", "--text_field=body"], ["--text_field is for files and slimpajama"]),
         (["slimpajama", "--input_dir=tests", "--revision=abc"], ["--revision is for slimpajama without --input_dir"]),
         (["pysource", "--tokenizer=gpt2", "--bpe_bytes=3"], ["--bpe_bytes is for --tokenizer=bpe:<size>"]),
         (
             ["pysource", "--packages=rustbpe", "--mixture={'foo': 1}"],
-            ["mixture names domain 'foo'; the input has", "prose"],
+            ["mixture names domain 'foo', but the input has", "prose"],
         ),
         (["pysource", "--bpe_bytes=0"], ["bpe_bytes=0 must be at least 1"]),
-        (["--input_dir=tests"], ["pysource reads installed packages", "name files"]),
+        (["--input_dir=tests"], ["pysource reads installed packages", "begin with files"]),
         (["files", "--input_dir=requirements.txt", "--val_fraction=0"], ["train.py needs validation text"]),
     ):
         refused(in_process(prepare, f"--out_dir={tmp_path / 'out'}", *words, cwd=ROOT), *fragments)
@@ -387,8 +387,8 @@ def test_a_users_own_splits(tmp_path, capsys):
     write_files(tmp_path, [*right, "test-00000-of-00001.parquet", "web/test/a.txt", "ptb.test.txt"])
     assert inputs_of(tmp_path) == right
     assert capsys.readouterr().out.splitlines() == [
-        "left out: ptb.test.txt and 2 more (3 of a test split)",
-        "held out: c4-validation.00000-of-00008.jsonl and 4 more, a validation split of its own, and nothing else",
+        "left out: ptb.test.txt and 2 more (3 in a test split)",
+        "held out: c4-validation.00000-of-00008.jsonl and 4 more, the input's own validation split, and nothing else",
     ]
 
 
@@ -414,7 +414,7 @@ def test_which_files_are_read(tmp_path, capsys):
         f"left out: {one}" for one in f"{said}|z.tar.gz (1 .tar.gz)".split("|")
     ]
     (tmp_path / "in" / "broken.txt").symlink_to("nowhere")
-    with pytest.raises(UserError, match="broken.txt is a link to nothing"):
+    with pytest.raises(UserError, match="broken.txt is a broken link"):
         inputs_of(tmp_path / "in")
 
 
@@ -472,19 +472,19 @@ def test_formats_and_encodings(tmp_path, name):
 
 
 BAD = {
-    "a.txt": ("plain text".encode("utf-16-le"), "a.txt, item 1 is damaged or not UTF-8 (ValueError: it has zero bytes"),
+    "a.txt": ("plain text".encode("utf-16-le"), "a.txt, item 1 is damaged or not UTF-8 (ValueError: it contains NUL"),
     "b.txt": (b"caf\xe9", "b.txt, item 1 is damaged or not UTF-8"),
     "c.jsonl": (b'{"text": "a"}\n{"text": "caf\xe9"}\n', "c.jsonl, line 2 is damaged"),
-    "d.jsonl": (b'{"text": ["a"]}', "d.jsonl, line 1 is damaged or not an object with a text in 'text'"),
-    "e.txt": (b"version https://git-lfs.github.com/spec/v1\noid", "a pointer of Git LFS, not the file; run `git"),
+    "d.jsonl": (b'{"text": ["a"]}', "d.jsonl, line 1 is damaged or not an object with text in 'text'"),
+    "e.txt": (b"version https://git-lfs.github.com/spec/v1\noid", "a Git LFS pointer, not the file; run `git"),
     "f.jsonl": (b'{"text": "a"}\n{"text": "torn', "f.jsonl, line 2 is damaged"),
     "g.jsonl": (b'{"text": "a"}\n' + b"[" * 100_000, "g.jsonl, line 2 is damaged"),
-    "h.jsonl": (b'{"body": "a", "id": 1}', "(ValueError: it has body, id); repair it, or set --text_field"),
-    "i.json": (b'[{"text": "a"}, 2]', "i.json, item 2 is damaged or not an object with a text in 'text'"),
+    "h.jsonl": (b'{"body": "a", "id": 1}', "(ValueError: its fields are body, id); repair it or set --text_field"),
+    "i.json": (b'[{"text": "a"}, 2]', "i.json, item 2 is damaged or not an object with text in 'text'"),
     "j.jsonl.gz": (gzip.compress(lines_of(ROWS).encode())[:-20], "j.jsonl.gz is damaged"),
     "k.jsonl.zst": (zstandard.compress(lines_of(ROWS).encode())[:-1], "k.jsonl.zst is damaged"),
     "m.parquet": (b"PAR1 torn", "m.parquet is damaged"),
-    "n.jsonl.gz": (b"", "n.jsonl.gz is damaged or not a text file (ValueError: it has 0 bytes"),
+    "n.jsonl.gz": (b"", "n.jsonl.gz is damaged or not a text file (ValueError: it is empty"),
 }
 
 
@@ -502,14 +502,14 @@ def test_an_edited_file_is_another_input(tmp_path, monkeypatch):
     make(*words)
     for folder in ("in", "copy"):
         said = make(*files(tmp_path / folder, out))
-        assert "is complete already" in said and "left out" not in said
+        assert "is already complete" in said and "left out" not in said
     write_files(tmp_path / "in", ["a.txt"], text.replace("value", "VALUE"))
-    refused(call(*words), "holds other data (input files")
+    refused(call(*words), "holds different data (input files")
     shutil.rmtree(out)
     monkeypatch.setattr(prepare, "CONTENT_BYTES", 0)
     make(*words)
     os.utime(tmp_path / "in" / "a.txt", (0, 0))
-    refused(call(*words), "holds other data (input files")
+    refused(call(*words), "holds different data (input files")
 
 
 def test_no_document_is_in_both_splits(tmp_path):
@@ -523,7 +523,7 @@ def test_no_document_is_in_both_splits(tmp_path):
 def test_tokens_are_shared_by_the_domains(tmp_path):
     for domain, n in (("law", 500), ("med", 500), ("web", 250)):
         write_lines(tmp_path / domain / "all.jsonl", sentences(n, seed=n))
-    assert "divided by the sizes of the domains' files" in make(*files(tmp_path, tmp_path / "out", "--tokens=9000"))
+    assert "split by the sizes of the domains' files" in make(*files(tmp_path, tmp_path / "out", "--tokens=9000"))
     train = load_manifest(tmp_path / "out")["splits"]["train"]
     assert [round(train[domain]["tokens"] / 1800) for domain in ("law", "med", "web")] == [2, 2, 1]
 
@@ -592,11 +592,11 @@ def test_data_that_train_would_refuse_is_not_called_ready(tmp_path):
     for domain, n in (("law", 1), ("web", 20)):
         write_lines(tmp_path / "in" / domain / "all.jsonl", sentences(n))
     said = make(*files(tmp_path / "in", tmp_path / "out"))
-    assert "note: no validation text of domain law; the mixture goes without it" in said
-    assert "note: web is short: train.py takes it with a --block_size of up to" in said
+    assert "note: no validation text for domain law, so the mixture leaves it out" in said
+    assert "note: web is short: train.py needs a --block_size of at most" in said
     assert Corpus(tmp_path / "out", 16).domains == ["web"]
     few = make(*files(tmp_path / "in", tmp_path / "one", "--domains=one", "--val_fraction=0.01"))
-    assert "of text is held out, because its documents are few" in few
+    assert "of text is held out: it has few documents" in few
     assert Corpus(tmp_path / "one", 16).domains == ["text"]
     few = files(tmp_path / "in" / "law", tmp_path / "x")
     refused(call(*few), "too few different documents in a domain")
@@ -604,9 +604,8 @@ def test_data_that_train_would_refuse_is_not_called_ready(tmp_path):
 
 def test_validation_text_of_other_domains_is_refused_at_once(tmp_path):
     write_files(tmp_path / "in", ["web/a.txt", "books/b.txt", "val.txt"])
-    refused(
-        call(*files(tmp_path / "in", tmp_path / "out")), "the validation text is of text, and the train text of", "web"
-    )
+    words = files(tmp_path / "in", tmp_path / "out")
+    refused(call(*words), "the validation text is from text, and the training text from", "web")
     assert not (tmp_path / "out").exists()
 
 
@@ -647,4 +646,4 @@ def test_a_vocabulary_is_used_again(corpus, tmp_path):
     assert Tokenizer.load(tmp_path / "out/tokenizer.json").hash == Tokenizer.load(out / "tokenizer.json").hash
     byte_tokenizer(PATTERN).save(file)
     prepare.read_vocabulary.cache_clear()
-    refused(call(*words, f"--tokenizer_file={file}"), "holds other data (tokenizer_file")
+    refused(call(*words, f"--tokenizer_file={file}"), "holds different data (tokenizer_file")

@@ -179,7 +179,7 @@ def test_command_with_a_file_of_prompts(run, tmp_path, monkeypatch):
 
 BAD = {
     "prompt 2 is empty": b"a\n\nb\n",
-    "prompt 2 has 33 tokens": b"x\n" + 33 * b"y",
+    "prompt 2: 33 tokens": b"x\n" + 33 * b"y",
     "name a text file": b"\xff\xfea\0",
 }
 
@@ -191,7 +191,7 @@ def test_prompts_that_the_model_cannot_continue(run, tmp_path, says):
 
 
 def test_prompts_as_nanogpt_takes_them(run):
-    refused(in_process(sample, run, "--prompt=FILE:a.txt"), "is nanoGPT's; here set --prompt_file=a.txt")
+    refused(in_process(sample, run, "--prompt=FILE:a.txt"), "is a nanoGPT setting; here, set --prompt_file=a.txt")
     assert r"note: \n in the prompt is two characters" in in_process(sample, run, r"--prompt=\n").stdout
 
 

@@ -74,7 +74,7 @@ BAD = {  # test_bad_input.py tries many more, but reads no sentence
     "--lr=1": "unknown setting 'lr' (did you mean 'learning_rate'?)",
     "nowhere.py": "there is no config file nowhere.py",
     "refused.py": "refused.py: a rate of 0",
-    "--max-iters=12": "max_iters is nanoGPT's; here set max_steps",
+    "--max-iters=12": "max_iters is a nanoGPT setting; here, set max_steps",
     "--data_dir=a --data_dir=b": "--data_dir is given twice; it takes one folder",
     "--mixture=a:1": "mixture takes a dict such as {'text': 0.5}, not 'a:1'",
     "--kind --compile": "--kind needs a value: kernel",
@@ -99,7 +99,7 @@ def test_a_sentence_says_what_would_be_right(word, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text, says", [
     ("n_layers = 3", "unknown setting 'n_layers' (did you mean 'n_layer'?)"),
-    ("mode = 3", "sets nothing that this script has, such as value_mode"),
+    ("mode = 3", "sets none of this script's settings, such as value_mode"),
     ("max_steps = 3\nn_head = 4", ""),  # train.py's, which a plan does not need
 ])  # fmt: skip
 def test_a_plan_knows_a_typo(text, says, tmp_path):
@@ -121,14 +121,14 @@ def test_help_lists_every_setting_and_its_default():
 
 def test_a_value_of_nanogpts_is_answered_unless_it_is_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="init_from=resume is nanoGPT's; here set resume=auto"):
+    with pytest.raises(UserError, match="init_from=resume is a nanoGPT setting; here, set resume=auto"):
         load_settings(TrainConfig, ["--init_from=resume"])
     Path("resume").mkdir()
     assert load_settings(TrainConfig, ["--init_from=resume"]).init_from == "resume"
 
 
 def test_nanogpts_settings_are_answered_where_ours_exist():
-    with pytest.raises(UserError, match="eval_only is nanoGPT's; here run eval.py"):
+    with pytest.raises(UserError, match="eval_only is a nanoGPT setting; here, run eval.py"):
         load_settings(TrainConfig, ["--eval_only=true"])
     with pytest.raises(UserError, match="unknown setting 'batch_size'"):
         load_settings(EvalConfig, ["--batch_size=8"])  # which has no micro_batch
@@ -207,7 +207,7 @@ def test_others_may_read_what_we_write(tmp_path):
 
 def test_what_is_no_file_is_not_replaced(tmp_path):
     (tmp_path / "a").symlink_to("/dev/null")
-    with pytest.raises(UserError, match="a is no file that can be replaced"):
+    with pytest.raises(UserError, match="a is not a file that can be replaced"):
         files.write_text(tmp_path / "a", "")
 
 

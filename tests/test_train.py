@@ -215,7 +215,7 @@ def test_looks_at_a_model_that_draws_change_nothing(data_dir, tmp_path, monkeypa
 
 FAILURES = {  # of a compiled model. With too little memory it must not go on without compiling
     "torch.compile does not work here (OSError: no compiler); set --compile=false": OSError("no compiler"),
-    "too little memory; set a smaller --micro_batch, or --recompute": torch.OutOfMemoryError("CUDA out of memory"),
+    "ran out of memory; set a smaller --micro_batch, or --recompute": torch.OutOfMemoryError("CUDA out of memory"),
 }
 
 
@@ -261,8 +261,8 @@ def test_what_may_surprise_is_said(monkeypatch):
     corpus = SimpleNamespace(domains=["big", "tiny"], mixture={"big": 0.1, "tiny": 0.9})
     corpus.windows = lambda split, domain: {"big": 900, "tiny": 100}[domain]
     epochs, warmup, slow = notes_of(cfg, corpus, 1)
-    assert epochs == "20 steps read 0.4 epochs of the train text, 3.6 of tiny"
-    assert "the warmup takes 20 steps, and the run has 20, so the rate never reaches its peak" in warmup
+    assert epochs == "20 steps read 0.4 epochs of the training text (3.6 of tiny)"
+    assert "the warmup takes 20 steps, but the run has only 20, so the rate never reaches its peak" in warmup
     assert "--dtype=float32 is faster" in slow
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for other in ({"device": "cuda"}, {"device": "auto"}, {"dtype": "float32"}):
@@ -275,7 +275,7 @@ def test_a_rank_counts_only_among_several(data_dir, tmp_path, monkeypatch):
     assert len(records(tmp_path)) == 1
     monkeypatch.delenv("RANK")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(called(data_dir, tmp_path / "new"), "WORLD_SIZE=2, but", "RANK expected", "use torchrun, or unset it")
+    refused(called(data_dir, tmp_path / "new"), "WORLD_SIZE=2, but", "RANK expected", "or unset WORLD_SIZE")
 
 
 def test_a_step_is_cut_into_equal_parts_as_large_as_allowed():
@@ -307,7 +307,7 @@ def test_stopped_and_resumed_equals_uninterrupted(mode, dtype, scale, data_dir, 
     trained(data_dir, tmp_path / "whole", value_mode=mode, dtype=dtype)
     said = trained(data_dir, tmp_path / "stopped", value_mode=mode, dtype=dtype)
     assert ignored  # there is nothing left to lose
-    assert "stopped and saved at step 4; the same command with --resume=auto continues" in said
+    assert "stopped and saved at step 4; to continue, run the same command with --resume=auto" in said
     assert all(r["grad_norm"] is None for r in records(tmp_path / "stopped")) == (scale > 1)
     trained(data_dir, tmp_path / "stopped", value_mode=mode, dtype=dtype, resume="auto")
     assert_same_runs(tmp_path / "whole", tmp_path / "stopped")
@@ -396,14 +396,14 @@ DAMAGE = [  # what happens to a run's folder, and the sentence; test_bad_input.p
     (edit_records(lambda lines: lines[:5] + lines[6:]), "lacks steps before 12"),
     (
         edit_records(lambda lines: lines + lines),
-        "or has some twice; copy it again, or go on in another folder by --resume=",
+        "or has some twice; copy it again, or continue elsewhere with --resume=",
     ),
     (edit_records(lambda lines: []), "lacks steps before 12"),  # a new beginning would be another run's curve
     (edit_records(lambda lines: ["{'no"]), "lacks steps before 12"),  # half a line
     (lambda run: (run / "metrics.jsonl").unlink(), "lacks steps before 12"),
     (lambda run: (run / "config.json").unlink(), "config.json is missing"),
-    (lambda run: (run / STATE).unlink(), f"{STATE} is missing; it should be train.py's training state"),
-    (lambda run: (run / STATE.replace("12", "06")).rename(run / STATE), "it belongs to other weights"),
+    (lambda run: (run / STATE).unlink(), f"{STATE} is missing (train.py's training state"),
+    (lambda run: (run / STATE.replace("12", "06")).rename(run / STATE), "it does not belong to"),
 ]
 
 
@@ -465,7 +465,7 @@ def test_a_folder_that_is_removed_ends_the_run(step, data_dir, tmp_path, monkeyp
 def test_a_file_where_the_folder_of_a_run_should_be(name, data_dir, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "broken").symlink_to("nowhere")
-    says = f"{name}: a file or a broken link is where a folder should be; name another"
+    says = f"{name}: there is a file or a broken link where a folder should be; name another"
     refused(called(data_dir, tmp_path / name), says)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -475,7 +475,7 @@ def test_records_without_checkpoints_take_no_other_run(base, data_dir, tmp_path)
     shutil.copy(base / "metrics.jsonl", tmp_path)
     edit_records(lambda lines: lines[:4])(tmp_path)
     said = called(data_dir, tmp_path, resume=base / LAST, max_steps=14)
-    refused(said, "lacks steps before 12, or has some twice; copy it again, or go on in another folder")
+    refused(said, "lacks steps before 12, or has some twice; copy it again, or continue elsewhere")
 
 
 def test_records_of_a_run_that_has_ended_are_not_replaced(copy, data_dir):
@@ -483,24 +483,24 @@ def test_records_of_a_run_that_has_ended_are_not_replaced(copy, data_dir):
     for path in copy.glob("step_*"):
         path.unlink()
     before = (copy / "metrics.jsonl").read_bytes()
-    refused(called(data_dir, copy, resume="never"), "has the records of a run that has ended, without its weights")
+    refused(called(data_dir, copy, resume="never"), "has the records of a finished run, but not its weights")
     assert (copy / "metrics.jsonl").read_bytes() == before
 
 
 OTHERS = [
-    (dict(value_mode="resformer"), "is a vanilla model with another value_mode than this one"),
-    (dict(n_embd=64), "with another n_embd, head_dim, n_hidden than"),
-    (dict(arch="gpt2"), "with another n_hidden, arch than"),
-    (dict(seed=2), "was started with other settings: seed (was 1), max_steps (was 12)"),
+    (dict(value_mode="resformer"), "is a vanilla model that differs from this one in value_mode"),
+    (dict(n_embd=64), "that differs from this one in n_embd, head_dim, n_hidden"),
+    (dict(arch="gpt2"), "that differs from this one in n_hidden, arch"),
+    (dict(seed=2), "was started with different settings: seed (was 1), max_steps (was 12)"),
     (dict(bos=True), "bos (was False)"),
     (dict(mixture="{'code': 1}"), "data (was "),
     (dict(init_from="elsewhere"), "init_from (was empty)"),
     (dict(eval_tokens=64), "eval_tokens (was 512)"),
     (dict(max_steps=12, learning_rate=1e-4), "learning_rate (was 0.003)"),  # a finished run with other settings
-    (dict(max_steps=12, value_mode="resformer"), "with other settings: value_mode_name (was vanilla); use them"),
+    (dict(max_steps=12, value_mode="resformer"), "with different settings: value_mode_name (was vanilla); use them"),
     (dict(resume="never"), "already holds a run; --resume=auto continues it"),
-    (dict(resume="nowhere"), "resume='nowhere' is not there; it takes never, auto or a"),
-    (dict(resume=""), "resume='' is not there"),
+    (dict(resume="nowhere"), "resume='nowhere' does not exist; it takes never, auto or a"),
+    (dict(resume=""), "resume='' does not exist"),
     (
         dict(batch_tokens=100),
         "batch_tokens=100 is not a multiple of 16 = block_size=16 x 1 ranks; set --batch_tokens=96",
@@ -516,7 +516,7 @@ def test_what_does_not_belong_together_is_refused(kw, says, base, data_dir):
 def test_another_tokenizer_is_refused(base, tmp_path):
     data = make_data(tmp_path / "data", tokenizer=byte_tokenizer("(?s:..?)"))
     refused(called(data, base, resume="auto", max_steps=14), "val_hash (was ")
-    refused(called(data, tmp_path / "new", init_from=base), "another tokenizer than this one")
+    refused(called(data, tmp_path / "new", init_from=base), "differs from this one in tokenizer")
 
 
 def test_changed_settings_are_named(copy, data_dir):
@@ -529,7 +529,7 @@ def test_a_run_goes_on_in_another_folder(base, data_dir, tmp_path):
     trained(data_dir, tmp_path, resume="auto", max_steps=9)
     assert [record["step"] for record in records(tmp_path)] == [7, 8, 9]
     said = called(data_dir, tmp_path, resume=base, max_steps=16)
-    refused(said, "already holds", "is another one; set another --out_dir")
+    refused(said, "already holds", "so it cannot continue from")
 
 
 def test_two_processes_in_one_folder(base, data_dir):
@@ -540,7 +540,7 @@ def test_two_processes_in_one_folder(base, data_dir):
 @pytest.mark.parametrize("dtype,what", [("float32", "the gradient norm is nan"), ("float16", "the loss is nan")])
 def test_a_run_that_explodes_is_not_saved(dtype, what, copy, data_dir, monkeypatch):
     kw = dict(max_steps=400, learning_rate=1e6, weight_decay=1e6, save_every=400, eval_every=400, grad_clip=0)
-    refused(called(data_dir, copy, resume="auto", dtype=dtype, **kw), f"{what}; nothing of this step is saved")
+    refused(called(data_dir, copy, resume="auto", dtype=dtype, **kw), f"{what}; this step was not saved")
     monkeypatch.setattr(train, "validate", lambda *of: {"val_mean": math.inf})
     refused(called(data_dir, copy, resume="auto", dtype="float32", max_steps=14), "step 14: the validation loss is inf")
     assert list(checkpoint.steps(copy)) == [6, 12]
@@ -701,7 +701,7 @@ def test_samples_while_training_change_nothing(base, data_dir, tmp_path):
 
 
 def test_samples_need_whole_weights():
-    with pytest.raises(configurator.UserError, match="sample_every needs whole weights"):
+    with pytest.raises(configurator.UserError, match="sample_every needs unsharded weights"):
         TrainConfig(sample_every=1, shard="zero2")
 
 
