@@ -3,7 +3,7 @@
     python analyze.py out/vanilla out/resformer                    1,000 validation chunks through each model
     python analyze.py models/Llama-3.1-8B --length=2048 --dtype=bfloat16 --data_dir=data/demo --out_dir=out/llama
 
-A chunk is the end-of-text token, as before a file's first document, then consecutive tokens of validation text. We
+A chunk is the start token (ours is end-of-text), then consecutive tokens of validation text. We
 write analysis.json (numbers by layer) and analysis.npz (by token position, and spectra) into the run's folder, print
 the main ones, and `python plot.py` draws them. Each is defined in the function that measures it. Read model.py first.
 """
@@ -31,7 +31,7 @@ from configurator import UserError, check_fields, run, setting
 from model import join_scores
 from net.layers import attend, attend_across, repeat_heads, to_fp32
 
-BLOCK = 2**24  # attention probabilities at a time, so that no memory grows with the length's square
+BLOCK = 2**24  # attention probabilities at a time, so that memory does not grow with the square of the length
 SEED = 42  # for the choice of chunks
 SINK = 0.3  # a sink gets more than this share of a head's attention (arXiv 2410.10781)
 SHOWN = ("entropy", "entropy_minus_uniform", "first", "value_norm_first", "value_norm_rest", "value_rank")  # printed
@@ -60,7 +60,7 @@ class AnalyzeConfig:
 
 
 def inside_of(attn, args, output):
-    """What we read of a layer: [(residual, its weights, what its sources used)], projected and used q, k, v.
+    """What we read from a layer: [(residual, its weights, what its sources used)], projected and used q, k, v.
 
     This is the only place that knows the arguments and the result of Attention.forward, and what a Mix is.
     """
@@ -74,7 +74,7 @@ def inside_of(attn, args, output):
 
 
 def widened(tensors):
-    """{name: tensor} in float32, or wider as it is: bf16 would drown sums over thousands of tokens in its rounding."""
+    """{name: tensor} in float32, or wider if it is: bf16 would drown sums over thousands of tokens in its rounding."""
     return {name: to_fp32(x) for name, x in tensors.items()}
 
 
@@ -86,7 +86,7 @@ def received(q, keys, scale):
     """
     B, H, T, _ = q.shape
     keys = [repeat_heads(k, H) for k in keys]  # (B, H, T, D)
-    # the probabilities of so many queries exist at a time
+    # the probabilities of this many queries exist at a time
     rows = max(1, BLOCK // (B * H * T * len(keys)))
     total = torch.zeros(B, H, T, dtype=q.dtype, device=q.device)
     for first in range(0, T, rows):
@@ -154,7 +154,7 @@ def uniform_entropy(T):
 
 
 def measure_importance(heads):
-    """{name: (B, …)} of token importance by head (B, H, T), a' is its mean over heads: the entropy of a' (Eq 11 of
+    """{name: (B, …)} of token importance by head (B, H, T), with a' its mean over heads: the entropy of a' (Eq 11 of
     https://arxiv.org/abs/2410.17897, as the authors' code has it: as printed it is a constant), a' of the first token,
     the largest a' (Figure 21), and the share of heads in which the first token is a sink."""
     a = heads.mean(dim=1)  # (B, T)

@@ -82,7 +82,7 @@ class CompareConfig(TrainConfig):
 
     @property
     def all_seeds(self):
-        """42, 1, 2, …; from another --seed on the next ones: 11, 12, 13, …"""
+        """42, 1, 2, …; with --seed=11 that one and the next: 11, 12, 13, …"""
         seeds = SEEDS if self.seed == SEEDS[0] else range(self.seed, self.seed + self.seeds)
         return list(seeds[: self.seeds])
 
@@ -136,7 +136,7 @@ class Study:
         return Command(words, Path(settings.out_dir, "train.log"), Path(settings.out_dir), settings.max_steps)
 
     def ended(self, job, code, last_words):
-        """Say how a run has ended. Raises UserError if it failed otherwise than by diverging."""
+        """Say how a run has ended. Raises UserError if it failed other than by diverging."""
         run = read_run(job.folder) if (job.folder / "metrics.jsonl").exists() else None
         if run is None or run.final_loss is None:
             raise UserError(f"{job.folder} failed (exit code {code}): {last_words}; see {job.log}")
@@ -171,7 +171,7 @@ class Study:
         return len(asked)
 
     def later(self):
-        """Steps of the runs, at least, that will be asked for when those have ended that are asked for now."""
+        """How many steps, at least, will be asked for once the runs that are asked for now have ended."""
         return (self.counts()[0] - len(self.wanted())) * self.cfg.max_steps
 
     def answers(self):
@@ -192,7 +192,7 @@ class Study:
         """[(tokens, Answer)] of the base at other lengths that this command has finished here."""
         cfg, points = self.cfg, []
         for steps in {made["max_steps"] for _, made in self.made()} - {cfg.max_steps}:
-            with contextlib.suppress(UserError):  # of other settings or other code
+            with contextlib.suppress(UserError):  # some have other settings or other code
                 other = Study(dataclasses.replace(cfg, max_steps=steps), self.corpus)
                 missing, tuned = other.search(cfg.base_mode)
                 if not missing:
@@ -213,7 +213,7 @@ class Study:
         own = self.decisive(self.cfg.of_run(self.cfg.base_mode, self.cfg.rates[0], self.cfg.seed))
         for folder, made in self.made():
             differs = {name: made.get(name) for name in ("value_mode", "value_mode_name", "learning_rate", "seed")}
-            with contextlib.suppress(UserError):  # of other settings or other code
+            with contextlib.suppress(UserError):  # some have other settings or other code
                 loss = checked_run(own | differs, folder).final_loss
                 if loss is not None and math.isfinite(loss):
                     cells[str(made["value_mode"]), made["learning_rate"]][made["seed"]] = loss
@@ -293,7 +293,7 @@ def picture(study, answers, path):
 
 
 def write_report(study, said):
-    """What a page needs beside the figure, in out_dir: table and sentences, and a record of each run."""
+    """What a page needs besides the figure, in out_dir: table and sentences, and a record of each run."""
     cfg, kept = study.cfg, {}
     for key in study.runs:
         settings = study.cfg.of_run(*key)
@@ -310,7 +310,7 @@ def write_report(study, said):
 
 
 def plan(study, lanes):
-    """Lines that say the procedure, and how many runs, tokens and hours it takes from here."""
+    """Lines that describe the procedure, and how many runs, tokens and hours it takes from here."""
     cfg = study.cfg
     rates = ", ".join(f"{rate:g}" for rate in cfg.rates)
     yield from notes_of(cfg, study.corpus, 1)

@@ -30,8 +30,8 @@ class UserError(ValueError):
 def setting(default, help, least=None, most=None, group=None, positional=False, files_with=None):
     """A dataclass field with its line in --help and its range, both ends included.
 
-    group: a heading in --help, above this setting. positional: it takes the words without a `--`, and files_with: the
-    config files that assign this name, too.
+    group: a heading in --help, above this setting. positional: it takes the words without a `--`. files_with: it also
+    takes the config files that assign this name.
     """
     metadata = {"help": help, "least": least, "most": most, "group": group}
     metadata |= {"positional": positional, "files_with": files_with}
@@ -40,7 +40,7 @@ def setting(default, help, least=None, most=None, group=None, positional=False, 
     return dataclasses.field(default=default, metadata=metadata)
 
 
-# Settings that may name a file or folder, beside those in _dir and _file.
+# Settings that may name a file or folder, besides those ending in _dir and _file.
 PATHS = ("run", "runs", "modes", "words", "init_from", "resume", "public", "corpus")
 # Settings of nanoGPT whose names do not lead to ours, and what they are here.
 NANOGPT = {
@@ -95,7 +95,7 @@ def cast(value, hint):
 
 
 def in_words(value):
-    """What a user gave, as he sees it, cut where it is long. A config file may make objects that have no words."""
+    """What a user gave, as text, shortened if it is long. A config file may make objects that have no repr."""
     try:
         said = repr(value)
     except Exception:  # it is the user's code
@@ -111,7 +111,7 @@ def expanded(value):
 
 
 def check_fields(config):
-    """Bring each field of a settings dataclass into its type, and check its range. For `__post_init__`."""
+    """Convert each field of a settings dataclass to its type, and check its range. For `__post_init__`."""
     for name, hint in types_of(type(config)).items():
         value, metadata = getattr(config, name), config.__dataclass_fields__[name].metadata
         if name.endswith(("_dir", "_file")) or name in PATHS:
@@ -145,7 +145,7 @@ def parse(text, hint):
 
 
 def read_config(path):
-    """The settings that a config file assigns, {name: value}. Modules, functions, classes and _names are none."""
+    """The settings that a config file assigns, {name: value}. Modules, functions, classes and _names do not count."""
     if not os.path.isfile(path):
         raise UserError(f"there is no config file {path}")
     try:
@@ -167,7 +167,7 @@ def show_help(cls, usage):
 
 
 def load_settings(cls, words, usage="", skip_unknown=False):
-    """A `cls` of the words behind a script's name: --key=value, --key value, --flag, config.py, or what the positional
+    """A `cls` from the words after a script's name: --key=value, --key value, --flag, config.py, or what the positional
     setting takes. skip_unknown: config files may name settings of another script."""
     hints, values, flags, others, words = types_of(cls), {}, set(), [], list(words)
     positional = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("positional")), None)
@@ -190,7 +190,7 @@ def load_settings(cls, words, usage="", skip_unknown=False):
                 raise UserError(f"--{name} is given twice; it takes one folder")
             flags.add(name)
             values[name] = parse(text, hints.get(name, str))
-        elif is_file and files_with not in found:  # one that assigns it is what the positional setting takes
+        elif is_file and files_with not in found:  # one that assigns files_with goes to the positional setting
             near = {name for name in found if name in NANOGPT or difflib.get_close_matches(name, hints, 1, 0.85)}
             if (files_with or skip_unknown) and not near:
                 raise UserError(f"{word} sets none of this script's settings, such as {files_with or 'value_mode'}")
@@ -203,7 +203,7 @@ def load_settings(cls, words, usage="", skip_unknown=False):
     for name, value in values.items():
         theirs = f"{name}={value}" if name in hints and isinstance(value, str) else name.replace("-", "_")
         ours = re.match(r"set (\w+)", NANOGPT.get(theirs, ""))
-        is_theirs = theirs in NANOGPT and (not ours or ours[1] in hints)  # this script may lack what is ours for it
+        is_theirs = theirs in NANOGPT and (not ours or ours[1] in hints)  # this script may lack our counterpart
         if is_theirs and not (name in hints and os.path.exists(value)):  # a run may be called gpt2
             raise UserError(f"{theirs} is a nanoGPT setting; here, {NANOGPT[theirs]}")
         if name not in hints:
@@ -214,7 +214,7 @@ def load_settings(cls, words, usage="", skip_unknown=False):
 
 
 def need(module, package=""):
-    """Import an optional package, or say how to get it. package: its name for pip, if that is another."""
+    """Import an optional package, or say how to get it. package: its name for pip, if it differs."""
     try:
         return importlib.import_module(module)
     except ImportError as e:

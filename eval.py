@@ -7,7 +7,7 @@
 
 Tasks: loss (validation loss by domain), hellaswag openbookqa winogrande arc_challenge arc_easy piqa, lambada;
 table1 = the six multiple-choice tasks, table5 = loss, all = everything. Prints Markdown tables, writes eval.json beside
-each checkpoint, and the score of each choice into samples_<task>.<checkpoint>.jsonl. Read next: tasks.py.
+each checkpoint, and the score of each choice into samples_<task>.<checkpoint>.jsonl. Read first: common/tasks.py.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class EvalConfig:
 
 @dataclass
 class Entry:
-    """A checkpoint, and what was found."""
+    """A checkpoint, and what was found about it."""
 
     path: Path
     header: dict
@@ -131,7 +131,7 @@ def write_samples(path, asked, scores):
 
 @torch.inference_mode()
 def loss_record(name, corpus, model, cfg, world):
-    """The record of the loss in eval.json, over the whole validation split: every token once but a domain's first.
+    """The record of the loss in eval.json, over the whole validation split: every token once, but not a domain's first.
     name: what messages call this."""
     n_windows = max(1, cfg.batch_tokens // corpus.block_size)  # in a forward pass
     parts = corpus.val_parts(n_windows)[world.rank :: world.size]
@@ -151,19 +151,19 @@ def loss_record(name, corpus, model, cfg, world):
 
 
 def store(entry, name):
-    """Put a task's record into eval.json. What is there of other tasks and checkpoints stays."""
+    """Put a task's record into eval.json. Those of other tasks and checkpoints stay."""
     about = {"mode": entry.header["mode"], "step": entry.header["step"], "sha256": entry.digest, "env": environment()}
     with hold(entry.path.parent, ".eval.lock", seconds=60):
         found = read_results(entry.path.parent)
         before = found.get(entry.path.name, {})
-        results = before["results"] if before.get("sha256") == entry.digest else {}  # else of other weights
+        results = before["results"] if before.get("sha256") == entry.digest else {}  # else they are of other weights
         found[entry.path.name] = about | {"results": results | {name: entry.records[name]}}
         write_record(entry.path.with_name("eval.json"), RESULTS, found)
 
 
 @enough_memory("set a smaller --batch_tokens")
 def evaluate(entry, asked, cfg, world):
-    """Score the checkpoint of an Entry on all tasks. We write each task down when it is done."""
+    """Score the checkpoint of an Entry on all tasks. Each task is written as soon as it is done."""
     path, stores = entry.path, world.rank == 0 and not cfg.limit  # a trial must not replace a result
     if stores and not os.access(path.parent, os.W_OK):
         stores = False
@@ -195,7 +195,7 @@ def tables(entries, names):
     labels = [e.header["mode"] for e in entries]
     if len(set(labels)) < len(labels):
         labels = [str(e.path) for e in entries]
-    # The paper's Table 1. "Avg" is the mean over its six tasks, as far as they were asked for.
+    # The paper's Table 1. "Avg" is the mean over those of its six tasks that were asked for and have the metric.
     for metric in ("acc", "acc_norm"):
         having = [name for name in TASKS if name in names and metric in TASKS[name].metrics]
         averaged = [name for name in having if name in TABLE1]

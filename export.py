@@ -4,8 +4,8 @@
     python export.py out/vanilla --out_dir=exports/vanilla --dtype=bfloat16
 
 vanilla, gqa2, gqa4, gqa8 and mqa become plain Llamas, unless they have arch=gpt2 or rope_scaling. Every other model
-brings its code along. transformers writes the folder and loads it again. We compare logits, of a full pass and while it
-generates, and token ids with ours, before the folder gets its name.
+brings its code along. transformers writes the folder and loads it again. We compare its logits (of a full pass, and as
+it generates) and its token ids with ours before the folder gets its name.
 Read first: hf/layout.py and hf/modeling_nanoresformer.py.
 """
 
@@ -79,7 +79,7 @@ def write_folder(folder, path, model, tokenizer, dtype):
     """Write all files of the export of a checkpoint, `path`."""
     peer = to_transformers(model, tokenizer.start, tokenizer.end).to(getattr(torch, dtype))
 
-    # What our own stages ask of such a folder stands in its config.json. gqa4 and its like are plain Llamas for others.
+    # What our own stages ask of such a folder is in its config.json. gqa4 and the like are plain Llamas to others.
     header = checkpoint.read_header(path)
     about = {"step": header["step"], "val_loss": header["val_loss"], "tokenizer_hash": tokenizer.hash}
     about["bos"] = checkpoint.trained_with_bos(path.parent)
@@ -112,8 +112,8 @@ def write_folder(folder, path, model, tokenizer, dtype):
 
 
 def card(name, header, start, end, dtype):
-    """The text of README.md, of a checkpoint's header: hf/card.md, for a Llama without what our own code needs.
-    start, end: the tokens with which its sequences begin, or "", and end."""
+    """The text of README.md, from a checkpoint's header: hf/card.md, for a Llama without what our own code needs.
+    start, end: the tokens that begin its sequences (or "") and that end them."""
     cfg, text = header["config"], (HERE / "hf/card.md").read_text(encoding="utf-8")
     about = {"name": name, "mode": cfg.value_mode.name, "step": header["step"], "dtype": dtype, "end": end}
     about |= {"version": need("transformers").__version__, "block_size": cfg.block_size}
@@ -133,7 +133,7 @@ def check_export(folder, model, tokenizer, dtype):
     idx = torch.randint(tokenizer.n_vocab, (2, model.cfg.block_size), generator=torch.Generator().manual_seed(0))
     largest = largest_difference(model, peer, idx)
 
-    # Random ids make words that are no tokens, so the merges are compared too. transformers reads the text of a special
+    # Random ids make words that are not tokens, so merges are compared too. transformers reads the text of a special
     # token as its id, and we do not, so we cut there.
     cuts = "|".join(map(re.escape, tokenizer.special))
     texts = [text for row in idx.tolist() for text in re.split(cuts, tokenizer.decode(row))]

@@ -2,8 +2,8 @@
 
     python minimal.py input.txt --value_mode=resformer      trains vanilla and ResFormer side by side, then writes text
 
-The idea is the three ifs in Attention.forward. Everything else is a Llama in nanoGPT's shape. model.py computes the
-same numbers and has all the other variants. Paper: https://arxiv.org/abs/2410.17897.
+The idea is the three ifs on value_mode in Attention.forward. The rest is a Llama, laid out like nanoGPT. From the same
+weights model.py computes the same numbers; it has all the other variants. Paper: https://arxiv.org/abs/2410.17897.
 
 Shapes: B sequences, T tokens, C n_embd, H heads, D = C / H, V characters.
 """
@@ -30,7 +30,7 @@ class Config:
     n_head: int = 4
     n_embd: int = 96
     value_mode: str = "vanilla"
-    seed: int = 1  # of the weights
+    seed: int = 1  # for the initial weights
 
 
 def apply_rope(x, positions):
@@ -45,7 +45,7 @@ def apply_rope(x, positions):
 
 
 def extend(cache, name, new):
-    """Append the keys or values of these tokens, (B, H, T, D), to those of earlier ones. Returns all."""
+    """Append the keys or values of these tokens, (B, H, T, D), to those of earlier ones. Returns them all."""
     old = cache.get(name)
     cache[name] = new if old is None else torch.cat([old, new], dim=2)
     return cache[name]
@@ -63,7 +63,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, T, C) -> (B, H, T, D)
 
     def attention_weights(self, x, positions, cache):
-        """A_n: how much each token takes of itself and of each one before it, (B, H, T, tokens so far)."""
+        """A_n: how much each token takes from itself and from each one before it, (B, H, T, tokens so far)."""
         q = apply_rope(self.heads(self.q(x)), positions)
         k = extend(cache, f"k{self.n}", apply_rope(self.heads(self.k(x)), positions))
         scores = q @ k.mT / math.sqrt(q.size(-1))
@@ -122,8 +122,8 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, idx, targets=None, cache=None):
-        """Tokens (B, T) -> logits (B, T, V), and the loss in nats if there are targets (B, T). cache: a dict, in which
-        keys and values stay for the next call; a new one is empty."""
+        """Tokens (B, T) -> logits (B, T, V), and the loss in nats if there are targets (B, T). cache: a dict that
+        keeps keys and values for the next call; the first call gets an empty one."""
         cache = {} if cache is None else cache
         start = cache["k0"].size(2) if cache else 0
         positions = torch.arange(start, start + idx.size(1), device=idx.device)
@@ -136,7 +136,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, n):
-        """Tokens (1, T) -> (1, T + n): each new one is drawn from the model, which reads it alone beside its cache."""
+        """Tokens (1, T) -> (1, T + n): each new one is sampled, then is all the model reads besides its cache."""
         cache, new = {}, idx
         for _ in range(n):
             new = torch.multinomial(self(new, cache=cache)[0][:, -1].softmax(-1), 1)

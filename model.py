@@ -40,7 +40,7 @@ from value_modes import plan_layers, stored_tensors
 def weighted_sum(weights, here, sources):
     """w_self * here + w_1 * source_1 + …. Weights are numbers, learned scalars, or tensors that broadcast."""
     w_self, *source_weights = weights
-    is_one = isinstance(w_self, float) and w_self == 1  # spares a product
+    is_one = isinstance(w_self, float) and w_self == 1  # saves a product
     total = here if is_one else w_self * here
     for weight, source in zip(source_weights, sources, strict=True):
         is_zero = isinstance(weight, float) and weight == 0  # the mode `scaled` has no V_1
@@ -62,7 +62,7 @@ class MixingWeights(nn.Module):
     """The weights of one residual in all layers: forward() -> {layer: (w_self, one for each source)}.
 
     starts: the same dict, of fixed weights or of what learned ones start from; those of learn="softmax" start as below.
-    It has no layers where a Gate computes the weights, or map="cross" needs none. Learned ones are vectors, if only of
+    It is empty where a Gate computes the weights, or map="cross" needs none. Learned ones are vectors, even if of
     length 1, because FSDP2 takes no scalars. So AdamW does not decay them (train.adamw).
     """
 
@@ -133,15 +133,15 @@ class Gate(nn.Module):
 
 
 class Attention(nn.Module):
-    """One layer's attention: where q, k, v and scores of earlier layers come in. (Their hidden states come in in Block,
-    and DenseFormer's average in GPT.hidden.)
+    """One layer's attention: where q, k, v and scores of earlier layers come in. (Their hidden states enter in Block,
+    and DenseFormer's average in GPT.through_blocks.)
 
     projected[i]: layer i's projections of this call's tokens, {"q", "k" or "v": (B, heads, T, D)}; the paper's V_1 is
-    projected[0]["v"]. It also has layer i's input, "hidden", for Block, and projected["table 0"], … {"v": a token
+    projected[0]["v"]. projected[i]["hidden"] is its input, for Block; projected["table 0"], … {"v": a token
     table's values}. used[i]: what layer i's softmax used, after mixing and borrowing; with a KV cache, keys and values
     of all tokens. Mixing needs no V_1 of older tokens, because we mix token by token, and the cache stores mixed
-    values. Sources enter in the steps 2 to 5 of `forward`.
-    Both are arguments and results, not attributes, so that recompute and torch.compile see what depends on what.
+    values. Sources enter in steps 2 to 5 of `forward`.
+    The two are arguments and results, not attributes, so that recompute and torch.compile see what depends on what.
     """
 
     def __init__(self, cfg, n, plan, kernel):
@@ -152,7 +152,7 @@ class Attention(nn.Module):
         self.n_head = cfg.n_head
         self.head_dim = cfg.head_dim
         self.norm_eps = cfg.norm_eps
-        self.owns = tuple(plan.heads)  # of "q", "k", "v"; the others it borrows
+        self.owns = tuple(plan.heads)  # those of "q", "k", "v" that it owns; it borrows the others
         self.n_heads_from_0 = cfg.n_kv_head - plan.heads.get("v", cfg.n_kv_head)
         self.values_are_keys = cfg.value_mode.values == "keys"
         parts = {t: heads * cfg.head_dim for t, heads in plan.heads.items() if not (t == "v" and self.values_are_keys)}
@@ -163,14 +163,14 @@ class Attention(nn.Module):
         self.gates = nn.ModuleDict({str(m.index): Gate(cfg, m.residual) for m in self.mixes if m.residual.is_gated})
 
     def mixes_at(self, place, weights, x):
-        """[(mix, its weights)] of the residuals that act at a place. A Gate makes weights of the layer's input x."""
+        """[(mix, its weights)] of the residuals that act at a place. A Gate computes them from the normed input x."""
         mixes = [m for m in self.mixes if m.residual.place == place]
         return [(m, self.gates[str(m.index)](x) if m.residual.is_gated else weights[m.index]) for m in mixes]
 
     def forward(self, x, angles, weights, projected, used, cache=None):
         """x (B, T, C) -> U_n W_o (B, T, C), this layer's projections, and what its softmax used.
         weights[j]: those of residual j in this layer. angles: see Rope."""
-        # 1. Project q, k, v: only those that this layer has weights for.
+        # 1. Project q, k, v: only those that this layer owns.
         projected_here = self.project(x, angles)
         mixed = dict(projected_here)
 
@@ -224,8 +224,8 @@ class Attention(nn.Module):
         projected_here = dict(zip(self.proj.parts, parts, strict=True))  # (B, T, heads of t, D) each
         if self.values_are_keys:
             v = F.rms_norm(projected_here["k"], (self.head_dim,), eps=self.norm_eps)
-            projected_here["v"] = v.to(y.dtype)  # in autocast v is fp32
-        # rotary positions turn queries and keys, but no values
+            projected_here["v"] = v.to(y.dtype)  # under autocast v is fp32
+        # rotary positions rotate queries and keys, but not values
         for t in ("q", "k"):
             if t in projected_here:
                 projected_here[t] = apply_rope(projected_here[t], angles)
@@ -240,7 +240,7 @@ class Attention(nn.Module):
         if across:
             keys, values = [k, *(used[i]["k"] for i in across)], [v, *(used[i]["v"] for i in across)]
             return attend_across(q, keys, values, self.kernel, mask)
-        # "scores": w_n q k^T + w_i q_i k_i^T = [w_n q; w_i q_i] [k; k_i]^T, so they add up in one wider product
+        # "scores": w_n q k^T + w_i q_i k_i^T = [w_n q, w_i q_i] [k, k_i]^T, so they add up in one wider product
         for m, w in mixes:
             assert m.residual.of == "scores", f"add {m.residual} to Attention.attend_with_mixes"
             q, k = join_scores(q, k, w, [used[i] for i in m.sources])
@@ -253,8 +253,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: x (B, T, C) -> x (B, T, C), and what later layers read of it: projected, its input "hidden" among
-    them, and used."""
+    """One layer: x (B, T, C) -> x (B, T, C), and what later layers read from it: projected (and its input,
+    "hidden"), and used."""
 
     def __init__(self, cfg, n, plan, kernel):
         super().__init__()
@@ -274,7 +274,7 @@ class Block(nn.Module):
             h = weighted_sum(weights[m.index], h, [projected[i]["hidden"] for i in m.sources])
         # attention and the MLP add to the stream
         y, projected_here, used_here = self.attn(self.norm1(h), angles, weights, projected, used, cache)
-        h = y.to(h.dtype) if self.is_cut else h + y  # under autocast y alone is bf16
+        h = y.to(h.dtype) if self.is_cut else h + y  # under autocast y is bf16, h is fp32
         h = h + self.mlp(self.norm2(h))
         # if a block handed on all of its tensors, they would stay in memory until the last layer
         kept_projected = {t: (projected_here | {"hidden": x})[t] for t in self.keep_projected}
@@ -283,7 +283,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """The model. attn: "sdpa", "flash" or "eager" (see `attend`), which changes no number beyond rounding.
-    recompute: activation checkpointing. The forward keeps each block's inputs (x, and what it reads of earlier layers),
+    recompute: activation checkpointing. The forward keeps a block's inputs (x, and what it reads from earlier layers),
     and the backward computes the inside of the block a second time. init=False: a checkpoint will set the weights."""
 
     def __init__(self, cfg, seed=0, attn="sdpa", init=True, recompute=False):
@@ -316,7 +316,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """N(0, std) for every matrix, each from (seed, its name), so modes share the weights of equal name and shape.
+        """N(0, std^2) for every matrix, each from (seed, its name), so modes share the weights of equal name and shape.
         A fused product is drawn part by part, so its weights do not depend on what is fused. std is the config's
         init_std, but 1/sqrt(C) for token tables (nanochat's), 0 with tables="one", and Linear.std where that is set."""
         # norms start at 1 and biases at 0; each matrix draws from a random stream of its own
@@ -343,7 +343,7 @@ class GPT(nn.Module):
     def hidden(self, idx, cache=None):
         """Token ids (B, T), or their embeddings (B, T, C) -> normed output of the last layer (B, T, C). cache: a
         KVCache, whose tokens come before these (it then stores these too), or another class with its methods."""
-        # where these tokens stand: at the beginning, or behind those of the cache
+        # where these tokens stand: at the beginning, or after those of the cache
         B, T = idx.shape[:2]
         assert cache is not None or T <= self.cfg.block_size, f"{T} tokens do not fit block_size={self.cfg.block_size}"
         positions = slice(T) if cache is None else cache.positions(T)  # a slice, or (B, T)
@@ -363,7 +363,7 @@ class GPT(nn.Module):
 
     def through_blocks(self, x, angles, projected, cache=None):
         """The residual stream x (B, T, C) through all blocks. projected, used: what earlier layers (and token tables)
-        show to later ones, {layer: {name: tensor}}."""
+        pass to later ones, {layer: {name: tensor}}."""
         used = {}
         stream = [x]  # x by depth, for DenseFormer
         weights = [mixing() for mixing in self.mixing]  # [residual] -> {layer: its weights}
@@ -382,7 +382,7 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None):
         """Token ids (B, T) -> (logits (B, T, V), None); with targets (B, T), below 0 = ignored, -> (None, loss): the
-        mean cross-entropy in nats. The logits never exist all at once, see net/loss.py."""
+        mean cross-entropy in nats. Then the logits never exist all at once, see net/loss.py."""
         # logits only where they are asked for: with targets the loss makes them, a chunk at a time
         x = self.hidden(idx, cache)
         if targets is None:
@@ -394,7 +394,7 @@ class KVCache:
     """Keys (rotated) and values (mixed) of B rows: (B, G, length, D) for each K and V that a layer owns.
 
     lengths: tokens of each row's prompt. Shorter prompts are padded on the left, so the next token of every row goes
-    into the same slot, but each row counts positions of its own, and its padding is masked. is_static: every step reads
+    into the same slot, but each row counts its own positions, and its padding is masked. is_static: every step reads
     all slots, and the mask hides those ahead; then no shape changes, and torch.compile needs one graph for all steps.
     """
 
@@ -408,7 +408,7 @@ class KVCache:
         self.padding = max(lengths) - torch.tensor(lengths, device=device)[:, None]  # (B, 1)
         self.is_padded = min(lengths) < max(lengths)
         self.last = cfg.block_size - 1
-        # a tensor for each K and V that a layer owns, none for what it borrows: SVFormer's is nearly half of vanilla's
+        # a tensor for each K and V that a layer owns, none for what it borrows: SVFormer's cache is just over half
         self.tensors = {}
         for place, heads in stored_tensors(cfg).items():
             self.tensors[place] = torch.zeros(len(lengths), heads, length, cfg.head_dim, device=device, dtype=dtype)
@@ -424,10 +424,10 @@ class KVCache:
         seen = (there <= here) & (there >= self.padding[:, :, None])  # (B, T, S)
         seen = seen | (there == here)  # padding sees itself, because a softmax over nothing is NaN
         self.mask = torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -math.inf)[:, None]  # (B, 1, T, S)
-        return (self.slots - self.padding).clamp(0, self.last)  # a row that is full goes on; nobody reads it
+        return (self.slots - self.padding).clamp(0, self.last)  # a full row goes on; nobody reads what it adds
 
     def extend(self, t, n, new):
-        """Store `new` (B, G, T, D) as the next of tensor t of layer n; returns all of it, (B, G, tokens so far, D)."""
+        """Store `new` (B, G, T, D) after what tensor t of layer n has; returns all so far, or all slots if static."""
         store = self.tensors[t, n].index_copy_(2, self.slots, new.to(self.tensors[t, n].dtype))
         return store if self.is_static else store.narrow(2, 0, self.end + new.size(2))
 

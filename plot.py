@@ -100,7 +100,7 @@ def style_of(mode):
 def page(path, size):
     """An empty matplotlib figure of `size` inches, which we write as a PNG at the end.
 
-    The same lines give the same bytes, because neither a date nor the user's matplotlibrc gets into them.
+    The same drawing gives the same bytes, because neither a date nor the user's matplotlibrc gets into them.
     """
     os.environ.pop("MPLBACKEND", None)  # a notebook's backend may not be installed here, and we need none
     with need("matplotlib.style").context(["default", LOOK]):
@@ -121,7 +121,7 @@ def legend(ax):
 
 
 def short_count(n):
-    """A number of parameters or tokens in three digits: 738k, 2.95M, 468M."""
+    """A number of parameters or tokens to three digits: 738k, 2.95M, 468M."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if n >= 0.9995 * unit:
             return f"{n / unit:.3g}{name}"
@@ -174,7 +174,7 @@ def draw_line(ax, x, y, label, style, points=None, is_run=True):
 
 
 def tokens_on(ax, end, since=SHOWN):
-    """An x axis of training tokens from a share of them on, linear if it is half of them or more."""
+    """An x axis of training tokens that begins at a share of them, linear if that is half or more."""
     if since < 0.5:
         ax.set_xscale("log", subs=())
         ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
@@ -212,7 +212,7 @@ def relative_panel(ax, pairs, styles, base="vanilla", since=SHOWN):
 
 
 def layer_panel(ax, lines, styles, ylabel, first=1, level=None):
-    """lines: {label: (seeds, n), or (n,) of a model that is no run with a seed} of a quantity over layers, counted from
+    """lines: {label: (seeds, n), or (n,) of a model that is not a seeded run} of a quantity over layers, counted from
     `first`; level: (height, name) to mark."""
     for label, values in lines.items():
         y = np.atleast_2d(np.array(values, float))  # a layer without the quantity has None, which becomes NaN
@@ -277,7 +277,7 @@ class Effect:
 
 
 def comparison(path, effects, curves, title, base):
-    """The picture of a comparison. Left: Effects, the best on top; grey where nothing differs, hollow with one seed.
+    """The picture of a comparison. Left: Effects, the best on top; grey where nothing differs, hollow without interval.
     Right: losses over tokens. curves: {mode: (tokens, losses)}."""
     with page(path, (9.6, max(3.2, 1.3 + 0.3 * len(effects)))) as fig:
         left, right = fig.subplots(1, 2, width_ratios=(1.15, 1))
@@ -318,7 +318,7 @@ ANALYSIS = (
 
 
 def analysis(path, names):
-    """Draw what analyze.py found of several models, by layer."""
+    """Draw what analyze.py found about several models, by layer."""
     every = {name: read_analysis(name) for name in names}
     lengths = {found["length"] for found in every.values()}
     if len(lengths) > 1:

@@ -47,9 +47,9 @@ from configurator import UserError, check_fields, need, run, setting
 
 PART = "prepare.py's part"
 SETTINGS = "prepare.py's settings"
-BATCH_BYTES = 2**20  # of text that a worker gets at a time. What is held out depends on it where --tokens ends the work
-CONTENT_BYTES = 2**32  # of input that we read a second time to tell whether it is the same: 4 GB
-MAY_DIFFER = ("out_dir", "input_dir", "workers")  # settings that a run that goes on may change
+BATCH_BYTES = 2**20  # of text that a worker gets at a time. What is held out depends on it if --tokens ends the work
+CONTENT_BYTES = 2**32  # of input that we read a second time to tell whether it is the same: 4 GiB
+MAY_DIFFER = ("out_dir", "input_dir", "workers")  # settings that a continued run may change
 ON_HUB = {"gpt2": "openai-community/gpt2", "neox": "EleutherAI/gpt-neox-20b"}
 # Table 2 of the paper, https://arxiv.org/abs/2410.17897
 PAPER_MIXTURE = dict(CommonCrawl=0.5, C4=0.2, Github=0.1, Book=0.05, ArXiv=0.05, Wikipedia=0.05, StackExchange=0.05)
@@ -101,7 +101,7 @@ class PrepareConfig:
             raise UserError(f"the mixture's weights add up to infinity; {remedy}")
         self.mixture = {domain: weight / total for domain, weight in self.mixture.items()}
 
-        # Words that would do nothing, or something else than they seem to say, are refused.
+        # Words that would do nothing, or something other than they seem to say, are refused.
         size = re.fullmatch(r"bpe:(\d+)", self.tokenizer)
         if self.tokenizer not in ("", *ON_HUB) and not (size and 257 <= int(size[1]) <= 2**16):
             sizes = "with a size from 257 (bytes, end-of-text) to 65,536 (ids are uint16)"
@@ -254,7 +254,7 @@ load_tokenizer = functools.cache(Tokenizer.load)  # once in each worker
 
 
 def make_part(cfg, path, split, batch, full):
-    """What a part holds, see `make_parts`. We encode the batch only if no run before has written this part.
+    """What a part holds, see `make_parts`. We encode the batch only if no earlier run has written this part.
 
     full: domains that need no more text. We do not encode theirs.
     """
@@ -284,23 +284,23 @@ def make_part(cfg, path, split, batch, full):
 class Placement:
     """Puts each document into its token file, and counts what is there.
 
-    Where a document goes depends on the documents before it and on nothing else. So a new start decides the same again,
+    Where a document goes depends on the documents before it and on nothing else. So a new start decides just the same,
     and we save no counters.
     """
 
     def __init__(self, cfg, inputs):
         self.cfg = cfg
-        # What --tokens is divided by. Of files each domain has its share of the bytes on disk.
+        # How --tokens is divided. In `files` each domain has its share of the bytes on disk.
         self.shares = cfg.mixture
         if cfg.source == "files" and not cfg.mixture:
             sizes = sizes_of(inputs)
             self.shares = {domain: size / max(1, sum(sizes.values())) for domain, size in sizes.items()}
-        self.items = Counter()  # {domain: its train items so far, with those held out}
-        self.first, self.n_copies = {}, 0  # {digest of a document: its split}, and how many we left out for it
+        self.items = Counter()  # {domain: its train items so far, including those held out}
+        self.first, self.n_copies = {}, 0  # {digest of a document: its split}, and how many copies we left out
         self.splits = {"val": {}, "train": {}}  # {split: {domain: its file, tokens, documents and bytes of text}}
 
     def is_full(self, split, domain):
-        """Whether a domain's budget in a split is reached; without shares all domains have that of train together."""
+        """Whether a domain's budget in a split is reached; without shares all domains share that of train."""
         files = self.splits[split]
         if split == "train" and not self.shares:
             return 0 < self.cfg.tokens <= sum(file["tokens"] for file in files.values())  # 0 tokens: all there is
@@ -322,7 +322,7 @@ class Placement:
         """Whether a train item is for validation: the second of its domain, then one in 1 / val_fraction. A domain's
         only item is for training."""
         domain = docs[0][0]
-        # The number of held-out items is i x fraction, rounded up, but not for a float's last bit.
+        # The number of held-out items is i x fraction, rounded up, but a float's last bit is ignored.
         i, share = self.items[domain] - 1, self.cfg.val_fraction
         self.items[domain] += 1
         return i >= 0 and math.ceil(round((i + 1) * share, 9)) > math.ceil(round(i * share, 9))
@@ -379,7 +379,7 @@ def make_parts(pool, cfg, inputs, placement):
 def write_corpus(pool, cfg, inputs):
     """Make the token files. Returns the Placement, which says what they hold."""
     placement = Placement(cfg, inputs)
-    # What a stopped run has joined is joined again. The folders may be links to another disk.
+    # What a stopped run has joined is joined again. Only files: the folders may be links to another disk.
     for split in placement.splits:
         for file in Path(cfg.out_dir, split).glob("*.bin"):
             file.unlink()
@@ -415,7 +415,7 @@ def check_output(cfg, inputs):
         if changed:
             differ = [f"{name} {before.get(name)!r} there, {settings[name]!r} now" for name in changed]
             raise UserError(f"{out} holds different data ({'; '.join(differ)}); {remedy}")
-    # Of somebody else's folder we would delete or replace these.
+    # In somebody else's folder we would delete or replace these.
     elif any((out / name).exists() for name in ("train", "val", "parts", "tokenizer.json", "manifest.json")):
         raise UserError(f"{out} holds files that prepare.py did not write; {remedy}")
     return settings

@@ -21,7 +21,7 @@ from configurator import UserError, check_fields, run, setting
 from model import KVCache
 from net.layers import to_fp32
 
-CHECK_EVERY = 16  # steps. Looking whether all rows have ended makes a GPU wait
+CHECK_EVERY = 16  # steps. Checking whether all rows have ended makes a GPU wait
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
     then one token a step from the KV cache.
 
     prompts: lists of token ids, of any lengths. sampling: temperature and top_k of `sample_token`.
-    A row ends with its first `eot`, and where the model's block is full. Returns (the list of new ids, without eot, for
+    A row ends with its first `eot`, or where the model's block is full. Returns (the list of new ids, without eot, for
     each prompt and sample; the cache; seconds of the "prefill", of the first step with compiling ("compile") and of the
     others ("decode")).
     """
@@ -95,7 +95,7 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
     began = clock(device)
 
     # All tokens lie in one tensor, prompts and then what we append. We pad on the left, because then every row's next
-    # token goes into the same column. cache.next is the newest token's; running the model moves it on to the next one.
+    # token goes into the same column. cache.next is the newest token's column; running the model moves it to the next.
     start, n_most = max(lengths), max(limits)
     padded = [[0] * (start - len(ids)) + ids + [0] * n_most for ids in prompts]
     text = torch.tensor(padded, device=device)  # (B, start + n_most)

@@ -40,7 +40,7 @@ from value_modes import ModelConfig, ValueMode, get_mode, kv_floats_per_token
 ENVIRONMENT = "train.py's environment"  # the kind of record in env.json
 LR_START = 1e-7  # where the warmup begins, in the authors' scripts
 # Settings that change no result beyond rounding: a resumed run may change them without a word, and compare.py compares
-# runs that differ in them. It may never change MUST_STAY. It may change the rest, with a note, until it has ended.
+# runs that differ in them. A run may never change MUST_STAY, and may change the rest, with a note, until it has ended.
 MAY_DIFFER = ("resume", "verify", "device", "compile", "log", "log_every", "keep", "out_dir", "data_dir", "save_every",
               "recompute", "shard", "micro_batch", "attn", "sample_every")  # fmt: skip
 MUST_STAY = {"seed", "batch_tokens", "data", "bos", "init_from", "val_hash", "eval_tokens"}
@@ -132,7 +132,7 @@ class TrainConfig:
 
 
 def with_shape(cfg):
-    """Fill every setting of the shape that is still at its default: from the Hugging Face folder that the run starts
+    """Fill in every setting of the shape that is still at its default: from the Hugging Face folder that the run starts
     from or, when it is resumed, from the run's own config.json, because that folder may be gone."""
     before, shape = {}, {}
     if cfg.resume != "never":
@@ -142,7 +142,7 @@ def with_shape(cfg):
         shape = {name: before[name] for name in checkpoint.SHAPE if name in before}
     elif cfg.init_from:
         shape = checkpoint.shape_of(cfg.init_from)
-        if shape:  # public models have blocks that few machines could train on
+        if shape:  # few machines could train on blocks as long as public models'
             shape["block_size"] = min(shape["block_size"], cfg.block_size)
     if cfg.value_mode.kv_group != 1:
         shape.pop("n_kv_head", None)  # the mode decides it
@@ -161,7 +161,7 @@ def learning_rate(step, peak, end, warmup, steps):
 
 
 def adamw(model, lr, weight_decay, betas, device_type):
-    """AdamW that decays parameters of two dimensions (embeddings, head and a Gate's, too), and none of one: norms,
+    """AdamW that decays parameters of two dimensions (embeddings, head and a Gate's, too), but not of one: norms,
     biases, mixing weights."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -170,8 +170,8 @@ def adamw(model, lr, weight_decay, betas, device_type):
 
 
 class Stop:
-    """Ctrl-C and what shells and batch systems send let the current step finish and be saved. Until then a second
-    Ctrl-C ends the run at once, as `heard` arranges. After that nothing is left to lose, and it does nothing."""
+    """After Ctrl-C, or a signal from a shell or batch system, the current step ends and is saved. Until then a second
+    Ctrl-C ends the run at once, as `heard` arranges. After that nothing is left to lose, and Ctrl-C does nothing."""
 
     def __init__(self):
         self.asked = False
@@ -198,10 +198,10 @@ def checkpoint_to_resume(cfg):
         raise UserError(f"{cfg.out_dir} holds a tokenizer.json but no config.json: not a run; set another --out_dir")
     if cfg.resume == "never" and files:
         raise UserError(f"{cfg.out_dir} already holds a run; --resume=auto continues it, or set another --out_dir")
-    # with auto it may have been killed before its first checkpoint, and begins again
     if cfg.resume == "never" and Path(cfg.out_dir, "metrics.jsonl").exists() and read_run(cfg.out_dir).final_loss:
         remedy = "remove it, or set another --out_dir"
         raise UserError(f"{cfg.out_dir} has the records of a finished run, but not its weights; {remedy}")
+    # with auto the run may have been killed before its first checkpoint: then it begins again
     if cfg.resume == "never" or (cfg.resume == "auto" and not files):
         return None
     path = checkpoint.find(cfg.out_dir if cfg.resume == "auto" else cfg.resume)
@@ -216,9 +216,9 @@ def checkpoint_to_resume(cfg):
 def settings_of(cfg, corpus, path):
     """(config.json as it should be now, a note of the settings that changed since the run was last started, or "").
 
-    path: the checkpoint that the run continues from, or None. What decides the first weights, the data or its order may
-    not change: MUST_STAY here (`data` is a hash of text and mixture), the model's shape in checkpoint.resume."""
-    # what the run has now, as a file has it
+    path: the checkpoint that the run continues from, or None. What decides the initial weights, the data, its order or
+    the evaluation must not change: MUST_STAY here (`data` hashes text and mixture), the shape in checkpoint.resume."""
+    # this run's settings, as a file has them
     new = dataclasses.asdict(cfg)
     new["value_mode_name"] = new["value_mode"].pop("name")
     new |= {"data": corpus.hash, "val_hash": corpus.val_hash}
@@ -232,7 +232,7 @@ def settings_of(cfg, corpus, path):
     changed = [k for k in new if k in old and old[k] != new[k] and k not in MAY_DIFFER]
     shown = [k for k in changed if k != "value_mode" or "value_mode_name" not in changed]
     words = ", ".join(f"{k} (was {str(old[k])[:40] or 'empty'})" for k in shown)
-    # in a finished run nothing that changes results may
+    # in a finished run, nothing that changes results may change
     is_finished = checkpoint.read_header(path)["step"] >= cfg.max_steps
     if MUST_STAY.intersection(changed) or (changed and is_finished):
         remedy = "use them, or start anew in another --out_dir"
@@ -241,7 +241,7 @@ def settings_of(cfg, corpus, path):
 
 
 def compiled(model, cfg, world, autocast, is_sharded, say):
-    """The model as torch.compile makes it, after a first step on zeros."""
+    """The model as torch.compile makes it, after a first forward and backward on zeros."""
     began, (micro_batch, _) = time.perf_counter(), cfg.split_batch(world.size)
     # a sharded model is compiled block by block, because no graph can gather what it reads
     if is_sharded:
@@ -271,8 +271,8 @@ def validate(model, corpus, cfg, world, autocast, is_sharded):
     """Validation on the first whole windows within eval_tokens of each domain, at least one, or on all text; the same
     whatever the number of ranks. Returns what `domain_losses` does, and "lam" where the mode learns weights, see
     GPT.mixing_weights."""
-    # the parts are the same on any number of ranks, and each rank takes every n-th. All ranks make equally many forward
-    # passes, because each of them gathers a sharded model's weights together
+    # the parts are the same on any number of ranks, and each of n ranks takes every n-th. All make equally many forward
+    # passes, because in each pass they gather a sharded model's weights together
     most = max(1, cfg.eval_tokens // cfg.block_size) if cfg.eval_tokens else None
     parts = corpus.val_parts(cfg.micro_batch, most)
     n_bytes = corpus.tokenizer.token_bytes()
@@ -282,7 +282,7 @@ def validate(model, corpus, cfg, world, autocast, is_sharded):
     for i in range(world.rank, n_rounds * world.size, world.size):
         d, first, last = parts[i % len(parts)]
         x, y = corpus.val_batch(corpus.domains[d], first, last)
-        # `model` is not compiled, but for a sharded one's blocks, and these for training's shape alone
+        # `model` is not compiled; only a sharded model's blocks are, and only for the shape of training
         with autocast(), torch.compiler.set_stance("force_eager"):
             loss = model(*world.to_device((x, y)))[1]
         if i < len(parts):
@@ -315,8 +315,8 @@ def check_finite(metrics, step, what, value):
 
 
 def start(cfg, world, corpus, shape, dtype, config, done, note):
-    """Write down what runs from step `done` on, and say so. Returns the Metrics, or None if nothing is left to do."""
-    # a rank that reads another folder would train another model. This waits for all ranks, too
+    """Record what runs from step `done` on, and print it. Returns the Metrics, or None if nothing is left to do."""
+    # a rank that reads another folder would train a different model. This also waits for all ranks
     if len(set(world.gather((done, corpus.hash, corpus.val_hash)))) > 1:
         raise UserError(f"the ranks see different files in {cfg.data_dir} or {cfg.out_dir}; put them on a shared disk")
     if world.rank == 0:
@@ -328,7 +328,7 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
         if world.rank == 0:
             print(f"nothing is left to train: {done} of {cfg.max_steps} steps are done")
         return None
-    # the records go on after step `done`, on rank 0 only; the folder says from now on what made it
+    # the records go on after step `done`, on rank 0 only; from now on the folder says what made it
     metrics = Metrics(cfg, world, done)
     if world.rank == 0:
         write_record(Path(cfg.out_dir, "config.json"), RUN, config)
@@ -367,7 +367,7 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
 
 def train(cfg, world):
     """The story of a run."""
-    # ---- machine and data: how a step's sequences divide into ranks and micro-batches
+    # ---- machine and data: how a step's sequences are divided into ranks and micro-batches
     dtype = ranks.pick_dtype(cfg.dtype, world.kind)
     if cfg.attn == "flash":
         ranks.need_flash_attn(world.kind, dtype)
@@ -377,14 +377,14 @@ def train(cfg, world):
     micro_batch, accumulation = cfg.split_batch(world.size)
 
     # ---- the model: from a seed, or with another run's weights
-    torch.manual_seed(cfg.seed)  # for modes of yours that draw, as dropout does; checkpoints have its state
+    torch.manual_seed(cfg.seed)  # for modes of yours that draw random numbers (dropout); checkpoints have its state
     shape = cfg.model_config(corpus.tokenizer.n_vocab)
-    # on a CPU gradients and AdamW's two moments are there, too; on a GPU the weights are made here and go there
+    # on a CPU, gradients and AdamW's two moments need this memory too; for a GPU only the weights are made here
     bytes_per_parameter = 16 if world.kind == "cpu" else 4
     refuse_too_large("training this model", shape, bytes_per_parameter, "set a smaller --n_layer or --n_embd")
     model = GPT(shape, cfg.seed, cfg.attn, recompute=cfg.recompute)
     path = checkpoint_to_resume(cfg)
-    config, note = settings_of(cfg, corpus, path)  # refuses what may not change before any weights are read
+    config, note = settings_of(cfg, corpus, path)  # before any weights are read, refuses what may not change
     if cfg.init_from and not path:
         note = checkpoint.start_from(checkpoint.find(cfg.init_from), model, corpus.tokenizer.hash)
     # whole on the device (one process, or DDP), or divided among the ranks (FSDP2)
@@ -396,13 +396,13 @@ def train(cfg, world):
     # ---- optimizer, and a loss scaler for fp16
     optimizer = adamw(model, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
     scaler = torch.amp.GradScaler(world.kind, enabled=dtype == torch.float16)
-    # ---- a checkpoint sets all of it as it was after its step: weights, optimizer, scaler
+    # ---- a checkpoint restores all of it as it was after its step: weights, optimizer, scaler
     done = checkpoint.resume(path, model, optimizer, scaler, corpus.tokenizer.hash)["step"] if path else 0
     metrics = start(cfg, world, corpus, shape, dtype, config, done, note)
     if metrics is None:
         return
 
-    def autocast():  # its cache would keep a copy of each weight, also of those that are gathered for a moment
+    def autocast():  # its cache would keep a copy of each weight, even of those gathered only for a moment
         return torch.autocast(world.kind, dtype, enabled=dtype != torch.float32, cache_enabled=not is_sharded)
 
     # ---- net is the same model, compiled and under DDP: it computes the loss. We clip, evaluate and save the model
@@ -432,7 +432,7 @@ def train(cfg, world):
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=world.device)
         for i in range(accumulation):
-            # a batch is a function of (seed, step): a rank takes its rows, and a resumed run needs no loader's state
+            # a batch is a function of (seed, step): a rank takes its rows, and a resumed run needs no data-loader state
             asked = time.perf_counter()
             first = (world.rank * accumulation + i) * micro_batch
             x, y = world.to_device(corpus.batch(step, n_sequences, first, first + micro_batch))  # (micro_batch, T)

@@ -43,9 +43,9 @@ class Residual:
          "cross" attends to both layers under one softmax:          U_n = softmax(Q_n [K_n; K_i]^T) [V_n; V_i] (Eq 2)
          A new map: its name here, its place and what it reads below, and its line in model.Attention.
     subtract: what "delta" subtracts: the "mixed" V', or V_n as "projected".
-    lam: the weights (w_self, sum of all l_i), of which each source gets an equal part; None = the plain mean of the
+    lam: the weights (w_self, sum of all l_i), the sum in equal parts for all sources; None = the plain mean of the
         layer's own tensor and its sources.
-    learn: "fixed" weights, or learned ones that start from lam, in each layer its own:
+    learn: "fixed" weights, or learned ones that start from lam, separate in each layer:
          "scalar"   one for the layer's own tensor and one for each source
          "sources"  one for each source; w_self stays lam[0]
          "lerp"     (1 - l, l)
@@ -53,10 +53,10 @@ class Residual:
          "softmax"  (Learnable-Plus) a_n and s softmax_n(b) over the layers that have it, from a_n = 1/2, s = n_layer,
                     b = slope (0, 1, 2, …). Each layer has a b, and all share one s.
          "head", "sigmoid", "relu": a model.Gate computes them for each token
-         A new one: its name here, its formula in model.MixingWeights or Gate, what it cannot mean in net/rules.py
+         A new one: its name here, its formula in model.MixingWeights or Gate, what it cannot go with in net/rules.py
     slope: how fast b rises with depth at the start of "softmax".
     layers: the layers that have it, see `pick_layers`; () = each layer that has a source. It acts only in layers that
-        own a tensor which it reads (q, k or v): NeuTRENO's in no layer of SVFormer's above 0.
+        own a tensor that it reads (q, k or v): NeuTRENO's would act in no layer of SVFormer's.
     tables: for source="token": "each" layer has its own table, or they share tables in the order "mirror" (0 1 2 2 1 0)
         or "cycle" (0 1 2 0 1 2), or all share "one", which starts from 0.
     """
@@ -111,7 +111,7 @@ class Residual:
         return self.learn in ("head", "sigmoid", "relu")
 
     def starts(self, n_sources):
-        """(w_self, one l_i for each source): fixed weights, or what learned ones start from but "softmax"."""
+        """(w_self, one l_i for each source): fixed weights, or what learned ones start from, except "softmax"."""
         w_self, together = self.lam or (1 / (n_sources + 1), n_sources / (n_sources + 1))
         return (w_self,) + (together / n_sources,) * n_sources
 
@@ -131,7 +131,7 @@ class ValueMode:
     values: "projected", or the layer's "keys" before rope, over their RMS in each head.
     heads_from_layer_0: fraction of the value heads that each layer above 0 takes from layer 0. These are the last
         heads; the layer computes the others itself.
-    kv_group: query heads that share a key and value head (GQA), larger = n_head; 0 = all (MQA); 1 = as n_kv_head says.
+    kv_group: query heads per key and value head (GQA), at most n_head; 0 = all (MQA); 1 = as n_kv_head says.
     cut_first: layer 0 has no skip around its attention (its MLP has one).
     dense: (dilation, period) of DenseFormer's depth-weighted average of the residual stream, or None.
     name: what we call it on screen and in files; "" = the table's row that equals it, or custom_….
@@ -185,7 +185,7 @@ def mode_with(**fields):
 
 
 def pick_layers(spec, n_layer):
-    """Layer numbers, rising. spec: a slice as text ("-3:" the last three, "0.5:" the upper half, "::-2" every second
+    """Layer numbers, ascending. spec: a slice as text ("-3:" the last three, "0.5:" the upper half, "::-2" every second
     from the last), or a tuple. Negative numbers count from the end, fractions by depth (0.5 is layer n_layer // 2)."""
 
     def number(i):
@@ -197,7 +197,7 @@ def pick_layers(spec, n_layer):
     return sorted({number(i) + n_layer if i < 0 else number(i) for i in spec})
 
 
-# name: (mode, equation of layers n >= 2 in the paper's count, where it is from; "v5" is the paper's last version).
+# name: (mode, equation of layers n >= 2 in the paper's count, where it is from; "v5" is the paper's latest version).
 # V' is the mixed V_n: U_n = A_n V'.
 # fmt: off
 TABLE = {
@@ -300,7 +300,7 @@ VALUE_MODES = {name: dataclasses.replace(mode, name=name) for name, (mode, _, _)
 
 
 def row_and_number(name):
-    """("neutreno", "0.6") of neutreno_0.6; (name, "") if it does not end in a number."""
+    """("neutreno", "0.6") for neutreno_0.6; (name, "") if it is not a row of TABLE and a number."""
     row, _, number = name.rpartition("_")
     is_number = re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", number, re.ASCII)
     return (row, number) if row in TABLE and is_number else (name, "")
@@ -329,7 +329,7 @@ def get_mode(mode):
 
 
 def named(mode):
-    """`mode` with a name: its own, or that of the row that equals it, or "custom_" and digits that follow from it."""
+    """`mode` with a name: its own, or that of the row that equals it, or "custom_" and six digits of its hash."""
     if not mode.name:
         same = [row for row in VALUE_MODES.values() if row == mode]
         digest = hashlib.sha256(repr(mode).encode()).hexdigest()[:6]
@@ -337,7 +337,7 @@ def named(mode):
     row, number = row_and_number(mode.name)
     taken = VALUE_MODES.get(row)
     if taken and number:
-        with contextlib.suppress(UserError):  # of a row that takes no number
+        with contextlib.suppress(UserError):  # the row may take no number
             taken = get_mode(mode.name)
     if taken in (None, mode):
         return mode
@@ -357,7 +357,7 @@ def read_mode(word):
 
 
 def equation_of(mode):
-    """(the equation of a mode, where it is from); what we say instead where the table has no row of its name."""
+    """(the equation of a mode, where it is from), or what we say instead if the table has no row of that name."""
     row, number = row_and_number(mode.name)
     other = f"{row} with the weight {number}" if number else "a mode of your own"
     _, equation, source = TABLE.get(mode.name, (mode, other, ""))
@@ -365,7 +365,7 @@ def equation_of(mode):
 
 
 def beside_the_plan(mode):
-    """`name = value` of each field that differs from vanilla's, of those that the lines of the layers do not show."""
+    """`name = value` of each field that differs from vanilla's and that the lines of the layers do not show."""
     names = ("kv_group", "values", "heads_from_layer_0", "cut_first", "dense")
     return [f"{name} = {getattr(mode, name)}" for name in names if getattr(mode, name) != getattr(ValueMode(), name)]
 
@@ -437,7 +437,7 @@ class ModelConfig:
 
 # fmt: off
 def problems_of_layers(cfg):
-    """Layers that do not exist, and residuals that would do nothing."""
+    """Layers that do not exist, a dense period too long, residuals that do nothing, layers that own nothing."""
     mode, n_layer = cfg.value_mode, cfg.n_layer
     shares = [share for share in (mode.share_q, mode.share_k, mode.share_v) if isinstance(share, tuple)]
     there = [n for spec in (*shares, *(r.layers for r in mode.residuals)) for n in pick_layers(spec, n_layer)]
@@ -456,7 +456,7 @@ def problems_of_layers(cfg):
 
 @dataclass(frozen=True)
 class Mix:
-    """One residual as it acts in one layer. index: its place in ValueMode.residuals. sources: what it reads, layer
+    """One residual as it acts in one layer. index: its position in ValueMode.residuals. sources: what it reads: layer
     numbers, or "table 0" for a token table."""
 
     index: int
@@ -470,7 +470,7 @@ class LayerPlan:
 
     owner["q" | "k" | "v"]: the layer whose tensor it uses. heads: {tensor that it owns: how many heads}. mixes: its
     residuals, in order. keep_projected, keep_used: names of its tensors that later layers read, straight from the
-    projection or as its softmax used them. A block hands on no others, so that memory holds no tensor for nothing:
+    projection or as its softmax used them. A block hands on no others, so that no tensor stays in memory needlessly:
     recompute and inference free the rest.
     """
 

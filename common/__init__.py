@@ -1,1 +1,1 @@
-"""What the stages share and nobody studies. Imports run downwards: nothing here imports a stage."""
+"""What the stages share, to look up more than to study. Imports run downwards: nothing here imports a stage."""

@@ -3,8 +3,8 @@
 A run's folder holds, for each saved step,
 
     step_00000400.safetensors          weights, and what they are: the mode is in the header, because ResFormer has
-                                       the tensors of vanilla
-    step_00000400.state.safetensors    optimizer, random generators, loss scaler: what --resume needs besides
+                                       the same tensors as vanilla
+    step_00000400.state.safetensors    optimizer, random generators, loss scaler: what else --resume needs
 
 Each file is either complete or absent, and the weights come last: a step whose .safetensors is there is complete.
 Models in Hugging Face layout are read by hf/layout.py.
@@ -77,7 +77,7 @@ def read_header(path):
 
 
 def steps(folder):
-    """{step: weights file} of a run's folder, in rising order."""
+    """{step: weights file} of a run's folder, in ascending order."""
     return {int(path.stem.removeprefix("step_")): path for path in sorted(Path(folder).glob(STEP))}
 
 
@@ -91,7 +91,7 @@ def is_hf_file(path):
 
 def find(run_or_file="", which="last"):
     """The weights file that is meant: a file itself, the "last" or "best" (lowest validation loss) one of a run, or the
-    first one of a Hugging Face folder. "" is the newest run below out/."""
+    first one of a Hugging Face folder. "" is the newest run under out/."""
     path = Path(run_or_file or "out")
     if not run_or_file and (every := list(path.glob(f"**/{STEP}"))):
         path = max(every, key=os.path.getmtime).parent
@@ -149,7 +149,7 @@ def save(folder, step, model, tokenizer_hash, val_loss=None, optimizer=None, sca
         tensors = {}
         for name, moments in state.get("state", {}).items():
             tensors |= {f"{key}/{name}": tensor for key, tensor in moments.items()}
-        # the model draws nothing while it trains, but a mode of yours may, as dropout does
+        # the model draws no random numbers in training, but a mode of yours may, as dropout does
         tensors["rng"] = torch.get_rng_state()
         if torch.cuda.is_available():
             tensors["rng_cuda"] = torch.cuda.get_rng_state()
@@ -211,7 +211,7 @@ def check_same(path, header, model, tokenizer_hash, fields):
 
 def start_from(path, model, tokenizer_hash):
     """Copy the weights of a checkpoint into `model` where names and shapes are the same; returns a line that names what
-    is new, and what is left of the checkpoint. Tokens, arch, widths, rotary angles and norm_eps must be the same."""
+    is new, and what of the checkpoint is unused. Tokens, arch, widths, rotary angles and norm_eps must be the same."""
     header = read_header(path)
     # another program's folder names no tokenizer of ours: its own must be the data's
     if header["tokenizer"] is None and path.with_name("tokenizer.json").exists():
@@ -312,7 +312,7 @@ def checked_run(wanted, folder):
     # config.json may say auto; the records of starts say which dtype that became. Whoever asks for auto takes any
     wanted = {name: value for name, value in wanted.items() if (name, value) != ("dtype", "auto")}
     what = differences(made, {name: value for name, value in wanted.items() if name != "dtype"})  # there it may be auto
-    for start in found.starts:  # a run that went on with other settings or other code is of neither
+    for start in found.starts:  # a run that went on with other settings or other code belongs to neither
         then = start | {"value_mode": start["definition"], "value_mode_name": start["value_mode"]}
         what += differences(made | then, wanted)
         code = start.get("code", {})
@@ -329,7 +329,7 @@ def checked_run(wanted, folder):
 def other_checkpoints(folder, curves):
     """Yields each way in which the last checkpoint of a finished run disagrees with its Curves."""
     files = steps(folder)
-    if not files:  # they may be deleted: the losses are all there
+    if not files:  # they may have been deleted: metrics.jsonl has all losses
         return
     step = max(files)
     try:

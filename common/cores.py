@@ -9,7 +9,7 @@ def folders_of_cgroup(root):
     """The folders that may limit this process: those of its control groups, and of all groups above them.
 
     /proc/self/cgroup has a line for each hierarchy, `0::/path` in version 2, `4:cpu,cpuacct:/path` in version 1. Inside
-    a container the path is often that outside of it; then the folders below are missing, and the root is ours.
+    a container the path is often the one outside it; then the folders below are missing, and the root is ours.
     """
     file = Path(root, "proc/self/cgroup")
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:

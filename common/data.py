@@ -33,7 +33,7 @@ _CHUNK = 2**16  # sequences whose domains are drawn together; part of the defini
 def load_manifest(data_dir, verify=True, splits=("train", "val")):
     """The manifest of a data folder. Raises UserError if the folder's files are not those that it describes.
 
-    verify: read every file of these splits and compare its sha256 (about 1 GB/s). Else we compare sizes only.
+    verify: read every file of these splits and compare its sha256 (about 1 GB/s). Otherwise we compare only sizes.
     """
     data_dir = Path(data_dir)
     if not (data_dir / "manifest.json").exists():
@@ -54,8 +54,8 @@ def load_manifest(data_dir, verify=True, splits=("train", "val")):
 
 
 def plain_sum(numbers):
-    """Their sum, rounded after each term, as in every Python. Since 3.12 sum() is more exact, and a weight's last bit
-    makes another hash of the data."""
+    """Their sum, rounded after each term: the same in every Python. Since 3.12 sum() is more exact, and a weight's last
+    bit would change the hash of the data."""
     total = 0
     for number in numbers:
         total += number
@@ -75,7 +75,7 @@ def raw_bits(seed, *names, n, start=0):
 
 
 def allow_open_files(n):
-    """Raise this process's own limit of open files, often 1,024, where n more would not fit."""
+    """Raise this process's own limit on open files, often 1,024, if n more would not fit."""
     with contextlib.suppress(ImportError):  # Windows has no such limit
         resource = importlib.import_module("resource")
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -116,7 +116,7 @@ class Corpus:
         allow_open_files(2 * len(self.domains))
         self._files = {split: {d: self._open(split, d, least[split]) for d in self.domains} for split in splits}
 
-        # Both caches serve neighbouring sequences: they are of one chunk, and of one epoch of each domain.
+        # Both caches below serve neighbouring sequences, which belong to one chunk and, in each domain, to one epoch.
         self._bounds = np.cumsum(list(self.mixture.values()))[:-1]  # (domains - 1,): where [0, 1) is cut
         self._counts = [np.zeros(len(self.domains), np.int64)]  # (domains,): sequences of each before chunk 0, 1, …
         self._cached_draw = functools.lru_cache(maxsize=1)(self._draw)
@@ -165,12 +165,12 @@ class Corpus:
         for domain, window in places:
             start = window * self.block_size
             rows.append(self._files[split][domain][start : start + self.block_size + 1].astype(np.int64))
-        # As copies they are contiguous, so that a compiled model sees one layout.
         rows = np.stack(rows)
-        # Without verify nobody has looked, and on a GPU such an id ends the process.
+        # Without verify nobody has checked, and on a GPU an id beyond the vocabulary ends the process.
         if rows.max() >= self.tokenizer.n_vocab:
             wrong = f"{self.dir} holds the token id {rows.max()}, but its vocabulary has {self.tokenizer.n_vocab}"
             raise UserError(f"{wrong}; delete it and prepare it again")
+        # As copies x and y are contiguous, so that a compiled model sees one layout.
         x, y = rows[:, :-1].copy(), rows[:, 1:].copy()
         if self.bos:
             x[:, 0] = self.tokenizer.start
@@ -196,7 +196,7 @@ class Corpus:
 
     def _order(self, domain, epoch):
         """The windows of a domain in the order of an epoch."""
-        # A permutation is the order of random numbers.
+        # Sorting random numbers gives a random permutation.
         bits = raw_bits(self.seed, "order", domain, epoch, n=self.windows("train", domain))
         return np.argsort(bits, kind="stable")
 

@@ -19,7 +19,7 @@ from configurator import UserError
 
 @contextlib.contextmanager
 def reading(path, what, remedy="copy it again, or make it again"):
-    """Surrounds all that reads a file and uses its content: whatever fails there becomes one sentence.
+    """Wraps everything that reads a file and uses its content: whatever fails there becomes one sentence.
 
     what: what the file should be, such as "prepare.py's manifest".
     """
@@ -29,7 +29,7 @@ def reading(path, what, remedy="copy it again, or make it again"):
         raise
     # Each library that parses for us has its own errors.
     except Exception as e:
-        # a library's own such error may be of the network; safetensors' has no errno
+        # without errno it may be a library's own, for the network; safetensors' has none either, but says this
         is_missing = isinstance(e, (FileNotFoundError, NotADirectoryError)) and (e.errno or "No such file" in str(e))
         if is_missing:
             raise UserError(f"{path} is missing ({what}); {remedy}") from None
@@ -39,7 +39,7 @@ def reading(path, what, remedy="copy it again, or make it again"):
 
 @contextlib.contextmanager
 def writing(path):
-    """Surrounds every write. A full disk's error names no file, so we put the file's name into it."""
+    """Wraps every write. A full disk's error names no file, so we put the file's name into it."""
     try:
         yield
     except OSError as e:
@@ -72,12 +72,12 @@ def write_atomic(path, write):
 
 
 def write_text(path, text):
-    """Write text as UTF-8. Half surrogate pairs, which UTF-8 does not have, are escaped."""
+    """Write text as UTF-8. Lone surrogates, which UTF-8 does not have, are escaped."""
     write_atomic(path, lambda temporary: temporary.write_bytes(text.encode("utf-8", "backslashreplace")))
 
 
 def write_json(path, value):
-    """Write JSON. What we read again is a record, which has a seal, see `write_record`. NaN raises ValueError."""
+    """Write JSON. What we read back is a record, with a seal: see `write_record`. NaN raises ValueError."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 

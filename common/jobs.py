@@ -1,4 +1,4 @@
-"""Commands of this Python side by side, one on each GPU or core: what compare.py and paper/ start runs with."""
+"""Commands run by this Python side by side, one on each GPU or core: what compare.py and paper/ start runs with."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ from model import GPT
 
 @dataclass(frozen=True)
 class Command:
-    """A command of this Python whose output goes into a file."""
+    """A command for this Python, whose output goes into a file."""
 
     words: tuple  # such as train.py, --seed=1
     log: Path
@@ -47,7 +47,7 @@ def lanes_of(device, jobs, n_runs):
         gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
     n_cores = cores() if device in ("auto", "cpu") else 1
     n = min(jobs or len(gpus) or n_cores, n_runs)
-    # each job would start as many threads, and as many compilers, as there are cores
+    # otherwise each job would start as many threads, and as many compilers, as there are cores
     share = str(max(1, cores() // n))
     lane = {name: os.environ.get(name, share) for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")}
     return [lane | ({"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} if gpus else {}) for i in range(n)]
@@ -57,7 +57,7 @@ def steps_done(folder):
     """The last step in a run's metrics.jsonl, read from its end."""
     with contextlib.suppress(OSError, IndexError), open(Path(folder, "metrics.jsonl"), "rb") as file:
         file.seek(max(0, os.path.getsize(file.name) - 2**20))  # no record is longer
-        return json.loads(file.read().split(b"\n")[-2])["step"]  # behind the last line break may be half a line
+        return json.loads(file.read().split(b"\n")[-2])["step"]  # after the last line break there may be half a line
     return 0
 
 
@@ -69,7 +69,7 @@ def last_words(log, begin):
 
 
 def end_with_parent():
-    """In a new process: Linux shall send it a SIGTERM, at which train.py saves, when its parent dies of a kill -9."""
+    """In a new process: have Linux send it a SIGTERM, on which train.py saves, if a kill -9 ends its parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
@@ -101,7 +101,7 @@ def run_jobs(wanted, ended, lanes, later=lambda: 0):
                     running[lane], seen[job.log] = (job, process, begin), job
             if not running:
                 return
-            # until one ends, show how far all of them are
+            # until one ends, show how far along they all are
             known = {job.log: job for job in todo} | seen
             bar.total = sum(job.steps for job in known.values()) + later()
             while all(process.poll() is None for _, process, _ in running.values()):
@@ -111,7 +111,7 @@ def run_jobs(wanted, ended, lanes, later=lambda: 0):
             for lane, (job, process, begin) in list(running.items()):
                 if process.poll() is not None:
                     del running[lane]
-                    bar.clear()  # what `ended` prints shall not stand behind it
+                    bar.clear()  # what `ended` prints must not land on its line
                     ended(job, process.returncode, last_words(job.log, begin))
     except KeyboardInterrupt:
         heard("stopping; running jobs save first, but a second Ctrl-C doesn't wait for that")

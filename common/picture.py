@@ -1,4 +1,4 @@
-"""The plan of a mode as a picture: which layer reads what of which earlier layer, and what the KV cache stores.
+"""The plan of a mode as a picture: which layer reads what from which earlier layer, and what the KV cache stores.
 
 `lines_of` says what to draw, as data. `draw` draws it, layer 0 at the bottom, for `python plot.py plan`.
 """
@@ -14,7 +14,7 @@ from value_modes import beside_the_plan, equation_of, kv_floats_per_token, plan_
 
 @dataclass(eq=False)
 class Line:
-    """A line from the boxes `of` in `sources`, layers or token tables, to `readers`. Each takes what lies below it.
+    """A line from the boxes `of` in `sources`, layers or token tables, to `readers`. A reader takes what lies below it.
 
     of: "q", "k", "v", "attention", or "input", what enters a layer. place: where it arrives, as in Residual.place, or
     "instead" of the reader's own tensor. readers: {layer: its weights (own, source), as text}. is_used: see
@@ -70,7 +70,7 @@ def is_mixed(layer, t):
 
 
 def weights_as_text(mix, n, prime):
-    """What the picture writes at a Mix in layer n: its weights (own, source), "" for learned ones and for an own 1.
+    """What the picture writes at a Mix in layer n: its weights (own, source), "" for learned ones and where own is 1.
     prime: ′ if "delta" subtracts V′, or nothing."""
     r = mix.residual
     if r.learn != "fixed" or r.map == "cross":
@@ -87,7 +87,7 @@ def weights_as_text(mix, n, prime):
 
 # -- how it looks, in inches
 
-WIDTH, ROW, MARGIN, HEAD, FOOT = 2.25, 0.93, 0.45, 0.76, 0.6  # of a mode, a layer in it, left of all, above, below
+WIDTH, ROW, MARGIN, HEAD, FOOT = 2.25, 0.93, 0.45, 0.76, 0.6  # of a mode, of a layer; margins left, above, below
 SLOTS, FULL, HEIGHT = {"q": 0.46, "k": 0.81, "v": 1.16}, 0.27, 0.2  # middles of the boxes; width of n_head heads
 LEFT, MIDDLE, RIGHT = 0.3, 0.81, 1.32  # the frame around a layer
 LANE, CACHE = 0.08, {"k": 1.93, "v": 2.13}
@@ -105,7 +105,7 @@ of its own and uses the dark one. KV cache: what is stored for each token, in bf
 
 
 def write(ax, x, y, text, **look):
-    """Text on the axes, if there is some, with V_1 and H_{n-1} as subscripts, but not resformer_v2."""
+    """Text on the axes, if there is some, with the subscripts of V_1 and H_{n-1}, but not of resformer_v2."""
     text = re.sub(r"(?<!\w)(\w)_(?:{([^}]*)}|([a-zL0-9]+))", r"\1$_{\\mathrm{\2\3}}$", text)
     if text:
         ax.text(x, y, text, **{"fontsize": 7.5, "va": "center", "zorder": 6} | look)
@@ -129,7 +129,7 @@ def draw(fig, configs):
         Panel(ax, cfg)
         for n in range(cfg.n_layer if j % 4 == 0 else 0):
             write(ax, -0.03, n * ROW + 0.48, f"layer {n}\nn = {n + 1}", ha="right")
-    # `left`, `ax`: of the last panel
+    # `left` and `ax` are the last panel's
     caption = textwrap.wrap(CAPTION.format(configs[0]), int(15 * width))
     write(ax, LEFT + MARGIN - left, -FOOT, "\n".join(caption), va="top")
 
@@ -223,7 +223,7 @@ class Panel:
         write(self.ax, LEFT, -0.32, "\n".join(notes), va="top")
 
     def leave(self, line, i, side, lane):
-        """Draw the way from source i to the x of its line, at the height that it returns."""
+        """Draw the path from source i to the x of its line. Returns its height."""
         y = i * ROW if isinstance(i, int) else min(line.readers) * ROW
         if isinstance(i, str):  # a token table, beside the lowest layer that reads it
             self.box(lane - 0.065, y + BOXES, 0.13, READ, "E")
@@ -239,7 +239,7 @@ class Panel:
         return way[-1][1]
 
     def arrive(self, line, n, side, lane):
-        """Draw the way from the x of a line to layer n, at the height that it returns: an arrow, a sum, its weights."""
+        """Draw the path from the x of a line to layer n: an arrow, a sum, its weights. Returns its height."""
         (own, weight), y = line.readers[n], n * ROW + ARRIVE[line.place]
         if line.place == "instead":
             x = sum(self.slot(line.of, n)[1:]) / 2

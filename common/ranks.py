@@ -37,7 +37,7 @@ class Distributed:
 
     def __init__(self, device, fixed_lengths=False):
         self.size, self.rank, local_rank = int(os.environ.get("WORLD_SIZE") or 1), 0, 0
-        if self.size > 1:  # clusters set RANK in each worker, also where there is one process
+        if self.size > 1:  # clusters set RANK in each worker, even where there is only one process
             self.rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
         self.is_first_of_node = local_rank == 0
         if device == "auto":
@@ -81,13 +81,13 @@ class Distributed:
     def to_device(self, arrays):
         """numpy arrays -> tensors on this rank's device, without waiting for the copy to a GPU."""
         tensors = [torch.from_numpy(a) for a in arrays]
-        if self.kind == "cuda":  # only from pinned memory a GPU copies while it computes
+        if self.kind == "cuda":  # only from pinned memory can a GPU copy while it computes
             tensors = [t.pin_memory() for t in tensors]
         return [t.to(self.device, non_blocking=True) for t in tensors]
 
     def shard(self, model, keep_gathered):
         """Divide a model's parameters among the ranks, by rows, with torch's FSDP2; the optimizer's state follows
-        them. Before, the whole model is on the CPU of every rank; its blocks move to the GPU one at a time.
+        them. Until then the whole model is on the CPU of every rank; its blocks move to the GPU one at a time.
 
         Each block is a unit, the rest of the model another. A unit's weights are gathered for its forward and its
         backward, and its gradients are averaged over the ranks. keep_gathered: weights stay from the first forward of a
@@ -146,7 +146,7 @@ def choose_kernels(fixed_lengths):
 
 
 def keep_freed_memory():
-    """Let the C library keep memory that is freed. glibc's gives it back to the system, which clears it again, page by
+    """Let the C library keep memory that is freed. glibc gives it back to the system, which clears it again, page by
     page, when the next step asks for it. That costs about a quarter of the processor time of a small model's step.
     Does nothing without glibc, or if a variable such as MALLOC_TRIM_THRESHOLD_ is set: the user knows better."""
     if platform.libc_ver()[0] == "glibc" and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -156,7 +156,7 @@ def keep_freed_memory():
 
 
 def whole(tensor):
-    """A tensor that `Distributed.shard` has divided, gathered; every rank must call this. Another one as it is."""
+    """A tensor that `Distributed.shard` has divided, gathered; every rank must call this. Any other as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -258,7 +258,7 @@ def processor():
 
 
 def what_rounds(world):
-    """{name: value} of what may round a run's numbers otherwise on another machine."""
+    """{name: value} of what may round a run's numbers differently on another machine."""
     device = f"the {world.kind} of {processor()}"
     if world.kind == "cuda":
         device = torch.cuda.get_device_name(world.device)

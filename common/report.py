@@ -28,7 +28,7 @@ def with_interval(mean, interval=None, sign=False):
 
 
 def mean_error(values):
-    """The mean of a numpy array, and its standard error from the sample's deviation (n - 1); None of a single value."""
+    """The mean of a numpy array, and its standard error from the sample's deviation (n - 1); None for one value."""
     n = len(values)
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else None
 
@@ -85,7 +85,7 @@ def progress(name, total, unit, show=True):
 
 
 def say(text):
-    """Print a line. If the terminal, or `| tee`, is gone, the work goes on without, because files have all numbers."""
+    """Print a line. If the terminal, or `| tee`, is gone, work goes on without it: the files have all the numbers."""
     try:
         print(text, flush=True)
     except OSError:
@@ -104,4 +104,4 @@ def heard(what):
     signal.signal(signal.SIGINT, again)
     if os.environ.get("RANK", "0") == "0":  # under torchrun all ranks hear it
         with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(2, f"\n{what}\n".encode())  # no print, in which the signal may have come
+            os.write(2, f"\n{what}\n".encode())  # not print, which the signal may have interrupted

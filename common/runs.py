@@ -29,7 +29,7 @@ ANALYSIS, KEPT = "analyze.py's numbers", "a run's record"
 class Metrics:
     """metrics.jsonl of a run, wandb if asked for, and the lines on the screen. Only rank 0 writes.
 
-    done: steps that the checkpoint has. We drop later records: they are of a run that was cut off after it.
+    done: steps that the checkpoint has. We drop later records: they are from a run that was cut off after it.
     """
 
     def __init__(self, cfg, world, done):
@@ -47,7 +47,7 @@ class Metrics:
             remedy = f"copy it again, or continue elsewhere with --resume={path.parent}/step_{done:08d}.safetensors"
             raise UserError(f"{path} lacks steps before {done}, or has some twice; {remedy}")
         write_text(path, "".join(record_line(METRICS, r) for r in records))
-        # a resumed run goes on in wandb, too: its records of starts know under which id
+        # a resumed run goes on in wandb, too: its records of starts have the id
         self.wandb_id = next((r["wandb"] for r in reversed(records) if r.get("wandb")), None)
         if cfg.log == "wandb":
             wandb, how = need("wandb"), {"name": Path(cfg.out_dir).name, "dir": cfg.out_dir, "resume": "allow"}
@@ -56,7 +56,7 @@ class Metrics:
             self.wandb_id = self.wandb.id if self.wandb else self.wandb_id
 
     def tried(self, call):
-        """What a call of wandb returns. If it fails we say so and go on without, because metrics.jsonl has it all."""
+        """What a call to wandb returns. If it fails we say so and go on without wandb: metrics.jsonl has it all."""
         try:
             return call()
         except Exception as e:  # its server, its login and its own process can fail in many ways
@@ -65,9 +65,9 @@ class Metrics:
             self.say(f"note: wandb failed ({why}); the run continues. Try `wandb login` or WANDB_MODE=offline")
 
     def write(self, record):
-        """Append a record. All have "step"; those of evaluations and starts also have "event": "eval" or "start"."""
+        """Append a record. All have "step"; all but steps have "event": "start", "eval" or "diverged"."""
         if self.is_main:
-            # not "a", which would begin a new file in a folder that somebody has removed
+            # not "a", which would begin a new file in a folder that somebody has emptied
             with writing(self.path), open(os.open(self.path, os.O_WRONLY | os.O_APPEND), "w", encoding="utf-8") as file:
                 file.write(record_line(METRICS, record))
         if self.wandb and record.get("event") != "start":
@@ -120,7 +120,7 @@ class Curves:
     starts: list  # what train.py knew at each start
     steps: dict  # arrays over training: step, loss, tokens (so far), tokens_per_s
     val: dict  # {step: validation loss, mean over the domains}
-    evaluation: dict  # the record of the last one, {} before it
+    evaluation: dict  # the record of the last one; {} before the first
     final_loss: float | None  # the validation loss at the end, infinite if the run diverged; None before its end
 
     @property
@@ -172,7 +172,7 @@ def read_analysis(folder):
 
 
 def differences(made, wanted, prefix=""):
-    """`name=value instead of value` for each setting that was made otherwise, and for each field of a value_mode."""
+    """`name=value instead of value` for each setting that differs, and for each field of a value_mode."""
     what = []
     for name in wanted:
         pair = made.get(name), wanted[name]
@@ -185,7 +185,7 @@ def differences(made, wanted, prefix=""):
 
 
 def rounded_otherwise(runs):
-    """Yields a sentence, or nothing: in what the machines of these runs {name: Curves} differ."""
+    """Yields a sentence on how the machines of these runs {name: Curves} differ, or nothing."""
     made_with = defaultdict(lambda: defaultdict(set))  # {what: {which: names of runs}}
     for name, curves in runs.items():
         for start in curves.starts:  # a resumed run may have several machines

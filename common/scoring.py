@@ -28,7 +28,7 @@ def encode_pair(tokenizer, context, scored):
     """Token ids of a context and of the text scored after it. Source: lm_eval/api/model.py, TemplateLM.
 
     Spaces at the end of the context move to the scored text. We tokenize the context alone, then both together: what
-    the second has beyond the length of the first is scored. An empty context becomes an end of document.
+    the second has beyond the length of the first is scored. An empty context becomes the start token.
     """
     bare = context.rstrip()
     scored = context[len(bare) :] + scored

@@ -42,7 +42,7 @@ def count_parameters(cfg):
 
 
 def refuse_too_large(what, cfg, bytes_per_parameter, remedy):
-    """Raise UserError if the machine has not the memory for a model: the system would kill us, or somebody else."""
+    """Raise UserError if the machine lacks the memory for a model: the system would kill us, or somebody else."""
     needed = count_parameters(cfg) * bytes_per_parameter / 1e9
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     if needed > there:
@@ -72,7 +72,7 @@ def flops_per_token(cfg):
 
 def describe_mix(mix, weights, own):
     """`v: 0.5 own + 0.5 layer 0, learn=lerp`: what a residual mixes in a layer, with the weights that it has or starts
-    from, then those fields that are not plain. A gate's weights are its factors; map="cross" has none."""
+    from, then map and learn if they are not the defaults. A gate's weights are its factors; map="cross" has none."""
     r = mix.residual
     names = [own, *(f"layer {s}" if isinstance(s, int) else s for s in mix.sources)]
     if r.map != "cross":
@@ -112,7 +112,7 @@ def describe(cfg):
 
 
 def notes_of(cfg, corpus, n_ranks):
-    """Lines of what may surprise in a run with these settings of train.py, such as how often it reads its text."""
+    """Lines on what may be a surprise in a run with these settings of train.py, such as how often it reads its text."""
     n = cfg.max_steps * cfg.batch_tokens // cfg.block_size  # sequences
     windows = {domain: corpus.windows("train", domain) for domain in corpus.domains}
     epochs = n / sum(windows.values())

@@ -20,7 +20,7 @@ def t_tail(t, df):
         term *= k / (k + 1) * math.cos(angle) ** 2
     inside = math.sin(angle) * total
     inside = 2 / math.pi * (angle + inside) if is_odd else inside
-    return max(0.0, 1 - inside)  # of a large t rounding is all that is left
+    return max(0.0, 1 - inside)  # for a large t only rounding is left
 
 
 @functools.cache
@@ -34,8 +34,8 @@ def t_95(df):
 
 
 def mean_interval(values):
-    """Mean of a list of numbers, and half the width of its 95 % interval (Student's t). Of no number: (None, None). Of
-    one: (it, None)."""
+    """Mean of a list of numbers, and half the width of its 95 % interval (Student's t). Without
+    numbers (None, None); for a single one (it, None)."""
     if not values:
         return None, None
     mean, n = math.fsum(values) / len(values), len(values)
@@ -45,7 +45,7 @@ def mean_interval(values):
 class Fit:
     """Fits number = cell + seed + noise by least squares, to {cell: {seed: number}}, which may have gaps.
 
-    All cells share one error, because two or three seeds of one cell alone know theirs badly. Equal to a two-way
+    All cells share one error, because two or three seeds of one cell alone tell little of theirs. Equal to a two-way
     analysis of variance without interaction.
     """
 
@@ -58,7 +58,7 @@ class Fit:
         for i, (cell, seed, _) in enumerate(self.rows):
             design[i, self.cells.index(cell)] = design[i, len(self.cells) + seeds.index(seed)] = 1
         y = np.array([number for *_, number in self.rows])
-        # A constant may move from seeds to cells, so the design lacks a rank. Rounding has to count as 0 (docs/LOG.md).
+        # Constants may move from seeds to cells, so the design lacks full rank. Rounding must count as 0 (docs/LOG.md).
         solve = np.linalg.pinv(design, rcond=1e-10)
         self.inverse, self.values = solve @ solve.T, solve @ y  # the inverse is that of design.T @ design
         self.df = len(y) - np.linalg.matrix_rank(design, tol=1e-10)
@@ -77,7 +77,7 @@ class Fit:
 
     def contrast(self, weights, besides=0.0):
         """(value, half of its 95 % interval, p) of a sum {cell: weight}. The last two are None where nothing is left to
-        know the noise from, all three where no seeds connect the cells. besides: a standard deviation that no seed
+        tell the noise from, all three where no seeds connect the cells. besides: a standard deviation that no seed
         shows and that goes into both."""
         c = np.zeros(len(self.values))
         for cell, weight in weights.items():
@@ -113,8 +113,8 @@ def lowest(x, y):
     lower that is than the middle one).
 
     The value is weights @ y. A y that moves a little moves the value by its weight, because at the lowest point a shift
-    of x changes nothing (the delta method needs no more). x stays within half the way from the middle point to the
-    others; if the parabola has no lowest point, it is the middle one.
+    of x changes nothing (the delta method needs no more). x goes at most halfway from the middle point to the others;
+    if the parabola has no lowest point, x is the middle one.
     """
     (a, b, c), left, right = x, (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
     square = (right - left) / (c - a)
@@ -127,7 +127,7 @@ def lowest(x, y):
 
 
 def multiplier(loss, own, other, errors=(0, 0, 0), df=math.inf):
-    """(least, most): how many times its tokens vanilla needs for `loss`.
+    """(least, most): how many times as many tokens vanilla needs for `loss`.
 
     own, other: (tokens, vanilla's loss) of two schedules, the first of the mode's length. Losses fall as E + B / D^b
     over tokens D. Two points leave b open, so we take both ends: b = 1, the steepest that we have seen, and b -> 0, a
@@ -143,6 +143,6 @@ def multiplier(loss, own, other, errors=(0, 0, 0), df=math.inf):
         straight = (base - loss) / (base - other_base) * math.log(other_tokens / tokens)
         floor = (other_tokens * other_base - tokens * base) / (other_tokens - tokens)
         steep = np.log((base - floor) / (loss - floor))
-        ends = np.sort([straight, steep], axis=0)  # of a mode that is worse, the steep one is nearer to 1 as well
+        ends = np.sort([straight, steep], axis=0)  # which of the two is larger depends on the loss
         ends = np.exp(np.where(np.isnan(ends), math.inf, ends))  # below vanilla's floor no number of tokens is enough
     return tuple(float(np.quantile(end, q, method="nearest")) for end, q in zip(ends, (0.025, 0.975), strict=True))

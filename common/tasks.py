@@ -1,6 +1,6 @@
 """The zero-shot tasks: where their documents are, what each one asks, and how the answers are counted.
 
-Texts, choices and borders are those of lm-eval 0.4.13, the field's harness
+Texts, choices and boundaries are those of lm-eval 0.4.13, the field's harness
 (https://github.com/EleutherAI/lm-evaluation-harness, lm_eval/tasks). Documents come from the hub at a fixed revision,
 or from local files of JSON lines, `<task>.jsonl`. Read next: eval.py.
 """
@@ -119,7 +119,7 @@ def hub_rows(name):
 
 
 def local_rows(path, name):
-    """The rows of a task's split in a file of JSON lines or of one JSON array, plain or packed."""
+    """The rows of a task's split in a file of JSON lines or of one JSON array, plain or compressed."""
     task = TASKS[name]
     how = f"{task.hub!r}, {task.config!r}, split={task.split!r}, revision={REVISIONS[task.hub]!r}"
     command = f'python -c "import datasets; datasets.load_dataset({how}).to_json({str(path)!r})"'
@@ -128,7 +128,7 @@ def local_rows(path, name):
             content = file.read()
         if content.lstrip().startswith(b"["):
             return json.loads(content)
-        # We split bytes, because text would also end its lines at separators inside a JSON string.
+        # We split bytes, because text would also be split at separators inside a JSON string.
         return [json.loads(line) for line in content.split(b"\n") if line.strip()]
 
 
@@ -136,7 +136,7 @@ def questions(name, data_dir="", limit=0):
     """(a task's Questions, where they are from: dataset and revision, or file and hash). limit: only the first ones."""
     if data_dir:
         path = Path(data_dir, f"{name}.jsonl")
-        if not path.exists():  # packed, or an array in .json
+        if not path.exists():  # compressed, or an array in .json
             path = next(Path(data_dir).glob(f"{name}.json*"), path)
         rows, where = local_rows(path, name), f"{path.name} (sha256 {sha256(path)[:16]})"
     else:
@@ -147,7 +147,7 @@ def questions(name, data_dir="", limit=0):
     for i, row in enumerate(rows[: limit or None]):
         with reading(f"{where}, row {i}", f"a row in the format of {TASKS[name].hub}"):
             q = TASKS[name].ask(row)
-            "".join((*q.contexts, *q.choices))  # a TypeError where one is no text
+            "".join((*q.contexts, *q.choices))  # a TypeError if one is not a string
             if "" in q.choices or not 0 <= q.gold < len(q.choices):
                 raise ValueError(f"a choice is empty, or the label is not one of {len(q.choices)} choices")
             asked.append(q)

@@ -25,7 +25,7 @@ from common.report import some
 from configurator import UserError, need
 
 PIECE = 2**16  # characters of a .txt file that make a document
-SMALL = 2**24  # bytes of a domain whose characters we count, to hold out the right part of it
+SMALL = 2**24  # bytes; of a smaller domain we count the characters, to hold out the right part
 FORMATS = (".txt", ".jsonl", ".ndjson", ".json", ".parquet")
 SLIMPAJAMA = (".jsonl", ".jsonl.zst", ".parquet")  # what copies of it consist of
 PACKINGS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}  # pyarrow's names
@@ -60,7 +60,7 @@ class Input(NamedTuple):
 
 
 def python_files(packages):
-    """Yield the Inputs of pysource, without copies (why, says Placement.add): the standard library, then the installed
+    """Yield the Inputs of pysource, without copies (Placement.add says why): the standard library, then the installed
     packages, or those in `packages` only."""
     roots = {Path(sysconfig.get_path("stdlib")): "stdlib"}
     roots |= {Path(folder): "packages" for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))}
@@ -108,7 +108,7 @@ def why_left_out(path, cfg):
     """Why we do not read a file, or "". A .json file may be about data, as dataset_infos.json is."""
     suffix, packing = format_of(path.name)
     is_read = suffix in FORMATS if cfg.source == "files" else suffix + packing in SLIMPAJAMA
-    if not is_read or (suffix == ".parquet" and packing):  # .parquet is packed inside
+    if not is_read or (suffix == ".parquet" and packing):  # .parquet is compressed inside
         return suffix + packing or "without a suffix"
     if suffix == ".json":
         with reading(path, *FILE), unpacked(path) as file:
@@ -156,7 +156,7 @@ def text_files(cfg):
 def in_pieces(inputs, val_fraction):
     """Choose each domain's piece size so that the part that we hold out is a whole number of pieces: else a small
     domain would hold out much more than val_fraction, or all of it. We count characters, as they are read. Bytes would
-    be off by three: a Chinese character takes three of them, and packed text about a third of its own."""
+    be off by a factor of three: a Chinese character takes three, and compressed text a third of its own."""
     pieces, small, sizes, texts = {}, set(), sizes_of(inputs), defaultdict(list)
     for source in inputs:
         if source.is_txt and sizes[source.domain] < SMALL:
@@ -182,7 +182,7 @@ def lengths(source):
 
 def cut(text, size, keeps_lines):
     """Yield a text stream in pieces of `size` characters and what is left of their last line. If more than `size`
-    characters of that line are left, we cut inside it: after `size` characters or, if it keeps_lines, after twice as
+    characters of that line are left, we cut inside it: after `size` characters or, with keeps_lines, after twice as
     many."""
     rest = ""
     while piece := rest + text.read(size - len(rest)):
@@ -247,7 +247,7 @@ def find_inputs(cfg):
 
 @contextlib.contextmanager
 def unpacked(path):
-    """A file as a stream of the bytes that were packed into it."""
+    """A file as a stream of its bytes, decompressed."""
     _, packing = format_of(path.name)
     if packing:
         if not path.stat().st_size:
@@ -267,8 +267,8 @@ def opened(source):
         head = file.peek(4)
         encoding = next((name for mark, name in MARKS.items() if head.startswith(mark)), "utf-8-sig")
         is_array = head.decode(encoding, "ignore").lstrip().startswith("[")
-        # Bytes that are no text become half surrogate pairs, which a worker refuses with the line's number.
-        ends = "" if source.is_txt else "\n"  # of lines: in .txt also those of an old Mac
+        # Bytes that are not text become lone surrogates, which a worker refuses with the line's number.
+        ends = "" if source.is_txt else "\n"  # of lines; in .txt an old Mac's count too
         yield io.TextIOWrapper(file, encoding, "surrogateescape", ends), is_array
 
 
@@ -298,7 +298,7 @@ def read_input(source, cfg):
             raise UserError(f"{source.path} is a Git LFS pointer, not the file; run `git lfs pull` where it came from")
     if format_of(source.name)[0] == ".parquet":
         file = need("pyarrow.parquet").ParquetFile(source.path)
-        # Without our column we read all, so that an error can name them.
+        # If our column is missing we read all columns, so that an error can name them.
         columns = [name for name in (cfg.text_field, "meta") if cfg.text_field in file.schema_arrow.names]
         for rows in file.iter_batches(64, columns=columns or None):
             yield from rows.to_pylist()
@@ -314,7 +314,7 @@ def raw_items(source, cfg):
                 size = source.size
             elif isinstance(raw, str):
                 size = len(raw.encode("utf-8", "surrogateescape"))
-            else:  # what is no object is refused with its number
+            else:  # what is not an object is refused later, with its number
                 text = str(raw.get(cfg.text_field)) if isinstance(raw, dict) else ""
                 size = len(text.encode("utf-8", "surrogatepass"))
             yield number, raw, size
@@ -340,7 +340,7 @@ def split_docstrings(source):
         doc = node.body[0]
         first, last = doc.lineno - 1, doc.end_lineno - 1
         before, after = lines[first][: doc.col_offset], lines[last][doc.end_col_offset :]
-        # A function that is only a docstring needs a statement in its place.
+        # A function or class that is only a docstring needs a statement in its place.
         is_only_statement = len(node.body) == 1 and not isinstance(node, ast.Module)
         is_alone = not (before + after).strip()
         lines[first : last + 1] = [] if is_alone and not is_only_statement else [before + b"..." + after]
@@ -353,7 +353,7 @@ def python_documents(path, domain):
     try:
         with tokenize.open(path) as file:
             code, prose = split_docstrings(file.read())
-    except (SyntaxError, UnicodeDecodeError, LookupError):  # an unknown encoding, or another one than the file says
+    except (SyntaxError, UnicodeDecodeError, LookupError):  # an unknown encoding, or not the one that the file names
         return []
     return [(name, text) for name, text in ((domain, code), ("prose", prose)) if text.strip()]
 
@@ -389,5 +389,5 @@ def to_documents(source, number, raw, cfg):
             return []
         if not isinstance(text, str):
             raise TypeError(f"{cfg.text_field!r} is of type {type(text).__name__}")
-        # JSON may hold half a surrogate pair, which is no text: it becomes U+FFFD.
+        # JSON may hold a lone surrogate, which is not text: it becomes U+FFFD.
         return [(domain, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))]

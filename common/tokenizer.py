@@ -35,9 +35,9 @@ def byte_letters():
 
 
 class Tokenizer:
-    """Text <-> token ids. It is made of a dict `spec`, which tokenizer.json holds:
+    """Text <-> token ids. It is made from a dict `spec`, which tokenizer.json holds:
 
-    name: as prepare.py's --tokenizer.
+    name: as in prepare.py's --tokenizer.
     pattern: the regex that cuts text into pieces. BPE merges bytes inside a piece only.
     ranks: [[base64 of a token's bytes, id], …]. A smaller id merges first; of equal bytes the last id is used.
     special: {name: id}, with '<|endoftext|>'.
@@ -53,7 +53,7 @@ class Tokenizer:
         self.n_vocab = spec["n_vocab"]
         # End-of-text separates documents, so it starts and ends them.
         self.start = self.end = spec["special"][EOT]
-        # The ids that a text of its own begins with. Ours has none; other models' tokenizers have some.
+        # The ids that every separate text begins with. Ours has none; other models' tokenizers have some.
         self.prefix = []
         self.special = dict(spec["special"])  # {name: id}
         self.is_ours = True
@@ -88,7 +88,7 @@ class Tokenizer:
 
     def encode_document(self, text):
         """(tokens + 1,) uint16, as in a token file: the ids that `encode` gives, and end-of-text.
-        Raises UnicodeEncodeError if `text` has half a surrogate pair."""
+        Raises UnicodeEncodeError if `text` has a lone surrogate."""
         ids = self.encoding.encode_to_numpy(self._normalized(text), disallowed_special=())
         return np.append(ids, self.end).astype("<u2")
 
@@ -110,7 +110,7 @@ class Tokenizer:
 
 
 class HFTokenizer:
-    """Another model's tokenizer, with the methods of ours. It is made of a dict `spec`:
+    """Another model's tokenizer, with the methods of ours. It is made from a dict `spec`:
 
     name: of the model's folder.
     tokenizer: the content of its tokenizer.json, which the tokenizers package reads.
@@ -123,7 +123,7 @@ class HFTokenizer:
         self.spec, self.name, self.n_vocab, self.is_ours = spec, spec["name"], spec["n_vocab"], spec["is_ours"]
         self.start, self.end = spec["start"], spec["end"]
         self.encoding = need("tokenizers").Tokenizer.from_str(json.dumps(spec["tokenizer"]))
-        self.encoding.no_truncation()  # what somebody trained with is saved, too, and would cut our texts
+        self.encoding.no_truncation()  # the file may keep the truncation of its training, which would cut our texts
         self.encoding.no_padding()
         added = self.encoding.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
@@ -159,7 +159,7 @@ class HFTokenizer:
     def encode(self, text, allow_eot=False):
         self.encoding.encode_special_tokens = not allow_eot  # else '<|endoftext|>' in a text becomes its id
         ids = self.encoding.encode(text, add_special_tokens=False).ids
-        if max(ids, default=0) >= self.n_vocab:  # a token that was added, and the model not resized
+        if max(ids, default=0) >= self.n_vocab:  # a token was added, but the model was not resized
             token = self.encoding.id_to_token(max(ids))
             raise UserError(f"{self.name}'s model has {self.n_vocab:,} tokens and cannot read {token!r}, id {max(ids)}")
         return ids
@@ -173,7 +173,7 @@ class HFTokenizer:
     def token_bytes(self):
         """(n_vocab,) int64: bytes of text of each id; the space that some vocabularies put before a text counts."""
         vocab, added = self.encoding.get_vocab(), self.encoding.get_added_tokens_decoder()
-        n = np.zeros(1 + max(*vocab.values(), self.n_vocab), np.int64)  # it may have more than the model
+        n = np.zeros(1 + max(*vocab.values(), self.n_vocab), np.int64)  # the file may have more than the model
         for i, token in added.items():
             n[i] = 0 if token.special else len(token.content.encode())
         # a byte-level vocabulary spells each byte as a letter; others have ▁ for a space and <0x0A> for a byte

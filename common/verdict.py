@@ -1,6 +1,6 @@
 """What a comparison does with losses: which rate each mode needs next, and which mode is better, by how much.
 
-compare.py makes the runs. Here are numbers alone, so that bench/coverage.py can count how often the answer holds.
+compare.py makes the runs. This file knows only numbers, so that bench/coverage.py can count how often it is right.
 """
 
 import math
@@ -12,7 +12,7 @@ from common.statistics import Fit, holm, lowest, multiplier
 
 GROWTHS = 2  # how often a grid may grow by another rate, because its best one is at its edge
 LOOKS, MUCH = 3, 0.25  # how often it may get a rate between two others, and what `promised` calls much
-MOST = 0.45  # of the squares behind the noise that all modes share, from where on we name the mode that has them
+MOST = 0.45  # share of the squares behind the noise common to all modes, above which we name the mode that has it
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def search(loss_of, rates, seeds):
     """The whole procedure: ([(rate, seed)] that a mode needs now, its Tuned once there are none).
 
     loss_of: function (rate, seed) -> loss, None before it is known. All rates get the first seed. Where the best one is
-    at the grid's edge, the grid grows there by a factor of 2, at most twice. Where a parabola promises much between
+    at the grid's edge, the grid gets a rate 2 times further, at most twice. Where a parabola promises much between
     two rates, the first seed trains there, too, at most three times, because a cliff beside a rate looks like a deep
     valley on the other side. Then all seeds train at the best rate.
     """
@@ -60,8 +60,8 @@ def search(loss_of, rates, seeds):
 
 
 def promised(around, losses):
-    """Where a parabola through the losses at three rates, the middle one the lowest, is lowest, with three digits; None
-    if that is less than a quarter (MUCH) of the climb to the lower of the outer two below the middle one."""
+    """Where a parabola through the losses at three rates, the middle one the lowest, is lowest, to three digits; None
+    if it gains on the middle one less than a quarter (MUCH) of the climb from there to the lower of the outer two."""
     at, _, gain = lowest([math.log2(rate) for rate in around], losses)
     is_much = gain > MUCH * (min(losses[0], losses[2]) - losses[1])
     return float(f"{2**at:.3g}") if is_much else None
@@ -77,8 +77,8 @@ class Best:
 
 
 def at_best(fit, cells, rates):
-    """The Best of a mode. cells: of a Fit, at its best rate or at that and those beside it; then it is the lowest point
-    of a parabola in log2(rate)."""
+    """The Best of a mode. cells: of a Fit, at its best rate, or at that and those beside it; then Best is the lowest
+    point of a parabola in log2(rate)."""
     if len(cells) == 1:
         return Best(rates[0], {cells[0]: 1.0})
     at, weights, gain = lowest([math.log2(rate) for rate in rates], [fit.level(cell) for cell in cells])
@@ -86,7 +86,7 @@ def at_best(fit, cells, rates):
 
 
 def difference(fit, mine, theirs):
-    """`Fit.contrast` of two modes' Bests. Nobody has trained there, so a gain counts as unsure as it is large."""
+    """`Fit.contrast` of two modes' Bests. Nobody has trained there, so a gain also counts as a standard error."""
     weights = mine.weights | {cell: -weight for cell, weight in theirs.weights.items()}
     return fit.contrast(weights, math.hypot(mine.gain, theirs.gain))
 
@@ -103,7 +103,7 @@ class Answer:
     gap: float | None = None  # its loss minus the base's, both at their best rates; None without a common seed
     interval: float | None = None  # half the width of its 95 % interval
     p: float | None = None  # after Holm's correction
-    times: tuple = ()  # how many times its tokens the base needs for this loss: (least, most), or empty
+    times: tuple = ()  # how many times as many tokens the base needs for this loss: (least, most), or empty
 
     @property
     def loss(self):
@@ -145,7 +145,7 @@ def judge(cells, tuned, tokens=0, schedules=(), pool=None):
 
 
 def times_of(gap, spread, p, base, tokens, schedules, fit):
-    """How many times its tokens the base needs for its loss + gap: (least, most). Empty if no other length helps."""
+    """How many times as many tokens `base` needs for its loss + gap: (least, most). Empty if no other length helps."""
     # the base's nearest longer schedule; else the nearest shorter one, and then we guess how the curve goes on
     far = [(length, answer) for length, answer in schedules if max(length / tokens, tokens / length) >= 1.5]
     falling = [(length, answer) for length, answer in far if (length - tokens) * (base.loss - answer.loss) > 0]
@@ -160,7 +160,7 @@ def times_of(gap, spread, p, base, tokens, schedules, fit):
 
 
 def noisy(fit):
-    """{mode: its part of the squares behind the noise} of each mode with over MOST. Of two modes each has half."""
+    """{mode: its part of the squares behind the noise} of each mode above MOST; none of two, as each has half."""
     shares = fit.shares(lambda cell: cell[0]) if fit.df else {}
     return {mode: share for mode, share in shares.items() if share > MOST and len(shares) > 2}
 
@@ -206,6 +206,6 @@ def said_of(a, base, n_seeds, is_tuned):
 
 
 def sentences(answers, n_seeds, is_tuned):
-    """A line of sentences for each mode of which there is something to say."""
+    """A line of sentences for each mode about which there is something to say."""
     said = [" ".join(said_of(a, answers[0], n_seeds, is_tuned)) for a in answers]
     return [line for line in said if line]

@@ -1,1 +1,1 @@
-"""Standard parts of a network that model.py is built from, and what a value mode cannot mean."""
+"""Standard parts of networks, from which model.py is built, and which value modes are refused."""

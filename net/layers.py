@@ -50,7 +50,7 @@ class Rope(nn.Module):
 
     def __init__(self, head_dim, length, theta, scaling=()):
         super().__init__()
-        # rounded as transformers rounds it: the last bit of r moves the angle at position 10,000 by 1e-3 radians
+        # rounded as transformers rounds it: the last bit of r moves the angle at position 10,000 by up to 6e-4 radians
         rate = 1 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         if scaling:
             factor, low, high, original = scaling
@@ -88,7 +88,7 @@ def apply_rope(x, angles):
 
 
 def repeat_heads(x, n):
-    """(B, G, T, D) -> (B, n, T, D): each key and value head for the n / G query heads of its group."""
+    """(B, G, T, D) -> (B, n, T, D): repeats each key and value head for the n / G query heads of its group."""
     return x.repeat_interleave(n // x.size(1), dim=1)
 
 
@@ -137,8 +137,8 @@ def fused_attention(q, k, v, mask, is_causal, scale):
 def attend_across(q, keys, values, kernel="sdpa", mask=None):
     """softmax(q [K_1; K_2; …]^T) [V_1; V_2; …] (Eq 2): causal attention to several layers under one softmax.
 
-    q (B, H, T, D); keys, values: one (B, G, S, D) of each layer. We order the keys k_n(0) k_1(0) k_n(1) …, repeat
-    each query n times and keep the last copy: then the usual causal mask is right, and no T x n S mask exists.
+    q (B, H, T, D); keys, values: one (B, G, S, D) of each layer. We order the keys k_1(0) k_2(0) … k_1(1) …, repeat
+    each query n = len(keys) times and keep the last copy: then the usual causal mask is right; no T x n S mask exists.
     """
     n = len(keys)
     k, v = (torch.stack(x, dim=3).flatten(2, 3) for x in (keys, values))  # (B, G, S, n, D) -> (B, G, S * n, D)
@@ -168,7 +168,7 @@ class MLP(nn.Module):
 
 
 def residual_proj_std(cfg):
-    """Initial spread of the projections into the residual stream: GPT-2's are smaller by sqrt(2 n_layer)."""
+    """Initial spread of the projections into the residual stream: GPT-2's are divided by sqrt(2 n_layer)."""
     is_scaled = cfg.arch == "gpt2" if cfg.scaled_init is None else cfg.scaled_init
     return cfg.init_std / math.sqrt(2 * cfg.n_layer) if is_scaled else None
 
@@ -196,7 +196,7 @@ class DepthAverage(nn.Module):
             self.alphas.append(torch.tensor([0.0] * n_others + [1.0]))
 
     def forward(self, i, xs):
-        """H_i of xs = [X_0, …, X_i], each of one shape."""
+        """H_i of xs = [X_0, …, X_i], all of the same shape."""
         if i % self.period:
             return xs[i]
         alpha = self.alphas[i // self.period - 1]

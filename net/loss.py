@@ -37,8 +37,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     1/n and the loss scale are applied only in the backward: in fp16 a softmax divided by 65,536 targets would
     underflow. Products use autocast's dtype, sums fp32. w is padded to a multiple of `multiple` rows, which a GPU's
     kernels prefer.
-    scatter: how the one-hot targets are subtracted. For a GPU torch.compile makes three kernels of a scatter, and one
-    that moves a third of the bytes without it. Where nothing is compiled a scatter is faster (1.3 x on a CPU).
+    scatter: how the one-hot targets are subtracted. For a GPU torch.compile makes three kernels with a scatter, and one
+    without, which moves a third of the bytes. Where nothing is compiled a scatter is faster (1.3 x on a CPU).
     """
 
     @staticmethod
@@ -68,7 +68,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def chunk(x, w, target, keep, V, scatter, grads):
-        """x (rows, C), w (V or more, C), target, keep (rows, 1) -> summed nats, and their gradients in x and w or None.
+        """x (rows, C), w (V or more, C), target, keep (rows, 1) -> summed nats, and the gradients for x and w, or None.
         Its temporaries are freed before the next chunk."""
         z = F.linear(x, w).to(keep.dtype)  # (rows, V or more); in place from here on: passes over it are the cost
         z[:, V:] = -math.inf

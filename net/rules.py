@@ -1,6 +1,6 @@
-"""What a value mode cannot mean: one sentence for each combination of settings that nothing computes.
+"""Which value modes are refused: one sentence for each combination of settings that nothing computes.
 
-All else that a Residual or a ValueMode can say, model.py computes. value_modes.py calls these when either is made.
+model.py computes all else that a Residual or a ValueMode can say. value_modes.py calls these when it makes either.
 """
 
 import re
