@@ -298,7 +298,7 @@ def comparison(path, effects, curves, title, base):
         for mode, (x, y) in curves.items():
             right.plot(x, y, label=mode, **styles[mode] | {"marker": ""})
         late = np.concatenate([y[x >= SHOWN * x[-1]] for x, y in curves.values()])
-        pad = 0.05 * np.ptp(late)
+        pad = 0.05 * np.ptp(late) or 0.05  # a very short run may show a single point
         right.set(ylim=(late.min() - pad, late.max() + pad), xlabel="training tokens", ylabel="loss (nats per token)")
         tokens_on(right, max(x[-1] for x, _ in curves.values()))
         right.legend(**LEGEND)
