@@ -235,8 +235,8 @@ def remarks(study, answers, fit):
         yield "A single rate favours the mode that it suits best. Name several --rates to be fair."
     if not has_intervals:
         return
-    corrected = ", at the lowest points of the parabolas" if any(a.best and a.tuned.around for a in answers) else ""
-    yield f"± is half of a 95% interval. We subtract seed by seed{corrected}, and estimate one noise for all modes."
+    where = ", at the lowest points of the parabolas" if any(a.best and a.tuned.around for a in answers) else ""
+    yield f"± is half of a 95% interval. We subtract losses seed by seed{where}, and estimate one noise for all modes."
     if cfg.seeds == 1:
         yield f"That noise ({fit.noise:.4f} nats) comes from other runs in {cfg.out_dir}, which have several seeds."
     for mode, share in noisy(fit).items():
@@ -245,7 +245,7 @@ def remarks(study, answers, fit):
             f"compare {base.mode} with one mode at a time (no new runs), and multiply each p by {len(answers) - 1}."
         )
     if not any(a.times for a in answers):
-        how = f"run this with --max_steps={2 * cfg.max_steps}, and then once more without it"
+        how = f"run this with --max_steps={2 * cfg.max_steps}, and then once more unchanged"
         yield f"How many times as many tokens would {base.mode} need? To find out, {how}."
 
 

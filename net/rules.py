@@ -25,7 +25,7 @@ def problems_of_residual(r):
         (r.map != "delta" and r.subtract != "mixed", f"subtract={r.subtract!r} is only for map='delta'"),
         (not is_token and r.tables != "each", f"tables={r.tables!r} is only for source='token'"),
         (r.map == "cross" and not is_plain, "the softmax sets the weights of map='cross': leave out lam and learn"),
-        (r.source == "all" and not of_many, f"{learns} weighs one source against the layer's own, so not 'all'"),
+        (r.source == "all" and not of_many, f"{learns} weighs one source against the layer's own, but 'all' is many"),
         (r.is_gated and not is_eq7, f"{learns} computes a weight per token, and only works with of='v' and map='own'"),
         (r.learn == "head" and r.lam, "learn='head' divides 1 between own and source, so lam must be None"),
         (r.learn == "softmax" and r.lam, "learn='softmax' gets its start from slope, so lam must be None"),

@@ -576,7 +576,7 @@ IMPOSSIBLE = [  # what makes it, and the sentence; test_bad_input.py's modes fin
     (lambda: Residual(tables="mirror"), "is only for source='token'"),
     (lambda: Residual(subtract="projected"), "is only for map='delta'"),
     (lambda: Residual(map="cross", lam=(1.0, 1.0)), "leave out lam and learn"),
-    (lambda: Residual(source="all", learn="softmax"), "so not 'all'"),
+    (lambda: Residual(source="all", learn="softmax"), "but 'all' is many"),
     (lambda: Residual(learn="head", lam=(1.0, 1.0)), "lam must be None"),
     (lambda: Residual(learn="lerp", lam=(5.0, 0.3)), "must sum to 1"),
     (lambda: ValueMode(share_v=(1, 2)), "begin with 0"),
