@@ -86,6 +86,7 @@ def run_jobs(wanted, ended, lanes, later=lambda: 0):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, signal.default_int_handler)  # as at Ctrl-C
     running, seen = {}, {}  # {lane: (job, process, where its output begins)}, {log: job}
+    earlier = 0  # steps of resumed runs, which say nothing about today's pace
     bar = progress("training", 0, "step")
     try:
         while True:
@@ -99,14 +100,16 @@ def run_jobs(wanted, ended, lanes, later=lambda: 0):
                     begin = out.tell()  # before the process can write
                     process = subprocess.Popen([sys.executable, *job.words], env={**os.environ, **lanes[lane]}, **how)
                     running[lane], seen[job.log] = (job, process, begin), job
+                if job.steps:
+                    earlier += steps_done(job.folder)
             if not running:
                 return
             # until one ends, show how far along they all are
             known = {job.log: job for job in todo} | seen
-            bar.total = sum(job.steps for job in known.values()) + later()
+            bar.total = sum(job.steps for job in known.values()) + later() - earlier
             while all(process.poll() is None for _, process, _ in running.values()):
                 left = sum(job.steps - steps_done(job.folder) for job, *_ in running.values() if job.steps)
-                bar.update(sum(job.steps for job in seen.values()) - left - bar.n)
+                bar.update(sum(job.steps for job in seen.values()) - left - earlier - bar.n)
                 time.sleep(0.5)
             for lane, (job, process, begin) in list(running.items()):
                 if process.poll() is not None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, config, in_process, make_data, refused, script
@@ -18,7 +19,7 @@ import train
 from bench import coverage
 from common import checkpoint, files
 from common.files import hold, record_line, write_record
-from common.jobs import lanes_of, last_words, steps_done
+from common.jobs import Command, lanes_of, last_words, run_jobs, steps_done
 from common.ranks import code_of_results
 from common.runs import RUN, differences, read_kept, read_run
 from common.verdict import Tuned, in_words, judge, search
@@ -624,6 +625,18 @@ def test_progress_is_read_behind_a_long_record(tmp_path):
     long = {"event": "eval", "step": 7, "val": {f"domain {i}": 1.0 for i in range(2000)}}
     (tmp_path / "metrics.jsonl").write_text(record_line("train.py's metrics", long))
     assert steps_done(tmp_path) == 7
+
+
+def test_the_bar_leaves_out_what_a_resumed_run_had_done(tmp_path, monkeypatch):
+    """Those steps took no time today, so with them the time that is left would look far too short."""
+    bar = SimpleNamespace(total=0, n=0, clear=lambda: None, close=lambda: None)
+    bar.update = lambda steps: setattr(bar, "n", bar.n + steps)
+    monkeypatch.setattr("common.jobs.progress", lambda *_: bar)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    (tmp_path / "metrics.jsonl").write_text(record_line("train.py's metrics", {"step": 7}))
+    job = Command(("-c", "pass"), tmp_path / "train.log", tmp_path, steps=10)
+    run_jobs(lambda: [job], lambda *_: None, [{}])
+    assert (bar.total, bar.n) == (3, 0)
 
 
 def started(words, runs):
