@@ -244,6 +244,8 @@ def remarks(study, answers, fit):
             f"{mode} accounts for {share:.0%} of the squared noise. If it is noisier than the others, ± is wrong. Then "
             f"compare {base.mode} with one mode at a time (no new runs), and multiply each p by {len(answers) - 1}."
         )
+    if any(a.interval and a.p > 0.05 and abs(a.gap) > a.interval for a in answers):
+        yield "Of several intervals, one may exclude 0 by luck. p allows for that (Holm's correction), so it decides."
     if not any(a.times for a in answers):
         how = f"run this with --max_steps={2 * cfg.max_steps}, and then once more unchanged"
         yield f"How many times as many tokens would {base.mode} need? To find out, {how}."

@@ -353,6 +353,19 @@ def test_one_seed_borrows_the_noise_of_runs_that_are_there(data, tmp_path, compa
     assert "That noise (" in said and "of the squared noise" not in said
 
 
+def test_an_interval_without_0_that_is_no_proof_is_explained(compared):
+    """svformer's p is 0.03, but among three modes it counts three times."""
+
+    def level(mode, rate, seed):
+        noise = {42: 0.001, 1: -0.002, 2: 0.001}[seed] * (1 if mode == "vanilla" else -2)
+        return 2.5 + 0.006 * (mode == "svformer") + noise
+
+    said = compared(*LEVELS, seeds=3, loss=level)
+    assert "svformer cannot be told apart from vanilla (+0.0060 ± 0.0052 nats, p = 0.09)." in said
+    assert "Of several intervals, one may exclude 0 by luck." in said
+    assert "by luck" not in compared("vanilla", "svformer", seeds=3, loss=level)
+
+
 def test_who_makes_most_of_the_noise_is_said(compared):
     def noisy(mode, rate, seed):
         return 2.5 + {42: 0, 1: 1, 2: -1}[seed] * {"vanilla": 0.03, "svformer": 0.001}.get(mode, 0.002)
