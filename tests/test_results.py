@@ -1,6 +1,7 @@
 """Every number of the results, computed again from the records, by other code than the pages were written with."""
 
 import json
+import math
 import re
 
 import numpy as np
@@ -124,7 +125,7 @@ NOVELS, RATES = page("results/english/README.md"), (1.5e-3, 3e-3, 6e-3)
 
 
 def english():
-    """({(mode, rate, seed): Curves} of the kept English runs, the Answers on modes that are finished, the Fit)."""
+    """({(mode, rate, seed): Curves} of the kept English runs, {(mode, rate): {seed: loss}}, the Answers, the Fit)."""
     runs = {}
     for folder in sorted(ENGLISH.glob("*-*-*-*/")):
         mode, _, rate, seed = folder.name.split("-")
@@ -134,13 +135,12 @@ def english():
         cells.setdefault((mode, rate), {})[seed] = run.final_loss
     for mode in ("vanilla", "resformer", "resformer_lambda", "svformer"):
         loss_of = lambda rate, seed, mode=mode: cells.get((mode, rate), {}).get(seed)  # noqa: E731
-        missing, where = search(loss_of, RATES, (42, 1, 2))
-        if not missing:
-            tuned[mode] = where
-    return runs, *judge({cell: of for cell, of in cells.items() if cell[0] in tuned}, tuned)
+        missing, tuned[mode] = search(loss_of, RATES, (42, 1, 2))
+        assert not missing
+    return runs, cells, *judge(cells, tuned)
 
 
-RUNS_IN_ENGLISH, ANSWERS, FIT_IN_ENGLISH = english()
+RUNS_IN_ENGLISH, CELLS_IN_ENGLISH, ANSWERS, FIT_IN_ENGLISH = english()
 IN_ENGLISH = {answer.mode: answer for answer in ANSWERS}
 
 
@@ -151,26 +151,31 @@ def in_english(mode, seed):
 
 
 def in_python(mode, seed):
-    (run,) = (run for run in RUNS if run["name"] == f"82M-2048-{mode}-lr0.0003-{seed}")
+    name = f"82M-2048-{mode}" if mode == "svformer" else f"82M-2048-{mode}-lr0.0003"  # each at its best rate
+    (run,) = (run for run in RUNS if run["name"] == f"{name}-{seed}")
     return run["every"] * np.arange(1, 1 + len(run["losses"])), np.array(run["losses"])
 
 
-def lead(losses_of, *seeds):
-    """How much lower λ = 2's training loss is than vanilla's after a tenth of the training, in steps 501 to 700."""
+def lead(mode, losses_of):
+    """How much lower a mode's training loss is than vanilla's after a tenth of the training, in steps 501 to 700."""
     gaps = []
-    for seed in seeds:
+    for seed in (42, 1, 2):
         means = []
-        for mode in ("vanilla", "resformer_lambda"):
-            steps, losses = losses_of(mode, seed)
+        for of in ("vanilla", mode):
+            steps, losses = losses_of(of, seed)
             means.append(losses[(steps > 500) & (steps <= 700)].mean())
         gaps.append(means[0] - means[1])
     return sum(gaps) / len(gaps)
 
 
 def gap_in_english(mode):
-    if mode not in IN_ENGLISH:
-        return "not finished"
     return f"{IN_ENGLISH[mode].gap:+.3f} ± {IN_ENGLISH[mode].interval:.3f}"
+
+
+def worse_in_english(mode, rate):
+    """(by how much a mode's gap is larger on English than on Python, half of its interval)."""
+    python = gap(mode, rate)
+    return IN_ENGLISH[mode].gap - python[0], math.hypot(IN_ENGLISH[mode].interval, python[1])
 
 
 MEAN_42 = (2.4592 + 2.4812) / 2  # vanilla's seed 42 on both processors
@@ -202,8 +207,19 @@ def sentences():
     middle = gap("resformer_lambda", 0.0015, 0.0015, **MID)[0]
     yield f"With 2.9M parameters λ = 2 ends {-middle:.2f} nats below vanilla."
     early, late = ([float(end) for end in tokens(*of)] for of in (({}, LONG), (LONG, {})))
-    novels, code = lead(in_english, 42, 1, 2), lead(in_python, 42, 1, 2)
+    novels, code = (lead("resformer_lambda", losses_of) for losses_of in (in_english, in_python))
     yield f"λ = 2's training loss is {novels:.2f} nats lower than vanilla's on English, and {code:.2f} lower on Python"
+    for losses_of, most in ((in_english, novels), (in_python, code)):
+        assert all(0 < lead(mode, losses_of) < most for mode in ("resformer", "svformer"))
+    both = [worse_in_english(*of) for of in (("resformer_lambda", 0.003), ("svformer", 0.006))]
+    (ours,) = {f"{more:.2f} ± {half:.2f}" for more, half in both}
+    yield f"both do worse on English than on Python, by {ours} nats."
+    (p,) = {f"{IN_ENGLISH[mode].p:.3f}" for mode in ("resformer_lambda", "svformer")}
+    yield f"p is {p} for both, and [the plan](PLAN.md) wants it below 0.05."
+    less, more = IN_ENGLISH["resformer_lambda"], IN_ENGLISH["svformer"]
+    yield f"λ = 2 (V_n + 2 V_1) finishes {-less.gap:.2f} nats lower there, and SVFormer {more.gap:.2f} higher"
+    is_beside_0 = less.gap + less.interval < 0 < more.gap - more.interval
+    yield "λ = 2's interval lies below zero, and SVFormer's above" if is_beside_0 else "no such finding"
     yield f"the vanilla base model needs {early[0]:.1f} to {early[1]:.1f} times as many tokens."
     twice = planned()["vanilla", 12000] - planned()["resformer_lambda", 12000]
     four_times = loss("vanilla", **LONG) - loss("resformer_lambda", **LONG)
@@ -240,13 +256,14 @@ def readmes():
     value, interval, _ = gap("resformer")
     yield "**ResFormer doesn't help our base model**" if abs(value) < interval else "no such finding"
     assert abs(IN_ENGLISH["resformer"].gap) < IN_ENGLISH["resformer"].interval
+    assert all(answer.p is None or answer.p > 0.05 for answer in ANSWERS)  # "may be luck"
     deep = gap("resformer", 0.0015, 0.0015, **DEEP)[0]
     yield f"With 12 layers it ends about {-deep:.2f} nats below vanilla on Python"
     least, most = (f"{float(times):.1f}" for times in tokens({}, LONG))
-    yield f"With V_n + 2 V_1 the base model ends about {-gap('resformer_lambda')[0]:.2f} nats lower"
-    yield f"Vanilla would need {least} to {most} times as many tokens to get there."
-    best = -gap("svformer", 0.006)[0]
-    yield f"SVFormer ends about {best:.2f} nats lower on Python, with 58% of the cache."
+    yield f"V_n + 2 V_1 ends about {-IN_ENGLISH['resformer_lambda'].gap:.2f} nats lower, which may be luck."
+    yield f"On Python it's about {-gap('resformer_lambda')[0]:.2f}, worth {least} to {most} times as many tokens."
+    yield f"On English it ends about {IN_ENGLISH['svformer'].gap:.2f} nats higher, which may be luck, too."
+    yield f"On Python it ends about {-gap('svformer', 0.006)[0]:.2f} lower."
 
 
 def rows():
@@ -371,9 +388,24 @@ def test_the_demo_that_readme_shows():
     assert "When [we ran that](results/demo.png), all three were still [clearly ahead](results/demo.json)." in README
 
 
+def test_the_verdicts_of_the_plan():
+    plan, noise = page("results/PLAN.md"), FIT_IN_ENGLISH
+    assert f"2026-11-28, {len(RUNS_IN_ENGLISH)} runs" in plan
+    assert f"ResFormer's interval, {gap_in_english('resformer')}, includes 0" in plan
+    assert f"λ = 2 is at {gap_in_english('resformer_lambda')} and SVFormer at {gap_in_english('svformer')}." in plan
+    share = noise.shares(lambda cell: cell[0])["vanilla"]
+    assert f"The noise is {noise.noise:.4f}, below the {FIT.noise:.4f} of Python" in plan
+    assert f"vanilla accounts for {share:.0%} of its squares" in plan
+    tuned = {mode: IN_ENGLISH[mode].tuned for mode in ("vanilla", "resformer_lambda")}
+    alone = judge({cell: of for cell, of in CELLS_IN_ENGLISH.items() if cell[0] in tuned}, tuned)[0][1]
+    assert f"Compared with vanilla alone, λ = 2 is at {alone.gap:+.3f} ± {alone.interval:.3f}" in plan
+
+
 def test_the_page_has_all_english_runs():
     """A line for each fifty steps of kept runs is read like others. The page's grid has their losses."""
     assert all(len(run.steps["loss"]) == 120 for run in RUNS_IN_ENGLISH.values())
+    above = np.mean([run.final_loss - run.steps["loss"][-4:].mean() for run in RUNS_IN_ENGLISH.values()])
+    assert f"On them the loss is about {above:.2f} above that of the last training steps" in NOVELS
     rates = sorted({rate for _, rate, _ in RUNS_IN_ENGLISH})
     assert f"|mode|{'|'.join(f'{rate:g}' for rate in rates)}|seed 1|seed 2|" in NOVELS
     for mode in dict.fromkeys(mode for mode, *_ in RUNS_IN_ENGLISH):
@@ -384,6 +416,8 @@ def test_the_page_has_all_english_runs():
 
 
 def test_the_answer_in_english():
+    less, more = IN_ENGLISH["resformer_lambda"].gap, IN_ENGLISH["svformer"].gap
+    assert f"finishes {-less:.2f} nats lower than vanilla, and SVFormer {more:.2f} higher" in NOVELS
     for mode, answer in IN_ENGLISH.items():
         row = [mode, f"{answer.tuned.rate:g}", f"{sum(answer.losses.values()) / 3:.4f}", f"{answer.best.rate:.2g}"]
         row += [f"{answer.loss:.4f}"]
