@@ -428,3 +428,10 @@ def test_the_answer_in_english():
         row += [f"{answer.loss:.4f}"]
         row += ["-", "-"] if mode == "vanilla" else [f"{answer.gap:+.3f} ± {answer.interval:.3f}", f"{answer.p:.2g}"]
         assert f"| {' | '.join(row)} |" in NOVELS
+
+
+def test_the_first_runs_of_depth():
+    said = page("results/depth/README.md")
+    for folder in (ROOT / "results/depth").glob("*-*-*-*/"):
+        rate = folder.name.split("-")[2]
+        assert f"at {read_run(folder).final_loss:.4f} with rate {rate}" in said
