@@ -1,0 +1,172 @@
+"""Python text whose names are replaced, to see what a model gains by copying them (results/PLAN.md, experiment B).
+
+    python prepare.py pysource --tokenizer=bpe:2048 --out_dir=data/night
+    python -m examples.rename data/night texts
+    python prepare.py files --input_dir=texts/each --tokenizer_file=data/night --out_dir=data/each
+    python prepare.py files --input_dir=texts/same --tokenizer_file=data/night --out_dir=data/same
+    python prepare.py files --input_dir=texts/own --tokenizer_file=data/night --out_dir=data/own
+
+The second command writes the code of a data folder three times: with its own names; with every occurrence of a name
+replaced by another name, so that names can't be copied; and with each name replaced by another one throughout its file,
+so that they can. Nothing else differs: the same documents, in the same order and the same splits.
+
+A new name is drawn with the frequency that it has in the corpus, among names of as many tokens. Keywords, builtins,
+names like __init__, self and cls stay, and so do comments and strings, f-strings included. Attributes of imported
+modules don't: as long as they stay, there are names to copy. Docstrings, which prepare.py keeps as a domain of their
+own, are left out, and so is what Python can't parse.
+"""
+
+import ast
+import bisect
+import builtins
+import io
+import itertools
+import json
+import keyword
+import random
+import sys
+import tokenize
+import warnings
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from common.data import load_manifest
+from common.files import write_text
+from common.report import progress
+from common.tokenizer import Tokenizer
+from configurator import UserError, check_fields, run, setting
+
+PROSE = "prose"  # prepare.py's domain of docstrings
+SOFT_KEYWORDS = {"_", "case", "match", "type"}  # keyword.softkwlist grows from Python to Python, and so do builtins
+KEPT = {*keyword.kwlist, *SOFT_KEYWORDS, *dir(builtins), "self", "cls"} - {"PythonFinalizationError"}
+FSTRING_START, FSTRING_END = (getattr(tokenize, f"FSTRING_{end}", None) for end in ("START", "END"))  # since 3.12
+DRAWS = 100  # for a name that the file does not have yet, before we take the most frequent one
+
+
+@dataclass
+class RenameConfig:
+    folders: tuple[str, ...] = setting((), "data of prepare.py pysource, and a new folder for texts", positional=True)
+    seed: int = setting(0, "random seed for the new names", least=0)
+
+    def __post_init__(self):
+        check_fields(self)
+        if len(self.folders) != 2:
+            raise UserError("name the data and a new folder: `python -m examples.rename data/night texts`")
+
+
+def is_kept(name):
+    return name in KEPT or (name.startswith("__") and name.endswith("__"))
+
+
+def pieces_of(text):
+    """[text, name, text, name, …, text]: a Python text cut around the names that are to be replaced; joined they are
+    the text again. None if Python cannot parse it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    starts = [0, *itertools.accumulate(map(len, io.StringIO(text)))]  # of each line
+    pieces, end, depth = [], 0, 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        # inside an f-string? Before 3.12 it was a single token
+        if token.type == FSTRING_START:
+            depth += 1
+        if token.type == FSTRING_END:
+            depth -= 1
+        if token.type == tokenize.NAME and depth == 0 and not is_kept(token.string):
+            start = starts[token.start[0] - 1] + token.start[1]
+            pieces += [sys.intern(text[end:start]), sys.intern(token.string)]
+            end = start + len(token.string)
+    return [*pieces, text[end:]]
+
+
+class Names:
+    """The names of a corpus, by their length in tokens.
+
+    counts: {name: how often it occurs}; lengths: {name: its tokens}.
+    """
+
+    def __init__(self, counts, lengths):
+        self.lengths = lengths
+        self.of_length = defaultdict(list)  # {tokens: names, the most frequent first}
+        for name in sorted(counts, key=lambda name: (-counts[name], name)):
+            self.of_length[lengths[name]].append(name)
+        # for drawing: how often each of them and those before it occur together
+        self.sums = {n: list(itertools.accumulate(counts[name] for name in s)) for n, s in self.of_length.items()}
+
+    def draw(self, rng, name):
+        """A name of as many tokens as `name`, with the frequency that it has among those. It may be `name` itself."""
+        n = self.lengths[name]
+        sums = self.sums[n]
+        return self.of_length[n][bisect.bisect_right(sums, int(rng.random() * sums[-1]))]
+
+    def draw_each(self, rng, names):
+        """A new name for each occurrence."""
+        return [self.draw(rng, name) for name in names]
+
+    def draw_same(self, rng, names):
+        """A new name for each name: different names stay different."""
+        new, taken = {}, set()
+        for name in dict.fromkeys(names):
+            drawn = (self.draw(rng, name) for _ in range(DRAWS))
+            # there is always one left: the names of the file are among those of the corpus
+            candidates = itertools.chain(drawn, self.of_length[self.lengths[name]])
+            new[name] = next(one for one in candidates if one not in taken)
+            taken.add(new[name])
+        return [new[name] for name in names]
+
+
+def documents(data_dir, about, tokenizer):
+    """The texts of a token file. about: its entry in the manifest."""
+    ids = np.fromfile(Path(data_dir, about["file"]), "<u2")
+    ends = np.flatnonzero(ids == tokenizer.end)
+    return [tokenizer.decode(document[:-1]) for document in np.split(ids, ends + 1)[:-1]]
+
+
+def main(cfg: RenameConfig):
+    data_dir, out = map(Path, cfg.folders)
+    manifest, tokenizer = load_manifest(data_dir), Tokenizer.load(data_dir / "tokenizer.json")
+    if PROSE not in manifest["splits"]["train"]:
+        raise UserError(f"{data_dir} is not data of `prepare.py pysource`, so there are no names to replace")
+    if out.exists():
+        raise UserError(f"{out} exists; name a new folder, because prepare.py would also read what is there")
+
+    # Cut every document around its names, and count them.
+    found, n_left_out, counts = {}, 0, Counter()
+    files = [(split, d, about) for split, of in manifest["splits"].items() for d, about in of.items() if d != PROSE]
+    with progress("reading", sum(about["documents"] for *_, about in files), "doc") as bar:
+        for split, domain, about in files:
+            cut = []
+            for text in documents(data_dir, about, tokenizer):
+                cut.append(pieces_of(text))
+                bar.update()
+            found[split, domain] = [pieces for pieces in cut if pieces]
+            n_left_out += cut.count(None)
+            counts.update(name for pieces in found[split, domain] for name in pieces[1::2])
+    names = Names(counts, {name: len(tokenizer.encode(name)) for name in counts})
+
+    # Write them with their own names, and with new ones.
+    n_documents = sum(map(len, found.values()))
+    with progress("writing", 3 * n_documents, "doc") as bar:
+        for how, draw in (("own", None), ("each", names.draw_each), ("same", names.draw_same)):
+            for (split, domain), of_domain in found.items():
+                lines = []
+                for i, pieces in enumerate(of_domain):
+                    new = list(pieces)
+                    if draw:
+                        rng = random.Random(f"{cfg.seed}/{split}/{domain}/{i}")
+                        new[1::2] = draw(rng, pieces[1::2])
+                    lines.append(json.dumps({"text": "".join(new)}) + "\n")
+                    bar.update()
+                write_text(out / how / domain / f"{split}.jsonl", "".join(lines))
+    print(f"{n_documents:,} documents, {counts.total():,} occurrences of {len(counts):,} names")
+    print(f"left out: {n_left_out} that Python cannot parse, and docstrings")
+
+
+if __name__ == "__main__":
+    run(main, __doc__)
