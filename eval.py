@@ -4,14 +4,17 @@
     python eval.py out/vanilla out/resformer --task=table1,table5       the paper's tables, side by side
     torchrun --nproc_per_node=8 eval.py out/resformer --task=all        documents split across the ranks
     python eval.py out/resformer --task=piqa --data_dir=evals           local files, no network
+    python eval.py out/vanilla out/resformer --task=copying,repeat      what a model gains by copying
 
 Tasks: loss (validation loss by domain), hellaswag openbookqa winogrande arc_challenge arc_easy piqa, lambada;
-table1 = the six multiple-choice tasks, table5 = loss, all = everything. Prints Markdown tables, writes eval.json beside
-each checkpoint, and the score of each choice into samples_<task>.<checkpoint>.jsonl. Read first: common/tasks.py.
+table1 = the six multiple-choice tasks, table5 = loss, all = all of these; copying and repeat (common/copying.py).
+Prints Markdown tables, writes eval.json beside each checkpoint, and the score of each choice into
+samples_<task>.<checkpoint>.jsonl. Read first: common/tasks.py.
 """
 
 import dataclasses
 import json
+import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -22,6 +25,7 @@ import numpy as np
 import torch
 
 from common import checkpoint
+from common.copying import WINDOWS, group_table, groups_of, record_of, repeated, token_losses
 from common.data import Corpus, Tokenizer, allow_open_files
 from common.files import hold, sha256, write_record, write_text
 from common.ranks import Distributed, enough_memory, environment, weights_dtype
@@ -30,6 +34,8 @@ from common.runs import RESULTS, read_results
 from common.scoring import domain_losses, requests_of, rows_of, score
 from common.tasks import GROUPS, TABLE1, TASKS, per_document, questions, task_record
 from configurator import UserError, check_fields, run, setting
+
+WINDOWED = ("copying", "repeat")  # tasks that score every token of some windows
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class EvalConfig:
     task: tuple[str, ...] = setting(("all",), "tasks, see above", group="Tasks")
     data_dir: str = setting("", "folder of local task files; empty = from the hub through `datasets`")
     corpus: str = setting("", "prepared data for the loss; empty = what the run was trained on")
-    limit: int = setting(0, "documents of each task except loss, for a trial that writes nothing; 0 = all", least=0)
+    limit: int = setting(0, "documents or windows of each task except loss, for a trial that writes nothing", least=0)
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
     batch_tokens: int = setting(0, "tokens in a forward pass; 0 = 65,536 on a CUDA GPU, else 2,048", least=0)
 
@@ -50,11 +56,11 @@ class EvalConfig:
         check_fields(self)
         names = [name for group in self.task for name in GROUPS.get(group, (group,))]
         for name in names:
-            if name not in GROUPS["all"]:
-                raise UserError(f"unknown task {name}; choose from {', '.join((*GROUPS['all'], *GROUPS))}")
+            if name not in (*GROUPS["all"], *WINDOWED):
+                raise UserError(f"unknown task {name}; choose from {', '.join((*GROUPS['all'], *WINDOWED, *GROUPS))}")
         object.__setattr__(self, "task", tuple(dict.fromkeys(names)))  # each once
-        if self.data_dir and self.task == ("loss",):
-            raise UserError("data_dir is for the files of the other tasks; the loss uses --corpus")
+        if self.data_dir and not set(self.task) & TASKS.keys():
+            raise UserError("data_dir is for the files of zero-shot tasks; loss and copying use --corpus")
 
 
 @dataclass
@@ -65,29 +71,49 @@ class Entry:
     header: dict
     tokenizer: Tokenizer
     digest: str
-    corpus: Corpus | None = None  # of --task=loss
+    corpus: Corpus | None = None  # of the tasks loss and copying
     correct: dict = field(default_factory=dict)  # {task: what `per_document` returns}
+    scored: dict = field(default_factory=dict)  # {task: what `score_windows` returns}
     records: dict = field(default_factory=dict)  # {task: what eval.json says}
 
 
-def open_corpora(entries, cfg, world):
-    """Give each Entry the data of --task=loss: --corpus, or what its run was trained on. Losses that cannot be compared
-    are refused before the work."""
+def refuse_tokenizers(entries):
+    """Losses that cannot be compared are refused before the work."""
     names = ", ".join(str(entry.path) for entry in entries)
     if len({entry.tokenizer.hash for entry in entries}) > 1:
         how = "name one at a time, and compare bits per byte (bpb in eval.json)"
         raise UserError(f"{names} have different tokenizers, so their losses per token cannot be compared; {how}")
+
+
+def open_corpora(entries, cfg, world):
+    """Give each Entry the data of loss and copying: --corpus, or what its run was trained on. It must be the same."""
     for entry in entries:
         folder, block_size = entry.path.parent, entry.header["config"].block_size
-        data_dir, mixture = checkpoint.trained_on(folder, cfg.corpus, "the prepared data for --task=loss with --corpus")
+        data_dir, mixture = checkpoint.trained_on(folder, cfg.corpus, "prepared data with --corpus")
         verify, bos = world.is_first_of_node, checkpoint.trained_with_bos(folder)
         entry.corpus = Corpus(data_dir, block_size, mixture=mixture, verify=verify, bos=bos, splits=("val",))
         if entry.corpus.tokenizer.hash != entry.tokenizer.hash:
             raise UserError(f"{data_dir} and {folder} have different tokenizers; name other data with --corpus")
         allow_open_files(2 * len(entry.corpus.domains) * len(entries))  # all of them stay open
     if len({entry.corpus.val_hash for entry in entries}) > 1:
+        names = ", ".join(str(entry.path) for entry in entries)
         how = "compare their losses on one --corpus, and only if all or none were trained with --bos"
         raise UserError(f"{names} have different validation data: {how}")
+
+
+def windows_of(name, entries, cfg):
+    """The windows x, y (n, T) of a task that scores every token, as long as the shortest block of the models."""
+    length = min(entry.header["config"].block_size for entry in entries)
+    tokenizer, data = entries[0].tokenizer, entries[0].corpus
+    if name == "repeat":
+        return repeated(cfg.limit or WINDOWS, length, tokenizer.n_vocab, tokenizer.end)
+    corpus = Corpus(data.dir, length, mixture=data.mixture, verify=False, bos=data.bos, splits=("val",))
+    numbers = {domain: corpus.windows("val", domain) for domain in corpus.domains}
+    parts = [corpus.val_batch(d, 0, min(n, cfg.limit or n)) for d, n in numbers.items() if n]
+    if not parts:
+        raise UserError(f"the validation text of {data.dir} is shorter than a window of {length} tokens; prepare more")
+    x, y = zip(*parts, strict=True)
+    return np.concatenate(x), np.concatenate(y)
 
 
 # ---- what a model answers
@@ -116,6 +142,18 @@ def score_task(model, name, documents, cfg, world):
     sums = world.sum(sums).numpy()
     sums[:, 1] = sums[:, 1] == 0
     return np.split(sums, np.cumsum(sizes)[:-1])
+
+
+def score_windows(model, name, windows, cfg, world):
+    """Nats of each target of some windows, and whether it is the likeliest token: (2, n, T). The ranks share them."""
+    x, y = windows
+    mine = slice(world.rank, None, world.size)
+    both = np.zeros((2, *y.shape))
+    with progress(name, y[mine].size, "tok", world.rank == 0) as bar:
+        both[:, mine] = token_losses(model, x[mine], y[mine], cfg.batch_tokens, bar)
+    both = world.sum(both).numpy()
+    require_finite(both, name)
+    return both
 
 
 def write_samples(path, asked, scores):
@@ -173,6 +211,10 @@ def evaluate(entry, asked, cfg, world):
         began = time.time()
         if name == "loss":
             record = loss_record(f"{path.parent}, loss", entry.corpus, model, cfg, world)
+        elif name in WINDOWED:
+            entry.scored[name] = score_windows(model, f"{path.parent}, {name}", asked[name], cfg, world)
+            record = record_of(groups_of(name, *asked[name]), *entry.scored[name])
+            record |= {"ln_v": math.log(entry.tokenizer.n_vocab)}  # the loss of a model that knows nothing
         else:
             of_task, where = asked[name]
             documents = requests_of(name, of_task, entry.tokenizer, model.cfg.block_size)
@@ -189,8 +231,9 @@ def evaluate(entry, asked, cfg, world):
 # ---- the tables
 
 
-def tables(entries, names):
-    """All tables, as Markdown. eval.json has more, such as bits per byte and LAMBADA's perplexity."""
+def tables(entries, names, asked):
+    """All tables, as Markdown. eval.json has more, such as bits per byte and LAMBADA's perplexity. asked: {task: what
+    was scored}."""
     # The modes name the rows, if they differ.
     labels = [e.header["mode"] for e in entries]
     if len(set(labels)) < len(labels):
@@ -210,6 +253,12 @@ def tables(entries, names):
             nats = loss["val"] | {"Avg": loss["val_mean"], "mixture": loss["val_mixture"]}
             values.append({column: np.array([number]) for column, number in nats.items()})
         yield markdown(["loss (nats per token)", *values[0]], side_by_side(labels, values))
+    # Where copying helps, and whether a model copies.
+    for name in [name for name in WINDOWED if name in names]:
+        for title, groups in groups_of(name, *asked[name]).items():
+            yield group_table(f"loss by {title}", groups, labels, [e.scored[name][0] for e in entries])
+            if name == "repeat":
+                yield group_table(f"accuracy by {title}", groups, labels, [e.scored[name][1] for e in entries])
     steps = [e.header["step"] for e in entries]
     if len(set(steps)) > 1:
         yield f"note: these models trained for different numbers of steps: {', '.join(map(str, steps))}"
@@ -224,12 +273,15 @@ def main(cfg: EvalConfig):
     entries = [
         Entry(path, checkpoint.read_header(path), checkpoint.load_tokenizer(path), sha256(path)) for path in paths
     ]
-    if "loss" in cfg.task:
+    if {"loss", *WINDOWED} & set(cfg.task):
+        refuse_tokenizers(entries)
+    if {"loss", "copying"} & set(cfg.task):
         open_corpora(entries, cfg, world)
-    asked = {name: questions(name, cfg.data_dir, cfg.limit) for name in cfg.task if name != "loss"}
+    asked = {name: questions(name, cfg.data_dir, cfg.limit) for name in cfg.task if name in TASKS}
+    asked |= {name: windows_of(name, entries, cfg) for name in cfg.task if name in WINDOWED}
     for entry in entries:
         evaluate(entry, asked, cfg, world)
-    for table in tables(entries, cfg.task):
+    for table in tables(entries, cfg.task, asked):
         if world.rank == 0:
             print(table, end="\n\n")
     world.close()

@@ -2,6 +2,7 @@
 
     python plot.py out/demo/vanilla-320-0.002-42 out/demo/svformer-320-0.002-42     by layer, from analyze.py's numbers
     python plot.py relative out/vanilla out/resformer          training loss minus vanilla's: the paper's relative loss
+    python plot.py copying out/vanilla out/resformer           what is gained by copying, from eval.py's numbers
     python plot.py plan vanilla resformer svformer mine.py     which layer reads what, and what the cache stores
 
 compare.py and paper/ draw with the functions below.
@@ -17,7 +18,7 @@ import numpy as np
 
 from common import picture
 from common.files import write_atomic
-from common.runs import read_analysis, read_run
+from common.runs import read_analysis, read_results, read_run
 from common.statistics import t_95
 from configurator import UserError, check_fields, need, run, setting
 from value_modes import ModelConfig, read_mode
@@ -31,7 +32,10 @@ class PlotConfig:
     """Every setting of plot.py."""
 
     words: tuple[str, ...] = setting(
-        (), "runs' folders, alone or after relative; or plan and modes", positional=True, files_with="value_mode"
+        (),
+        "runs' folders, alone or after relative or copying; or plan and modes",
+        positional=True,
+        files_with="value_mode",
     )
     out_file: str = setting("", "PNG to write; empty = plan.png here; other pictures go beside the first run")
     n_layer: int = setting(4, "layers", least=1, most=48, group="With `plan`")
@@ -46,8 +50,8 @@ class PlotConfig:
         object.__setattr__(self, "words", tuple(name for name in self.words if not name.endswith(beside)))
         if not self.words:
             raise UserError("name runs that analyze.py has analysed: `python plot.py out/a out/b`")
-        if self.words[0] == "relative" and len(self.words) < 3:
-            raise UserError("name two runs or more: `python plot.py relative out/vanilla out/resformer`")
+        if self.words[0] in ("relative", "copying") and len(self.words) < 3:
+            raise UserError(f"name two runs or more: `python plot.py {self.words[0]} out/vanilla out/resformer`")
         if self.words == ("plan",):
             raise UserError("name modes: `python plot.py plan vanilla resformer`; for a run in plan/, write ./plan")
         if self.words[0] == "plan" and len(self.words) * self.n_layer > 700:
@@ -262,6 +266,50 @@ def relative(path, names):
         relative_panel(fig.subplots(), pairs, styles, labels[base])
 
 
+# -- copying
+
+
+def results_of(name, task):
+    """[(training tokens, mode, record of a task)] of the checkpoints of a run that eval.py has evaluated."""
+    batch_tokens = read_run(name).start["batch_tokens"]
+    found = [(of["step"] * batch_tokens, of["mode"], of["results"].get(task)) for of in read_results(name).values()]
+    found = sorted((point for point in found if point[2]), key=lambda point: point[0])
+    if not found:
+        raise UserError(f"{name} has no results of {task}; make them: `python eval.py {name} --task=copying,repeat`")
+    return found
+
+
+def copying(path, names):
+    """Draw what eval.py found about copying. Left: which tokens make a run's loss differ from the first one's. Right:
+    the loss on random text that repeats itself, of all checkpoints."""
+    labels = short_names(names)
+    kinds = {labels[name]: results_of(name, "copying")[-1][2]["token"] for name in names}
+    repeat = {labels[name]: results_of(name, "repeat") for name in names}
+    styles = styles_of({label: points[-1][1] for label, points in repeat.items()})
+    base, *others = kinds
+    with page(path, (9.6, 3.6)) as fig:
+        left, right = fig.subplots(1, 2)
+        # a kind's part: its share of the tokens times how much lower their loss is
+        rows = [kind for kind in kinds[base] if kind != "all"]
+        for i, label in enumerate(others):
+            parts = [kinds[label][k]["share"] * (kinds[label][k]["loss"] - kinds[base][k]["loss"]) for k in rows]
+            y = np.arange(len(rows)) + 0.8 * (i + 0.5) / len(others) - 0.4
+            left.barh(y, parts, 0.8 / len(others), label=label, color=styles[label]["color"])
+        left.axvline(0, **ZERO)
+        left.set(yticks=range(len(rows)), yticklabels=rows, xlabel=f"part of the loss minus {base}'s (nats per token)")
+        left.invert_yaxis()
+        for label, points in repeat.items():
+            losses = [record["half"]["second half"]["loss"] for *_, record in points]
+            right.plot([tokens for tokens, *_ in points], losses, label=label, clip_on=False, **styles[label])
+        right.axhline(repeat[base][-1][2]["ln_v"], label="a model that knows nothing", **LEVEL)
+        right.set(xlabel="training tokens", ylabel="loss on repeated random text\n(nats per token)")
+        right.set_ylim(0, 1.05 * right.get_ylim()[1])
+        lengths = [tokens for points in repeat.values() for tokens, *_ in points]
+        tokens_on(right, max(lengths), min(0.5, min(lengths) / max(lengths)))
+        for ax in (left, right):
+            legend(ax)
+
+
 # -- a comparison
 
 
@@ -347,8 +395,9 @@ def plans(path, configs):
 
 
 def main(cfg: PlotConfig):
-    if cfg.words[0] == "relative":
-        return relative(cfg.out_file or Path(cfg.words[1]).parent / "relative.png", cfg.words[1:])
+    if cfg.words[0] in ("relative", "copying"):
+        draw, name = {"relative": relative, "copying": copying}[cfg.words[0]], f"{cfg.words[0]}.png"
+        return draw(cfg.out_file or Path(cfg.words[1]).parent / name, cfg.words[1:])
     if cfg.words[0] != "plan":
         return analysis(cfg.out_file or Path(cfg.words[0]).parent / "analysis.png", cfg.words)
     configs, shape = [], {name: getattr(cfg, name) for name in ("n_layer", "n_head", "n_kv_head", "n_embd")}

@@ -34,10 +34,11 @@ from pathlib import Path
 import numpy as np
 
 from common.data import load_manifest
-from common.files import write_text
+from common.files import read_record, write_text
 from common.report import progress
 from common.tokenizer import Tokenizer
 from configurator import UserError, check_fields, run, setting
+from prepare import SETTINGS
 
 PROSE = "prose"  # prepare.py's domain of docstrings
 SOFT_KEYWORDS = {"_", "case", "match", "type"}  # keyword.softkwlist grows from Python to Python, and so do builtins
@@ -131,7 +132,7 @@ def documents(data_dir, about, tokenizer):
 def main(cfg: RenameConfig):
     data_dir, out = map(Path, cfg.folders)
     manifest, tokenizer = load_manifest(data_dir), Tokenizer.load(data_dir / "tokenizer.json")
-    if PROSE not in manifest["splits"]["train"]:
+    if read_record(data_dir / "settings.json", SETTINGS)["source"] != "pysource":
         raise UserError(f"{data_dir} is not data of `prepare.py pysource`, so there are no names to replace")
     if out.exists():
         raise UserError(f"{out} exists; name a new folder, because prepare.py would also read what is there")

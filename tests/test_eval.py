@@ -297,8 +297,8 @@ def test_runs_side_by_side(runs):
 
 def test_different_lengths_of_training_are_said():
     entries = [e.Entry(None, {"mode": mode, "step": n}, None, "") for mode, n in (("vanilla", 8), ("svformer", 4))]
-    assert list(e.tables(entries, ())) == ["note: these models trained for different numbers of steps: 8, 4"]
-    assert list(e.tables(entries[:1] * 2, ())) == []
+    assert list(e.tables(entries, (), {})) == ["note: these models trained for different numbers of steps: 8, 4"]
+    assert list(e.tables(entries[:1] * 2, (), {})) == []
 
 
 def test_later_calls_keep_what_is_known(runs, tmp_path):
@@ -370,4 +370,4 @@ def test_a_file_that_is_no_checkpoint(runs):
 
 
 def test_a_folder_of_tasks_is_no_data_for_the_loss(runs):
-    refused(in_process(e, runs / "a", "--task=loss", f"--data_dir={runs / 'data'}"), "the loss uses --corpus")
+    refused(in_process(e, runs / "a", "--task=loss", f"--data_dir={runs / 'data'}"), "loss and copying use --corpus")
