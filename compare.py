@@ -29,7 +29,7 @@ from common.report import markdown, say, with_interval
 from common.runs import RUN, as_kept, read_run, rounded_otherwise, write_kept
 from common.sizes import count_parameters, notes_of
 from common.statistics import Fit
-from common.verdict import GROWTHS, LOOKS, in_words, judge, noisy, search, sentences
+from common.verdict import FLOOR, GROWTHS, LOOKS, in_words, judge, noisy, search, sentences
 from configurator import UserError, need, run, setting
 from plot import Effect, align, comparison, growing_means, short_count
 from train import ENVIRONMENT, MAY_DIFFER, TrainConfig, settings_of
@@ -178,7 +178,8 @@ class Study:
         """What `judge` returns: the Answer of each mode, and the Fit."""
         tuned = {mode: self.search(mode)[1] for mode in self.cfg.named}
         pool = self.pool() if self.cfg.seeds == 1 else None
-        return judge(self.cells(), tuned, self.cfg.max_steps * self.cfg.batch_tokens, self.schedules(), pool)
+        tokens, floor = self.cfg.max_steps * self.cfg.batch_tokens, FLOOR if len(self.cfg.rates) > 1 else 0.0
+        return judge(self.cells(), tuned, tokens, self.schedules(), pool, floor)
 
     def cells(self):
         """{(mode, rate): {seed: loss}} of the runs that did not diverge."""
@@ -245,7 +246,7 @@ def remarks(study, answers, fit):
             f"compare {base.mode} with one mode at a time (no new runs), and multiply each p by {len(answers) - 1}."
         )
     if any(a.interval and a.p > 0.05 and abs(a.gap) > a.interval for a in answers):
-        yield "Of several intervals, one may exclude 0 by luck. p allows for that (Holm's correction), so it decides."
+        yield "Of several intervals, one may exclude 0 by luck. p allows for that (Dunnett's test), so it decides."
     if not any(a.times for a in answers):
         how = f"run this with --max_steps={2 * cfg.max_steps}, and then once more unchanged"
         yield f"How many times as many tokens would {base.mode} need? To find out, {how}."
@@ -265,7 +266,7 @@ def table(study, answers):
         cells += [in_words(a.times) if a.times else "-"]
         cells += [f"{count_parameters(shape):,}", f"{2 * kv_floats_per_token(shape):,}", f"{len(a.losses)}"]
         rows.append([a.mode, *cells])
-    header = ["mode", "rate", "val loss", "parabola's rate", "its loss", f"vs {base.mode}", "Holm's p", "× tokens"]
+    header = ["mode", "rate", "val loss", "parabola's rate", "its loss", f"vs {base.mode}", "p, corrected", "× tokens"]
     header += ["parameters", "KV bytes/token (bf16)", "seeds"]
     columns = [column for column in zip(header, *rows, strict=True) if set(column[1:]) != {"-"}]
     header, *rows = zip(*columns, strict=True)
@@ -284,7 +285,7 @@ def picture(study, answers, path):
         if a.gap is not None:
             gain = a.best.gain - base.best.gain
             seeds = [a.losses[seed] - base.losses[seed] - gain for seed in a.losses.keys() & base.losses]
-            differs = a.p is None or a.p <= 0.05
+            differs = a.differs or a.p is None
             effects.append(Effect(mode=a.mode, gap=a.gap, interval=a.interval, seeds=seeds, differs=differs))
     rate = "each at its best rate" if len(cfg.rates) > 1 else f"rate {cfg.rates[0]:g}"
     seeds = f"{cfg.seeds} seeds (ticks)" if cfg.seeds > 1 else "one seed"

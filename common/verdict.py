@@ -3,15 +3,22 @@
 compare.py makes the runs. This file knows only numbers, so that bench/coverage.py can count how often it is right.
 """
 
+import itertools
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from common.report import with_interval
-from common.statistics import Fit, holm, lowest, multiplier
+from common.statistics import Fit, dunnett, lowest, multiplier, t_95
 
 GROWTHS = 2  # how often a grid may grow by another rate, because its best one is at its edge
 LOOKS, MUCH = 3, 0.25  # how often it may get a rate between two others, and what `promised` calls much
+# Share of the noise that stays in each difference of two tuned modes, however many seeds there are. Curves are no
+# parabolas: on the recorded ones of results/night a parabola misses the lowest point by 0.002 nats, so the difference
+# of two modes by 0.003, a third of the noise there (bench/coverage.py, tests/test_compare.py).
+FLOOR = 1 / 3
 MOST = 0.45  # share of the squares behind the noise common to all modes, above which we name the mode that has it
 
 
@@ -85,10 +92,25 @@ def at_best(fit, cells, rates):
     return Best(2**at, dict(zip(cells, weights, strict=True)), gain)
 
 
-def difference(fit, mine, theirs):
+def difference(fit, mine, theirs, floor):
     """`Fit.contrast` of two modes' Bests. Nobody has trained there, so a gain also counts as a standard error."""
     weights = mine.weights | {cell: -weight for cell, weight in theirs.weights.items()}
-    return fit.contrast(weights, math.hypot(mine.gain, theirs.gain))
+    return fit.contrast(weights, math.hypot(mine.gain, theirs.gain), floor)
+
+
+def corrected(fit, best, found, floor):
+    """{mode: p} of the modes in `found` with an interval, corrected for their number. best: {mode: Best}; found:
+    {mode: its `difference` from the base}."""
+    gaps = {mode: (gap, half) for mode, (gap, half, _) in found.items() if half is not None}
+    if not gaps:
+        return {}
+    # two modes are apart by the difference of their differences: between² = a² + b² - 2 correlation a b
+    correlation = np.eye(len(gaps))
+    for (i, one), (j, two) in itertools.combinations(enumerate(gaps), 2):
+        (_, a), (_, b), (_, between, _) = gaps[one], gaps[two], difference(fit, best[one], best[two], floor)
+        correlation[i, j] = correlation[j, i] = (a**2 + b**2 - between**2) / (2 * a * b)
+    ts = [abs(gap) * t_95(fit.df) / half for gap, half in gaps.values()]
+    return dict(zip(gaps, dunnett(ts, correlation, fit.df), strict=True))
 
 
 @dataclass(frozen=True)
@@ -102,7 +124,7 @@ class Answer:
     spread: float = 0.0  # standard error of its loss at the best rate, for a noise of 1
     gap: float | None = None  # its loss minus the base's, both at their best rates; None without a common seed
     interval: float | None = None  # half the width of its 95 % interval
-    p: float | None = None  # after Holm's correction
+    p: float | None = None  # corrected for the number of modes
     times: tuple = ()  # how many times as many tokens the base needs for this loss: (least, most), or empty
 
     @property
@@ -110,13 +132,18 @@ class Answer:
         """At the best rate, between those that were tried."""
         return statistics.mean(self.losses.values()) - self.best.gain
 
+    @property
+    def differs(self):
+        """Whether it is better or worse than the base: luck does not explain the gap."""
+        return self.p is not None and self.p <= 0.05
 
-def judge(cells, tuned, tokens=0, schedules=(), pool=None):
+
+def judge(cells, tuned, tokens=0, schedules=(), pool=None, floor=FLOOR):
     """The Answer of each mode, that of the base first, and the Fit behind them.
 
     cells: {(mode, rate): {seed: loss}} of runs that did not diverge; tuned: {mode: Tuned}, the base first; tokens: of
     each run; schedules: [(tokens, Answer)] of the base at other lengths; pool: a Fit of other runs, for the noise where
-    these have one seed.
+    these have one seed; floor: FLOOR, or 0 where no rates were searched.
     """
     fit, base_mode = Fit(cells), next(iter(tuned))
     if pool and pool.df:
@@ -130,31 +157,31 @@ def judge(cells, tuned, tokens=0, schedules=(), pool=None):
     found = {}
     if base_mode in best:
         others = [mode for mode in best if mode != base_mode]
-        found = {mode: difference(fit, best[mode], best[base_mode]) for mode in others}
-    ps = holm({mode: p for mode, (*_, p) in found.items() if p is not None})
+        found = {mode: difference(fit, best[mode], best[base_mode], floor) for mode in others}
+    ps = corrected(fit, best, found, floor)
     answers = []
     for mode, at in tuned.items():
         spread = fit.spread(best[mode].weights) if mode in best else 0.0
         gap, interval, _ = found.get(mode, (None, None, None))
         losses = cells.get((mode, at.rate), {})
-        times = ()
+        answer = Answer(mode, at, losses, best.get(mode), spread, gap, interval, ps.get(mode))
         if interval is not None:
-            times = times_of(gap, spread, ps[mode], answers[0], tokens, schedules, fit)
-        answers.append(Answer(mode, at, losses, best.get(mode), spread, gap, interval, ps.get(mode), times))
+            answer = replace(answer, times=times_of(answer, answers[0], tokens, schedules, fit))
+        answers.append(answer)
     return answers, fit
 
 
-def times_of(gap, spread, p, base, tokens, schedules, fit):
-    """How many times as many tokens `base` needs for its loss + gap: (least, most). Empty if no other length helps."""
+def times_of(answer, base, tokens, schedules, fit):
+    """How many times as many tokens `base` needs for the Answer's loss: (least, most), or () if no length helps."""
     # the base's nearest longer schedule; else the nearest shorter one, and then we guess how the curve goes on
     far = [(length, answer) for length, answer in schedules if max(length / tokens, tokens / length) >= 1.5]
     falling = [(length, answer) for length, answer in far if (length - tokens) * (base.loss - answer.loss) > 0]
     if not falling:
         return ()
     length, other = min(falling, key=lambda point: (point[0] < tokens, abs(point[0] - tokens)))
-    errors = [fit.noise * each for each in (spread, base.spread, other.spread)]
-    least, most = multiplier(base.loss + gap, (tokens, base.loss), (length, other.loss), errors, fit.df)
-    if p > 0.05:  # Holm's correction asks more of a difference than this range does
+    errors = [fit.noise * each for each in (answer.spread, base.spread, other.spread)]
+    least, most = multiplier(base.loss + answer.gap, (tokens, base.loss), (length, other.loss), errors, fit.df)
+    if not answer.differs:  # the verdict asks more of a difference than this range does
         return min(least, 1.0), max(most, 1.0)
     return least, most
 

@@ -22,7 +22,8 @@ from common.files import hold, record_line, write_record
 from common.jobs import Command, lanes_of, last_words, run_jobs, steps_done
 from common.ranks import code_of_results
 from common.runs import RUN, differences, read_kept, read_run
-from common.verdict import Tuned, in_words, judge, search
+from common.statistics import dunnett, t_95
+from common.verdict import FLOOR, Tuned, in_words, judge, search
 from configurator import load_settings
 from model import GPT
 from train import settings_of
@@ -209,9 +210,10 @@ def test_a_fair_comparison(tmp_path, compared, trained):
     assert rows["svformer"]["rate"] == "0.006" and rows["vanilla"]["val loss"] == f"{2.5 + 0.02 / 3:.4f}"
     assert [rows[mode]["KV bytes/token (bf16)"] for mode in ("vanilla", "svformer")] == ["256", "192"]
     # by hand: vanilla's residuals are 9/4 of the noise, the others' 3/4: 6 (81 + 27) / 16 squares, 6 degrees of freedom
-    assert rows["resformer_lambda"]["vs vanilla"] == "-0.1000 ± 0.0052"
-    assert "resformer_lambda is better than vanilla by 0.1000 ± 0.0052 nats." in said
-    assert "svformer is worse than vanilla by 0.1000 ± 0.0052 nats." in said
+    # ± is 2.447 × 0.0026 × √(2/3 + 1/9), of which 1/9 is the floor
+    assert rows["resformer_lambda"]["vs vanilla"] == "-0.1000 ± 0.0056"
+    assert "resformer_lambda is better than vanilla by 0.1000 ± 0.0056 nats." in said
+    assert "svformer is worse than vanilla by 0.1000 ± 0.0056 nats." in said
     assert (tmp_path / "compare.png").exists()
     # again: nothing is trained twice
     trained.clear()
@@ -228,7 +230,7 @@ def test_one_seed_says_what_it_cannot_say(tmp_path, compared):
     assert "svformer ends 0.097 nats above vanilla." in said
     assert "One seed says nothing about noise. Add --seeds=5." in said
     assert "Add --seeds=3." in compared("vanilla", "svformer", "resformer")
-    assert table(said)["svformer"]["vs vanilla"] == "+0.0970" and "Holm's p" not in table(said)["svformer"]
+    assert table(said)["svformer"]["vs vanilla"] == "+0.0970" and "p, corrected" not in table(said)["svformer"]
     assert "A single rate favours the mode that it suits best." not in said
     assert "A single rate favours the mode that it suits best." in compared("vanilla", "svformer")
     said = compared("vanilla", "svformer", out_dir=tmp_path / "equal", loss=lambda *_: 2.5)
@@ -261,7 +263,7 @@ def test_a_parabola_finds_the_rate_between_those_tried(compared, monkeypatch):
     of_42 = 0.12 - 0.08
     vanilla = [-0.96 / 3 + of_42 / 3, -0.96 / 3 - of_42 / 6, -0.96 / 3 - of_42 / 6, 0.08, -0.12]
     svformer = [1 / 3 + of_42 / 3, 1 / 3 - of_42 / 6, 1 / 3 - of_42 / 6]
-    error = (2e-6 * sum(weight**2 for weight in vanilla + svformer)) ** 0.5
+    error = (2e-6 * (sum(weight**2 for weight in vanilla + svformer) + 1 / 9)) ** 0.5  # 1/9: the floor
     half = math.hypot(4.3027 * error, 1.96 * 0.05 * 0.2**2)  # the gain, which nobody has trained
     assert rows["svformer"]["vs vanilla"] == f"-0.0100 ± {half:.4f}"
     # the figure has the same difference, of each seed too
@@ -354,14 +356,14 @@ def test_one_seed_borrows_the_noise_of_runs_that_are_there(data, tmp_path, compa
 
 
 def test_an_interval_without_0_that_is_no_proof_is_explained(compared):
-    """svformer's p is 0.03, but among three modes it counts three times."""
+    """svformer's p is 0.03, but there are three modes. With a single rate, ± has no floor."""
 
     def level(mode, rate, seed):
         noise = {42: 0.001, 1: -0.002, 2: 0.001}[seed] * (1 if mode == "vanilla" else -2)
         return 2.5 + 0.006 * (mode == "svformer") + noise
 
     said = compared(*LEVELS, seeds=3, loss=level)
-    assert "svformer cannot be told apart from vanilla (+0.0060 ± 0.0052 nats, p = 0.09)." in said
+    assert "svformer cannot be told apart from vanilla (+0.0060 ± 0.0052 nats, p = 0.07)." in said
     assert "Of several intervals, one may exclude 0 by luck." in said
     assert "by luck" not in compared("vanilla", "svformer", seeds=3, loss=level)
 
@@ -420,7 +422,7 @@ def test_tokens_are_counted_by_vanillas_other_length(data, tmp_path, compared):
     make_runs(data, tmp_path, 96, 2.1)
     rows = table(compared(*words))
     assert rows["resformer_lambda"]["× tokens"] == f"{least:.2f} to {most:.2f}"
-    assert [rows["vanilla"][name] for name in ("vs vanilla", "Holm's p", "× tokens")] == ["-"] * 3
+    assert [rows["vanilla"][name] for name in ("vs vanilla", "p, corrected", "× tokens")] == ["-"] * 3
 
 
 @pytest.mark.parametrize("steps,loss", [(16, 2.3), (48, 2.7)])
@@ -452,10 +454,72 @@ def test_intervals_hold_the_difference_at_the_best_rates(seeds, of, least, befor
     assert least <= found["covers"] <= 0.98 and found["covers before"] < before and found["false"] <= 0.09
 
 
+def test_the_floor_is_what_parabolas_miss_of_the_recorded_curves(monkeypatch):
+    """Of the difference of two modes, without noise, in that of the records."""
+    noise, case = coverage.NOISE, coverage.Case(n_seeds=2, **coverage.NULLS["the same, all recorded curves"])
+    monkeypatch.setattr(coverage, "NOISE", 0.0)
+    monkeypatch.setattr(coverage, "SHIFT", 0.0)
+    rng = coverage.np.random.default_rng(0)
+    missed = [judge(*coverage.draw_equal(rng, case))[0][1].gap for _ in range(500)]
+    assert statistics.fmean(gap**2 for gap in missed) ** 0.5 / noise == pytest.approx(FLOOR, abs=0.05)
+
+
+def test_every_difference_of_tuned_modes_has_the_floor():
+    """Also where there is no parabola. Half of its square is the base's, and so in all differences."""
+    rng = coverage.np.random.default_rng(3)
+    cells = {(mode, rate): {42: rate + rng.normal()} for mode in "abc" for rate in (1, 2, 4)}
+    for mode, rate in (("a", 2), ("b", 4), ("c", 2)):
+        cells[mode, rate] |= {1: rng.normal(), 2: rng.normal()}
+    tuned = {"a": Tuned(2, around=(1, 2, 4)), "b": Tuned(4, is_edge=True), "c": Tuned(2)}
+    (_, *answers), fit = judge(cells, tuned)
+    (base, *without), _ = judge(cells, tuned, floor=0.0)
+    for a, b in zip(answers, without, strict=True):
+        assert a.interval**2 - b.interval**2 == pytest.approx((t_95(fit.df) * fit.noise) ** 2 / 9)
+    # by the formula of results/PLAN.md, whose correlation is of the two sums over the cells
+    b, c = (coverage.np.zeros(len(fit.values)) for _ in range(2))
+    for mode, sums in (("b", [b]), ("c", [c]), ("a", [b, c])):
+        for cell, weight in base.best.weights.items() if mode == "a" else [((mode, tuned[mode].rate), -1)]:
+            for x in sums:
+                x[fit.cells.index(cell)] -= weight
+    both = (t_95(fit.df) * fit.noise) ** 2 * (b @ fit.inverse @ c + 1 / 18) + (1.96 * base.best.gain) ** 2
+    ts = [abs(a.gap) * t_95(fit.df) / a.interval for a in answers]
+    correlation = both / (answers[0].interval * answers[1].interval)
+    assert [a.p for a in answers] == pytest.approx(dunnett(ts, [[1, correlation], [correlation, 1]], fit.df))
+
+
 @pytest.mark.parametrize("length,m", [(2.0, 1.0), (2.0, 1.1), (0.5, 1.3)])
 def test_ranges_of_tokens_hold_and_do_not_contradict(length, m):
-    found = coverage.count(coverage.Case(length=length, m=m), 100)
+    found = coverage.count(coverage.Case(length=length, m=m), 300)
     assert 0.92 <= found["m covers"] and found["contradicts"] == 0
+
+
+@pytest.mark.parametrize("mode", coverage.RECORDED)
+def test_a_recorded_curve_goes_through_the_records(mode):
+    """Between them it only rises or only falls, as scipy's does."""
+    interpolate, losses = pytest.importorskip("scipy.interpolate"), coverage.RECORDED[mode]
+    curve, best = coverage.recorded(mode), losses.index(min(losses))
+    found = [min(losses) + curve(octaves - best) for octaves in range(-1, 6)]
+    assert found[1:-1] == pytest.approx(losses)
+    assert (found[1] - found[0], found[-1] - found[-2]) == pytest.approx((losses[1] - losses[0], losses[4] - losses[3]))
+    inside = coverage.np.linspace(1, 3, 21)  # where the slopes at both ends do not count
+    right = interpolate.PchipInterpolator(range(5), losses)(inside)
+    assert [min(losses) + curve(octaves - best) for octaves in inside] == pytest.approx(right)
+
+
+def test_what_only_some_cases_have_reaches_the_losses():
+    """A cliff where it is drawn, vanilla's processor, and tails."""
+    curves = {"vanilla": lambda rate: 2.0, "m": lambda rate: 2.0}
+
+    def drawn(**of):
+        return coverage.draw_runs(coverage.np.random.default_rng(0), coverage.Case(**of), curves)[0]
+
+    normal, moved, tails = drawn(), drawn(shift=0.5), drawn(tails=3)
+    rate = coverage.RATE / 2
+    assert moved["vanilla", rate][0] == pytest.approx(normal["vanilla", rate][0] + 0.5)
+    assert moved["m", rate] == normal["m", rate] and tails["m", rate] != normal["m", rate]
+    case = coverage.Case(cliff=1.0, cliff_at=(1.2, 1.3))
+    curve = coverage.draw_curve(coverage.np.random.default_rng(0), case, "m", 2.0)
+    assert [curve(coverage.RATE * 2**x) - coverage.parabola(x) for x in (1.2, 1.3)] == pytest.approx([2, 3])
 
 
 def test_a_noisy_base_is_named_or_covered():
@@ -463,10 +527,11 @@ def test_a_noisy_base_is_named_or_covered():
 
 
 def test_the_long_form_prints_its_tables(monkeypatch):
-    monkeypatch.setattr(coverage, "NULLS", {"same curve": {}})
-    monkeypatch.setattr(coverage, "SIZES", [(2, 2)])
+    for name, value in (("NULLS", {"same curve": {}}), ("FOUND", ["same curve"]), ("SIZES", [(2, 2)])):
+        monkeypatch.setattr(coverage, name, value)
     said = in_process(coverage, "--repetitions=2").stdout
-    assert "| same curve | 2 | 2 |" in said and "| -0.05 | random | 5 |" in said and "| 1.3 | 2 | 2 | 2 |" in said
+    for row in ("same curve | 2 | 2", "-0.05 | same curve | 2 | 2", "1.3 | 2 | 2 | 2", "a pair chosen out of six"):
+        assert f"\n| {row}" in said
 
 
 # -- what is there, and what is refused

@@ -1,5 +1,6 @@
 """Every number of the results, computed again from the records, by other code than the pages were written with."""
 
+import dataclasses
 import json
 import math
 import re
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from bench import coverage
 from common.files import read_record_lines
 from common.runs import read_run
-from common.statistics import Fit, holm, multiplier, t_95
+from common.statistics import Fit, multiplier, t_95, t_tail
 from common.verdict import judge, search
 
 
@@ -120,6 +122,22 @@ def tokens(where, other):
     return [f"{end:.3g}" if end > 2 else f"{end:.2f}" for end in ends]
 
 
+def holm(ps):
+    """Holm's correction, which the finished plans name: {mode: p} -> {mode: p}."""
+    largest, left, corrected = 0.0, len(ps), {}
+    for mode in sorted(ps, key=ps.get):
+        largest = max(largest, min(1.0, left * ps[mode]))
+        corrected[mode], left = largest, left - 1
+    return corrected
+
+
+def judge_by_plan(cells, tuned):
+    """compare.py's `judge` by the rules of the finished plans: no floor, and Holm's correction."""
+    answers, fit = judge(cells, tuned, floor=0.0)
+    ps = {a.mode: t_tail(abs(a.gap) * t_95(fit.df) / a.interval, fit.df) for a in answers[1:]}
+    return [dataclasses.replace(a, p=holm(ps).get(a.mode)) for a in answers], fit
+
+
 ENGLISH = ROOT / "results/english"
 NOVELS, RATES = page("results/english/README.md"), (1.5e-3, 3e-3, 6e-3)
 
@@ -137,7 +155,7 @@ def english():
         loss_of = lambda rate, seed, mode=mode: cells.get((mode, rate), {}).get(seed)  # noqa: E731
         missing, tuned[mode] = search(loss_of, RATES, (42, 1, 2))
         assert not missing
-    return runs, cells, *judge(cells, tuned)
+    return runs, cells, *judge_by_plan(cells, tuned)
 
 
 RUNS_IN_ENGLISH, CELLS_IN_ENGLISH, ANSWERS, FIT_IN_ENGLISH = english()
@@ -175,7 +193,7 @@ def gap_in_english(mode):
 def alone_in_english(mode):
     """The Answer on a mode from its own runs and vanilla's only."""
     tuned = {name: IN_ENGLISH[name].tuned for name in ("vanilla", mode)}
-    return judge({cell: of for cell, of in CELLS_IN_ENGLISH.items() if cell[0] in tuned}, tuned)[0][1]
+    return judge_by_plan({cell: of for cell, of in CELLS_IN_ENGLISH.items() if cell[0] in tuned}, tuned)[0][1]
 
 
 def worse_in_english(mode, rate):
@@ -299,6 +317,18 @@ SAID = (
 @pytest.mark.parametrize("page,sentence", SAID)
 def test_the_page_says(page, sentence):
     assert sentence in page
+
+
+def test_holm():
+    multitest = pytest.importorskip("statsmodels.stats.multitest")
+    ps = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.6, "e": 1e-7}
+    right = multitest.multipletests(list(ps.values()), method="holm")[1]
+    assert holm(ps) == pytest.approx(dict(zip(ps, right, strict=True)))
+
+
+def test_the_recorded_curves_of_coverage():
+    for mode, of in coverage.RECORDED.items():
+        assert of == tuple(round(mean(mode, rate), 4) for rate in (0.00075, 0.0015, 0.003, 0.006, 0.012))
 
 
 def test_one_family_of_cells():

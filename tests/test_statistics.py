@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from common.statistics import Fit, holm, lowest, mean_interval, multiplier, t_95, t_tail
+from common.statistics import Fit, dunnett, lowest, mean_interval, multiplier, t_95, t_tail
 
 stats = pytest.importorskip("scipy.stats")
 
@@ -73,11 +73,62 @@ def test_a_mode_that_changes_nothing_does_not_differ(n):
     assert abs(gap) < 1e-9 and p > 0.9
 
 
-def test_holm():
+def test_a_floor_is_a_share_of_the_noise_that_no_seed_makes_smaller():
+    fit = Fit({cell: {seed: cell * seed**2 for seed in range(4)} for cell in (1, 2)})
+    _, half, p = fit.contrast({1: 1, 2: -1}, floor=0.5)
+    assert half == pytest.approx(t_95(3) * fit.noise * (2 / 4 + 0.25) ** 0.5)
+    assert p == pytest.approx(t_tail(3.5 * t_95(3) / half, 3))  # 3.5: the mean of 0, 1, 4 and 9
+
+
+# -- several differences from one base
+
+
+def alike(n, correlation=0.5):
+    return np.full((n, n), correlation) + (1 - correlation) * np.eye(n)
+
+
+# two-sided, 5 %, for 1 to 4 differences: table II of C. W. Dunnett, New tables for multiple comparisons with a control,
+# Biometrics 20 (1964)
+@pytest.mark.parametrize("df,critical", [
+    (5, (2.57, 3.03, 3.29, 3.48)), (10, (2.23, 2.57, 2.76, 2.89)), (20, (2.09, 2.38, 2.54, 2.65)),
+])  # fmt: skip
+def test_dunnetts_table(df, critical):
+    for n, t in enumerate(critical, 1):
+        assert dunnett([t] * n, alike(n), df)[0] == pytest.approx(0.05, abs=0.001)  # t has two decimals
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_dunnett_is_scipys_for_unequal_samples(seed):
+    """The smallest p. scipy's correction doesn't step down, so the others are larger there."""
+    rng, sizes = np.random.default_rng(seed), (9, 4, 3)
+    samples, base = [rng.normal(0.8 * i, 1, size) for i, size in enumerate(sizes)], rng.normal(0, 1, 5)
+    right = stats.dunnett(*samples, control=base, rng=np.random.default_rng(0))
+    share = np.array([(size / (size + 5)) ** 0.5 for size in sizes])
+    correlation = np.outer(share, share) + np.diag(1 - share**2)
+    found = dunnett(abs(right.statistic), correlation, sum(sizes) + 5 - 4)
+    assert min(found) == pytest.approx(min(right.pvalue), abs=0.001)
+
+
+@pytest.mark.parametrize("ts", [(2.3,), (3.1, 2.2, 2.5), (0.2, 0.1), (9.0, 30.0, 1.0, 9.1)])
+def test_dunnett_lies_between_no_correction_and_holms(ts):
     multitest = pytest.importorskip("statsmodels.stats.multitest")
-    ps = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.6, "e": 1e-7}
-    right = multitest.multipletests(list(ps.values()), method="holm")[1]
-    assert holm(ps) == pytest.approx(dict(zip(ps, right, strict=True))) and holm({}) == {}
+    plain = [t_tail(t, 8) for t in ts]
+    found, most = dunnett(ts, alike(len(ts)), 8), multitest.multipletests(plain, method="holm")[1]
+    assert all(p <= q <= r * (1 + 1e-12) for p, q, r in zip(plain, found, most, strict=True))
+    by_size = [found[i] for i in np.argsort(ts)[::-1]]
+    assert by_size == sorted(by_size)
+
+
+def test_dunnett_corrects_for_the_differences_that_are_left():
+    """Of one alone p is the plain one, to the last bit."""
+    assert dunnett([2.3], np.eye(1), 8) == [t_tail(2.3, 8)]
+    assert dunnett([2.3, 9.0], alike(2), 8)[0] == t_tail(2.3, 8)
+    assert dunnett([2.3, 2.4], alike(2), 8)[0] == dunnett([2.3, 2.4], alike(2), 8)[1] > t_tail(2.3, 8)
+
+
+def test_dunnett_of_differences_that_always_go_together():
+    """Two modes that are one count once, though their correlation has no Cholesky root."""
+    assert dunnett([2.3, 2.3], alike(2, 1.0), 8) == pytest.approx([t_tail(2.3, 8)] * 2)
 
 
 # -- the best rate between those tried
