@@ -179,7 +179,15 @@ class Study:
         tuned = {mode: self.search(mode)[1] for mode in self.cfg.named}
         pool = self.pool() if self.cfg.seeds == 1 else None
         tokens, floor = self.cfg.max_steps * self.cfg.batch_tokens, FLOOR if len(self.cfg.rates) > 1 else 0.0
-        return judge(self.cells(), tuned, tokens, self.schedules(), pool, floor)
+        return judge(self.cells(), tuned, tokens, self.schedules(), pool, floor, self.elsewhere(tuned))
+
+    def elsewhere(self, tuned):
+        """The modes whose runs that decide, at the best rate and beside it, share no processor with the base's."""
+        devices = defaultdict(set)
+        for (mode, rate, _), curves in self.runs.items():
+            if rate in (tuned[mode].rate, *tuned[mode].around):
+                devices[mode] |= {start["rounding"]["device"] for start in curves.starts}
+        return [mode for mode in devices if not devices[mode] & devices[self.cfg.base_mode]]
 
     def cells(self):
         """{(mode, rate): {seed: loss}} of the runs that did not diverge."""
@@ -285,7 +293,7 @@ def picture(study, answers, path):
         if a.gap is not None:
             gain = a.best.gain - base.best.gain
             seeds = [a.losses[seed] - base.losses[seed] - gain for seed in a.losses.keys() & base.losses]
-            differs = a.differs or a.p is None
+            differs = a.differs or (a.p is None and not a.is_elsewhere)
             effects.append(Effect(mode=a.mode, gap=a.gap, interval=a.interval, seeds=seeds, differs=differs))
     rate = "each at its best rate" if len(cfg.rates) > 1 else f"rate {cfg.rates[0]:g}"
     seeds = f"{cfg.seeds} seeds (ticks)" if cfg.seeds > 1 else "one seed"

@@ -125,6 +125,7 @@ class Answer:
     gap: float | None = None  # its loss minus the base's, both at their best rates; None without a common seed
     interval: float | None = None  # half the width of its 95 % interval
     p: float | None = None  # corrected for the number of modes
+    is_elsewhere: bool = False  # no processor had runs of both this mode and the base
     times: tuple = ()  # how many times as many tokens the base needs for this loss: (least, most), or empty
 
     @property
@@ -134,16 +135,17 @@ class Answer:
 
     @property
     def differs(self):
-        """Whether it is better or worse than the base: luck does not explain the gap."""
-        return self.p is not None and self.p <= 0.05
+        """Whether it is better or worse than the base: neither luck nor the processor explains the gap."""
+        return self.p is not None and self.p <= 0.05 and not self.is_elsewhere
 
 
-def judge(cells, tuned, tokens=0, schedules=(), pool=None, floor=FLOOR):
+def judge(cells, tuned, tokens=0, schedules=(), pool=None, floor=FLOOR, elsewhere=()):
     """The Answer of each mode, that of the base first, and the Fit behind them.
 
     cells: {(mode, rate): {seed: loss}} of runs that did not diverge; tuned: {mode: Tuned}, the base first; tokens: of
     each run; schedules: [(tokens, Answer)] of the base at other lengths; pool: a Fit of other runs, for the noise where
-    these have one seed; floor: FLOOR, or 0 where no rates were searched.
+    these have one seed; floor: FLOOR, or 0 where no rates were searched; elsewhere: the modes that ran on none of the
+    base's processors.
     """
     fit, base_mode = Fit(cells), next(iter(tuned))
     if pool and pool.df:
@@ -164,7 +166,7 @@ def judge(cells, tuned, tokens=0, schedules=(), pool=None, floor=FLOOR):
         spread = fit.spread(best[mode].weights) if mode in best else 0.0
         gap, interval, _ = found.get(mode, (None, None, None))
         losses = cells.get((mode, at.rate), {})
-        answer = Answer(mode, at, losses, best.get(mode), spread, gap, interval, ps.get(mode))
+        answer = Answer(mode, at, losses, best.get(mode), spread, gap, interval, ps.get(mode), mode in elsewhere)
         if interval is not None:
             answer = replace(answer, times=times_of(answer, answers[0], tokens, schedules, fit))
         answers.append(answer)
@@ -217,6 +219,9 @@ def said_of(a, base, n_seeds, is_tuned):
     elif a.p > 0.05:
         gap = with_interval(a.gap, a.interval, sign=True)
         yield f"{a.mode} cannot be told apart from {base.mode} ({gap} nats, p = {a.p:.2g})."
+    elif a.is_elsewhere:
+        gap = with_interval(abs(a.gap), a.interval)
+        yield f"{a.mode} ends {gap} nats {below} {base.mode}, but no processor ran both, so the machine may be why."
     else:
         yield f"{a.mode} is {better} than {base.mode} by {with_interval(abs(a.gap), a.interval)} nats."
     if a.times:

@@ -131,7 +131,8 @@ def make_run(cfg, loss, **changed):
     folder, config = Path(cfg.out_dir), settings_of(cfg, corpus, None)[0]
     write_record(folder / "config.json", RUN, config)
     write_record(folder / "env.json", train.ENVIRONMENT, {"commit": "c", "processor": "p"})
-    start = {"event": "start", "step": 0, "code": code_of_results(), "dtype": "float32", "rounding": {"threads": 1}}
+    start = {"event": "start", "step": 0, "code": code_of_results(), "dtype": "float32"}
+    start["rounding"] = {"device": "the cpu of A", "threads": 1}
     mode = {"definition": config["value_mode"], "value_mode": config["value_mode_name"]}
     start |= {"max_steps": cfg.max_steps, "batch_tokens": cfg.batch_tokens} | mode | changed
     records = [start]
@@ -368,6 +369,23 @@ def test_an_interval_without_0_that_is_no_proof_is_explained(compared):
     assert "by luck" not in compared("vanilla", "svformer", seeds=3, loss=level)
 
 
+def test_modes_that_share_no_processor_are_not_told_apart(data, tmp_path, compared, monkeypatch):
+    """Neither in words nor in the figure nor in tokens, though p is small. One common processor is enough."""
+    drawn = []
+    monkeypatch.setattr(compare, "comparison", lambda path, effects, *_: drawn.append([e.differs for e in effects]))
+    make_runs(data, tmp_path, 48, 2.3)
+    there = {"device": "the cpu of B", "threads": 1}
+    for seed in (42, 1, 2):
+        make_run(of_run(data, tmp_path, "svformer", seed), losses("svformer", 6e-3, seed), rounding=there)
+    said = compared("vanilla", "svformer", "resformer_lambda", seeds=3)
+    assert "svformer ends 0.1000 ± 0.0068 nats above vanilla, but no processor ran both" in said
+    assert "resformer_lambda is better than vanilla" in said and drawn == [[False, True]]
+    row = table(said)["svformer"]
+    assert float(row["p, corrected"]) < 1e-3 and row["× tokens"].endswith(" to 1.00")
+    make_run(of_run(data, tmp_path, "svformer", 2), losses("svformer", 6e-3, 2))
+    assert "svformer is worse than vanilla by" in compared("vanilla", "svformer", "resformer_lambda", seeds=3)
+
+
 def test_who_makes_most_of_the_noise_is_said(compared):
     def noisy(mode, rate, seed):
         return 2.5 + {42: 0, 1: 1, 2: -1}[seed] * {"vanilla": 0.03, "svformer": 0.001}.get(mode, 0.002)
@@ -592,7 +610,7 @@ def test_a_precision_is_what_auto_became(data, tmp_path, compared, trained):
 
 def test_machines_that_differ_are_said(data, tmp_path, compared):
     assert "The runs differ" not in compared("vanilla", "svformer")
-    make_run(of_run(data, tmp_path), 2.0, rounding={"threads": 2, "torch": "2"})
+    make_run(of_run(data, tmp_path), 2.0, rounding={"device": "the cpu of A", "threads": 2, "torch": "2"})
     says = "The runs differ in threads (2: vanilla-0.003-42; 1: svformer-0.003-42). Rounding alone"
     assert says in compared("vanilla", "svformer")
 
