@@ -1,6 +1,7 @@
 """Every number of the results, computed again from the records, by other code than the pages were written with."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -91,12 +92,12 @@ def at_rate(mode, rate):
     return Fit(cells).contrast({mode: 1, "vanilla": -1})
 
 
-def gain(mode, rate):
+def gain(mode, rate, **changes):
     """How much lower than at `rate` a parabola through that rate and those beside it is. At a rate with seed 42 alone
     its loss counts without what that seed adds, on average, where all three ran."""
     cells = [LOSSES[cell] for cell in FIT.cells if cell[0] == BASE]
     of_42 = sum(of[42] - sum(of.values()) / 3 for of in cells) / len(cells)
-    losses = [LOSSES[BASE, mode, x] for x in (rate / 2, rate, rate * 2)]
+    losses = [LOSSES[setting(changes), mode, x] for x in (rate / 2, rate, rate * 2)]
     levels = [sum(of.values()) / 3 if len(of) == 3 else of[42] - of_42 for of in losses]
     square, slope, level = np.polyfit((-1, 0, 1), levels, 2)
     return levels[1] - (level - slope**2 / (4 * square))
@@ -174,16 +175,34 @@ def in_python(mode, seed):
     return run["every"] * np.arange(1, 1 + len(run["losses"])), np.array(run["losses"])
 
 
+def over(losses_of, mode, seed, end):
+    """The mean training loss of a run over the 200 steps up to `end`."""
+    steps, losses = losses_of(mode, seed)
+    return losses[(steps > end - 200) & (steps <= end)].mean()
+
+
 def lead(mode, losses_of):
     """How much lower a mode's training loss is than vanilla's after a tenth of the training, in steps 501 to 700."""
-    gaps = []
-    for seed in (42, 1, 2):
-        means = []
-        for of in ("vanilla", mode):
-            steps, losses = losses_of(of, seed)
-            means.append(losses[(steps > 500) & (steps <= 700)].mean())
-        gaps.append(means[0] - means[1])
-    return sum(gaps) / len(gaps)
+    return np.mean([over(losses_of, "vanilla", seed, 700) - over(losses_of, mode, seed, 700) for seed in (42, 1, 2)])
+
+
+def fall(losses_of):
+    """How much vanilla's training loss falls in the second half of the training."""
+    return np.mean(
+        [over(losses_of, "vanilla", seed, 3000) - over(losses_of, "vanilla", seed, 6000) for seed in (42, 1, 2)]
+    )
+
+
+def spread(losses):
+    return np.std(list(losses.values()), ddof=1)
+
+
+def cochran(variances):
+    """Cochran's p that the largest variance of groups of three belongs to the others. F's tail at 2 degrees of freedom
+    is a power."""
+    k, largest = len(variances), max(variances) / sum(variances)
+    f, df = largest * (k - 1) / (1 - largest), 2 * (k - 1)
+    return k * (1 + 2 * f / df) ** (-df / 2)
 
 
 def gap_in_english(mode):
@@ -266,7 +285,55 @@ def sentences():
     between = gap("svformer", 0.006)[0] - gain("svformer", 0.006) + gain("vanilla", 0.003)
     others = [gain(mode, rate) - gain("vanilla", 0.003) for mode, rate in CHOSEN if mode != "svformer"]
     yield f"moves SVFormer to {between:.3f} and the others by at most {max(map(abs, others)):.3f}."
-    yield f"about {FIT.noise * 2**0.5:.3f} nats apart"
+
+
+def certainty():
+    """What results/README.md must say of how sure it is."""
+    pairs = [abs(a - b) for cell in FIT.cells for a, b in itertools.combinations(LOSSES[cell].values(), 2)]
+    yield f"two runs that differ only in their seed end {np.mean(pairs):.3f} nats apart on average"
+    deep, *wider = -gap("resformer", 0.0015, 0.0015, **DEEP)[0], gap("resformer", 0.0015, 0.0015, **LARGE)[0]
+    wider = [-wider[0] - gain("vanilla", 0.0015, **LARGE), -wider[0]]
+    yield "by {:.2f} nats with 12 layers and by {:.2f} to {:.2f} with 8 wider ones".format(deep, *wider)
+    yield f"With 5.1M a parabola puts vanilla {gain('vanilla', 0.0015, **LARGE):.3f} lower"
+    tried = {
+        of: [rate for where, mode, rate in LOSSES if (where, mode) == of]
+        for of in ((setting(LARGE), "resformer"), (setting(MID), "vanilla"))
+    }
+    best = [min(rates, key=lambda rate: LOSSES[(*of, rate)][42]) for of, rates in tried.items()]
+    are_edges = all(at in (min(rates), max(rates)) for at, rates in zip(best, tried.values(), strict=True))
+    yield (
+        "best one with 5.1M parameters is at the edge, and so is vanilla's with 2.9M"
+        if are_edges
+        else "no such finding"
+    )
+    falls = fall(in_python), fall(in_english)
+    yield "vanilla's training loss still falls by {:.2f} nats there, and by {:.2f} on English".format(*falls)
+    both = {where for where, mode, _ in LOSSES if mode == "resformer"} & {
+        where for where, mode, _ in LOSSES if mode == "vanilla"
+    }
+    assert gap("resformer", 0.0015, 0.0015, **DEEP)[2] * len(both) < 0.05
+    yield f"a correction for all {len(both)} settings in which it ran against vanilla"
+    less, more = IN_ENGLISH["resformer_lambda"], IN_ENGLISH["svformer"]
+    ps = sorted(t_tail(abs(a.gap) * t_95(FIT_IN_ENGLISH.df) / a.interval, FIT_IN_ENGLISH.df) for a in (less, more))
+    assert 3 * ps[0] == pytest.approx(less.p) and 3 * ps[0] > 2 * ps[1]
+    yield f"SVFormer's own would be {2 * ps[1]:.3f}."
+    spreads = {mode: spread(answer.losses) for mode, answer in IN_ENGLISH.items()}
+    (others,) = {f"{spreads[mode]:.3f}" for mode in spreads if mode != "vanilla"}
+    yield f"Its three seeds spread by {spreads['vanilla']:.3f} nats, those of each other mode by {others},"
+    yield f"Cochran's p is {cochran([x**2 for x in spreads.values()]):.2f}"
+    groups = {
+        is_vanilla: [spread(LOSSES[c]) for c in FIT.cells if (c[1] == "vanilla") == is_vanilla]
+        for is_vanilla in (True, False)
+    }
+    assert len(groups[True]) == 5
+    pooled = [np.mean(np.square(groups[is_vanilla])) ** 0.5 for is_vanilla in (True, False)]
+    yield "on Python vanilla's seeds spread by {:.3f} in five groups, and the others' by {:.3f},".format(*pooled)
+    for end in range(1000, 6001, 1000):
+        assert over(in_english, "vanilla", 42, end) < min(over(in_english, "vanilla", seed, end) for seed in (1, 2))
+    ahead, behind = (
+        np.mean([of.losses[seed] - IN_ENGLISH["vanilla"].losses[seed] for seed in (1, 2)]) for of in (less, more)
+    )
+    yield f"Without it λ = 2 would lead by {-ahead:.3f}, and SVFormer be behind by {behind:.3f}."
 
 
 def evidence():
@@ -308,7 +375,7 @@ def rows():
 
 SAID = (
     [(page("docs/lecture.md"), s) for s in rows()]
-    + [(PAGE, s) for s in sentences()]
+    + [(PAGE, s) for s in [*sentences(), *certainty()]]
     + [(NIGHT, s) for s in evidence()]
     + [(README, s) for s in readmes()]
 )
@@ -339,7 +406,6 @@ def test_who_differs_from_vanilla():
     ps = holm({mode: gap(mode, rate)[2] for mode, rate in CHOSEN})
     found = {mode for mode, p in ps.items() if p < 0.05}
     assert found == {"resformer_lambda", "resformer_plus", "denseformer", "svformer"}
-    assert gap("resformer", 0.0015, 0.0015, **DEEP)[2] * 14 < 0.05
     both = [difference(mode, 0.0015, 0.0015, **LARGE)[0] for mode in ("resformer", "resformer_lambda")]
     assert f"{both[0]:.3f}" == f"{both[1]:.3f}"
 
