@@ -162,7 +162,7 @@ def learning_rate(step, peak, end, warmup, steps):
 
 def adamw(model, lr, weight_decay, betas, device_type):
     """AdamW that decays parameters of two dimensions (embeddings, head and a Gate's, too), but not of one: norms,
-    biases, mixing weights."""
+    biases, mixing weights. A checkpoint holds the state of whatever optimizer this returns."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -314,7 +314,7 @@ def check_finite(metrics, step, what, value):
         end_diverged(metrics, step, f"the {what} is {value}")
 
 
-def start(cfg, world, corpus, shape, dtype, config, done, note):
+def start(cfg, world, corpus, shape, dtype, config, done, notes):
     """Record what runs from step `done` on, and print it. Returns the Metrics, or None if nothing is left to do."""
     # a rank that reads another folder would train a different model. This also waits for all ranks
     if len(set(world.gather((done, corpus.hash, corpus.val_hash)))) > 1:
@@ -355,7 +355,7 @@ def start(cfg, world, corpus, shape, dtype, config, done, note):
         "kv_bytes_per_token": 2 * kv_floats_per_token(shape),  # in bf16
     }
     metrics.write(record)
-    for line in filter(None, (note, *notes_of(cfg, corpus, world.size))):
+    for line in filter(None, (*notes, *notes_of(cfg, corpus, world.size))):
         metrics.say(line)
     metrics.say(
         f"{record['value_mode']}: {record['parameters']:,} parameters, {cfg.max_steps - done} steps of "
@@ -397,8 +397,8 @@ def train(cfg, world):
     optimizer = adamw(model, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), world.kind)
     scaler = torch.amp.GradScaler(world.kind, enabled=dtype == torch.float16)
     # ---- a checkpoint restores all of it as it was after its step: weights, optimizer, scaler
-    done = checkpoint.resume(path, model, optimizer, scaler, corpus.tokenizer.hash)["step"] if path else 0
-    metrics = start(cfg, world, corpus, shape, dtype, config, done, note)
+    done, kept = checkpoint.resume(path, model, optimizer, scaler, corpus.tokenizer.hash) if path else (0, "")
+    metrics = start(cfg, world, corpus, shape, dtype, config, done, (note, kept))
     if metrics is None:
         return
 

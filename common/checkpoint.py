@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict as dcp
 
 from common.files import read_record, reading, sealed, unsealed, write_atomic
+from common.optimizers import optimizer_state, restore_optimizer
 from common.ranks import code_of_results
 from common.runs import RUN, differences, read_run
 from common.sizes import refuse_too_large
@@ -141,20 +142,17 @@ def save(folder, step, model, tokenizer_hash, val_loss=None, optimizer=None, sca
     Returns the weights file. All ranks call this, because they gather what is divided; the main one writes."""
     path = Path(folder, f"step_{step:08d}.safetensors")
     weights = dcp.get_model_state_dict(model, options=WHOLE)
-    state = dcp.get_optimizer_state_dict(model, optimizer, options=WHOLE) if optimizer else {}
+    about, tensors = optimizer_state(model, optimizer, is_main) if optimizer else ("", {})
     if not is_main:
         return path
     digest = checksum(weights)
     if optimizer:
-        tensors = {}
-        for name, moments in state.get("state", {}).items():
-            tensors |= {f"{key}/{name}": tensor for key, tensor in moments.items()}
         # the model draws no random numbers in training, but a mode of yours may, as dropout does
         tensors["rng"] = torch.get_rng_state()
         if torch.cuda.is_available():
             tensors["rng_cuda"] = torch.cuda.get_rng_state()
         # the checksum of the weights says which ones this state belongs to
-        record = {"tensors": checksum(tensors), "weights": digest, "scaler": scaler.state_dict()}
+        record = {"tensors": checksum(tensors), "weights": digest, "scaler": scaler.state_dict(), "optimizer": about}
         write_tensors(state_file(path), STATE, tensors, record)
     config = dataclasses.asdict(model.cfg)
     header = {"step": step, "val_loss": val_loss, "mode": model.cfg.value_mode.name, "config": config}
@@ -176,7 +174,7 @@ def prune(folder, keep):
 
 
 def resume(path, model, optimizer, scaler, tokenizer_hash):
-    """Restore model, optimizer, scaler and random generators as `save` found them; returns the header."""
+    """Restore model, optimizer, scaler and random generators as `save` found them; returns (step, a note or "")."""
     header = read_header(path)
     check_same(path, header, model, tokenizer_hash, vars(model.cfg))
     with reading(path, WEIGHTS):
@@ -185,18 +183,13 @@ def resume(path, model, optimizer, scaler, tokenizer_hash):
         record, tensors = read_tensors(state_file(path), STATE)
         if record["weights"] != header["tensors"]:
             raise ValueError(f"it does not belong to {path.name}")
-        # a scaler may have skipped all steps so far: then there are no moments, and AdamW must not count a step
-        if any(name.startswith("exp_avg/") for name in tensors):
-            found = dcp.get_optimizer_state_dict(model, optimizer)
-            for name, moments in found["state"].items():
-                found["state"][name] = {key: tensors[f"{key}/{name}"] for key in moments}
-            dcp.set_optimizer_state_dict(model, optimizer, found, options=WHOLE)
+        note = restore_optimizer(path, model, optimizer, record.get("optimizer"), tensors)
         if record["scaler"]:
             scaler.load_state_dict(record["scaler"])
         torch.set_rng_state(tensors["rng"])
         if torch.cuda.is_available() and "rng_cuda" in tensors:
             torch.cuda.set_rng_state(tensors["rng_cuda"])
-    return header
+    return header["step"], note
 
 
 def check_same(path, header, model, tokenizer_hash, fields):
