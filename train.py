@@ -428,8 +428,8 @@ def train(cfg, world):
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # gradients of this rank's micro-batches add up
-        optimizer.zero_grad(set_to_none=True)
+        # gradients of this rank's micro-batches add up. No older ones may stay, because all count in the norm
+        model.zero_grad(set_to_none=True)
         total = torch.zeros((), device=world.device)
         for i in range(accumulation):
             # a batch is a function of (seed, step): a rank takes its rows, and a resumed run needs no data-loader state

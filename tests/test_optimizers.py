@@ -60,6 +60,11 @@ def two(model, lr, weight_decay, betas, device_type):
     return MuonAndAdamW(torch.optim.Muon(matrices, lr, weight_decay), adamw)
 
 
+def muon_alone(model, lr, *of):
+    """The other parameters stay as they are. They have gradients, too."""
+    return torch.optim.Muon([p for p in model.blocks.parameters() if p.ndim == 2], lr)
+
+
 OPTIMIZERS = {
     "AdamW": train.adamw,
     "amsgrad": lambda model, lr, *of: torch.optim.AdamW(model.parameters(), lr, amsgrad=True),
@@ -67,6 +72,7 @@ OPTIMIZERS = {
     "momentum": lambda model, lr, *of: torch.optim.SGD(model.parameters(), lr, momentum=0.9),
     "Adafactor": lambda model, lr, *of: torch.optim.Adafactor(model.parameters(), lr),
     "Adagrad": lambda model, lr, *of: torch.optim.Adagrad(model.parameters(), lr),  # has a state before its first step
+    "Muon": muon_alone,
     "Muon, AdamW": two,
     "own": lambda model, lr, *of: Own(model.parameters(), lr),
 }
