@@ -114,12 +114,16 @@ class Distributed:
 
 @contextlib.contextmanager
 def enough_memory(remedy):
-    """Turns two failures of the machine into a sentence: a GPU whose memory is full, and a rank that has ended."""
+    """Turns three failures into a sentence: a GPU whose memory is full, a rank that has ended, and an optimizer with an
+    operation that torch cannot do on sharded weights."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise UserError(f"the GPU ran out of memory; {remedy}") from None
     except RuntimeError as e:
+        if any(word in str(e) for word in ("DTensor", "Sharding", "sharding")):
+            why = str(e).splitlines()[0][:100]
+            raise UserError(f"torch cannot train like this with sharded weights ({why}); set --shard=none") from e
         is_connection = any(word in str(e).lower() for word in ("gloo", "nccl", "connection", "tcpstore"))
         if not (dist.is_initialized() and is_connection):
             raise

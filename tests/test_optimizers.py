@@ -244,6 +244,7 @@ class OfOwnRows(torch.optim.SGD):
 
 
 SHARDED = {
+    "torch cannot train like this with sharded weights (": OPTIMIZERS["Adafactor"],
     "OfOwnRows keeps a Tensor as rows/": lambda model, lr, *of: OfOwnRows(model.parameters(), lr),
 }
 
