@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common import checkpoint, ranks
 from common.data import Corpus
 from common.files import hold, read_record, write_record
+from common.optimizers import optimizer_state
 from common.report import heard
 from common.runs import RUN, Metrics, read_run
 from common.scoring import domain_losses
@@ -456,6 +457,8 @@ def train(cfg, world):
         norm = ranks.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf))
         scaler.step(optimizer)
         scaler.update()
+        if step == done:  # what no checkpoint can hold is refused now, not when it is saved
+            optimizer_state(model, optimizer, is_main=False)
         # means over the ranks (the norm is the same on all). This is the step's first wait for the GPU
         total, norm = (world.sum(torch.stack((total, norm))) / world.size).tolist()
         # a step that failed is not saved

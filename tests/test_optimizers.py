@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import config, make_data, refused
-from test_train import assert_close_runs, assert_same_runs, called, command, ended, flags, fork, mini, trained
+from test_train import assert_close_runs, assert_same_runs, called, command, ended, flags, fork, mini, records, trained
 
 import train
 from common import checkpoint
@@ -231,9 +231,10 @@ UNSAVED = [
 
 
 @pytest.mark.parametrize("make,says", UNSAVED, ids=["list", "hidden", "tensor"])
-def test_what_a_checkpoint_cannot_hold_is_refused(make, says, data_dir, tmp_path, monkeypatch):
+def test_what_a_checkpoint_cannot_hold_is_refused_at_the_first_step(make, says, data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "adamw", make)
     refused(called(data_dir, tmp_path), says)
+    assert not records(tmp_path)
 
 
 class OfOwnRows(torch.optim.SGD):
