@@ -32,6 +32,7 @@ from net.layers import (
     normal,
     repeat_heads,
     residual_proj_std,
+    to_fp32,
 )
 from net.loss import chunked_cross_entropy
 from value_modes import plan_layers, stored_tensors
@@ -155,7 +156,9 @@ class Attention(nn.Module):
         self.owns = tuple(plan.heads)  # those of "q", "k", "v" that it owns; it borrows the others
         self.n_heads_from_0 = cfg.n_kv_head - plan.heads.get("v", cfg.n_kv_head)
         self.values_are_keys = cfg.value_mode.values == "keys"
-        parts = {t: heads * cfg.head_dim for t, heads in plan.heads.items() if not (t == "v" and self.values_are_keys)}
+        # kept here, because peft and quantizers put modules without our attributes in the place of self.proj
+        self.proj_heads = {t: heads for t, heads in plan.heads.items() if not (t == "v" and self.values_are_keys)}
+        parts = {t: heads * cfg.head_dim for t, heads in self.proj_heads.items()}
         is_gpt2 = cfg.arch == "gpt2"
         self.proj = Linear(cfg.n_embd, parts, bias=is_gpt2)
         self.out = Linear(cfg.n_head * cfg.head_dim, {"o": cfg.n_embd}, bias=is_gpt2, std=residual_proj_std(cfg))
@@ -217,11 +220,10 @@ class Attention(nn.Module):
 
     def project(self, x, angles):
         """The tensors that this layer owns, from one product: {t: (B, heads of t, T, D)}, q and k rotated."""
-        B, T, _ = x.shape
         # one product, then a view for each tensor
-        y = self.proj(x).view(B, T, -1, self.head_dim)  # (B, T, heads * D) -> (B, T, heads, D)
-        parts = y.split([width // self.head_dim for width in self.proj.parts.values()], dim=2)
-        projected_here = dict(zip(self.proj.parts, parts, strict=True))  # (B, T, heads of t, D) each
+        y = self.proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, heads * D) -> (B, T, heads, D)
+        parts = y.split(list(self.proj_heads.values()), dim=2)
+        projected_here = dict(zip(self.proj_heads, parts, strict=True))  # (B, T, heads of t, D) each
         if self.values_are_keys:
             v = F.rms_norm(projected_here["k"], (self.head_dim,), eps=self.norm_eps)
             projected_here["v"] = v.to(y.dtype)  # under autocast v is fp32
@@ -350,7 +352,7 @@ class GPT(nn.Module):
         # the residual stream begins with the embeddings
         x = idx if idx.is_floating_point() else self.embed(idx)
         if self.positions:
-            x = x + self.positions.weight[positions]
+            x = x + self.positions(torch.arange(self.cfg.block_size, device=x.device)[positions])  # (T, C) or (B, T, C)
         # rotary angles are computed once for all layers
         angles = self.rope(positions) if self.rope else None
         projected = {}  # the values of token tables, (B, T, G * D) -> (B, G, T, D)
@@ -387,7 +389,11 @@ class GPT(nn.Module):
         x = self.hidden(idx, cache)
         if targets is None:
             return self.head(x), None
-        return None, chunked_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten())
+        x, targets = x.flatten(0, 1), targets.flatten()
+        if type(self.head) is Linear:
+            return None, chunked_cross_entropy(x, self.head.weight, targets)
+        # a tool has replaced the head: what is there may add to W x, as LoRA does, so the loss reads its logits
+        return None, F.cross_entropy(to_fp32(self.head(x)), targets.clamp(min=-1), ignore_index=-1)
 
 
 class KVCache:

@@ -86,7 +86,7 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
     each prompt and sample; the cache; seconds of the "prefill", of the first step with compiling ("compile") and of the
     others ("decode")).
     """
-    device, block_size = model.head.weight.device, model.cfg.block_size
+    device, block_size = model.norm.weight.device, model.cfg.block_size
     prompts = [ids for ids in prompts for _ in range(num_samples)]
     lengths = [len(ids) for ids in prompts]
     assert 1 <= min(lengths) and max(lengths) <= block_size, f"prompts have 1 to {block_size} tokens, not {lengths}"
@@ -99,7 +99,7 @@ def generate(model, prompts, n_new, num_samples=1, seed=1, eot=None, compile=Fal
     start, n_most = max(lengths), max(limits)
     padded = [[0] * (start - len(ids)) + ids + [0] * n_most for ids in prompts]
     text = torch.tensor(padded, device=device)  # (B, start + n_most)
-    cache = KVCache(model.cfg, lengths, start + n_most - 1, device, model.head.weight.dtype)
+    cache = KVCache(model.cfg, lengths, start + n_most - 1, device, model.norm.weight.dtype)
 
     def append(to_logits, idx):
         logits = to_logits(model, idx, cache)

@@ -143,7 +143,7 @@ def log_probs(model, x, targets):
 def score(model, rows, batch_tokens):
     """Yields three arrays for each forward pass, over its scored tokens: the number of the request that each belongs
     to, its log-probability in nats, and whether it is the likeliest token. rows: from `rows_of`."""
-    device = model.head.weight.device
+    device = model.norm.weight.device
     while rows:
         # We pad a batch at the end with token 0, where nothing sees it, to its widest row, the first one.
         width = rows[0].tokens.shape[1]

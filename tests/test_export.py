@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import COMPILED, SHARED, config, hf_folder, in_process, needs_shared, refused, tiny, tokens
+from conftest import COMPILED, MODES, SHARED, config, hf_folder, in_process, needs_shared, refused, tiny, tokens
 from safetensors.torch import load_file, save_file
 from test_data import hostile, reference
 from test_eval import write_rows
@@ -255,6 +255,19 @@ def test_a_graph_of_any_length_with_padding(peer):
     graph = torch.export.export(peer, (), words, dynamic_shapes=dict.fromkeys(words, dims))
     mask[0, :7] = 0
     close(graph.module()(input_ids=idx, attention_mask=mask).logits, peer(idx, mask).logits)
+
+
+OWN_CODE = [mode for mode in MODES if not layout.is_plain_llama(config(mode))]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns that its next releases leave this to torchao
+@pytest.mark.parametrize("mode,arch", [*((mode, "llama") for mode in OWN_CODE), ("vanilla", "gpt2")])
+def test_int8_weights(mode, arch):
+    peer = wrapped(tiny(mode, arch=arch, std=0.05).float())
+    small, right = torch.ao.quantization.quantize_dynamic(peer, {torch.nn.Linear}), peer(IDX).logits
+    assert not any(isinstance(module, torch.nn.Linear) for module in small.modules())
+    assert (small(IDX).logits - right).norm() < 0.1 * right.norm()
+    assert small.generate(IDX, max_new_tokens=4, eos_token_id=None).shape == (2, 12)
 
 
 # ---- folders that we write

@@ -4,6 +4,7 @@
 another line. Slow tests take a cover set: a few modes that together have every value of every axis.
 """
 
+import copy
 import dataclasses
 import gc
 import itertools
@@ -36,12 +37,13 @@ from torch.utils._pytree import tree_leaves
 
 import value_modes
 from common import checkpoint, sizes
-from common.scoring import PrefixTree
+from common.scoring import PrefixTree, Request, rows_of, score
 from configurator import UserError
 from hf.layout import hf_parts, load_hf
 from model import GPT, KVCache
 from net.layers import DepthAverage
 from net.loss import LinearCrossEntropy
+from sample import generate
 from train import adamw, learning_rate
 from value_modes import TABLE, VALUE_MODES, ModelConfig, Residual, ValueMode, get_mode, mode_with, plan_layers
 
@@ -158,6 +160,41 @@ def test_compiles_without_a_graph_break(mode):
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
     same(loss_of(compiled, idx), plain, atol=1e-6)
     same(gradients(compiled, idx), right, rtol=1e-5, atol=1e-7)
+
+
+class Adapted(nn.Module):
+    """What peft and quantizers put in the place of a linear layer or an embedding: it has none of a layer's attributes,
+    and computes something else. Here it adds what a second layer makes of the same input."""
+
+    def __init__(self, layer, added):
+        super().__init__()
+        self.layer = layer
+        self.added = added
+
+    def forward(self, x):
+        return self.layer(x) + self.added(x)
+
+
+@pytest.mark.parametrize("mode,arch", [*((mode, "llama") for mode in MODES), ("everything", "gpt2")])
+def test_layers_may_be_replaced(mode, arch):
+    """Whatever the model is used for, the result is that of a model with the sums in its weights."""
+    model, right, idx = tiny(mode, arch=arch), tiny(mode, arch=arch), tokens((2, 9))
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, (nn.Linear, nn.Embedding)):
+            added = copy.deepcopy(layer)
+            for p, sums in zip(added.parameters(), right.get_submodule(name).parameters(), strict=True):
+                p.data = 0.1 * p.data.flip(0)
+                sums.data += p.data
+            model.set_submodule(name, Adapted(layer, added))
+
+    def results(model):
+        targets = idx.masked_fill(idx < 5, -100)  # some are ignored
+        ids, cache, _ = generate(model, [[1, 2, 3], [4]], 8, temperature=0)
+        scored = list(score(model, rows_of([[Request([5, 6, 7, 8], 2), Request([5, 6, 9], 1)]]), 64))
+        found = {"logits": model(idx)[0], "loss": model(idx, targets)[1], "cache": cache.tensors}
+        return found | {"ids": ids, "log p": [log_p for _, log_p, _ in scored], "weights": model.mixing_weights()}
+
+    same(results(model), results(right))
 
 
 # ---- memory

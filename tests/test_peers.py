@@ -4,11 +4,14 @@ import warnings
 
 import pytest
 import torch
-from conftest import tiny, tokens
+from conftest import byte_tokenizer, tiny, tokens
+
+import export
+from common import checkpoint
 
 transformers = pytest.importorskip("transformers")
 
-from test_export import close, wrapped  # noqa: E402
+from test_export import OWN_CODE, close, wrapped  # noqa: E402
 
 
 @pytest.fixture(params=("svformer", "resformer_learned", "denseformer"))
@@ -16,11 +19,26 @@ def model(request):
     return wrapped(tiny(request.param).float(), bos_token_id=0, eos_token_id=0)
 
 
-def test_lora(model):
-    """An adapter of all linear layers begins as the model, learns, and merges into it."""
-    peft, idx = pytest.importorskip("peft"), tokens((2, 8))
+def loaded(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+
+
+@pytest.mark.parametrize("mode,arch", [*((mode, "llama") for mode in OWN_CODE), ("vanilla", "gpt2")])
+def test_lora(mode, arch, tmp_path):
+    """An adapter of all linear layers begins as the model and learns. It can be saved and loaded, and so can the model
+    that it merges into, by us too."""
+    peft, tokenizer, idx = pytest.importorskip("peft"), byte_tokenizer(), tokens((2, 8))
+    of_run = tiny(mode, arch=arch, vocab_size=tokenizer.n_vocab).float()
+    path = checkpoint.save(tmp_path, 1, of_run, tokenizer.hash)
+    export.write_folder(tmp_path / "hf", path, of_run, tokenizer, "float32")
+    model = loaded(tmp_path / "hf")
     right, before = model(idx).logits, model(idx, labels=idx).loss
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+
+    torch.manual_seed(0)  # A starts from numbers of torch's own stream
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM"))
+    found = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+    assert found == linear - {"model.head"}  # which peft leaves out
     close(adapted(idx).logits, right)
     optimizer = torch.optim.AdamW((p for p in adapted.parameters() if p.requires_grad), lr=1e-2)
     for _ in range(4):
@@ -28,8 +46,13 @@ def test_lora(model):
         optimizer.step()
         optimizer.zero_grad()
     assert adapted(idx, labels=idx).loss < before
+
     learned = adapted.eval()(idx).logits
-    close(adapted.merge_and_unload()(idx).logits, learned)
+    adapted.save_pretrained(tmp_path / "adapter")
+    close(peft.PeftModel.from_pretrained(loaded(tmp_path / "hf"), tmp_path / "adapter")(idx).logits, learned)
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    close(loaded(tmp_path / "merged")(idx).logits, learned, atol=1e-4)  # W + B A is rounded
+    close(checkpoint.load(tmp_path / "merged")(idx)[0], learned, atol=1e-4)
 
 
 def word_tokenizer():
