@@ -104,7 +104,8 @@ def attend(q, k, v, kernel="sdpa", scale=None, mask=None):
     if kernel == "flash" and mask is None and q.dtype != torch.float32:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, heads, D)
         return flash_attn_func(q, k, v, causal=True, softmax_scale=scale).transpose(1, 2)
-    is_causal = bool(mask is None and T == S and T > 1)  # the kernels' own causal flag is enough
+    # the kernels' own causal flag is enough; `if`, because T > 1 is no bool while a graph of any length is traced
+    is_causal = True if mask is None and T == S and T > 1 else False
     needs_mask = mask is None and T > 1 and not is_causal  # a single last position sees every key
     if needs_mask or (mask is None and kernel == "eager"):
         mask = torch.full((T, S), -math.inf, device=q.device).triu(S - T + 1)

@@ -257,6 +257,15 @@ def test_a_graph_of_any_length_with_padding(peer):
     close(graph.module()(input_ids=idx, attention_mask=mask).logits, peer(idx, mask).logits)
 
 
+def test_a_graph_of_any_length_without_a_mask(peer):
+    """As torch.compile traces it, which is stricter."""
+    peer.config.use_cache = False
+    shapes = {"input_ids": dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)}
+    graph = torch.export.export(peer, (), {"input_ids": IDX}, dynamic_shapes=shapes, strict=True).module()
+    for shape in ((3, 5), (1, 20)):
+        close(graph(input_ids=tokens(shape)).logits, peer(tokens(shape)).logits)
+
+
 OWN_CODE = [mode for mode in MODES if not layout.is_plain_llama(config(mode))]
 
 

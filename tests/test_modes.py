@@ -162,6 +162,17 @@ def test_compiles_without_a_graph_break(mode):
     same(gradients(compiled, idx), right, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("mode,arch", [*((mode, "llama") for mode in COMPILED), ("every_place", "gpt2")])
+def test_one_graph_serves_every_length(mode, arch):
+    model = tiny(mode, arch=arch, n_layer=fewest_layers(mode))
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (13, 7, 20):
+            idx = tokens((2, length))
+            same(compiled(idx)[0], model(idx)[0])
+
+
 class Adapted(nn.Module):
     """What peft and quantizers put in the place of a linear layer or an embedding: it has none of a layer's attributes,
     and computes something else. Here it adds what a second layer makes of the same input."""

@@ -126,5 +126,9 @@ def test_a_pipeline_writes_until_the_block_is_full(model):
 
 
 def test_a_graph_without_breaks(model):
-    idx = tokens((2, 8))
-    close(torch.compile(model, fullgraph=True, backend="eager")(idx).logits, model(idx).logits)
+    """Of any length: the second call finds that lengths differ."""
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for length in (8, 5, 20):
+        idx = tokens((2, length))
+        close(compiled(idx).logits, model(idx).logits)
