@@ -3,7 +3,8 @@
 # make figures: every figure and table of the paper, small.
 # make fuzz: 30,000 bad inputs instead of the suite's 1,500. make lint: the style check.
 # make notebook: value_residual.ipynb again, with what it puts out now.
-# make test-peers: what compares with lm-eval, transformers, peft, trl and ONNX, which it installs, pinned, then the newest.
+# make test-peers: what compares with lm-eval, transformers, peft, trl and ONNX, at the pinned releases, which it installs.
+# make test-newest: the same with the newest transformers, peft, trl and ONNX.
 # All make .venv on first use. PYTHON=python3.12 picks another interpreter (3.11 or later).
 PYTHON ?= python3
 ifdef NO_INSTALL
@@ -21,7 +22,7 @@ RERUN := import nbclient, nbformat; name = "value_residual.ipynb"; \
   notebook = nbclient.execute(nbformat.read(name, 4), record_timing=False, coalesce_streams=True); \
   nbformat.write(notebook, name)
 
-.PHONY: demo figures test test-slow test-all fuzz notebook test-peers .venv/newest bench-gpu bench-82m bench-468m bench-decoding lint clean
+.PHONY: demo figures test test-slow test-all fuzz notebook test-peers test-newest .venv/newest bench-gpu bench-82m bench-468m bench-decoding lint clean
 demo: .venv/ready
 	PY=$(PY) bash runs/demo.sh
 
@@ -42,9 +43,12 @@ fuzz: .venv/ready-dev
 notebook: .venv/ready-dev
 	MPLBACKEND= $(PY) -c '$(RERUN)'
 
-test-peers: .venv/ready-peers .venv/newest
-	$(PY) -m pytest tests/test_lm_eval.py tests/test_bench.py tests/test_export.py tests/test_peers.py
-	$(NEWEST) -m pytest tests/test_lm_eval.py tests/test_export.py tests/test_peers.py
+WITH_PEERS := -m pytest --numprocesses=auto tests/test_lm_eval.py tests/test_export.py tests/test_peers.py
+test-peers: .venv/ready-peers
+	$(PY) $(WITH_PEERS) tests/test_bench.py
+
+test-newest: .venv/newest
+	$(NEWEST) $(WITH_PEERS)
 
 # What is to be measured on a GPU. Each line ends within ten minutes and writes its results as they come, into OUT; one that
 # fails does not stop the others. NO_INSTALL=1 uses the Python and the packages of the machine: no network is needed.
