@@ -205,7 +205,7 @@ TABLE = {
     # -- ResFormer and its weights
     "resformer": (mode_with(), "½ A_n (V_n + V_1)", "Eq 7"),
     "resformer_lambda": (mode_with(lam=(1.0, 2.0)), "A_n (V_n + λ V_1), λ = 2", "Fig 8; v5 Constant"),
-    "scaled": (mode_with(lam=(5**0.5, 0.0)), "√5 A_n V_n, as large at the start as with λ = 2", ""),
+    "scaled": (mode_with(lam=(5**0.5, 0.0)), "√5 A_n V_n, as large at the start as with λ = 2", "control"),
     "resformer_learned": (mode_with(learn="scalar"), "A_n (a_n V_n + b_n V_1), from ½, ½", "v5 Learnable"),
     "resformer_plus": (mode_with(learn="softmax"),
         "A_n (a_n V_n + s softmax_n(b) V_1), from a = ½, s = L, b = 0", "v5 Learnable-Plus"),

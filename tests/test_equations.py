@@ -127,6 +127,7 @@ VALUES = {  # V' of U_n = A_n V'
     "vanilla": lambda n, V, s: V[n],
     "resformer": lambda n, V, s: (V[n] + V[1]) / 2,
     "resformer_lambda": lambda n, V, s: V[n] + 2 * V[1],
+    "scaled": lambda n, V, s: math.sqrt(5) * V[n],
     "resformer_learned": lambda n, V, s: weighted(scalars(s, n - 2), V[n], V[1]),
     "resformer_plus": plus,
     "resformer_plus_deep": plus,

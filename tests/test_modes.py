@@ -577,14 +577,14 @@ def test_a_number_behind_a_name_is_the_weight_of_the_sources():
 
 def test_a_mode_has_the_name_that_its_user_gave(monkeypatch):
     row = mode_with(lam=(1.0, 2.0))
-    mine = dataclasses.replace(row, name="mine")
-    assert ModelConfig(value_mode=mine).value_mode.name == "mine"
+    mine = dataclasses.replace(row, name="somebodys")
+    assert ModelConfig(value_mode=mine).value_mode.name == "somebodys"
     assert ModelConfig(value_mode=row).value_mode.name == "resformer_lambda"
     assert mine == get_mode("resformer_lambda")  # the name says nothing of what it computes
     one, other = (get_mode(mode_with(lam=(0.7, x))).name for x in (0.3, 0.4))
     assert one != other and one.startswith("custom_")  # two models of a user's own are not seeds of one
-    monkeypatch.setitem(value_modes.VALUE_MODES, "mine", mine)  # a row that equals another one keeps its name
-    assert ModelConfig(value_mode="mine").value_mode.name == "mine"
+    monkeypatch.setitem(value_modes.VALUE_MODES, "somebodys", mine)  # a row that equals another one keeps its name
+    assert ModelConfig(value_mode="somebodys").value_mode.name == "somebodys"
 
 
 PICKED = {"-3:": [5, 6, 7], "::-2": [1, 3, 5, 7], "2:4": [2, 3], "0.5:": [4, 5, 6, 7], ":0.5": [0, 1, 2, 3]}
@@ -663,7 +663,7 @@ def test_impossible_models_are_refused(make, says):
 def test_a_value_that_nothing_computes_names_the_places_to_edit(field):
     """As when somebody adds a new one to its Literal, and to nothing else: no model trains without it in silence."""
     residual = Residual()
-    mode = ValueMode((residual,), name="mine")
+    mode = ValueMode((residual,), name="somebodys")
     object.__setattr__(residual if hasattr(residual, field) else mode, field, "new")
     with pytest.raises(AssertionError, match=f"{field}='new'.*add it to"):
         GPT(config(mode))(tokens((1, 5)))

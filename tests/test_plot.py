@@ -375,13 +375,13 @@ def test_words_are_the_models(panels):
 
 
 def test_modes_in_files_and_with_numbers(tmp_path, monkeypatch):
-    mode = 'ValueMode((Residual(source=2, layers="-1:"),), name="mine")'
+    mode = 'ValueMode((Residual(source=2, layers="-1:"),), name="somebodys")'
     (tmp_path / "mine.py").write_text(f"from value_modes import Residual, ValueMode\n\nvalue_mode = {mode}\n")
     (tmp_path / "none.py").write_text("mode = 3\n")
     drawn, draw = [], picture.draw
     monkeypatch.setattr(picture, "draw", lambda fig, configs: (draw(fig, configs), drawn.extend(configs)))
     result = in_process(plot, "plan", "vanilla", "mine.py", "neutreno_0.6", "--n_layer=5", "--n_head=4")
     assert result.returncode == 0 and (tmp_path / "plan.png").exists(), result.stderr
-    assert [cfg.value_mode.name for cfg in drawn] == ["vanilla", "mine", "neutreno_0.6"]
+    assert [cfg.value_mode.name for cfg in drawn] == ["vanilla", "somebodys", "neutreno_0.6"]
     assert {(cfg.n_layer, cfg.n_head, cfg.n_embd) for cfg in drawn} == {(5, 4, 512)}
     refused(in_process(plot, "plan", "none.py"), "none.py sets none of this script's settings")
