@@ -116,7 +116,8 @@ def softmaxes(mixes, used):
     # what changes its output: its own weight, and softmaxes of other layers
     for residual, weights, sources in mixes:
         if residual.of == "probs" or residual.map in ("identity", "delta"):
-            own, *of_sources = [float(w) for w in weights]
+            # a weight is a number, or (H, 1, 1) if each head has its own: a factor of (B, H, T)
+            own, *of_sources = [to_fp32(w).squeeze(-1) if isinstance(w, torch.Tensor) else w for w in weights]
             parts = [(own * weight, q, keys) for weight, q, keys in parts]
             if residual.of == "probs":
                 parts += [(w, source["q"], [source["k"]]) for w, source in zip(of_sources, sources, strict=True)]
@@ -125,12 +126,12 @@ def softmaxes(mixes, used):
 
 def importance(mixes, used):
     """Token importance of each head: the share of a layer's attention that goes to each position, (B, H, T)."""
-    parts = softmaxes(mixes, used)
-    # a layer that ignores its attention still has one
-    if all(weight == 0 for weight, _, _ in parts):
-        parts = [(1.0, q, keys) for _, q, keys in parts]
     scale = used["v"].size(-1) ** -0.5
-    total = sum(weight * received(q, keys, scale) for weight, q, keys in parts)
+    parts = [(weight, received(q, keys, scale)) for weight, q, keys in softmaxes(mixes, used)]
+    total = sum(weight * attention for weight, attention in parts)
+    # a head that ignores its attention still has one
+    is_ignored = (total == 0).all(dim=-1, keepdim=True)  # (B, H, 1)
+    total = torch.where(is_ignored, sum(attention for _, attention in parts), total)
     shares = total / total.sum(dim=-1, keepdim=True)
     if (shares < 0).any():
         raise UserError("an attention residual has a negative weight, so some tokens get negative attention")

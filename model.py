@@ -47,7 +47,7 @@ def weighted_sum(weights, here, sources):
         is_zero = isinstance(weight, float) and weight == 0  # the mode `scaled` has no V_1
         if not is_zero:
             total = total + weight * source.to(here.dtype)  # under autocast embeddings are fp32
-    return total
+    return total.to(here.dtype)  # which scalars leave alone, but under autocast a vector of weights makes it fp32
 
 
 def join_scores(q, k, weights, others):
@@ -56,7 +56,7 @@ def join_scores(q, k, weights, others):
     w_self, *other_weights = weights
     q_others = [w * other["q"] for w, other in zip(other_weights, others, strict=True)]
     k_others = [other["k"] for other in others]
-    return torch.cat([w_self * q, *q_others], dim=-1), torch.cat([k, *k_others], dim=-1)
+    return torch.cat([w_self * q, *q_others], dim=-1).to(q.dtype), torch.cat([k, *k_others], dim=-1)
 
 
 class MixingWeights(nn.Module):
@@ -104,7 +104,7 @@ class MixingWeights(nn.Module):
         elif self.learn == "softmax":
             weights = zip(self.own, self.scale * self.logits.softmax(0), strict=True)
         else:
-            raise AssertionError(f"learn={self.learn!r}: add it to MixingWeights, or to Gate and Residual.is_gated")
+            raise AssertionError(f"learn={self.learn!r}: add it to MixingWeights, and where Residual's docstring says")
         return dict(zip(self.starts, weights, strict=True))
 
 
@@ -334,13 +334,6 @@ class GPT(nn.Module):
                 module.weight.copy_(torch.cat([normal(seed, part, shape, std) for part, shape in shapes.items()]))
             if getattr(module, "bias", None) is not None:
                 module.bias.zero_()
-
-    @torch.no_grad()
-    def mixing_weights(self):
-        """[residual][layer] -> (w_self, w_source, …) as numbers."""
-        found = [{n: [float(w) for w in of_layer] for n, of_layer in weights().items()} for weights in self.mixing]
-        # None where the layer lacks the residual, a Gate computes the weights, or map="cross" needs none
-        return [[of_residual.get(n) for n in range(self.cfg.n_layer)] for of_residual in found]
 
     def hidden(self, idx, cache=None):
         """Token ids (B, T), or their embeddings (B, T, C) -> normed output of the last layer (B, T, C). cache: a

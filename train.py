@@ -32,7 +32,7 @@ from common.optimizers import optimizer_state
 from common.report import heard
 from common.runs import RUN, Metrics, read_run
 from common.scoring import domain_losses
-from common.sizes import count_parameters, flops_per_token, notes_of, refuse_too_large
+from common.sizes import count_parameters, flops_per_token, mixing_weights, notes_of, refuse_too_large
 from configurator import UserError, check_fields, run, setting
 from model import GPT
 from sample import generate
@@ -270,8 +270,8 @@ def compiled(model, cfg, world, autocast, is_sharded, say):
 @torch.no_grad()
 def validate(model, corpus, cfg, world, autocast, is_sharded):
     """Validation on the first whole windows within eval_tokens of each domain, at least one, or on all text; the same
-    whatever the number of ranks. Returns what `domain_losses` does, and "lam" where the mode learns weights, see
-    GPT.mixing_weights."""
+    whatever the number of ranks. Returns what `domain_losses` does, and "lam", the `mixing_weights`, where some learn.
+    """
     # the parts are the same on any number of ranks, and each of n ranks takes every n-th. All make equally many forward
     # passes, because in each pass they gather a sharded model's weights together
     most = max(1, cfg.eval_tokens // cfg.block_size) if cfg.eval_tokens else None
@@ -295,7 +295,7 @@ def validate(model, corpus, cfg, world, autocast, is_sharded):
     if is_sharded:
         model.unshard()
     if list(model.mixing.parameters()):
-        result["lam"] = model.mixing_weights()
+        result["lam"] = mixing_weights(model)
     # a forward without a backward has left weights gathered
     if is_sharded:
         for module in (*model.blocks, model):

@@ -53,7 +53,8 @@ class Residual:
          "softmax"  (Learnable-Plus) a_n and s softmax_n(b) over the layers that have it, from a_n = 1/2, s = n_layer,
                     b = slope (0, 1, 2, …). Each layer has a b, and all share one s.
          "head", "sigmoid", "relu": a model.Gate computes them for each token
-         A new one: its name here, its formula in model.MixingWeights or Gate, what it cannot go with in net/rules.py
+         A new one: its name here and below, its parameters and its formula in model.MixingWeights, or in Gate and
+         `is_gated` if it depends on the token; what it cannot go with in net/rules.py. docs/own_mode.md has an example
     slope: how fast b rises with depth at the start of "softmax".
     layers: the layers that have it, see `pick_layers`; () = each layer that has a source. It acts only in layers that
         own a tensor that it reads (q, k or v): NeuTRENO's would act in no layer of SVFormer's.
@@ -66,7 +67,9 @@ class Residual:
     map: Literal["own", "identity", "delta", "cross"] = "own"
     subtract: Literal["mixed", "projected"] = "mixed"
     lam: tuple[float, ...] | None = None
-    learn: Literal["fixed", "scalar", "sources", "lerp", "unit", "softmax", "head", "sigmoid", "relu"] = "fixed"
+    learn: Literal[
+        "fixed", "scalar", "sources", "lerp", "unit", "softmax", "head", "sigmoid", "relu",
+    ] = "fixed"  # fmt: skip
     slope: float = 0.0
     layers: str | tuple[int | float, ...] = ()
     tables: Literal["each", "mirror", "cycle", "one"] = "each"

@@ -1,9 +1,10 @@
-"""A model before it is trained: parameters, FLOPs, bytes, and what `python model.py` prints: a plan, or all modes."""
+"""A model in numbers: parameters, FLOPs, bytes, mixing weights. And what `python model.py` prints, plans and tables."""
 
 import dataclasses
 import os
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -70,6 +71,25 @@ def flops_per_token(cfg):
     return 6 * count_multiplying(cfg) + 6 * products * cfg.n_head * cfg.head_dim * cfg.block_size
 
 
+def in_numbers(weight):
+    """A mixing weight as people read it: a number, or a list if it has several, such as one for each head."""
+    return weight.squeeze().tolist() if isinstance(weight, torch.Tensor) else weight
+
+
+@torch.no_grad()
+def mixing_weights(model):
+    """[residual][layer] -> [w_self, w_source, …], as `in_numbers` has them."""
+    found = [{n: list(map(in_numbers, weights)) for n, weights in mixing().items()} for mixing in model.mixing]
+    # None where the layer lacks the residual, a Gate computes the weights, or map="cross" needs none
+    return [[of_residual.get(n) for n in range(model.cfg.n_layer)] for of_residual in found]
+
+
+def in_short(weight):
+    """A weight as the plan shows it: `0.5`, or `0.1 to 0.9` if its numbers differ."""
+    low, high = (f"{number:.4g}" for number in (np.min(in_numbers(weight)), np.max(in_numbers(weight))))
+    return low if low == high else f"{low} to {high}"
+
+
 def describe_mix(mix, weights, own):
     """`v: 0.5 own + 0.5 layer 0, learn=lerp`: what a residual mixes in a layer, with the weights that it has or starts
     from, then map and learn if they are not the defaults. A gate's weights are its factors; map="cross" has none."""
@@ -77,7 +97,7 @@ def describe_mix(mix, weights, own):
     names = [own, *(f"layer {s}" if isinstance(s, int) else s for s in mix.sources)]
     if r.map != "cross":
         weights = r.starts(len(mix.sources)) if r.is_gated else weights
-        names = [f"{float(weight):.4g} {name}" for weight, name in zip(weights, names, strict=True)]
+        names = [f"{in_short(weight)} {name}" for weight, name in zip(weights, names, strict=True)]
     how = [f", {name}={getattr(r, name)}" for name in ("map", "learn") if getattr(r, name) not in ("own", "fixed")]
     return f"{r.of}: {' + '.join(names)}{''.join(how)}"
 

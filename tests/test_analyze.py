@@ -102,6 +102,17 @@ def test_the_weight_of_attention_does_not_change_where_it_goes(own):
     torch.testing.assert_close(importance(mixes, used), received(used["q"], [used["k"]], 4**-0.5) / 9, **EXACT)
 
 
+def test_weights_may_differ_by_head():
+    """Each head has the importance that it would have if its weights were all heads'. One ignores all attention."""
+    layer, source = ({"q": x, "k": x, "v": x} for x in torch.randn(2, 3, 4, 9, 4))
+    own, first = torch.tensor([1.0, 0.5, 0.0, 0.0]), torch.tensor([0.0, 0.5, 1.0, 0.0])
+    residual = Residual(of="probs")
+    found = importance([(residual, (own[:, None, None], first[:, None, None]), [source])], layer)
+    for h in range(4):
+        alike = importance([(residual, (own[h], first[h]), [source])], layer)
+        torch.testing.assert_close(found[:, h], alike[:, h])
+
+
 def test_negative_shares_of_attention_are_refused():
     with pytest.raises(UserError, match="an attention residual has a negative weight"):
         recorded(tiny(ValueMode((Residual(of="probs", lam=(1.0, -0.9)),))), tokens((2, 9)))

@@ -4,10 +4,12 @@
 another line. Slow tests take a cover set: a few modes that together have every value of every axis.
 """
 
+import contextlib
 import copy
 import dataclasses
 import gc
 import itertools
+import json
 import math
 import re
 import weakref
@@ -37,14 +39,16 @@ from torch.utils._pytree import tree_leaves
 
 import value_modes
 from common import checkpoint, sizes
+from common.data import Corpus
+from common.ranks import only_process
 from common.scoring import PrefixTree, Request, rows_of, score
 from configurator import UserError
 from hf.layout import hf_parts, load_hf
-from model import GPT, KVCache
+from model import GPT, KVCache, join_scores, weighted_sum
 from net.layers import DepthAverage
 from net.loss import LinearCrossEntropy
 from sample import generate
-from train import adamw, learning_rate
+from train import TrainConfig, adamw, learning_rate, validate
 from value_modes import TABLE, VALUE_MODES, ModelConfig, Residual, ValueMode, get_mode, mode_with, plan_layers
 
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -124,6 +128,24 @@ def test_weights_of_equal_name_and_shape_are_vanillas(mode):
     common = [name for name in ours if name in right and ours[name].shape == right[name].shape]
     assert len(common) >= 4 * 7 + 3  # in each layer o, gate, up, down, two norms, and one of q, k, v at least
     assert all(torch.equal(ours[name], right[name]) for name in common)
+
+
+@pytest.fixture(scope="module")
+def corpus(data_dir):
+    return Corpus(data_dir, 32)
+
+
+@every_mode
+def test_the_plan_shows_the_weights_that_an_evaluation_records(mode, corpus):
+    """Neither may fail in any mode: the first evaluation comes after hours of training."""
+    model, cfg = GPT(config(mode, vocab_size=257)), TrainConfig(eval_tokens=32, block_size=32, batch_tokens=32)
+    evaluation = validate(model, corpus, cfg, only_process("cpu"), contextlib.nullcontext, is_sharded=False)
+    record = json.loads(json.dumps(evaluation, allow_nan=False))
+    assert ("lam" in record) == any(r.learn != "fixed" and not r.is_gated for r in model.cfg.value_mode.residuals)
+    layers = re.findall("^layer.*", sizes.describe(model.cfg), re.M)
+    for weights in record.get("lam", []):
+        for line, of_layer in zip(layers, weights, strict=True):
+            assert all(f" {sizes.in_short(weight)} " in line for weight in of_layer or ())
 
 
 MORE_SHAPES = [("vanilla", dict(rope_scaling=[8, 1, 4, 8])), ("svformer", dict(arch="gpt2"))]
@@ -371,11 +393,30 @@ def test_learned_weights_start_as_another_mode(mode, other):
 def test_learnable_plus_shares_its_scale_over_layers():
     """Source: the paper's v5. From equal logits each layer has L / (L - 1) of V_1; from rising ones the last most."""
     cfg = ModelConfig(vocab_size=5, n_embd=16, value_mode="resformer_plus")
-    (weights,) = GPT(cfg).mixing_weights()
+    (weights,) = sizes.mixing_weights(GPT(cfg))
     assert weights[0] is None and weights[1:] == [[0.5, pytest.approx(8 / 7)]] * 7
-    (deep,) = GPT(dataclasses.replace(cfg, value_mode="resformer_plus_deep")).mixing_weights()
+    (deep,) = sizes.mixing_weights(GPT(dataclasses.replace(cfg, value_mode="resformer_plus_deep")))
     # PAPER: 0.01, 0.03, 0.09, 0.25, 0.69, 1.86, 5.06 for layers 2 to 8
     assert [round(w[1], 2) for w in deep[1:]] == [0.01, 0.03, 0.09, 0.25, 0.69, 1.86, 5.06]
+
+
+OF_HEADS = torch.tensor([0.25, -0.5])[:, None, None]  # a weight for each of two heads: (G, 1, 1)
+
+
+def test_people_read_all_numbers_of_a_weight_or_their_range():
+    model = GPT(config("resformer", n_layer=2))
+    model.mixing[0].starts = {1: (1.0, OF_HEADS)}
+    assert sizes.mixing_weights(model) == [[None, [1.0, [0.25, -0.5]]]]
+    (mix,) = plan_layers(model.cfg)[1].mixes
+    assert sizes.describe_mix(mix, (1.0, OF_HEADS), "own") == "v: 1 own + -0.5 to 0.25 layer 0"
+
+
+def test_a_weight_of_several_numbers_leaves_the_precision_as_it_is():
+    """In bf16, where it would turn values into fp32 ones: they take twice the memory, and kernels want one dtype."""
+    v = torch.ones(3, 2, 4, 5).bfloat16()  # (B, G, T, D)
+    same(weighted_sum((1.0, OF_HEADS), v, [v]), (1 + OF_HEADS).bfloat16().expand_as(v))
+    q, _ = join_scores(v, v, (1.0, OF_HEADS), [{"q": v, "k": v}])
+    same(q, torch.cat([v, OF_HEADS.bfloat16().expand_as(v)], dim=-1))
 
 
 @pytest.mark.parametrize("learn,lam,start,spread", [("sigmoid", (1.0, 3.0), 1.5, 0.0), ("head", None, 0.5, 0.2)])

@@ -29,7 +29,7 @@ from common import checkpoint, files, report
 from common.data import Corpus
 from common.ranks import Distributed, code_of_results
 from common.runs import METRICS, Metrics, read_run
-from common.sizes import count_parameters, notes_of
+from common.sizes import count_parameters, mixing_weights, notes_of
 from model import GPT
 from train import TrainConfig, learning_rate
 
@@ -311,7 +311,7 @@ def test_stopped_and_resumed_equals_uninterrupted(mode, dtype, scale, data_dir, 
     assert all(r["grad_norm"] is None for r in records(tmp_path / "stopped")) == (scale > 1)
     trained(data_dir, tmp_path / "stopped", value_mode=mode, dtype=dtype, resume="auto")
     assert_same_runs(tmp_path / "whole", tmp_path / "stopped")
-    learned = checkpoint.load(tmp_path / "whole").mixing_weights() or None
+    learned = mixing_weights(checkpoint.load(tmp_path / "whole")) or None
     assert records(tmp_path / "whole", "eval")[-1].get("lam") == learned
 
 
