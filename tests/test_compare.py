@@ -27,6 +27,7 @@ from common.verdict import FLOOR, Tuned, in_words, judge, search
 from configurator import load_settings
 from model import GPT
 from train import settings_of
+from value_modes import TABLE
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_tokens=128, micro_batch=8, warmup_steps=2)
 SMALL |= dict(eval_tokens=256, max_steps=12, eval_every=12, save_every=12, dtype="float32", learning_rate=3e-3)
@@ -782,6 +783,24 @@ def test_runs_end_with_the_comparison_that_started_them(data, tmp_path):
     process.communicate()
     with hold(run, seconds=60):
         assert (run / "step_00000005.safetensors").exists()
+
+
+def run_here(wanted, ended, lanes, later):
+    """In place of run_jobs: train.py in this process, which needs no seconds to start."""
+    while jobs := wanted():
+        for job in jobs:
+            done = in_process(train, *job.words[1:])
+            ended(job, done.returncode, done.stderr)
+
+
+ROWS = ["resformer_plus", *(name for name, (_, _, source) in TABLE.items() if not source)]  # those of a user's own
+
+
+@pytest.mark.parametrize("mode", ROWS)
+def test_a_row_is_trained_and_compared(mode, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "run_jobs", run_here)
+    done = in_process(compare, *words_of(data, tmp_path, "vanilla", mode, max_steps=2, n_layer=4))
+    assert done.returncode == 0 and table(done.stdout).keys() == {"vanilla", mode}, done.stderr
 
 
 def test_a_run_that_fails_ends_with_its_own_sentence(data, tmp_path):
