@@ -22,11 +22,11 @@ from pathlib import Path
 
 from common.checkpoint import checked_run
 from common.data import Corpus
-from common.files import hold, read_record, write_text
+from common.files import hold, read_record, write_record, write_text
 from common.jobs import Command, flags_of, lanes_of, run_jobs, tokens_per_s
 from common.ranks import enough_memory, environment
 from common.report import markdown, say, with_interval
-from common.runs import RUN, as_kept, read_run, rounded_otherwise, write_kept
+from common.runs import RUN, as_kept, differences, read_run, rounded_otherwise, write_kept
 from common.sizes import count_parameters, notes_of
 from common.statistics import Fit
 from common.verdict import FLOOR, GROWTHS, LOOKS, in_words, judge, noisy, search, sentences
@@ -36,6 +36,8 @@ from train import ENVIRONMENT, MAY_DIFFER, TrainConfig, settings_of
 from value_modes import get_mode, kv_floats_per_token, read_mode
 
 SEEDS = (42, *range(1, 10))  # 42 is the paper's
+ANSWERS = "compare.py's answers"  # the kind of record that answers.json is
+OF_A_RUN = ("value_mode", "value_mode_name", "learning_rate", "seed")  # in what the runs of a comparison may differ
 
 
 @dataclass(frozen=True)
@@ -221,12 +223,35 @@ class Study:
         cells = defaultdict(dict)
         own = self.decisive(self.cfg.of_run(self.cfg.base_mode, self.cfg.rates[0], self.cfg.seed))
         for folder, made in self.made():
-            differs = {name: made.get(name) for name in ("value_mode", "value_mode_name", "learning_rate", "seed")}
+            differs = {name: made.get(name) for name in OF_A_RUN}
             with contextlib.suppress(UserError):  # some have other settings or other code
                 loss = checked_run(own | differs, folder).final_loss
                 if loss is not None and math.isfinite(loss):
                     cells[str(made["value_mode"]), made["learning_rate"]][made["seed"]] = loss
         return Fit(cells)
+
+    def other_modes(self):
+        """The modes that this comparison leaves out, of runs in the folder with these settings."""
+        own = self.decisive(self.cfg.of_run(self.cfg.base_mode, self.cfg.rates[0], self.cfg.seed))
+        wanted = {name: value for name, value in own.items() if name not in OF_A_RUN}
+        found = {made["value_mode_name"] for _, made in self.made() if not differences(made, wanted)}
+        return sorted(found - set(self.cfg.named))
+
+    def remember(self, answers):
+        """Adds these answers to answers.json. Returns the other numbers of seeds with which two or more of these modes
+        have been compared before."""
+        cfg, path = self.cfg, Path(self.cfg.out_dir, "answers.json")
+        earlier = read_record(path, ANSWERS)["answers"] if path.exists() else []
+        own = {"modes": list(cfg.named), "seeds": cfg.all_seeds, "steps": cfg.max_steps}
+        own["differ"] = [a.mode for a in answers if a.differs]
+        if own not in earlier:
+            write_record(path, ANSWERS, {"answers": [*earlier, own]})
+        numbers = set()
+        for other in earlier:
+            is_ours = other["steps"] == cfg.max_steps and other["seeds"][0] == cfg.seed
+            if is_ours and len(cfg.named.keys() & other["modes"]) > 1:
+                numbers.add(len(other["seeds"]))
+        return sorted(numbers - {cfg.seeds})
 
 
 # -- the answer in words
@@ -255,6 +280,14 @@ def remarks(study, answers, fit):
         )
     if any(a.interval and a.p > 0.05 and abs(a.gap) > a.interval for a in answers):
         yield "Of several intervals, one may exclude 0 by luck. p allows for that (Dunnett's test), so it decides."
+    if others := study.other_modes():
+        yield (
+            f"{cfg.out_dir} also has runs of {', '.join(others)} with these settings; if you left them out because of "
+            f"their results, multiply p by {len(answers) - 1 + len(others)}, or name all of them in one command."
+        )
+    if numbers := study.remember(answers):
+        seeds = " and ".join(map(str, numbers))
+        yield f"These modes were compared here before, with {seeds} seeds; if that made you add seeds, p is too small."
     if not any(a.times for a in answers):
         how = f"run this with --max_steps={2 * cfg.max_steps}, and then once more unchanged"
         yield f"How many times as many tokens would {base.mode} need? To find out, {how}."

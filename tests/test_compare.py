@@ -387,6 +387,29 @@ def test_modes_that_share_no_processor_are_not_told_apart(data, tmp_path, compar
     assert "svformer is worse than vanilla by" in compared("vanilla", "svformer", "resformer_lambda", seeds=3)
 
 
+def test_the_modes_that_are_left_out_are_said(data, tmp_path, compared):
+    """But not those of other settings, or before there is a p."""
+    compared("resformer_lambda", "svformer", max_steps=13)
+    assert "also has runs" not in compared("vanilla", "resformer")
+    assert "also has runs" not in compared("vanilla", "svformer", "resformer", seeds=3)
+    said = compared("vanilla", "resformer_lambda", seeds=3)
+    assert f"{tmp_path} also has runs of resformer, svformer with these settings; if you left them out" in said
+    assert "because of their results, multiply p by 3, or name all of them in one command." in said
+
+
+def test_whoever_looks_again_with_more_seeds_is_told(data, tmp_path, compared):
+    """Not whoever types the same again, compares other modes, or takes fresh seeds."""
+    says = "These modes were compared here before, with {} seeds; if that made you add seeds, p is too small."
+    words, loss = ("vanilla", "svformer", "resformer"), lambda mode, _, seed: len(mode) + seed % 3  # noqa: E731
+    others = dict(seed=11, seeds=3), dict(max_steps=13, seeds=3)
+    compared(*words, loss=loss)  # one seed has no p
+    for again in (dict(seeds=2), dict(seeds=2), *others):
+        assert "compared here before" not in compared(*words, loss=loss, **again)
+    assert says.format("2") in compared("vanilla", "svformer", loss=loss, seeds=3)
+    assert "compared here before" not in compared("vanilla", "neutreno", loss=loss, seeds=4)
+    assert says.format("2 and 3") in compared(*words, loss=loss, seeds=4)
+
+
 def test_who_makes_most_of_the_noise_is_said(compared):
     def noisy(mode, rate, seed):
         return 2.5 + {42: 0, 1: 1, 2: -1}[seed] * {"vanilla": 0.03, "svformer": 0.001}.get(mode, 0.002)
