@@ -86,7 +86,7 @@ class Case:
     cliff_at: tuple = (0.5, 0.5)  # between how many octaves above it
     gap: float = 0.0  # true difference of each mode from vanilla, both at their best rates
     noisier: float = 1.0  # vanilla's noise, in that of the others
-    tails: int = 0  # noise with the tails of Student's t with as many degrees of freedom; 0 = normal
+    tails: int = 0  # noise with the tails of Student's t with this many degrees of freedom, at least 3; 0 = normal
     shift: float = 0.0  # what vanilla's processor adds to each of its losses
     length: float = 0.0  # vanilla's other schedule, in tokens of this one; 0 = none
     m: float = 1.0  # how many times its tokens vanilla needs for each mode's loss
@@ -117,7 +117,9 @@ def draw_runs(rng, case, curves):
     """All runs that compare.py would make: ({(mode, rate): {seed: loss}}, {mode: Tuned})."""
     cells, tuned, shifts = defaultdict(dict), {}, dict(zip(SEEDS, SHIFT * rng.standard_normal(len(SEEDS)), strict=True))
     rates = (RATE / case.ratio, RATE, RATE * case.ratio)
-    draw_noise = (lambda: rng.standard_t(case.tails)) if case.tails else rng.standard_normal
+    draw_noise = rng.standard_normal
+    if case.tails:  # scaled to the same standard deviation
+        draw_noise = lambda: rng.standard_t(case.tails) * (1 - 2 / case.tails) ** 0.5  # noqa: E731
     for mode, curve in curves.items():
         noise, shift = (NOISE * case.noisier, case.shift) if mode == BASE else (NOISE, 0.0)
         loss_of = lambda rate, seed, mode=mode: cells[mode, rate].get(seed)  # noqa: E731
@@ -174,6 +176,7 @@ def count(case, repetitions):
 
 
 RANDOM = {"best_rates": "random"}  # and steepness
+CLIFF = {**RANDOM, "cliff": 1.0, "cliff_at": (0.1, 1.5)}
 NULLS = {
     "same curve": {},
     "vanilla's best rate half an octave off the grid": {"best_rates": "half an octave off"},
@@ -183,8 +186,8 @@ NULLS = {
     "the same, twice as lopsided": {**RANDOM, "curves": (lopsided(1.4),)},
     "the same, vanilla's recorded curve": {**RANDOM, "curves": (recorded(BASE),)},
     "the same, all recorded curves": {**RANDOM, "curves": tuple(map(recorded, RECORDED))},
+    "random, a cliff of 1 nat 0.1 to 1.5 octaves above the best rate of all but vanilla": CLIFF,
     "same curve, but a cliff of 1 nat beside the best rate of all but vanilla": {"cliff": 1.0},
-    "the same, the cliff 0.1 to 1.5 octaves above it": {"cliff": 1.0, "cliff_at": (0.1, 1.5)},
     "same curve, tails of t with 3 degrees of freedom": {"tails": 3},
     "same curve, vanilla three times as noisy": {"noisier": 3.0},
     "same curve, vanilla alone on a processor that adds 0.011": {"shift": 0.011},

@@ -54,7 +54,7 @@ def token_losses(model, x, y, batch_tokens, bar):
     n_rows = max(1, batch_tokens // x.shape[1])
     for first in range(0, len(x), n_rows):
         rows = slice(first, first + n_rows)
-        idx, targets = (torch.from_numpy(a[rows]).to(model.head.weight.device) for a in (x, y))
+        idx, targets = (torch.from_numpy(a[rows]).to(model.norm.weight.device) for a in (x, y))
         log_p, greedy = log_probs(model, model.hidden(idx).flatten(0, 1), targets.flatten())
         nats[rows], is_likeliest[rows] = -log_p.reshape(idx.shape), greedy.reshape(idx.shape)
         bar.update(idx.numel())

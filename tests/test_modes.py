@@ -225,7 +225,7 @@ def test_layers_may_be_replaced(mode, arch):
         ids, cache, _ = generate(model, [[1, 2, 3], [4]], 8, temperature=0)
         scored = list(score(model, rows_of([[Request([5, 6, 7, 8], 2), Request([5, 6, 9], 1)]]), 64))
         found = {"logits": model(idx)[0], "loss": model(idx, targets)[1], "cache": cache.tensors}
-        return found | {"ids": ids, "log p": [log_p for _, log_p, _ in scored], "weights": model.mixing_weights()}
+        return found | {"ids": ids, "log p": [log_p for _, log_p, _ in scored], "weights": sizes.mixing_weights(model)}
 
     same(results(model), results(right))
 
