@@ -237,21 +237,24 @@ class Study:
         found = {made["value_mode_name"] for _, made in self.made() if not differences(made, wanted)}
         return sorted(found - set(self.cfg.named))
 
-    def remember(self, answers):
-        """Adds these answers to answers.json. Returns the other numbers of seeds with which two or more of these modes
-        have been compared before."""
-        cfg, path = self.cfg, Path(self.cfg.out_dir, "answers.json")
-        earlier = read_record(path, ANSWERS)["answers"] if path.exists() else []
-        own = {"modes": list(cfg.named), "seeds": cfg.all_seeds, "steps": cfg.max_steps}
-        own["differ"] = [a.mode for a in answers if a.differs]
-        if own not in earlier:
-            write_record(path, ANSWERS, {"answers": [*earlier, own]})
-        numbers = set()
-        for other in earlier:
-            is_ours = other["steps"] == cfg.max_steps and other["seeds"][0] == cfg.seed
-            if is_ours and len(cfg.named.keys() & other["modes"]) > 1:
-                numbers.add(len(other["seeds"]))
+    def earlier(self):
+        """What answers.json has: the modes, seeds, steps and verdicts of each answer given here."""
+        path = Path(self.cfg.out_dir, "answers.json")
+        return read_record(path, ANSWERS)["answers"] if path.exists() else []
+
+    def other_seeds(self):
+        """The other numbers of seeds with which two or more of these modes have been compared here before."""
+        cfg = self.cfg
+        ours = [other for other in self.earlier() if (other["steps"], other["seeds"][0]) == (cfg.max_steps, cfg.seed)]
+        numbers = {len(other["seeds"]) for other in ours if len(cfg.named.keys() & other["modes"]) > 1}
         return sorted(numbers - {cfg.seeds})
+
+    def remember(self, answers):
+        """Add these answers to answers.json."""
+        own = {"modes": list(self.cfg.named), "seeds": self.cfg.all_seeds, "steps": self.cfg.max_steps}
+        own["differ"] = [a.mode for a in answers if a.differs]
+        others = [other for other in self.earlier() if other != own]
+        write_record(Path(self.cfg.out_dir, "answers.json"), ANSWERS, {"answers": [*others, own]})
 
 
 # -- the answer in words
@@ -285,7 +288,7 @@ def remarks(study, answers, fit):
             f"{cfg.out_dir} also has runs of {', '.join(others)} with these settings; if you left them out because of "
             f"their results, multiply p by {len(answers) - 1 + len(others)}, or name all of them in one command."
         )
-    if numbers := study.remember(answers):
+    if numbers := study.other_seeds():
         seeds = " and ".join(map(str, numbers))
         yield f"These modes were compared here before, with {seeds} seeds; if that made you add seeds, p is too small."
     if not any(a.times for a in answers):
@@ -399,6 +402,8 @@ def main(cfg: CompareConfig):
             said = [table(study, answers), *sentences(answers, cfg.seeds, len(cfg.rates) > 1)]
             said += remarks(study, answers, fit)
             print(*said, sep="\n")
+            if any(a.interval for a in answers):
+                study.remember(answers)
             picture(study, answers, Path(cfg.out_dir, "compare.png"))
             if cfg.report:
                 write_report(study, said)

@@ -46,7 +46,7 @@ class PlotConfig:
     def __post_init__(self):
         check_fields(self)
         # what compare.py and we write lies beside the runs, so out/* names it too
-        beside = (".png", "report.md", "runs.jsonl")
+        beside = (".png", "report.md", "runs.jsonl", "answers.json")
         object.__setattr__(self, "words", tuple(name for name in self.words if not name.endswith(beside)))
         if not self.words:
             raise UserError("name runs that analyze.py has analysed: `python plot.py out/a out/b`")

@@ -210,7 +210,7 @@ def test_what_relative_needs(tmp_path):
 
 
 def test_files_beside_the_runs_are_no_runs():
-    words = ("relative", "o/compare.png", "o/report.md", "o/runs.jsonl", "o/a", "o/b")
+    words = ("relative", "o/compare.png", "o/report.md", "o/runs.jsonl", "o/answers.json", "o/a", "o/b")
     assert plot.PlotConfig(words=words).words == ("relative", "o/a", "o/b")
 
 
