@@ -3,21 +3,18 @@
     python prepare.py pysource --tokenizer=bpe:2048 --out_dir=data/night
     python -m examples.rename data/night texts
     python prepare.py files --input_dir=texts/each --tokenizer_file=data/night --out_dir=data/each
-    python prepare.py files --input_dir=texts/same --tokenizer_file=data/night --out_dir=data/same
-    python prepare.py files --input_dir=texts/own --tokenizer_file=data/night --out_dir=data/own
 
-The second command writes the code of a data folder three times: with its own names; with every occurrence of a name
-replaced by another name, so that names can't be copied; and with each name replaced by another one throughout its file,
-so that they can. Nothing else differs: the same documents, in the same order and the same splits.
+The second command writes the code of a data folder three times. In texts/own the names stay. In texts/each every
+occurrence of a name becomes another name, so that names can't be copied. In texts/same a name becomes another one
+throughout its file, so that they can. All have the same documents, in the same order and the same splits.
 
 A new name is drawn with the frequency that it has in the corpus, among names of as many tokens. Keywords, builtins,
 names like __init__, self and cls stay, and so do comments and strings, f-strings included. Attributes of imported
-modules don't: as long as they stay, there are names to copy. Docstrings, which prepare.py keeps as a domain of their
-own, are left out, and so is what Python can't parse.
+modules don't, because they can be copied like any other name. We leave out docstrings, which are a domain of their own,
+and what Python can't parse.
 """
 
 import ast
-import bisect
 import builtins
 import io
 import itertools
@@ -87,24 +84,19 @@ def pieces_of(text):
 
 
 class Names:
-    """The names of a corpus, by their length in tokens.
-
-    counts: {name: how often it occurs}; lengths: {name: its tokens}.
-    """
+    """The names of a corpus, by their length in tokens. counts: {name: occurrences}; lengths: {name: tokens}."""
 
     def __init__(self, counts, lengths):
-        self.lengths = lengths
-        self.of_length = defaultdict(list)  # {tokens: names, the most frequent first}
+        self.lengths, self.alike = lengths, defaultdict(list)  # {tokens: names, the most frequent first}
         for name in sorted(counts, key=lambda name: (-counts[name], name)):
-            self.of_length[lengths[name]].append(name)
-        # for drawing: how often each of them and those before it occur together
-        self.sums = {n: list(itertools.accumulate(counts[name] for name in s)) for n, s in self.of_length.items()}
+            self.alike[lengths[name]].append(name)
+        # how often each of them and those before it occur together
+        self.sums = {n: list(itertools.accumulate(counts[name] for name in names)) for n, names in self.alike.items()}
 
     def draw(self, rng, name):
         """A name of as many tokens as `name`, with the frequency that it has among those. It may be `name` itself."""
         n = self.lengths[name]
-        sums = self.sums[n]
-        return self.of_length[n][bisect.bisect_right(sums, int(rng.random() * sums[-1]))]
+        return rng.choices(self.alike[n], cum_weights=self.sums[n])[0]
 
     def draw_each(self, rng, names):
         """A new name for each occurrence."""
@@ -116,15 +108,15 @@ class Names:
         for name in dict.fromkeys(names):
             drawn = (self.draw(rng, name) for _ in range(DRAWS))
             # there is always one left: the names of the file are among those of the corpus
-            candidates = itertools.chain(drawn, self.of_length[self.lengths[name]])
+            candidates = itertools.chain(drawn, self.alike[self.lengths[name]])
             new[name] = next(one for one in candidates if one not in taken)
             taken.add(new[name])
         return [new[name] for name in names]
 
 
-def documents(data_dir, about, tokenizer):
-    """The texts of a token file. about: its entry in the manifest."""
-    ids = np.fromfile(Path(data_dir, about["file"]), "<u2")
+def documents(path, tokenizer):
+    """The texts of a token file."""
+    ids = np.fromfile(path, "<u2")
     ends = np.flatnonzero(ids == tokenizer.end)
     return [tokenizer.decode(document[:-1]) for document in np.split(ids, ends + 1)[:-1]]
 
@@ -137,34 +129,36 @@ def main(cfg: RenameConfig):
     if out.exists():
         raise UserError(f"{out} exists; name a new folder, because prepare.py would also read what is there")
 
-    # Cut every document around its names, and count them.
-    found, n_left_out, counts = {}, 0, Counter()
+    # cut every document around its names, and count them
+    cut, n_left_out, counts = {}, 0, Counter()
     files = [(split, d, about) for split, of in manifest["splits"].items() for d, about in of.items() if d != PROSE]
     with progress("reading", sum(about["documents"] for *_, about in files), "doc") as bar:
         for split, domain, about in files:
-            cut = []
-            for text in documents(data_dir, about, tokenizer):
-                cut.append(pieces_of(text))
+            cut[split, domain] = []
+            for text in documents(data_dir / about["file"], tokenizer):
+                pieces = pieces_of(text)
+                if pieces:
+                    cut[split, domain].append(pieces)
+                    counts.update(pieces[1::2])
+                else:
+                    n_left_out += 1
                 bar.update()
-            found[split, domain] = [pieces for pieces in cut if pieces]
-            n_left_out += cut.count(None)
-            counts.update(name for pieces in found[split, domain] for name in pieces[1::2])
-    names = Names(counts, {name: len(tokenizer.encode(name)) for name in counts})
 
-    # Write them with their own names, and with new ones.
-    n_documents = sum(map(len, found.values()))
-    with progress("writing", 3 * n_documents, "doc") as bar:
-        for how, draw in (("own", None), ("each", names.draw_each), ("same", names.draw_same)):
-            for (split, domain), of_domain in found.items():
-                lines = []
-                for i, pieces in enumerate(of_domain):
-                    new = list(pieces)
-                    if draw:
-                        rng = random.Random(f"{cfg.seed}/{split}/{domain}/{i}")
-                        new[1::2] = draw(rng, pieces[1::2])
-                    lines.append(json.dumps({"text": "".join(new)}) + "\n")
-                    bar.update()
-                write_text(out / how / domain / f"{split}.jsonl", "".join(lines))
+    # write them with their own names, and with new ones
+    names, n_documents = (
+        Names(counts, {name: len(tokenizer.encode(name)) for name in counts}),
+        sum(map(len, cut.values())),
+    )
+    hows = {"own": lambda rng, old: old, "each": names.draw_each, "same": names.draw_same}
+    with progress("writing", len(hows) * n_documents, "doc") as bar:
+        for (how, draw), ((split, domain), texts) in itertools.product(hows.items(), cut.items()):
+            lines = []
+            for i, pieces in enumerate(texts):
+                new = list(pieces)
+                new[1::2] = draw(random.Random(f"{cfg.seed}/{split}/{domain}/{i}"), pieces[1::2])
+                lines.append(json.dumps({"text": "".join(new)}) + "\n")
+                bar.update()
+            write_text(out / how / domain / f"{split}.jsonl", "".join(lines))
     print(f"{n_documents:,} documents, {counts.total():,} occurrences of {len(counts):,} names")
     print(f"left out: {n_left_out} that Python cannot parse, and docstrings")
 
