@@ -494,6 +494,17 @@ def test_the_demo_that_readme_shows():
     assert "When [we ran that](results/demo.png), all three were still [clearly ahead](results/demo.json)." in README
 
 
+def test_the_first_table_that_readme_shows():
+    """With one rate and one seed: each loss, and what the sentences below the table say."""
+    kept = read_record_lines(ROOT / "results/first.jsonl", "a run's record")
+    ends = {run["settings"]["value_mode_name"]: run["val"]["320"] for run in kept}
+    base = ends.pop("vanilla")
+    assert len(ends) == 3 and f"| vanilla | 0.002 | {base:.4f} | - |" in README
+    for mode, end in ends.items():
+        assert f"| {mode} | 0.002 | {end:.4f} | {end - base:.4f} |" in README
+        assert f"{mode} ends {base - end:.3f} nats below vanilla." in README
+
+
 def earlier_error(answer):
     """Of a parabola's gain, by the formula before commit 1544113: what a cubic term a tenth as large would add."""
     x = np.log2(answer.tuned.around)
