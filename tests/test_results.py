@@ -575,3 +575,25 @@ def test_the_first_runs_of_depth():
     runs = {folder.name: read_run(folder) for folder in (ROOT / "results/depth").glob("*-*-*-*/")}
     said = [f"{run.final_loss:.4f} with rate {name.split('-')[2]}" for name, run in sorted(runs.items())]
     assert f"Vanilla with seed 42 ends at {' and at '.join(said)}." in page("results/depth/README.md")
+
+
+def why(name):
+    """({(mode, rate): {seed: loss}}, the Answers, the Fit) of a set of the plan's experiment B, by its rules."""
+    cells, tuned = {}, {}
+    for run in read_record_lines(ROOT / f"results/why/{name}.jsonl", "a run's record"):
+        of = run["settings"]
+        cell = cells.setdefault((of["value_mode_name"], of["learning_rate"]), {})
+        cell[of["seed"]] = run["val"][str(of["max_steps"])]
+    for mode in ("vanilla", "resformer_lambda"):
+        loss_of = lambda rate, seed, mode=mode: cells.get((mode, rate), {}).get(seed)  # noqa: E731
+        missing, tuned[mode] = search(loss_of, RATES, range(11, 16))
+        assert not missing
+    return cells, *judge(cells, tuned)
+
+
+def test_the_runs_of_why():
+    text = page("results/why/README.md")
+    cells, (base, mine), fit = why("own")
+    assert f"{sum(map(len, cells.values()))} runs of 1,500 steps" in text
+    assert f"λ = 2 ends at {mine.loss:.4f} and vanilla at {base.loss:.4f}" in text
+    assert fit.noise < 0.05 and f"The noise of *own* is {fit.noise:.5f} nats" in text
