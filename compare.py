@@ -62,8 +62,8 @@ class CompareConfig(TrainConfig):
         if len(self.named) < 2:
             raise UserError("name two modes or more: `python compare.py vanilla svformer config/tiny.py`")
         rates = tuple(sorted(self.rates or (self.learning_rate,)))
-        if rates[0] <= 0 or any(high < 1.2 * low for low, high in itertools.pairwise(rates)):
-            raise UserError(f"the rates {rates} must be above 0, and each at least 1.2 times the one before")
+        if rates[0] <= 0 or any(high < 1.4 * low for low, high in itertools.pairwise(rates)):
+            raise UserError(f"the rates {rates} must be above 0, and each at least 1.4 times the one before")
         object.__setattr__(self, "rates", rates)
 
     @functools.cached_property
@@ -184,12 +184,19 @@ class Study:
         return judge(self.cells(), tuned, tokens, self.schedules(), pool, floor, self.elsewhere(tuned))
 
     def elsewhere(self, tuned):
-        """The modes whose runs that decide, at the best rate and beside it, share no processor with the base's."""
-        devices = defaultdict(set)
-        for (mode, rate, _), curves in self.runs.items():
-            if rate in (tuned[mode].rate, *tuned[mode].around):
-                devices[mode] |= {start["rounding"]["device"] for start in curves.starts}
-        return [mode for mode in devices if not devices[mode] & devices[self.cfg.base_mode]]
+        """The modes most of whose deciding runs, at the best rate, were on another processor than the base's run of the
+        same seed. A run that was resumed on another one has no processor of its own."""
+        devices = defaultdict(dict)
+        for (mode, rate, seed), curves in self.runs.items():
+            if rate == tuned[mode].rate:
+                used = {start["rounding"]["device"] for start in curves.starts}
+                devices[mode][seed] = used.pop() if len(used) == 1 else None
+        base, found = devices[self.cfg.base_mode], []
+        for mode, of_seeds in devices.items():
+            n_same = sum(device is not None and device == base.get(seed) for seed, device in of_seeds.items())
+            if 2 * n_same < len(of_seeds):
+                found.append(mode)
+        return found
 
     def cells(self):
         """{(mode, rate): {seed: loss}} of the runs that did not diverge."""
@@ -233,35 +240,33 @@ class Study:
     def other_modes(self):
         """The modes that this comparison leaves out, of runs in the folder with these settings."""
         own = self.decisive(self.cfg.of_run(self.cfg.base_mode, self.cfg.rates[0], self.cfg.seed))
-        wanted = {name: value for name, value in own.items() if name not in OF_A_RUN}
+        wanted = {name: value for name, value in own.items() if name not in (*OF_A_RUN, "dtype")}  # it may be auto
         found = {made["value_mode_name"] for _, made in self.made() if not differences(made, wanted)}
         return sorted(found - set(self.cfg.named))
 
     def earlier(self):
-        """What answers.json has: the modes, seeds, steps and verdicts of each answer given here."""
+        """What answers.json has: the modes, rates, seeds, steps and verdicts of each answer given here."""
         path = Path(self.cfg.out_dir, "answers.json")
         return read_record(path, ANSWERS)["answers"] if path.exists() else []
 
-    def other_seeds(self):
-        """The other numbers of seeds with which two or more of these modes have been compared here before."""
+    def answer(self, answers):
+        """These answers as answers.json has them."""
         cfg = self.cfg
-        ours = [other for other in self.earlier() if (other["steps"], other["seeds"][0]) == (cfg.max_steps, cfg.seed)]
-        numbers = {len(other["seeds"]) for other in ours if len(cfg.named.keys() & other["modes"]) > 1}
-        return sorted(numbers - {cfg.seeds})
-
-    def remember(self, answers):
-        """Add these answers to answers.json."""
-        own = {"modes": list(self.cfg.named), "seeds": self.cfg.all_seeds, "steps": self.cfg.max_steps}
-        own["differ"] = [a.mode for a in answers if a.differs]
-        others = [other for other in self.earlier() if other != own]
-        write_record(Path(self.cfg.out_dir, "answers.json"), ANSWERS, {"answers": [*others, own]})
+        own = {"modes": list(cfg.named), "rates": list(cfg.rates), "seeds": cfg.all_seeds, "steps": cfg.max_steps}
+        return own | {"differ": [a.mode for a in answers if a.differs]}
 
 
 # -- the answer in words
 
 
-def remarks(study, answers, fit):
-    """Sentences on all modes together."""
+def is_another_look(other, own):
+    """Whether an earlier answer was about two or more of the same modes, with other seeds or rates."""
+    is_same = (other["seeds"], other["rates"]) == (own["seeds"], own["rates"])
+    return len(set(other["modes"]) & set(own["modes"])) > 1 and other["steps"] == own["steps"] and not is_same
+
+
+def remarks(study, answers, fit, earlier):
+    """Sentences on all modes together. earlier: the answers that this folder has given."""
     cfg, base = study.cfg, answers[0]
     has_intervals = any(a.interval for a in answers)
     named = {f"{mode}-{rate:g}-{seed}": curves for (mode, rate, seed), curves in study.runs.items()}
@@ -288,9 +293,11 @@ def remarks(study, answers, fit):
             f"{cfg.out_dir} also has runs of {', '.join(others)} with these settings; if you left them out because of "
             f"their results, multiply p by {len(answers) - 1 + len(others)}, or name all of them in one command."
         )
-    if numbers := study.other_seeds():
-        seeds = " and ".join(map(str, numbers))
-        yield f"These modes were compared here before, with {seeds} seeds; if that made you add seeds, p is too small."
+    if any(is_another_look(other, study.answer(answers)) for other in earlier):
+        yield (
+            "These modes were compared here before, with other seeds or rates (answers.json). If that answer made you "
+            "look again, p is too small."
+        )
     if not any(a.times for a in answers):
         how = f"run this with --max_steps={2 * cfg.max_steps}, and then once more unchanged"
         yield f"How many times as many tokens would {base.mode} need? To find out, {how}."
@@ -396,14 +403,17 @@ def main(cfg: CompareConfig):
         study = Study(cfg, Corpus(cfg.data_dir, cfg.block_size, cfg.seed, cfg.mixture, cfg.verify, cfg.bos))
         for line in plan(study, lanes):
             print(line, flush=True)  # the last one takes a while
+        earlier = study.earlier()  # before any work: a damaged file ends this
         if not cfg.dry_run:
             run_jobs(study.wanted, study.ended, lanes, study.later)
+            study = Study(cfg, study.corpus)  # the plan has also read runs that might have been asked for
             answers, fit = study.answers()
             said = [table(study, answers), *sentences(answers, cfg.seeds, len(cfg.rates) > 1)]
-            said += remarks(study, answers, fit)
+            said += remarks(study, answers, fit, earlier)
             print(*said, sep="\n")
             if any(a.interval for a in answers):
-                study.remember(answers)
+                others = [other for other in earlier if other != study.answer(answers)]
+                write_record(Path(cfg.out_dir, "answers.json"), ANSWERS, {"answers": [*others, study.answer(answers)]})
             picture(study, answers, Path(cfg.out_dir, "compare.png"))
             if cfg.report:
                 write_report(study, said)

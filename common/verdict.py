@@ -125,7 +125,7 @@ class Answer:
     gap: float | None = None  # its loss minus the base's, both at their best rates; None without a common seed
     interval: float | None = None  # half the width of its 95 % interval
     p: float | None = None  # corrected for the number of modes
-    is_elsewhere: bool = False  # no processor had runs of both this mode and the base
+    is_elsewhere: bool = False  # most of its seeds ran on another processor than the base's
     times: tuple = ()  # how many times as many tokens the base needs for this loss: (least, most), or empty
 
     @property
@@ -144,8 +144,8 @@ def judge(cells, tuned, tokens=0, schedules=(), pool=None, floor=FLOOR, elsewher
 
     cells: {(mode, rate): {seed: loss}} of runs that did not diverge; tuned: {mode: Tuned}, the base first; tokens: of
     each run; schedules: [(tokens, Answer)] of the base at other lengths; pool: a Fit of other runs, for the noise where
-    these have one seed; floor: FLOOR, or 0 where no rates were searched; elsewhere: the modes that ran on none of the
-    base's processors.
+    these have one seed; floor: FLOOR, or 0 where no rates were searched; elsewhere: the modes that mostly ran on
+    another processor than the base.
     """
     fit, base_mode = Fit(cells), next(iter(tuned))
     if pool and pool.df:
@@ -221,7 +221,7 @@ def said_of(a, base, n_seeds, is_tuned):
         yield f"{a.mode} cannot be told apart from {base.mode} ({gap} nats, p = {a.p:.2g})."
     elif a.is_elsewhere:
         gap = with_interval(abs(a.gap), a.interval)
-        yield f"{a.mode} ends {gap} nats {below} {base.mode}, but no processor ran both, so the machine may be why."
+        yield f"{a.mode} ends {gap} nats {below} {base.mode}, but mostly on another processor, which may be why."
     else:
         yield f"{a.mode} is {better} than {base.mode} by {with_interval(abs(a.gap), a.interval)} nats."
     if a.times:

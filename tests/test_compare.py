@@ -370,8 +370,8 @@ def test_an_interval_without_0_that_is_no_proof_is_explained(compared):
     assert "by luck" not in compared("vanilla", "svformer", seeds=3, loss=level)
 
 
-def test_modes_that_share_no_processor_are_not_told_apart(data, tmp_path, compared, monkeypatch):
-    """Neither in words nor in the figure nor in tokens, though p is small. One common processor is enough."""
+def test_modes_on_different_processors_are_not_told_apart(data, tmp_path, compared, monkeypatch):
+    """Neither in words nor in the figure nor in tokens, though p is small. Most seeds must have run on the same one."""
     drawn = []
     monkeypatch.setattr(compare, "comparison", lambda path, effects, *_: drawn.append([e.differs for e in effects]))
     make_runs(data, tmp_path, 48, 2.3)
@@ -379,11 +379,13 @@ def test_modes_that_share_no_processor_are_not_told_apart(data, tmp_path, compar
     for seed in (42, 1, 2):
         make_run(of_run(data, tmp_path, "svformer", seed), losses("svformer", 6e-3, seed), rounding=there)
     said = compared("vanilla", "svformer", "resformer_lambda", seeds=3)
-    assert "svformer ends 0.1000 ± 0.0068 nats above vanilla, but no processor ran both" in said
+    assert "svformer ends 0.1000 ± 0.0068 nats above vanilla, but mostly on another processor" in said
     assert "resformer_lambda is better than vanilla" in said and drawn == [[False, True]]
     row = table(said)["svformer"]
     assert float(row["p, corrected"]) < 1e-3 and row["× tokens"].endswith(" to 1.00")
     make_run(of_run(data, tmp_path, "svformer", 2), losses("svformer", 6e-3, 2))
+    assert "mostly on another processor" in compared("vanilla", "svformer", "resformer_lambda", seeds=3)
+    make_run(of_run(data, tmp_path, "svformer", 1), losses("svformer", 6e-3, 1))
     assert "svformer is worse than vanilla by" in compared("vanilla", "svformer", "resformer_lambda", seeds=3)
 
 
@@ -397,17 +399,31 @@ def test_the_modes_that_are_left_out_are_said(data, tmp_path, compared):
     assert "because of their results, multiply p by 3, or name all of them in one command." in said
 
 
-def test_whoever_looks_again_with_more_seeds_is_told(data, tmp_path, compared):
-    """Not whoever types the same again, compares other modes, or takes fresh seeds."""
-    says = "These modes were compared here before, with {} seeds; if that made you add seeds, p is too small."
+def test_whoever_looks_again_is_told(data, tmp_path, compared):
+    """With more or other seeds, or other rates. Not whoever types the same again, or compares other modes."""
+    says = "These modes were compared here before, with other seeds or rates (answers.json)."
     words, loss = ("vanilla", "svformer", "resformer"), lambda mode, _, seed: len(mode) + seed % 3  # noqa: E731
-    others = dict(seed=11, seeds=3), dict(max_steps=13, seeds=3)
     compared(*words, loss=loss)  # one seed has no p
-    for again in (dict(seeds=2), dict(seeds=2), *others):
-        assert "compared here before" not in compared(*words, loss=loss, **again)
-    assert says.format("2") in compared("vanilla", "svformer", loss=loss, seeds=3)
-    assert "compared here before" not in compared("vanilla", "neutreno", loss=loss, seeds=4)
-    assert says.format("2 and 3") in compared(*words, loss=loss, seeds=4)
+    for again in (dict(seeds=2), dict(seeds=2), dict(max_steps=13, seeds=3)):
+        assert says not in compared(*words, loss=loss, **again)
+    assert says in compared("vanilla", "svformer", loss=loss, seeds=3)
+    assert says not in compared("vanilla", "neutreno", loss=loss, seeds=4)
+    assert says in compared(*words, loss=loss, seed=11, seeds=2)
+    assert says in compared(*words, loss=loss, rates=(3e-3, 6e-3), seeds=2)
+
+
+def test_a_damaged_record_of_answers_ends_it_before_any_work(data, tmp_path, compared):
+    compared("vanilla", "svformer", seeds=2)
+    (tmp_path / "answers.json").write_text("{")
+    refused(in_process(compare, *words_of(data, tmp_path, "vanilla", "svformer", seeds=3)), "answers.json is damaged")
+    assert not list(tmp_path.glob("*-2"))
+
+
+def test_the_same_command_gives_the_same_answer(compared):
+    """Also where the folder has runs that the plan asks about, but that the search does not need."""
+    compared("vanilla", "svformer", rates=(3e-3,), seeds=3)
+    one, two = (compared("vanilla", "svformer", rates=RATES, seeds=3) for _ in range(2))
+    assert one[one.index("| mode") :].split("These modes")[0] == two[two.index("| mode") :].split("These modes")[0]
 
 
 def test_who_makes_most_of_the_noise_is_said(compared):
@@ -644,7 +660,7 @@ def test_machines_that_differ_are_said(data, tmp_path, compared):
     (["vanilla", "svformer", "--value_mode=resformer"], "leave out value_mode, and name modes without --"),
     (["vanilla", "svformer", "--resume=auto"], "leave out resume"),
     (["vanilla", "svformer", "--init_from=x"], "leave out init_from"),
-    (["vanilla", "svformer", "--rates=1e-3,1.0000000001e-3"], "and each at least 1.2 times the one before"),
+    (["vanilla", "svformer", "--rates=1e-3,1.0000000001e-3"], "and each at least 1.4 times the one before"),
     (["vanilla", "svformr"], "unknown value_mode 'svformr'; did you mean 'svformer'?"),
     (["vanilla", "svformer", "--value_mode=m.py"], "give a file without --value_mode=, as in `python train.py m.py`"),
     (["vanilla", "svformer", "--block_size=100", "--dry_run"], "is not a multiple of 100"),
