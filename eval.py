@@ -7,7 +7,7 @@
     python eval.py out/vanilla out/resformer --task=copying,repeat      what a model gains by copying
 
 Tasks: loss (validation loss by domain), hellaswag openbookqa winogrande arc_challenge arc_easy piqa, lambada;
-table1 = the six multiple-choice tasks, table5 = loss, all = all of these; copying and repeat (common/copying.py).
+table1 = the six multiple-choice tasks, table5 = loss, all = all of these. copying and repeat are not in all.
 Prints Markdown tables, writes eval.json beside each checkpoint, and the score of each choice into
 samples_<task>.<checkpoint>.jsonl. Read first: common/tasks.py.
 """
@@ -47,7 +47,7 @@ class EvalConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of weights; auto = bf16 on newer GPUs")
     task: tuple[str, ...] = setting(("all",), "tasks, see above", group="Tasks")
     data_dir: str = setting("", "folder of local task files; empty = from the hub through `datasets`")
-    corpus: str = setting("", "prepared data for the loss; empty = what the run was trained on")
+    corpus: str = setting("", "prepared data for loss and copying; empty = what the run was trained on")
     limit: int = setting(0, "documents or windows of each task except loss, for a trial that writes nothing", least=0)
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", group="Machine")
     batch_tokens: int = setting(0, "tokens in a forward pass; 0 = 65,536 on a CUDA GPU, else 2,048", least=0)
@@ -106,7 +106,7 @@ def windows_of(name, entries, cfg):
     length = min(entry.header["config"].block_size for entry in entries)
     tokenizer, data = entries[0].tokenizer, entries[0].corpus
     if name == "repeat":
-        return repeated(cfg.limit or WINDOWS, length, tokenizer.n_vocab, tokenizer.end)
+        return repeated(min(cfg.limit or WINDOWS, WINDOWS), length, tokenizer.n_vocab, tokenizer.end)
     corpus = Corpus(data.dir, length, mixture=data.mixture, verify=False, bos=data.bos, splits=("val",))
     numbers = {domain: corpus.windows("val", domain) for domain in corpus.domains}
     parts = [corpus.val_batch(d, 0, min(n, cfg.limit or n)) for d, n in numbers.items() if n]
@@ -200,8 +200,9 @@ def store(entry, name):
 
 
 @enough_memory("set a smaller --batch_tokens")
-def evaluate(entry, asked, cfg, world):
-    """Score the checkpoint of an Entry on all tasks. Each task is written as soon as it is done."""
+def evaluate(entry, asked, groups, cfg, world):
+    """Score the checkpoint of an Entry on all tasks. asked, groups: {task: its Questions or windows, and the windows'
+    groups}. Each task is written as soon as it is done."""
     path, stores = entry.path, world.rank == 0 and not cfg.limit  # a trial must not replace a result
     if stores and not os.access(path.parent, os.W_OK):
         stores = False
@@ -213,8 +214,9 @@ def evaluate(entry, asked, cfg, world):
             record = loss_record(f"{path.parent}, loss", entry.corpus, model, cfg, world)
         elif name in WINDOWED:
             entry.scored[name] = score_windows(model, f"{path.parent}, {name}", asked[name], cfg, world)
-            record = record_of(groups_of(name, *asked[name]), *entry.scored[name])
-            record |= {"ln_v": math.log(entry.tokenizer.n_vocab)}  # the loss of a model that knows nothing
+            record = record_of(groups[name], *entry.scored[name])
+            record["data"] = entry.corpus.val_hash if name == "copying" else "random"
+            record["ln_v"] = math.log(entry.tokenizer.n_vocab)  # the loss of a model that knows nothing
         else:
             of_task, where = asked[name]
             documents = requests_of(name, of_task, entry.tokenizer, model.cfg.block_size)
@@ -231,9 +233,9 @@ def evaluate(entry, asked, cfg, world):
 # ---- the tables
 
 
-def tables(entries, names, asked):
-    """All tables, as Markdown. eval.json has more, such as bits per byte and LAMBADA's perplexity. asked: {task: what
-    was scored}."""
+def tables(entries, names, groups):
+    """All tables, as Markdown. eval.json has more, such as bits per byte and LAMBADA's perplexity. groups: {task: those
+    of its windows}."""
     # The modes name the rows, if they differ.
     labels = [e.header["mode"] for e in entries]
     if len(set(labels)) < len(labels):
@@ -255,10 +257,10 @@ def tables(entries, names, asked):
         yield markdown(["loss (nats per token)", *values[0]], side_by_side(labels, values))
     # Where copying helps, and whether a model copies.
     for name in [name for name in WINDOWED if name in names]:
-        for title, groups in groups_of(name, *asked[name]).items():
-            yield group_table(f"loss by {title}", groups, labels, [e.scored[name][0] for e in entries])
+        for title, of_title in groups[name].items():
+            yield group_table(f"loss by {title}", of_title, labels, [e.scored[name][0] for e in entries])
             if name == "repeat":
-                yield group_table(f"accuracy by {title}", groups, labels, [e.scored[name][1] for e in entries])
+                yield group_table(f"accuracy by {title}", of_title, labels, [e.scored[name][1] for e in entries])
     steps = [e.header["step"] for e in entries]
     if len(set(steps)) > 1:
         yield f"note: these models trained for different numbers of steps: {', '.join(map(str, steps))}"
@@ -279,9 +281,10 @@ def main(cfg: EvalConfig):
         open_corpora(entries, cfg, world)
     asked = {name: questions(name, cfg.data_dir, cfg.limit) for name in cfg.task if name in TASKS}
     asked |= {name: windows_of(name, entries, cfg) for name in cfg.task if name in WINDOWED}
+    groups = {name: groups_of(name, *asked[name]) for name in cfg.task if name in WINDOWED}
     for entry in entries:
-        evaluate(entry, asked, cfg, world)
-    for table in tables(entries, cfg.task, asked):
+        evaluate(entry, asked, groups, cfg, world)
+    for table in tables(entries, cfg.task, groups):
         if world.rank == 0:
             print(table, end="\n\n")
     world.close()

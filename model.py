@@ -386,7 +386,8 @@ class GPT(nn.Module):
         if type(self.head) is Linear:
             return None, chunked_cross_entropy(x, self.head.weight, targets)
         # a tool has replaced the head: what is there may add to W x, as LoRA does, so the loss reads its logits
-        return None, F.cross_entropy(to_fp32(self.head(x)), targets.clamp(min=-1), ignore_index=-1)
+        nats = F.cross_entropy(to_fp32(self.head(x)), targets.clamp(min=-1), ignore_index=-1, reduction="sum")
+        return None, nats / (targets >= 0).sum().clamp(min=1)
 
 
 class KVCache:

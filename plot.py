@@ -283,7 +283,12 @@ def copying(path, names):
     """Draw what eval.py found about copying. Left: which tokens make a run's loss differ from the first one's. Right:
     the loss on random text that repeats itself, of all checkpoints."""
     labels = short_names(names)
-    kinds = {labels[name]: results_of(name, "copying")[-1][2]["token"] for name in names}
+    last = {labels[name]: results_of(name, "copying")[-1] for name in names}
+    texts = {(tokens, record["data"], record["n"], record["length"]) for tokens, _, record in last.values()}
+    if len(texts) > 1:
+        how = "evaluate checkpoints of one length of training together, with one --corpus"
+        raise UserError(f"these losses are of different texts, windows or lengths of training; {how}")
+    kinds = {label: record["token"] for label, (*_, record) in last.items()}
     repeat = {labels[name]: results_of(name, "repeat") for name in names}
     styles = styles_of({label: points[-1][1] for label, points in repeat.items()})
     base, *others = kinds

@@ -420,6 +420,7 @@ def train(cfg, world):
     peak = ranks.peak_flops(world.device, dtype)
     flops = flops_per_token(shape)
     final = cfg.final_lr_ratio * cfg.learning_rate
+    is_checked = False  # whether the optimizer's state can be saved
     stop = Stop()
     for step in range(done, cfg.max_steps):
         n = step + 1
@@ -457,8 +458,9 @@ def train(cfg, world):
         norm = ranks.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf))
         scaler.step(optimizer)
         scaler.update()
-        if step == done:  # what no checkpoint can hold is refused now, not when it is saved
+        if not is_checked:  # what no checkpoint can hold is refused now, not when it is saved
             optimizer_state(model, optimizer, is_main=False)
+            is_checked = bool(optimizer.state)  # a scaler may have skipped the step
         # means over the ranks (the norm is the same on all). This is the step's first wait for the GPU
         total, norm = (world.sum(torch.stack((total, norm))) / world.size).tolist()
         # a step that failed is not saved

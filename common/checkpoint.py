@@ -183,12 +183,12 @@ def resume(path, model, optimizer, scaler, tokenizer_hash):
         record, tensors = read_tensors(state_file(path), STATE)
         if record["weights"] != header["tensors"]:
             raise ValueError(f"it does not belong to {path.name}")
-        note = restore_optimizer(path, model, optimizer, record.get("optimizer"), tensors)
-        if record["scaler"]:
-            scaler.load_state_dict(record["scaler"])
-        torch.set_rng_state(tensors["rng"])
-        if torch.cuda.is_available() and "rng_cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng_cuda"])
+    note = restore_optimizer(path, model, optimizer, record.get("optimizer"), tensors)
+    if record["scaler"]:
+        scaler.load_state_dict(record["scaler"])
+    torch.set_rng_state(tensors["rng"])
+    if torch.cuda.is_available() and "rng_cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng_cuda"])
     return header["step"], note
 
 

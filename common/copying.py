@@ -26,17 +26,19 @@ def kinds_of(x, y):
     "pair seen": the pair of the previous token and this one stands earlier in the window. "token new, previous seen":
     only the previous token does, so a model that copied what followed it would be wrong.
     """
-    T = x.shape[1]
+    T, kinds = x.shape[1], np.empty(x.shape, np.int8)
     is_before, is_read = np.tri(T, k=-1, dtype=bool), np.tri(T, dtype=bool)  # (T, T): place j < i, and j <= i
-    previous = (x[:, :, None] == x[:, None, :]) & is_before  # (rows, T, T): the previous token of i stands at j, too
-    pair = (previous & (y[:, :, None] == y[:, None, :])).any(2)  # (rows, T)
-    token = ((y[:, :, None] == x[:, None, :]) & is_read).any(2)
-    return np.select([pair, token, previous.any(2)], [0, 1, 3], 2)
+    for row, (read, target) in enumerate(zip(x, y, strict=True)):  # one at a time: a long window has T * T pairs
+        previous = (read[:, None] == read) & is_before  # (T, T): the previous token of i stands at j, too
+        pair = (previous & (target[:, None] == target)).any(1)  # (T,)
+        token = ((target[:, None] == read) & is_read).any(1)
+        kinds[row] = np.select([pair, token, previous.any(1)], [0, 1, 3], 2)
+    return kinds
 
 
 def repeated(n, length, n_vocab, eot, seed=0):
-    """Windows x, y (n, length - 1) of random tokens, uniform over the vocabulary without end-of-text. The second half
-    of the `length` tokens equals the first; an odd one loses its last token."""
+    """Windows x, y of random tokens, uniform over the vocabulary without end-of-text: (n, length - 1) each, or one less
+    where `length` is odd. The second half of the tokens equals the first."""
     half = length // 2
     if half < 2:
         raise UserError(f"repeat needs windows of at least 4 tokens, but this model's block has {length}")

@@ -15,25 +15,30 @@ from common.ranks import whole
 from common.runs import differences
 from configurator import UserError
 
-PLAIN = (int, float, str, type(None))  # what we save besides tensors; a bool is an int, and tuples are settings
+PLAIN = (int, float, str, type(None))  # what we save besides tensors; a bool is an int
 # values of groups that we do not save: train.py's settings, and how torch computes a step
 OPEN = {"params", "lr", "weight_decay", "foreach", "fused", "capturable", "differentiable"}
 
 
 def described(model, optimizer):
-    """{"class", "params": their names by group, "groups": the other values that we save of each}. Raises UserError for
-    an optimizer that keeps something elsewhere than in its `state` and plain values of its groups."""
+    """{"class", "params": their names by group, "groups": the other values that we save of each, all but tuples, which
+    are settings}. Raises UserError for what a checkpoint cannot hold: an inner optimizer's own state, and groups or
+    states with other things than the model's parameters and plain values."""
     about = {"class": type(optimizer).__name__, "params": [], "groups": []}
     inner = [value for value in tree_leaves(vars(optimizer)) if isinstance(value, torch.optim.Optimizer)]
     if any(one.state is not optimizer.state for one in inner):
         raise UserError(f"{about['class']} has an optimizer inside with a state of its own; let both share one `state`")
     names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not {*parameters, *optimizer.state} <= names.keys():
+        raise UserError(f"{about['class']} has parameters, or a state of something, that the model does not have")
     for group in optimizer.param_groups:
-        values = {key: value for key, value in group.items() if key not in OPEN}
-        if any(map(torch.is_tensor, values.values())):
-            raise UserError(f"{about['class']} has a tensor in a group; make it a number, or keep it in its `state`")
+        values = {key: value for key, value in group.items() if key not in OPEN and not isinstance(value, tuple)}
+        if not all(isinstance(leaf, PLAIN) for leaf in tree_leaves(values)):
+            remedy = "make it a number, or keep it in its `state`"
+            raise UserError(f"{about['class']} has a tensor or another object in a group; {remedy}")
         about["params"].append([names[parameter] for parameter in group["params"]])
-        about["groups"].append({key: value for key, value in values.items() if isinstance(value, PLAIN)})
+        about["groups"].append(values)
     return about
 
 

@@ -115,8 +115,8 @@ def dunnett(ts, correlation, df):
     ts: each difference, without its sign, in standard errors; correlation: of the differences, an (n, n) array.
     """
     n, (mix, share, _) = len(ts), np.linalg.svd(correlation)
-    # mix * sqrt(share) is a square root of the correlation, also where rounding makes two differences the same
-    sizes = abs(draws(n, df) @ (mix * np.sqrt(share)).T)  # (DRAWS, n): the ts that luck alone makes
+    # mix sqrt(share) mix^T is the symmetric square root of the correlation, also where two differences are the same
+    sizes = abs(draws(n, df) @ (mix * np.sqrt(share)) @ mix.T)  # (DRAWS, n): the ts that luck alone makes
     order = sorted(range(n), key=lambda i: -ts[i])
     corrected, last = [1.0] * n, 0.0
     for k, i in enumerate(order):

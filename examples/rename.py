@@ -5,8 +5,8 @@
     python prepare.py files --input_dir=texts/each --tokenizer_file=data/night --out_dir=data/each
 
 The second command writes the code of a data folder three times. In texts/own the names stay. In texts/each every
-occurrence of a name becomes another name, so that names can't be copied. In texts/same a name becomes another one
-throughout its file, so that they can. All have the same documents, in the same order and the same splits.
+occurrence of a name becomes a name that is drawn anew, so that names can't be copied. In texts/same a name becomes
+another one throughout its file, so that they can. All have the same documents, in the same order and the same splits.
 
 A new name is drawn with the frequency that it has in the corpus, among names of as many tokens. Keywords, builtins,
 names like __init__, self and cls stay, and so do comments and strings, f-strings included. Attributes of imported
@@ -39,8 +39,10 @@ from prepare import SETTINGS
 
 PROSE = "prose"  # prepare.py's domain of docstrings
 SOFT_KEYWORDS = {"_", "case", "match", "type"}  # keyword.softkwlist grows from Python to Python, and so do builtins
-KEPT = {*keyword.kwlist, *SOFT_KEYWORDS, *dir(builtins), "self", "cls"} - {"PythonFinalizationError"}
-FSTRING_START, FSTRING_END = (getattr(tokenize, f"FSTRING_{end}", None) for end in ("START", "END"))  # since 3.12
+NEW = {"PythonFinalizationError", "_IncompleteInputError"}  # since 3.13
+KEPT = {*keyword.kwlist, *SOFT_KEYWORDS, *dir(builtins), "self", "cls"} - NEW
+# tokens of f-strings since 3.12, and of t-strings since 3.14
+STARTS, ENDS = ({getattr(tokenize, f"{kind}STRING_{end}", None) for kind in "FT"} for end in ("START", "END"))
 DRAWS = 100  # for a name that the file does not have yet, before we take the most frequent one
 
 
@@ -72,9 +74,9 @@ def pieces_of(text):
     pieces, end, depth = [], 0, 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         # inside an f-string? Before 3.12 it was a single token
-        if token.type == FSTRING_START:
+        if token.type in STARTS:
             depth += 1
-        if token.type == FSTRING_END:
+        if token.type in ENDS:
             depth -= 1
         if token.type == tokenize.NAME and depth == 0 and not is_kept(token.string):
             start = starts[token.start[0] - 1] + token.start[1]

@@ -203,6 +203,7 @@ def test_two_ranks_equal_one(runs, tmp_path):  # noqa: F811
     words = [str(runs / "b"), "--task=copying,repeat"]
     assert in_process(e, *words).returncode == 0
     one = results(runs / "b")
+    (runs / "b/eval.json").unlink()
     ended(fork(tmp_path, 2, command, "eval", *words), 0, 0)
     two = results(runs / "b")
     for name in ("copying", "repeat"):
@@ -254,3 +255,20 @@ def test_the_picture(runs, tmp_path, monkeypatch):  # noqa: F811
     assert points == [*(of["repeat"]["half"]["second half"]["loss"] for of in (a, b)), math.log(257)]
     assert right.lines[0].get_xdata() == [8 * 256]
     refused(in_process(plot, "copying", folders[0]), "name two runs or more: `python plot.py copying")
+
+
+def test_the_line_has_all_checkpoints_by_their_tokens(runs, tmp_path, monkeypatch):  # noqa: F811
+    folder = shutil.copytree(runs / "a", tmp_path / "a", ignore=shutil.ignore_patterns("eval.json"))
+    header = checkpoint.read_header(folder / "step_00000008.safetensors")
+    early = checkpoint.save(folder, 4, tiny(vocab_size=257, block_size=64).float(), header["tokenizer"], keep=0)
+    for path in (folder / "step_00000008.safetensors", early):
+        assert in_process(e, path, "--task=copying,repeat", f"--corpus={runs / 'data'}").returncode == 0
+    assert [tokens for tokens, *_ in plot.results_of(folder, "repeat")] == [4 * 256, 8 * 256]
+
+
+def test_losses_on_different_texts_are_not_drawn(runs, tmp_path):  # noqa: F811
+    a, b = (shutil.copytree(runs / name, tmp_path / name) for name in ("a", "b"))
+    make_data(tmp_path / "other", seed=1)
+    assert in_process(e, a, "--task=copying,repeat").returncode == 0
+    assert in_process(e, b, "--task=copying,repeat", f"--corpus={tmp_path / 'other'}").returncode == 0
+    refused(in_process(plot, "copying", a, b), "these losses are of different texts, windows or lengths of training")

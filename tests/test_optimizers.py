@@ -39,6 +39,7 @@ class Own(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
+            group["steps"] = [*group.get("steps", []), group["k"]]
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
@@ -223,14 +224,26 @@ def of_tensor(model, lr, *of):
     return torch.optim.SGD([dict(params=list(model.parameters()), grown=torch.ones(()))], lr)
 
 
+def of_another_model(model, lr, *of):
+    return torch.optim.SGD([*model.parameters(), torch.nn.Parameter(torch.ones(2))], lr)
+
+
+class Everywhere(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        self.state["all"] = {"n": 1}
+
+
 UNSAVED = [
+    (of_another_model, "SGD has parameters, or a state of something, that the model does not have"),
+    (lambda model, lr, *of: Everywhere(model.parameters(), lr), "Everywhere has parameters, or a state of something"),
     (lambda model, lr, *of: WithList(model.parameters(), lr), "WithList keeps a list as factors/"),
     (hiding, "Hiding has an optimizer inside with a state of its own"),
-    (of_tensor, "SGD has a tensor in a group"),
+    (of_tensor, "SGD has a tensor or another object in a group"),
 ]
 
 
-@pytest.mark.parametrize("make,says", UNSAVED, ids=["list", "hidden", "tensor"])
+@pytest.mark.parametrize("make,says", UNSAVED, ids=["other", "all", "list", "hidden", "tensor"])
 def test_what_a_checkpoint_cannot_hold_is_refused_at_the_first_step(make, says, data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "adamw", make)
     refused(called(data_dir, tmp_path), says)
