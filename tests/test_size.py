@@ -17,7 +17,7 @@ BUDGETS = {  # lines
     "model.py": 446, "value_modes.py": 556, "train.py": 519, "prepare.py": 505, "eval.py": 294, "sample.py": 183,
     "analyze.py": 391, "plot.py": 418, "compare.py": 423, "export.py": 185, "configurator.py": 247, "minimal.py": 200,
     "net": 361, "hf": 490, "common": 3652, "paper": 1429, "bench": 677, "examples": 435, "docs": 61, "config": 47,
-    "exercises": 455, "tests": 10425,
+    "exercises": 455, "tests": 10435,
 }  # fmt: skip
 CODE = 11_974  # all of it but tests/: a file may grow by what another one lost
 ROOT_FILES = {name for name in BUDGETS if name.endswith(".py")}
@@ -31,9 +31,19 @@ def ours():
     return sorted(ROOT / name for name in there if (ROOT / name).exists())
 
 
+def rows_of_a_user():
+    """How many lines of value_modes.py are rows of TABLE without a source."""
+    tree = ast.parse((ROOT / "value_modes.py").read_text(encoding="utf-8"))
+    (table,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "TABLE")
+    rows = [(name, row) for name, row in zip(table.keys, table.values, strict=True) if not row.elts[-1].value]
+    return sum(row.end_lineno - name.lineno + 1 for name, row in rows)
+
+
 def lines(path):
+    """How many lines a file or folder has. A user's own rows don't count."""
     files = [file for file in ours() if path in (file, *file.parents)]
-    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    not_ours = rows_of_a_user() if ROOT / "value_modes.py" in files else 0
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) - not_ours
 
 
 @pytest.mark.parametrize("name", BUDGETS)
