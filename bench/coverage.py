@@ -82,8 +82,9 @@ class Case:
     best_rates: str = "at the grid"  # or "half an octave off" for vanilla alone, or "random": up to 1.5 octaves off
     ratio: float = 2.0  # between the grid's rates
     curves: tuple = (parabola,)  # losses over octaves from the best rate, one of which is drawn for each mode
-    cliff: float = 0.0  # how much a mode's loss jumps above its best rate; vanilla has none
+    cliff: float = 0.0  # how much a loss jumps above the best rate
     cliff_at: tuple = (0.5, 0.5)  # between how many octaves above it
+    is_cliff_of_base: bool = False  # vanilla alone has that cliff; else all other modes
     gap: float = 0.0  # true difference of each mode from vanilla, both at their best rates
     noisier: float = 1.0  # vanilla's noise, in that of the others
     tails: int = 0  # noise with the tails of Student's t with this many degrees of freedom, at least 3; 0 = normal
@@ -103,7 +104,7 @@ def draw_curve(rng, case, mode, level):
 
     def curve(rate):
         x = math.log2(rate / RATE) - at
-        jump = case.cliff if x > edge and mode != BASE else 0.0
+        jump = case.cliff if x > edge and (mode == BASE) == case.is_cliff_of_base else 0.0
         return level + steepness * shape(x) + jump
 
     return curve
@@ -187,6 +188,7 @@ NULLS = {
     "the same, vanilla's recorded curve": {**RANDOM, "curves": (recorded(BASE),)},
     "the same, all recorded curves": {**RANDOM, "curves": tuple(map(recorded, RECORDED))},
     "random, a cliff of 1 nat 0.1 to 1.5 octaves above the best rate of all but vanilla": CLIFF,
+    "random, such a cliff above that of vanilla alone": {**CLIFF, "is_cliff_of_base": True},
     "same curve, but a cliff of 1 nat beside the best rate of all but vanilla": {"cliff": 1.0},
     "same curve, tails of t with 3 degrees of freedom": {"tails": 3},
     "same curve, vanilla three times as noisy": {"noisier": 3.0},

@@ -564,20 +564,36 @@ def test_a_recorded_curve_goes_through_the_records(mode):
     assert [min(losses) + curve(octaves - best) for octaves in inside] == pytest.approx(right)
 
 
-def test_what_only_some_cases_have_reaches_the_losses():
-    """A cliff where it is drawn, vanilla's processor, and tails."""
-    curves = {"vanilla": lambda rate: 2.0, "m": lambda rate: 2.0}
+def drawn(n, **of):
+    """Losses of n comparisons with two flat curves: {mode: those at the lowest rate}."""
+    rng, rate, found = coverage.np.random.default_rng(0), coverage.RATE / 2, {"vanilla": [], "m": []}
+    for _ in range(n):
+        cells, _ = coverage.draw_runs(rng, coverage.Case(n_seeds=2, **of), dict.fromkeys(found, lambda rate: 2.0))
+        for mode in found:
+            found[mode].append(cells[mode, rate][0])
+    return found
 
-    def drawn(**of):
-        return coverage.draw_runs(coverage.np.random.default_rng(0), coverage.Case(**of), curves)[0]
 
-    normal, moved, tails = drawn(), drawn(shift=0.5), drawn(tails=3)
-    rate = coverage.RATE / 2
-    assert moved["vanilla", rate][0] == pytest.approx(normal["vanilla", rate][0] + 0.5)
-    assert moved["m", rate] == normal["m", rate] and tails["m", rate] != normal["m", rate]
-    case = coverage.Case(cliff=1.0, cliff_at=(1.2, 1.3))
-    curve = coverage.draw_curve(coverage.np.random.default_rng(0), case, "m", 2.0)
-    assert [curve(coverage.RATE * 2**x) - coverage.parabola(x) for x in (1.2, 1.3)] == pytest.approx([2, 3])
+def test_a_processor_adds_to_vanilla_alone():
+    normal, moved = drawn(1), drawn(1, shift=0.5)
+    assert moved == {"vanilla": pytest.approx([normal["vanilla"][0] + 0.5]), "m": normal["m"]}
+
+
+def test_tails_leave_the_standard_deviation(monkeypatch):
+    """Of t with 3 degrees of freedom half of the draws are within 0.765, which is 0.442 standard deviations."""
+    monkeypatch.setattr(coverage, "SHIFT", 0.0)
+    for of, quartile in (({}, 0.674), ({"tails": 3}, 0.442)):
+        middle = statistics.median(abs(loss - 2) for loss in drawn(2000, **of)["m"])
+        assert middle / coverage.NOISE == pytest.approx(quartile, rel=0.06)
+
+
+@pytest.mark.parametrize("of_base", [False, True])
+@pytest.mark.parametrize("mode", ["vanilla", "m"])
+def test_a_cliff_is_where_it_is_drawn(of_base, mode):
+    case = coverage.Case(cliff=1.0, cliff_at=(1.2, 1.3), is_cliff_of_base=of_base)
+    curve = coverage.draw_curve(coverage.np.random.default_rng(0), case, mode, 2.0)
+    above = [curve(coverage.RATE * 2**octaves) - coverage.parabola(octaves) for octaves in (1.2, 1.3)]
+    assert above == pytest.approx([2, 3 if (mode == "vanilla") == of_base else 2])
 
 
 def test_a_noisy_base_is_named_or_covered():
