@@ -20,7 +20,7 @@ from docs import tables
 from value_modes import TABLE
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results/README.md"]
-LIMITS = {"README.md": 160, "docs/stages.md": 300}  # lines; other pages have 260
+LIMITS = {"README.md": 160, "docs/stages.md": 310}  # lines; other pages have 260
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 SCRIPTS = "model train prepare sample eval analyze plot".split()
