@@ -230,6 +230,14 @@ def test_layers_may_be_replaced(mode, arch):
     same(results(model), results(right))
 
 
+def test_a_replaced_head_has_no_loss_where_all_targets_are_ignored():
+    """As ours: 0, and no NaN."""
+    model, idx = tiny(), tokens((2, 9))
+    ours = model(idx, torch.full_like(idx, -100))[1]
+    model.head = Adapted(model.head, copy.deepcopy(model.head))
+    assert model(idx, torch.full_like(idx, -100))[1] == ours == 0
+
+
 # ---- memory
 
 

@@ -250,6 +250,16 @@ def test_what_a_checkpoint_cannot_hold_is_refused_at_the_first_step(make, says, 
     assert not records(tmp_path)
 
 
+def test_it_is_refused_at_the_first_step_that_fp16_does_not_skip(data_dir, tmp_path, monkeypatch):
+    """The scaler skips steps while its scale is too large. Then there is no state to look at yet."""
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *of, **kw: scaler(*of, init_scale=2.0**40, **kw))
+    monkeypatch.setattr(train, "adamw", lambda model, lr, *of: WithList(model.parameters(), lr))
+    refused(called(data_dir, tmp_path, dtype="float16", max_steps=60), "WithList keeps a list as factors/")
+    skipped = records(tmp_path)
+    assert skipped and all(record["grad_norm"] is None for record in skipped)
+
+
 class OfOwnRows(torch.optim.SGD):
     def step(self, closure=None):
         super().step()

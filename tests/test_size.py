@@ -17,7 +17,7 @@ BUDGETS = {  # lines
     "model.py": 446, "value_modes.py": 556, "train.py": 519, "prepare.py": 505, "eval.py": 294, "sample.py": 183,
     "analyze.py": 391, "plot.py": 418, "compare.py": 423, "export.py": 185, "configurator.py": 247, "minimal.py": 200,
     "net": 361, "hf": 490, "common": 3652, "paper": 1429, "bench": 679, "examples": 435, "docs": 61, "config": 47,
-    "exercises": 455, "tests": 10460,
+    "exercises": 455, "tests": 10478,
 }  # fmt: skip
 CODE = 11_976  # all of it but tests/: a file may grow by what another one lost
 ROOT_FILES = {name for name in BUDGETS if name.endswith(".py")}
